@@ -77,7 +77,7 @@ class Conditions:
         return {rule.name: rule.name in holding for rule in self._rules}
 
     def look(self, sample: Sample, now: float) -> None:
-        """Evaluate the rules on a sample and notify listeners of changes. `now` is Unix seconds."""
+        """Evaluate the rules on a sample and notify listeners of changes. `now`: Unix seconds."""
         self._history.take(sample, now)
         holding: dict[_Key, Rule] = {}
         for rule in self._rules:

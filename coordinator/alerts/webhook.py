@@ -123,7 +123,7 @@ def is_forbidden(one: Ip) -> bool:
 
 
 def reached(text: str) -> Sequence[Ip]:
-    """Return the addresses that a packet to this address may reach: itself, or the IPv4 addresses that it embeds."""
+    """Return the possible destinations of a packet to this address: itself, or the IPv4 addresses that it embeds."""
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
         return [one]

@@ -292,10 +292,9 @@ def table(
 ) -> None:  # fmt: skip
     """Print a table.
 
-    - `fold`: columns that wrap on a narrow terminal; by default all long ones. No cell is truncated.
-    - `whole`: each row is one line, as always if the output is not a terminal.
-    - `alarming`: texts of cells that are printed in red.
-    - `numbers`: columns that are right-aligned.
+    On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `whole`, and
+    outside a terminal, each row is one line. Cells with a text of `alarming` are red. The columns `numbers` are
+    right-aligned.
     """
     from rich.console import Console
     from rich.table import Table

@@ -34,9 +34,8 @@ class Settings:
 class Running:
     """Settings in use by the processes of a state folder.
 
-    - the running processes ("coordinator", "node")
-    - their settings as rows
-    - settings whose file has changed since the start (`host.settings_loader.Drift`, as dictionaries)
+    It has the running processes ("coordinator", "node") and their settings as rows. It also has the settings whose file
+    has changed since the start (`host.settings_loader.Drift`, as dictionaries).
     """
 
     who: tuple[str, ...]

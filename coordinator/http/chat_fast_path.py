@@ -305,7 +305,10 @@ class HotProtocol(DeadlineProtocol):
 
 
 class HotStream:
-    """Sink for events as HTTP chunks, written in the call that brings them; same interface as `router.http.sse.Events`."""
+    """Sink for events as HTTP chunks, written in the call that brings them.
+
+    Same interface as `router.http.sse.Events`.
+    """
 
     __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
 

@@ -1,5 +1,4 @@
-"""Protocol of the HTTP port: uvicorn's protocol with a deadline and a size limit for request heads, and a limit for
-pipelined bytes.
+"""Protocol of the HTTP port: uvicorn's protocol with limits for request heads and for pipelined bytes.
 
 uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `HEAD_SECONDS` from its first byte
 (the first head: from the connection), and `HEAD_BYTES`. Between two requests uvicorn's keep-alive timeout applies. A
@@ -151,10 +150,10 @@ class DeadlineProtocol(HttpToolsProtocol):
         return unparsed
 
     def _waits(self, size: int) -> bool:
-        """Start the deadline for an incomplete head, or for the rest of an unread body. Return False if a head is over
-        the limit.
+        """Start the deadline for an incomplete head, or for the rest of a body that the app does not read.
 
-        A complete request has no deadline, because its answer may take minutes.
+        Return False if a head is over the limit. A complete request has no deadline, because its answer may take
+        minutes.
         """
         if self._is_answering() or (self._in_body and not self.cycle.response_complete):
             return True
@@ -199,7 +198,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count a header. Count and discard a trailer, because it arrives after the request was checked by its headers."""
+        """Count a header. Discard a trailer after counting, because it arrives after the check of the headers."""
         self._count(len(name) + len(value) + 4)
         if not self._in_body:
             super().on_header(name, value)
@@ -233,7 +232,7 @@ class DeadlineProtocol(HttpToolsProtocol):
                 self.place.know()
 
     def _proves(self) -> bool:
-        """Return whether the head has a valid key. Overridden by a protocol with access to the keys."""
+        """Return whether the head has a valid key. Overridden by a protocol that has access to the keys."""
         return False
 
     def on_body(self, body: bytes) -> None:

@@ -30,7 +30,7 @@ async def answer(send: Send, problem: Problem) -> None:
 
 
 class Private:
-    """ASGI middleware that forbids caching and content sniffing, because each answer is for one client and one moment."""
+    """ASGI middleware that forbids caching and content sniffing. Each answer is for one client and one moment."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""HTTP server: uvicorn with its own start and stop, TLS handshakes under connection limits, and a fast path for chat."""
+"""HTTP server: uvicorn with its own start and stop, limited TLS handshakes, and a fast path for chat."""
 
 import asyncio
 import contextlib
@@ -106,7 +106,7 @@ async def _speaks_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket,
 async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
     """Answer a request without TLS with the HTTPS URL of this server.
 
-    The request's bytes are read first. A close with unread bytes resets the connection, and the client would see no
+    The request's bytes are read first. A close with pending bytes resets the connection, and the client would see no
     answer.
     """
     host, port = accepted.getsockname()[:2]

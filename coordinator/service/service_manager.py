@@ -63,7 +63,7 @@ class Host:
         return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
 
     def call(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run a tool and return its result with any exit code. Raise `ServiceError` if it is missing or does not end."""
+        """Run a tool and return its result, whichever exit code. Raise `ServiceError` if it is missing or hangs."""
         command = [self.tools[tool], *arguments]
         try:
             return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS,

@@ -92,7 +92,7 @@ def _serves(host: Host, found: Existing, state: str) -> bool:
 
 
 def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
-    """Carry out the plan and wait until the service runs. Return the steps done, empty if none was needed."""
+    """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
     before, done = check(host, plan), list[str]()
     wanted, standing = host.text(plan), host.standing()
     done += _folders(host, plan)
@@ -155,7 +155,7 @@ def _take_back(host: Host, before: Existing) -> None:
 
 
 def _folders(host: Host, plan: Plan) -> list[str]:
-    """Create the folders that launchd writes to before the program starts. Their owner is the service's user."""
+    """Create the folders that launchd writes to before the program starts, owned by the service's user."""
     uid, gid, _ = account(plan.user)
     done: list[str] = []
     for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:
@@ -193,7 +193,7 @@ def _lint(host: Host, text: str) -> None:
 
 
 def _write(host: Host, file: Path, text: str) -> None:
-    """Replace a unit atomically: owned by root and readable by all, as launchd demands. macOS's linter checks it first."""
+    """Replace a unit atomically, owned by root and readable by all, as launchd demands. macOS's linter checks it first."""
     beside = _beside(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -273,7 +273,7 @@ class Clairvoyant:
         """Do nothing."""
 
 
-# the peers' rules, as far as they can be told from one node at a time
+# rules of peer projects, as far as a score of single nodes can express them
 
 
 class RoundRobin:

@@ -90,9 +90,8 @@ class Sequence:
 class Machine:
     """Simulated Mac.
 
-    - `say` sends a frame towards the router.
-    - `turn_of` returns a request's turn, which has its true output.
-    - `changed` is called after a request ended or memory was released.
+    `say` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
+    called after a request ended or memory was released.
     """
 
     def __init__(
@@ -148,7 +147,7 @@ class Machine:
         )  # fmt: skip
         return Resident(spec, model, Rows(model.kv), speed, loaded)
 
-    # what comes
+    # frames of the router
 
     def take(self, frame: Frame) -> None:
         """Handle a frame of the router."""
@@ -179,7 +178,7 @@ class Machine:
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
     def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
-        """Check for room, after evicting caches and unloading idle models. Return None if there is room, else the
+        """Check for room after evicting caches and unloading idle models. Return None if there is room, else the
         refusal."""
         model = self._model(resident)
         need = request_need(model, prompt, output) - (model.weights if resident.loading else 0)
@@ -236,7 +235,7 @@ class Machine:
         self._settle()
 
     def lease(self, size: int) -> bool:
-        """Lease `size` bytes to a video if they fit; a negative size returns them. Return whether the lease was made."""
+        """Lease `size` bytes to a video if they fit. A negative size returns them. Return whether they were leased."""
         self._advance()
         if size > 0:
             self._make_room(size, None)
@@ -342,7 +341,7 @@ class Machine:
             sequence.row.prompt += int(done)
 
     def _speeds(self) -> tuple[float, dict[Sequence, float]]:
-        """Give steps per second of decode, and tokens per second of every prefill that moves."""
+        """Return decode steps per second, and tokens per second of every active prefill."""
         step = self.step()
         if not self.prefills:
             return (1 / step if step else 0.0), {}
@@ -353,7 +352,7 @@ class Machine:
         return (1 / (step * (1 + PREFILL_STEPS)) if step else 0.0), rates
 
     def step(self) -> float:
-        """Give the seconds of one decode step of all rows, 0 without any."""
+        """Return the seconds of one decode step of all rows; 0 without rows."""
         if not self.decoding:
             return 0.0
         rows: dict[str, tuple[Resident, int, int]] = {}
@@ -367,7 +366,7 @@ class Machine:
         )
 
     def _due(self) -> float | None:
-        """Say in how many seconds the first line ends."""
+        """Return the seconds until the next event; None without one."""
         decode, prefill = self._rates
         due = [sequence.left / rate for sequence, rate in prefill.items()]
         if decode > 0:
@@ -379,12 +378,12 @@ class Machine:
 
     @staticmethod
     def _stops(sequence: Sequence) -> float:
-        """Give the step at which a row has written all that it will, or all that was promised."""
+        """Return the step at which a row reaches the end of its answer or of its reservation."""
         row, turn = sequence.row, sequence.turn
         return row.start + min(turn.output - sequence.known, row.promised - row.prompt)
 
     def _settle(self) -> None:
-        """Let everything happen that is due now, then wait for the next."""
+        """Process all due events, then set a timer for the next."""
         while self._happen():
             pass
         self._rates = self._speeds()
@@ -401,7 +400,7 @@ class Machine:
         self._settle()
 
     def _happen(self) -> bool:
-        """Let one thing happen; False when nothing is due."""
+        """Process one due event. Return False if none is due."""
         for resident in self.residents.values():
             if resident.loading and 0 < resident.ready_at <= self._at + _EPSILON:
                 self._loaded(resident)
@@ -451,7 +450,7 @@ class Machine:
     # requests
 
     def _first(self, sequence: Sequence) -> None:
-        """The prompt is written: the first token follows from it, and the row joins the others."""
+        """Move a request from prefill to decode. The prefill yields its first token."""
         self.prefills.remove(sequence)
         row = sequence.row
         row.prompt, row.joined, row.start = sequence.turn.prompt + sequence.known, True, self._steps - 1
@@ -488,7 +487,10 @@ class Machine:
             self._give_way(self._gives_way(), answer)
 
     def _gives_way(self) -> Sequence:
-        """Choose, of who has not begun, or else of all, the newest of the owner with most rows for its weight."""
+        """Choose the request to preempt: the newest of the API key with the most rows for its weight.
+
+        Requests without generated tokens in the queue come first, then all others in decode or prefill.
+        """
         among = [one for one in self._line if not one.known] or [*self.decoding, *self.prefills]
         rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])
         return max(among, key=lambda one: (one.owner.load(rows[one.owner.name]), one.age))
@@ -528,7 +530,7 @@ class Machine:
             self._say(Failed(sequence.request, "no_headroom", refused.message))
 
     def _drop(self, sequence: Sequence) -> None:
-        """Take a request out of wherever it is, and what it holds."""
+        """Remove a request from all queues and release its memory."""
         for place in (self.decoding, self.prefills, self._preempted, self._line):
             if sequence in place:
                 place.remove(sequence)
@@ -537,10 +539,10 @@ class Machine:
         sequence.resident.used = self._loop.time()
         self.dirty = True
 
-    # what it says of itself
+    # reports
 
     def report(self) -> Report:
-        """Give the report of this moment."""
+        """Return the current report."""
         self._advance()
         self._sequence += 1
         self.dirty = bool(self.decoding or self.prefills or self._line or self._preempted)
@@ -565,10 +567,10 @@ class Machine:
             groups=resident.rows.groups(),
         )  # fmt: skip
 
-    # what only the clairvoyant may ask
+    # queries of the clairvoyant
 
     def fits(self, turn: Turn) -> bool:
-        """Say whether this request, with its whole answer, would be admitted at this moment."""
+        """Return whether this request, with its complete answer, would be admitted now."""
         self._advance()
         resident = self.residents.get(turn.model)
         if resident is None:
@@ -584,12 +586,12 @@ class Machine:
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 
     def ever(self, turn: Turn) -> bool:
-        """Say whether the request, with its whole answer, fits here when nothing else runs and no lease is out."""
+        """Return whether the request, with its complete answer, fits on this node without other load and leases."""
         resident = self.residents.get(turn.model)
         return resident is not None and can_ever_fit(self.memory(), resident.model, turn.prompt, turn.output)
 
     def forecast(self, turn: Turn) -> float:
-        """Give seconds to the first token if the request came now and nobody came after it."""
+        """Return the seconds to the first token if the request arrived now and no further request came."""
         resident = self.residents[turn.model]
         kept = self._cache.get(turn.session) if turn.session else None
         mine = turn.prompt - (min(kept[1], turn.prompt - 1) if kept is not None and kept[0] == turn.model else 0)
@@ -606,7 +608,7 @@ class Machine:
 
 
 def _turns(lefts: list[float]) -> float:
-    """Give when the last of these prefills ends, in seconds of prefill, the shortest and the oldest in turns."""
+    """Return when the last of these prefills ends, in seconds of prefill. Shortest and oldest alternate."""
     last, spent, oldest, place = len(lefts) - 1, 0.0, 0, 0
     order = sorted(range(len(lefts)), key=lefts.__getitem__)
     done = [False] * len(lefts)

@@ -77,7 +77,10 @@ class Admin:
     def create_key(
         self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
     ) -> dict[str, Any]:
-        """Create an API key. The answer contains its text, which is not stored. Raise `ValueError` for unknown scopes."""
+        """Create an API key. The answer contains its text, which is not stored.
+
+        Raise `ValueError` for unknown scopes.
+        """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
         key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl,

@@ -133,7 +133,8 @@ class Authority:
         return read_certificate(self._own_certificate()).renew_from
 
     def renew(self) -> bool:
-        """Issue a new coordinator certificate after two thirds of the current one's validity. New connections use it."""
+        """Issue a new coordinator certificate after two thirds of the validity of the current one. New connections use
+        it."""
         if self._clock() < self.renew_from:
             return False
         self._make_own()
@@ -154,8 +155,7 @@ class Authority:
         return read_pair(self._own)[1].public_bytes(Encoding.DER)
 
     def _own_is_ours(self) -> bool:
-        """Return whether this CA issued `coordinator.pem`. Every node would refuse a file of another CA, as in a folder
-        of copied parts."""
+        """Return whether this CA issued `coordinator.pem`. Every node would refuse a certificate of another CA."""
         try:
             read_pair(self._own)[1].verify_directly_issued_by(self._certificate)
         except (AuthorityError, InvalidSignature, ValueError, TypeError) as error:

@@ -62,11 +62,8 @@ class VideoCounters:
 class VideoPicture:
     """Video jobs at one moment, for metrics.
 
-    - open jobs by state
-    - wait of the first queued job, in seconds
-    - size of all kept files, in bytes
-    - progress of the job on each node, as a share
-    - `used`: whether a node offers video models, or there is or was a job
+    It has the open jobs by state, the wait of the first queued job in seconds, and the size of all kept files in bytes.
+    `progress` is the share done of the job on each node. `used`: a node offers video models, or there is or was a job.
     """
 
     counters: VideoCounters = field(default_factory=VideoCounters)

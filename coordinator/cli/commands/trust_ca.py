@@ -151,7 +151,7 @@ def _scope(pem: str) -> str:
 
 
 def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a bundle of the system's authorities and this one, for programs that need a file, with the endpoint's URL."""
+    """Write a bundle of the system's authorities and this one for programs that need a file, and the endpoint's URL."""
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
