@@ -104,7 +104,7 @@ def log_conditions(condition: Condition, began: bool) -> None:
 
 
 def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
-    """Return the metrics of the rules as Prometheus would have them. Series of nodes have the node's name as a label."""
+    """Return the metrics of the rules as Prometheus would have them. Series of nodes have the label `node`."""
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect(_POOL, pool):
         _add(sample, collected, ())

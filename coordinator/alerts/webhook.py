@@ -140,7 +140,7 @@ def reached(text: str) -> Sequence[Ip]:
 
 
 def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
-    """Send one message and return the status of the answer. Raise `OSError` or `WebhookError` if it could not be sent."""
+    """Send one message and return the answer's status. Raise `OSError` or `WebhookError` if it could not be sent."""
     where = allowed(address, find(address.host, address.port))
     connection = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
     line = socket.create_connection((where, address.port), timeout=SECONDS)

@@ -21,7 +21,7 @@ ACTOR: ContextVar[str] = ContextVar("actor", default="")
 KEY: ContextVar[str] = ContextVar("key", default="")
 """The id of that key."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
-"""The address from which that request came."""
+"""Client address of the current request."""
 
 
 def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:

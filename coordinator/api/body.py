@@ -34,7 +34,7 @@ class Body(BaseModel):
 
 
 class StrictRequest(Request):
-    """A request whose body has arrived, and that two readers cannot understand differently."""
+    """Request with a complete and unambiguous body."""
 
     def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
         super().__init__(scope, receive)

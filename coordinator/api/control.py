@@ -140,7 +140,7 @@ def _application(version: str) -> FastAPI:
 
 
 def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
-    """Have the document tell every answer of these routes, and these paths that the application does not know."""
+    """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
     plain = app.openapi
 
     def whole() -> dict[str, Any]:

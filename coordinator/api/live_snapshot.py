@@ -22,7 +22,7 @@ SILENT = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Where each section comes from."""
+    """Sources of the sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -71,7 +71,7 @@ def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str
 
 
 def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a request that has not ended; not a word of its prompt."""
+    """Return an open request as a row, without any part of its prompt."""
     return {
         "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
         "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],

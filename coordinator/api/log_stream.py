@@ -14,7 +14,7 @@ LONGEST_LOG = 2**30
 FOLLOW_SECONDS = 1.0
 """Between two looks at a log that is followed."""
 LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)]
-"""How much of the end of a log is wanted."""
+"""Number of bytes from the end of a log."""
 
 
 async def log_text(pieces: AsyncIterator[bytes]) -> Response:
@@ -28,7 +28,7 @@ async def log_text(pieces: AsyncIterator[bytes]) -> Response:
 
     async def body() -> AsyncIterator[bytes]:
         yield first
-        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node went: so ends its log
+        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node is gone, which ends its log
             async for piece in pieces:
                 yield piece
 

@@ -10,7 +10,7 @@ OPEN = ""
 """Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
 EVENTS = "text/event-stream"
 BODY_BYTES = 64 * 1024
-"""Longest body of a control route whose caller has a key."""
+"""Most bytes of a body on a control route with API key."""
 OPEN_BODY_BYTES = 1024
 """Most bytes of a body on a public control route: a code of 100 characters, each of them escaped."""
 

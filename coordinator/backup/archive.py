@@ -119,7 +119,7 @@ def contents(source: Source, member: Member) -> Iterator[bytes]:
 
 
 def ended(source: Source) -> None:
-    """Make sure that nothing follows the last member."""
+    """Check that no data follows the last member."""
     if source.read(1):
         raise ArchiveError("something follows its last member: it is not used")
 

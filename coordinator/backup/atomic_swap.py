@@ -42,7 +42,7 @@ def staging(folder: Path) -> Path:
 
 
 def commit(folder: Path, plan: Plan) -> None:
-    """Make the new state the one that counts, and put it in place."""
+    """Commit the new state and move it into place."""
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
     settle(folder)
@@ -94,7 +94,7 @@ def _away(place: Path, aside: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's own entries, and those of the folders in it, on the disk."""
+    """Sync the entries of a folder and of its subfolders to disk."""
     for root, _, _ in os.walk(folder):
         descriptor = os.open(root, os.O_RDONLY)
         try:

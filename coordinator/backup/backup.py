@@ -73,7 +73,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
 
 
 def _check_target(file: Path) -> None:
-    """Replace nothing but a backup."""
+    """Check that the target is free or a backup, because no other file may be replaced."""
     try:
         seen = file.lstat()
     except FileNotFoundError:

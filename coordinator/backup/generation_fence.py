@@ -22,7 +22,7 @@ class SupersededError(Exception):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The file: the generation that was shown, its signature, by which node, when (Unix seconds)."""
+    """Record of a superseding generation: number, signature, node that sent it, time (Unix seconds)."""
 
     generation: int
     seal: bytes
@@ -42,8 +42,7 @@ class Fence:
         return generation > self.generation and self.authority.sealed(generation, seal)
 
     def check(self, state: Path) -> None:
-        """SupersededError where it was written down that we are not the one, and that is proved still: a restore makes
-        us newer again."""
+        """Raise `SupersededError` if a record exists and is still valid. A restore raises the own generation above it."""
         try:
             mark = msgspec.json.decode((state / MARK).read_bytes(), type=Mark)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -53,7 +52,7 @@ class Fence:
 
 
 def note(state: Path, mark: Mark) -> None:
-    """Write down that we are not the one any more. OSError when that is not possible."""
+    """Record that this coordinator is superseded. Raise `OSError` if the write fails."""
     write_private(state / MARK, msgspec.json.encode(mark))
 
 

@@ -50,7 +50,7 @@ CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """Nothing was restored and nothing was changed; the text says why and what to do."""
+    """The restore failed without any change. The text has the reason and the next step."""
 
 
 class PassphraseNeeded(RestoreError):
@@ -106,10 +106,11 @@ def look(file: Path, passphrase: bytes | None = None) -> Manifest:
 
 
 def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
-    """Restore a backup into a state folder; `now` in Unix seconds. `replace`: also where a cluster is.
+    """Restore a backup into a state folder. `now` is Unix seconds; `replace` permits a folder with a cluster.
 
-    RestoreError when the backup is not whole, newer than we are, or the folder holds a cluster; StateLockedError when a
-    coordinator runs there."""
+    Raise `RestoreError` if the backup is incomplete or too new, or the folder holds a cluster. Raise `StateLockedError`
+    if a coordinator runs there.
+    """
     try:
         lock = StateLock(private_folder(state))
     except OSError as error:
@@ -229,7 +230,7 @@ def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
 
 
 def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
-    """Open the databases as the coordinator will, bring them to our schema, and count the generation."""
+    """Open the databases as the coordinator does, migrate their schema, and set the generation."""
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:

@@ -119,7 +119,7 @@ class LazyGroup(Group):
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb; nothing that it prints can harm a terminal."""
+        """Run a verb with its output filtered for terminal control sequences."""
         with harmless_output():
             return super().invoke(ctx)
 

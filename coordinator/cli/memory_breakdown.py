@@ -1,4 +1,4 @@
-"""A node's memory in words: the sum that its gate makes, term by term, as the API gives it."""
+"""Text breakdown of a node's memory: the terms of its gate's sum, from the API's values."""
 
 import time
 from typing import Any

@@ -57,7 +57,7 @@ def base_url(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One coordinator as this command reaches it, and the wanted form of output."""
+    """Connection of a command to one coordinator, with its output format."""
 
     state: Path
     url: str | None
@@ -66,17 +66,17 @@ class Session:
 
     @property
     def json(self) -> bool:
-        """Whether the answer is for a program."""
+        """Whether to print JSON."""
         return self.output == "json"
 
     @property
     def wide(self) -> bool:
-        """Whether every column is wanted."""
+        """Whether to print every column."""
         return self.output == "wide"
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator can be asked: one was named, one runs in the state folder, or `login` kept one."""
+        """Whether a coordinator is known: named, running in the state folder, or stored by `login`."""
         return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
 
     @property
@@ -93,9 +93,9 @@ class Session:
             raise Problem(1, f"{self.state / name} cannot be read: {error}") from None
 
     def reached(self) -> Reached:
-        """Return the coordinator to ask: the one of --url, the one that runs here, or the one of `cluster login`.
+        """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
 
-        Problem when there is none.
+        Raise `Problem` if there is none.
         """
         if self.url is not None:
             return Reached(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
@@ -130,8 +130,7 @@ class Session:
         return reached.url, reached.key
 
     def authority(self) -> str:
-        """Return the authority (PEM) behind the endpoint as this command knows it; empty where the system knows it, or
-        there is no TLS."""
+        """Return the known authority (PEM) of the endpoint; empty if the system trusts it, or without TLS."""
         return self.reached().authority
 
     def _known_authority(self, url: str) -> str:
@@ -155,7 +154,7 @@ class Session:
         return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
-        """Send a request and give its JSON. Problem with the server's own words for every error status."""
+        """Send a request and return its JSON. Raise `Problem` with the server's message for an error status."""
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import member_of, query
 
@@ -240,7 +239,7 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
 
 
 def _numbers(memory: dict[str, Any] | None) -> str:
-    """Write the arithmetic of a refusal on a line of its own."""
+    """Format the numbers of a refusal as a separate line."""
     if not memory:
         return ""
     from wire.units import show_size
@@ -250,7 +249,7 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --state, --url, --key-file and -o to a command, whose first argument becomes a Session."""
+    """Add --state, --url, --key-file and -o to a command. Its first argument becomes a `Session`."""
     return _with_session(command, ("text", "json"))
 
 
@@ -283,7 +282,7 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
 SHORT = 10
 """Letters up to which a column is never folded."""
 UNBOUND = 10_000
-"""Letters of a line for a file or a pipe, which nothing folds."""
+"""Line width in characters for a file or a pipe, where lines do not wrap."""
 
 
 def table(

@@ -77,7 +77,7 @@ def _coordinator(session: Session) -> list[dict[str, Any]] | None:
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare with the file, but for addresses, which are hidden; of a file that is wrong nothing is said here."""
+    """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
     from coordinator.state.config_file import ADDRESSES
     from coordinator.state.settings import OTHERS, CoordinatorSettings
     from host.settings_loader import drifted, from_tree

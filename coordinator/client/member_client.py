@@ -32,7 +32,7 @@ class Member:
 
 
 def member_of(state: Path) -> Member | None:
-    """Return the node that joined from a state folder; None where there is none, or a cluster was made there."""
+    """Return the node that joined from a state folder. Return None without one, or if the folder has a cluster."""
     folder = state / "node" / "identity"
     if (state / "cluster.db").exists():
         return None

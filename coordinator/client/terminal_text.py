@@ -25,7 +25,7 @@ def harmless(text: str) -> str:
 
 
 class Harmless:
-    """A text stream whose `write` lets nothing harmful pass; everything else is the stream's own."""
+    """Text stream whose `write` filters control sequences. All other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -61,5 +61,5 @@ def harmless_output() -> Generator[None]:
 
 
 def raw_output(stream: TextIO) -> TextIO:
-    """Return a stream as it is, for a screen or a bar whose text is harmless already."""
+    """Return the unfiltered stream, for a screen or bar whose text is already filtered."""
     return stream.stream if isinstance(stream, Harmless) else stream

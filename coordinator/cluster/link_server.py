@@ -330,7 +330,7 @@ def _no_handshake() -> None:
 
 
 class LinkServer:
-    """All links. Everything happens on one loop; `owner` decides, this class connects."""
+    """Server and registry of all links, on one event loop. `owner` decides about nodes and frames."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner

@@ -32,7 +32,7 @@ KEPT = frozenset({
     "timestamp", "level", "logger", "reason", "state", "node", "request", "code", "kind", "what", "bound_by", "phase",
     "version", "outcome", "tier", "guard", "device", "signal", "condition", "severity",
 })  # fmt: skip
-"""Texts of an event that we write ourselves; they are kept where they look like a word or a number."""
+"""Text fields of this project's events that are kept if they resemble a word or a number."""
 _WORD = re.compile(r"[\w.:+-]{1,64}")
 _NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(\s*"([^"\\{]{1,60})\"""")
 _FRAME = re.compile(r"[\w.<>-]+\.py:\d+ [\w.<>]+")
@@ -121,7 +121,7 @@ def _console(line: str) -> dict[str, Any] | None:
 
 
 def newest(file: Path) -> list[str]:
-    """Read the end of a log; nothing where there is none."""
+    """Read the end of a log; an empty list if there is none."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)

@@ -67,7 +67,7 @@ def run_dial(host: str, port: int) -> int:
 
 
 class Once(Generic[T]):
-    """A value that several threads want and one of them makes."""
+    """Lazy value that several threads use and one computes."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -123,12 +123,12 @@ class Here:
 
     @property
     def has_cluster(self) -> bool:
-        """Whether a cluster was made in the state folder."""
+        """Whether the state folder holds a cluster."""
         return (self.state / "cluster.db").exists()
 
     @property
     def has_node(self) -> bool:
-        """Whether a node joined from it."""
+        """Whether a node joined from the state folder."""
         return (self.state / "node" / "identity" / "identity.json").exists()
 
     def said(self, *command: str) -> str:
@@ -145,7 +145,7 @@ class Here:
             return Answer(None, code, str(getattr(error, "message", error)))
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
-        """Run one of our own modules; None when it does not answer in time."""
+        """Run a module of this project as a child process. Return None if it does not answer in time."""
         found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
         if found is None or found.code != 0:
             return None

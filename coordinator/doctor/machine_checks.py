@@ -131,7 +131,7 @@ def memory(here: Here) -> Finding:
 
 
 def disk(here: Here) -> Finding:
-    """Room where models and where the state are kept."""
+    """Check the free space of the disks of models and state."""
     told = here.examined()
     folders = [Path(one) for one in (told["folders"] if told else ())]
     rows = [(folder, _room(folder), LEAST_DISK) for folder in folders] + [(here.state, _room(here.state), LEAST_STATE)]
@@ -227,7 +227,7 @@ def firewall(here: Here) -> Finding:
 
 
 def sleep(here: Here) -> Finding:
-    """Whether this Mac falls asleep under a pool."""
+    """Check whether this Mac sleeps while it serves the pool."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     found = macos.power_settings_in(here.said("/usr/bin/pmset", "-g"))
@@ -302,7 +302,7 @@ def panics(here: Here) -> Finding:
 
 
 def started_from(here: Here) -> Finding:
-    """Which program macOS holds responsible for us: its permission counts, not ours."""
+    """Check which program macOS holds responsible for this process, because that program's permission applies."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)

@@ -38,7 +38,7 @@ def firewall_in(listing: str) -> bool | None:
 
 
 def blocks_all_in(listing: str) -> bool | None:
-    """Read `socketfilterfw --getblockall`: whether it lets nothing in at all."""
+    """Parse `socketfilterfw --getblockall`: whether it blocks all incoming connections."""
     text = listing.casefold()
     if "block all" not in text:
         return None
@@ -61,7 +61,7 @@ def filevault_in(listing: str) -> bool | None:
 
 
 def lid_in(listing: str) -> bool | None:
-    """Read `ioreg -r -k AppleClamshellState`: whether the lid is closed; None where there is none."""
+    """Parse `ioreg -r -k AppleClamshellState`: whether the lid is closed; None without a lid."""
     found = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
     return None if found is None else found[1] == "Yes"
 
@@ -101,7 +101,7 @@ def is_blocked(reach: Reach) -> bool:
 
 
 def responsible(environ: "dict[str, str]") -> str:
-    """Name the program whose permission counts: macOS asks for the one that started us."""
+    """Return the program whose permission applies: macOS uses the one that started this process."""
     if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
         return f"the launchd job {environ['XPC_SERVICE_NAME']}"
     if environ.get("SSH_CONNECTION"):

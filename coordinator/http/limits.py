@@ -142,7 +142,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             return None
         if self.transport.is_closing():
             return None
-        if in_body and not self._in_body:  # the end of a body, even of a refused and unread one, is not part of a head
+        if in_body and not self._in_body:  # the end of a body, even of a refused one, is not part of a head
             self._disarm()
             return unparsed
         if self.cycle is before:
@@ -225,7 +225,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _work(self) -> None:
-        """Mark this connection as busy while its request is answered. A valid key grants its address more connections."""
+        """Mark this connection as busy while its request is answered. A valid key grants its address more places."""
         if self.place is not None:
             self.place.work()
             if not self.place.proven and self._proves():

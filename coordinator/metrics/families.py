@@ -60,7 +60,7 @@ class Family(Generic[P]):
 
     @property
     def full_name(self) -> str:
-        """The name as it is scraped and asked for."""
+        """Name in the exposition and in queries."""
         return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
 
     @property

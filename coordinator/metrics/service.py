@@ -29,7 +29,7 @@ from wire.histogram import NodeMeasures
 from wire.identity import NodeId
 
 ASK_SECONDS = 3.0
-"""Longest wait for a node's own measures: less than Prometheus waits for us."""
+"""Longest wait for a node's measurements in seconds; less than Prometheus' timeout."""
 MAX_MEASURES_BYTES = 16 * 1024
 LIVES_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
@@ -42,8 +42,8 @@ class Unreachable(Exception):
 
 
 class Metrics:
-    """See the module. `lives` reads begin and end of our certificates, `conditions` gives which hold now, `video` how
-    videos stand."""
+    """Metric snapshots. `lives` reads the validity of certificates, `conditions` the active conditions, `video` the
+    video jobs."""
 
     def __init__(
         self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
@@ -93,14 +93,14 @@ class Metrics:
         return collect(NODE, self.node_picture(view, measures))
 
     def node_picture(self, view: NodeView, measures: NodeMeasures | None) -> NodePicture:
-        """Take the picture of a node, as its newest report has it."""
+        """Return the snapshot of a node by its newest report."""
         wall = time.time()
         heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
         about = self._labels.about(view.id, self._registry.about(view.id))
         return NodePicture(view, heard, wall, about, self._labels.models(view.id, worth_showing(view)), measures)
 
     def nodes(self) -> list[NodePicture]:
-        """Take the pictures of all nodes that are linked, by their newest reports; none is asked."""
+        """Return the snapshots of all linked nodes by their newest reports, without requests to nodes."""
         views = self._registry.view().nodes
         return [self.node_picture(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
 
@@ -117,7 +117,7 @@ class Metrics:
             raise Unreachable(str(error) or "it did not answer") from None
 
     def picture(self) -> PoolPicture:
-        """Take the picture of the coordinator."""
+        """Return the snapshot of the coordinator."""
         dispatcher, registry = self._dispatcher, self._registry
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
         members = [node.id for node in view.nodes]

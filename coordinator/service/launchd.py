@@ -36,7 +36,7 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "StandardOutPath": str, "StandardErrorPath": str, "EnvironmentVariables": dict, "SoftResourceLimits": dict,
     "HardResourceLimits": dict, "LaunchOnlyOnce": bool,
 }  # fmt: skip
-"""The keys of launchd.plist(5) that we use, and their types."""
+"""The used keys of launchd.plist(5), and their types."""
 SYSCTL = "/usr/sbin/sysctl"
 TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 

@@ -40,17 +40,17 @@ class Host:
 
     @property
     def mac(self) -> bool:
-        """Whether launchd is in charge."""
+        """Whether the manager is launchd."""
         return self.platform == "darwin"
 
     @property
     def unit(self) -> Path:
-        """Where the service's unit lies."""
+        """Path of the service's unit."""
         return self.root / launchd.FOLDER / f"{LABEL}.plist" if self.mac else self.root / systemd.FOLDER / UNIT
 
     @property
     def wired_unit(self) -> Path:
-        """Where the job of the wired limit lies, on macOS."""
+        """Path of the wired limit's job, on macOS."""
         return self.root / launchd.FOLDER / f"{WIRED_LABEL}.plist"
 
     @property
@@ -75,7 +75,7 @@ class Host:
             raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_SECONDS:.0f} s") from None
 
     def must(self, tool: str, *arguments: str) -> None:
-        """Run a tool. ServiceError with its own words when it fails."""
+        """Run a tool. Raise `ServiceError` with its message if it fails."""
         done = self.call(tool, *arguments)
         if done.returncode:
             said = (done.stderr.strip() or done.stdout.strip() or "it said nothing")[:500]
@@ -103,7 +103,7 @@ class Host:
         self.must("systemctl", "restart", UNIT)
 
     def unload(self, label: str = LABEL) -> None:
-        """Stop it, and let the manager forget it; nothing happens where it is not loaded."""
+        """Stop and unload a unit. Do nothing if it is not loaded."""
         if self.mac:
             done = self.call("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
             if done.returncode and done.returncode not in launchd.NOT_FOUND:

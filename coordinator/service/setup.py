@@ -193,7 +193,7 @@ def _lint(host: Host, text: str) -> None:
 
 
 def _write(host: Host, file: Path, text: str) -> None:
-    """Replace a unit atomically, owned by root and readable by all, as launchd demands. macOS's linter checks it first."""
+    """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
     beside = _beside(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -71,7 +71,7 @@ def ours(content: str) -> dict[str, str] | None:
 
 
 def standing_in(listing: str) -> Standing:
-    """Read `systemctl show` of SHOWN."""
+    """Parse the output of `systemctl show` for `SHOWN`."""
     told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = told.get("LoadState") == "loaded"
     pid = int(told["MainPID"]) if told.get("MainPID", "").isdecimal() else 0

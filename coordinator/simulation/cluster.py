@@ -45,7 +45,7 @@ class Contender(Protocol):
     """Router under test: the production dispatcher, a peer's rule, or the clairvoyant."""
 
     def set_view(self, view: ClusterView) -> None:
-        """Take a new picture of the pool."""
+        """Apply a new cluster view."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:

@@ -1,4 +1,4 @@
-"""The figures of a run, one line of the table each, and the table."""
+"""Results of a run: the figures, a table row for each contender, and the table."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -52,7 +52,7 @@ _EPSILON = 1e-6
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A model that this node knows, and its state here."""
+    """Model in a node's catalogue, and its state on the node."""
 
     spec: ModelSpec
     model: Model
@@ -416,7 +416,7 @@ class Machine:
         return self._begin()
 
     def _begin(self) -> bool:
-        """Begin whose turn it is in line, of those whose model is here, if there is a place in the batch."""
+        """Start the next queued request whose model is loaded here, if the batch has a place."""
         if not self._line or len(self.prefills) + len(self.decoding) >= self.spec.batch:
             return False
         able = [sequence for sequence in self._line if sequence.resident.loaded]
@@ -436,7 +436,7 @@ class Machine:
             self._next_load()
 
     def _next_load(self) -> None:
-        """Loads go one by one, in the order in which they were asked for."""
+        """Start the next model load. Loads run one at a time, in order of request."""
         loading = [one for one in self.residents.values() if one.loading]
         if loading and not any(one.ready_at for one in loading):
             first = min(loading, key=lambda one: min((seq.age for seq in self._line if seq.resident is one), default=0))
@@ -489,7 +489,7 @@ class Machine:
     def _gives_way(self) -> Sequence:
         """Choose the request to preempt: the newest of the API key with the most rows for its weight.
 
-        Requests without generated tokens in the queue come first, then all others in decode or prefill.
+        Queued requests without generated tokens come first, then all requests in decode or prefill.
         """
         among = [one for one in self._line if not one.known] or [*self.decoding, *self.prefills]
         rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])

@@ -36,7 +36,7 @@ class Turn:
     think: float
     session: str = ""
     conversation: tuple[tuple[str, int], ...] = ()
-    """Texts of the prompt: a name and the tokens of each; empty where it begins nothing and continues nothing."""
+    """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
 
 
 @dataclass(slots=True, eq=False)

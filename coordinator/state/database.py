@@ -91,19 +91,20 @@ class Meta:
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A node that was given a certificate. `serial` (hex) is of its newest certificate, times in Unix seconds."""
+    """A member of the cluster. Times are in Unix seconds."""
 
     node: NodeId
     name: str
     machine: str
     hardware: Hardware
     serial: str
+    """Serial (hex) of its newest certificate."""
     joined: float
     cordoned: bool = False
     removed: float | None = None
     labels: tuple[str, ...] = ()
     video: bool = False
-    """Whether an administrator allows it to make videos."""
+    """Whether an administrator allows video jobs on the node."""
 
 
 @dataclass(frozen=True, slots=True)

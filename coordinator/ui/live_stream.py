@@ -32,7 +32,7 @@ class Live:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many viewers as there may be."""
+        """Whether the limit of viewers is reached."""
         return self._viewers >= MOST_VIEWERS
 
     async def rested(self) -> None:

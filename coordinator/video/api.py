@@ -59,7 +59,7 @@ class Answered(Protocol):
 
 
 class Videos:
-    """The ASGI app. `control` gets every other path."""
+    """ASGI app for video routes. `control` handles every other path."""
 
     def __init__(
         self,

@@ -75,7 +75,7 @@ class VideoPicture:
 
 
 def picture(counters: VideoCounters, jobs: Iterable[Job], now: float, *, offered: bool) -> VideoPicture:
-    """Take the picture of all jobs; `offered`: some node makes videos."""
+    """Return a snapshot of all jobs. `offered`: a node has a video model."""
     states = {str(state): 0 for state in State if state not in (State.COMPLETED, State.FAILED)}
     oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
     progress: dict[NodeId, float] = {}

@@ -61,7 +61,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def rules(self) -> Rules:
-        """How jobs are held, lost and kept."""
+        """Limits of the job table."""
         return Rules(
             self.on_node_loss, lease_seconds=self.lease_seconds, start_seconds=self.start_seconds,
             away_seconds=self.away_seconds, room_seconds=self.room_seconds, keep_seconds=self.keep_hours * 3600,

@@ -21,7 +21,7 @@ from router.errors import NO_KEY, Problem, invalid
 LONGEST_LIFE = 10 * 365 * 86400.0
 """Longest life of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
-"""A day, or empty for all that is kept."""
+"""A day, or empty for all stored days."""
 Life = Annotated[float, Field(gt=0, le=LONGEST_LIFE)]
 
 

@@ -35,7 +35,7 @@ class Drain(Body):
 
 
 class PauseBody(Body):
-    """For how long a node takes nothing new; without an end it does not before it is resumed."""
+    """Duration of a pause; without it the pause lasts until the node is resumed."""
 
     seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
 

@@ -13,7 +13,7 @@ from router.errors import Problem
 
 
 class PrometheusRoutes:
-    """The only routes of the control plane that stand outside /api/v1."""
+    """Routes for Prometheus, the only control routes outside /api/v1."""
 
     def __init__(self, metrics: Metrics, registry: Registry) -> None:
         self._metrics = metrics

@@ -22,7 +22,7 @@ from router.placement.place import Demand, Placement, explain
 
 LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
-"""Decode time below which tokens per second say nothing."""
+"""Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
 """Difference between the wall clock and the clock of requests from which their offset is taken again."""
 

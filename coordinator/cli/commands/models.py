@@ -125,7 +125,7 @@ def _place(node: dict[str, Any]) -> str:
 
 
 def standing(name: str, row: dict[str, Any]) -> str:
-    """Write a name with how it stands to its model (or its node): nothing more where it is loaded."""
+    """Format a name with the state of the model; the name alone if it is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
@@ -187,7 +187,7 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 @contextmanager
 def waiting(text: str) -> Generator[None]:
-    """Show on a terminal that something lasts, and for how long, once it has lasted a second; elsewhere nothing."""
+    """Show a spinner with the elapsed time on a terminal, from one second on. Do nothing outside a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""`cluster pause` and `cluster resume`: the owner of a Mac has its memory back."""
+"""`cluster pause` and `cluster resume`: free a Mac's memory for its owner, and share it again."""
 
 import time
 from pathlib import Path

@@ -67,7 +67,7 @@ LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
 
 
 def find(session: Session, kind: str, wanted: str) -> dict[str, Any]:
-    """Return the key or token (`kind`) with this id, or else with this name. Problem when there is none or several."""
+    """Return the key or token (`kind`) with this id or name. Raise `Problem` if there is none or several."""
     rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
     found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
     if not found:

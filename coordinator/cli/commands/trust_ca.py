@@ -66,9 +66,9 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def confirmed_authority(base: str, fingerprint: str | None) -> str:
-    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the user.
+    """Return the authority (PEM) of an HTTPS endpoint, confirmed by its fingerprint or by the user.
 
-    Empty where the endpoint uses a certificate that was given to it: the system's authorities vouch for that one.
+    Return an empty text if the endpoint uses given certificate files, because the system's authorities apply to them.
     """
     try:
         pem = fetch(base)
@@ -161,7 +161,7 @@ def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Return the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
+    """Return the file that `keep` wrote for an authority; None if this machine does not trust it yet."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 

@@ -1,4 +1,4 @@
-"""`cluster video`: create a video, follow it, fetch it; the memory that is lent to videos."""
+"""Commands for videos: create, follow and fetch videos, and list the leased memory."""
 
 import sys
 import threading
@@ -176,7 +176,7 @@ def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]
 
 
 class Teller(Protocol):
-    """Where progress is shown."""
+    """Output for progress."""
 
     def tell(self, progress: int, phase: str, told: str) -> str:
         """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
@@ -286,7 +286,7 @@ def known_models(session: Session) -> dict[str, Any]:
 
 
 def only_model(session: Session, model: str | None) -> str:
-    """Return the model that was named, or else the only one for videos. Problem when there is none or several."""
+    """Return the named model, or else the only video model. Raise `Problem` if there is none or several."""
     if model is not None:
         return model
     names = [one["name"] for one in known_models(session)["models"]]

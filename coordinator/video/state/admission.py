@@ -1,6 +1,6 @@
-"""Whether a video may be asked for: the body against the models, the limits, the memory of the pool and the line. Pure.
+"""Admission of video requests: checks the body against models, limits, the pool's memory and the queue. Pure.
 
-Everything that can be known before the job waits is said before it waits, with the numbers.
+Every reason for a refusal that is known before the job waits is returned at once, with the numbers.
 """
 
 import difflib
@@ -28,7 +28,7 @@ from wire.units import show_size
 from wire.video import VideoPackage
 
 FULL_RETRY = 30.0
-"""Seconds after which a client may ask again when the line is full."""
+"""Retry-After in seconds if the queue is full."""
 
 
 def admit(

@@ -14,14 +14,14 @@ ACKNOWLEDGED = "acknowledged"
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job was asked for."""
+    """A client submitted a job."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The head of the line shall ask this node."""
+    """The first queued job shall ask this node for memory."""
 
     job: str
     node: str

@@ -42,7 +42,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory of a node that was asked for and is not known to be back. `misses`: reports that did not tell of it."""
+    """Memory requested from a node and not confirmed as released. `misses`: reports that did not list it."""
 
     lease: str
     node: str
@@ -56,7 +56,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """Everything. `pauses` say until when a node is not asked again."""
+    """Table of all jobs and holds. `pauses`: until when a node is not asked again."""
 
     rules: Rules = field(default_factory=Rules)
     jobs: Mapping[str, Job] = field(default_factory=dict[str, Job])
@@ -65,12 +65,12 @@ class Board:
 
     @property
     def waiting(self) -> list[Job]:
-        """The line, head first."""
+        """Queued jobs in order."""
         return sorted((job for job in self.jobs.values() if job.state == State.QUEUED), key=lambda job: job.sequence)
 
     @property
     def head(self) -> Job | None:
-        """The job that may be placed now; None while the line is empty or a node has yet to answer."""
+        """Job that may be placed now; None if the queue is empty or a node has yet to answer."""
         if any(job.state == State.LEASING for job in self.jobs.values()):
             return None
         return next(iter(self.waiting), None)

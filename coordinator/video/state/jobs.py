@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 
 class State(StrEnum):
-    """Where a job is. `leasing`: a node was asked for memory; `finalizing`: the worker is done, its files come."""
+    """State of a job. `leasing`: a node was asked for memory; `finalizing`: the worker is done, the files are being
+    fetched."""
 
     QUEUED = "queued"
     LEASING = "leasing"
@@ -28,7 +29,7 @@ MOVES: Mapping[State, frozenset[State]] = MappingProxyType({
     State.COMPLETED: frozenset(),
     State.FAILED: frozenset(),
 })  # fmt: skip
-"""Which state may follow which; nothing follows an end."""
+"""Legal state transitions. An ended job has none."""
 OPEN = frozenset({State.QUEUED, State.LEASING, State.IN_PROGRESS, State.FINALIZING})
 SHOWN: Mapping[State, str] = MappingProxyType({State.LEASING: "queued", State.FINALIZING: "in_progress"})
 """How the states are called that OpenAI's API does not have."""
@@ -37,7 +38,7 @@ FETCHING = 99
 
 
 class IllegalMoveError(ValueError):
-    """A job was moved where the table has no way: a mistake of ours."""
+    """Transition that is not in `MOVES`: a bug."""
 
 
 class Fault(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node for a job: how it stands, why not, and its headroom (bytes)."""
+    """Suitability of a node for a job: class, reason against it, and headroom in bytes."""
 
     node: str
     name: str

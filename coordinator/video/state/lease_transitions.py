@@ -13,13 +13,13 @@ from wire.video import LeaseState
 
 COMPLETED = "completed"
 MISSES = 2
-"""Reports in a row that have to be silent about a lease before it is taken for gone: the first may have crossed it."""
+"""Consecutive reports without a lease after which the lease counts as gone. The first may have crossed the request."""
 LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 
 def said(turn: Turn, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-    """Take a node's word about a lease."""
+    """Apply a node's frame about a lease."""
     hold = turn.holds.get(frame.lease)
     if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
         return

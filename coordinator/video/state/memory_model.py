@@ -62,7 +62,7 @@ class Profile:
 
     @property
     def calibrated(self) -> bool:
-        """Whether a job was ever measured."""
+        """Whether a job was measured."""
         return self.measured > 0
 
     def peak(self, tokens: int) -> int:

@@ -11,7 +11,7 @@ from coordinator.video.state.jobs import Fault, Job, State, moved
 
 PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
 NOT_STARTED = "start_failed"
-"""The code of a job whose worker never began, on either side of the link."""
+"""Code of a job whose worker never started, on both sides of the link."""
 
 
 class Turn:
@@ -60,7 +60,7 @@ class Turn:
         ))  # fmt: skip
 
     def room_by(self, job: Job) -> float:
-        """Return when this job fails for want of room: `room_seconds` after the first time that it found none."""
+        """Return when this job fails for lack of room: `room_seconds` after it first found none."""
         return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
 
     def found_no_room(self, job: Job) -> bool:
