@@ -34,7 +34,7 @@ class Traffic(Protocol):
         ...
 
     async def emptied(self, node: NodeId, seconds: float) -> int:
-        """Migrate the requests of a node and wait at most `seconds` until it has none."""
+        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         ...
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:

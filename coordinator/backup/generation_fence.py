@@ -42,7 +42,8 @@ class Fence:
         return generation > self.generation and self.authority.sealed(generation, seal)
 
     def check(self, state: Path) -> None:
-        """Raise `SupersededError` if a record exists and is still valid. A restore raises the own generation above it."""
+        """Raise `SupersededError` if a record exists and is still valid. A restore raises the generation above the
+        record."""
         try:
             mark = msgspec.json.decode((state / MARK).read_bytes(), type=Mark)
         except (FileNotFoundError, msgspec.MsgspecError):

@@ -1,7 +1,7 @@
 """TLS server for the links of nodes: the one port that nodes dial.
 
-Covers: TLS, enrolment of peers without a certificate, the greeting of peers with a certificate, framing in both
-directions, newest link wins, second links that take over, pings, questions to nodes, limits on strangers.
+Covers: TLS, enrolment and greeting of peers, framing in both directions, newest link wins, second links that take over,
+pings, questions to nodes, limits on strangers.
 Does not cover: the states of a node (`cluster.membership`), the effects of its frames (`router.dispatch.dispatcher`),
 enrolment itself (`coordinator.joining.enrollment`).
 

@@ -1,8 +1,9 @@
-"""Protocol of the HTTP port: uvicorn's protocol with limits for request heads and for pipelined bytes.
+"""Protocol of the HTTP port: uvicorn's protocol with limits for request heads and pipelined bytes.
 
-uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `HEAD_SECONDS` from its first byte
-(the first head: from the connection), and `HEAD_BYTES`. Between two requests uvicorn's keep-alive timeout applies. A
-running response has no deadline here. Routes limit their own bodies (`router.http.app`, `coordinator.api.body`).
+uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `HEAD_BYTES`, and `HEAD_SECONDS`
+from its first byte. The time of a connection's first head starts at the connection. Between two requests uvicorn's
+keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies (`router.http.app`,
+`coordinator.api.body`).
 
 Bytes are parsed in slices, and not while a complete request waits for its answer. Bytes that a client sends ahead are
 held unparsed. Otherwise a connection of 8 MiB becomes 200,000 requests in memory, and an error in these bytes is

@@ -51,7 +51,7 @@ class Labels:
         return about if self._about.admits(node, about) else (OTHER, OTHER, OTHER)
 
     def keep(self, members: Iterable[NodeId]) -> None:
-        """Forget all but these."""
+        """Delete the texts of all nodes except these."""
         left = set(members)
         self._models.keep(left)
         self._about.keep(left)

@@ -1,10 +1,10 @@
 """The service as a systemd unit, and parsing of systemctl's output. Pure.
 
-Hardening: everything that no part needs is closed, such as new privileges, capabilities, kernel settings and modules,
-other address families. Open, with reasons: the home folder and /tmp (models, state, Ray's sockets); writable and
-executable memory (MLX compiles kernels at first use, Ray and ctypes make trampolines); all system calls of the native
-architecture. An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death and
-restarts the engine, hence OOMPolicy=continue.
+Hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other address
+families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory stays
+open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the native
+architecture stay open. An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death
+and restarts the engine, hence OOMPolicy=continue.
 """
 
 from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, Plan, Standing

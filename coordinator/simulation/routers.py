@@ -244,7 +244,7 @@ class Clairvoyant:
             self._waiting.append(turn)
 
     def changed(self, node: NodeId) -> None:
-        """Try the waiting requests on this node. They do not fit on any other node."""
+        """Try the waiting requests on this node only, because they did not fit on any other node before."""
         self._wake(self._ready & {node})
 
     def _wake(self, nodes: Collection[NodeId]) -> None:

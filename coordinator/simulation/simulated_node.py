@@ -7,8 +7,8 @@ at a time. Without room, the newest request is preempted. Models load one at a t
 them. Ended chats stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
 every decision.
 
-Not modelled: single tokens (between two events all rates are constant, hence progress is linear), the transient of a
-forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
+Not modelled: single tokens, because between two events all rates are constant and progress is linear. Nor the transient
+of a forward beyond the model's one number, chunks, preflight on a second thread, and other programs on the Mac.
 """
 
 import asyncio

@@ -41,7 +41,7 @@ class Live:
             await self._task
 
     async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
-        """Yield events for one viewer while it is `welcome`. Without `follow`, yield only the current state."""
+        """Yield events for one viewer while `welcome()` is true. Without `follow`, yield only the current state."""
         self._viewers += 1
         try:
             if self._task is None or self._task.done():

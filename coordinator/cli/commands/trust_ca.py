@@ -118,7 +118,7 @@ def fetch(base: str) -> str:
 def check(pem: str, base: str, wanted: str | None) -> str:
     """Return the fingerprint (SHA-256, hex) of a fetched certificate.
 
-    Raise `Problem` if it is not the `wanted` one, or if the authority is not limited to a home network.
+    Raise `Problem` if it is not the `wanted` one, or if the authority is not constrained to names.
     """
     from cryptography import x509
 

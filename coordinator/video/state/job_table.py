@@ -1,12 +1,11 @@
 """Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
 
-The first queued job gets a lease on one node. From then on three parties act on it: the node, which leases the memory
-and watches the worker; Ray, which starts the worker; and a client that may cancel. Messages cross, nodes vanish and
-return, and this process may restart. Two concepts keep this simple:
+The first queued job gets a lease on one node. From then on three parties act on it. The node leases the memory and
+watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes vanish and return, and this
+process may restart. Two concepts keep this simple:
 
 - The generation. Every lease of a job has the next number, and the job's number grows again when it leaves that lease.
-  A message about an older generation does not change the job. A node that still holds such a lease is told to release
-  it.
+  A message about an older generation does not change the job. A node that still holds such a lease must release it.
 - The hold. Memory requested from a node counts as leased until the node reports its end, refuses it, no longer lists
   it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 

@@ -126,7 +126,7 @@ def _files_told(turn: Turn, job: Job, present: bool) -> None:
 def _keeps(turn: Turn, state: LeaseState) -> bool:
     """Return whether the node shall keep a lease without a running job.
 
-    Either its files are being fetched, or the node was already told to release it.
+    Either its files are being fetched, or its release was already requested.
     """
     if state.phase == "ending" or state.lease in turn.holds:
         return True
