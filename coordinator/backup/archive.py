@@ -1,4 +1,4 @@
-"""Format of a backup: one file, read in one pass, with a digest for every part.
+r"""Format of a backup: one file, read in one pass, with a digest for every part.
 
     b"macpool backup 1\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the members
 

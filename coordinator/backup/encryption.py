@@ -1,4 +1,4 @@
-"""File encryption with a passphrase: scrypt derives the key, ChaCha20-Poly1305 encrypts pieces.
+r"""File encryption with a passphrase: scrypt derives the key, ChaCha20-Poly1305 encrypts pieces.
 
     b"macpool sealed 1\n" | salt, 16 bytes | pieces of 64 KiB, each with a tag of 16 bytes
 

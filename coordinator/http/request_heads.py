@@ -1,7 +1,7 @@
 """Checks of request heads that are well-formed but ambiguous or unsupported.
 
-The parser (llhttp) refuses bad syntax. These rules refuse heads that two readers could understand differently, and
-features that are not supported. docs/decisions/0023-limits-at-the-edge.md lists the rules with their reasons.
+The parser (llhttp) refuses bad syntax. These rules refuse ambiguous heads and unsupported features.
+docs/decisions/0023-limits-at-the-edge.md lists the rules with their reasons.
 """
 
 import re
