@@ -1,4 +1,4 @@
-"""The state folder as the coordinator finds it at its start: store, authority, keys and who else may come in."""
+"""Start of the coordinator: opens the state folder with store, authority and log, and loads tokens and keys."""
 
 import time
 from contextlib import AsyncExitStack
@@ -24,8 +24,7 @@ DAY = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class Home:
-    """What the state folder holds, and what its log tells. `first`: there was no cluster before; `epoch` counts our
-    starts."""
+    """Open state folder of the coordinator."""
 
     state: Path
     log_file: Path
@@ -34,12 +33,15 @@ class Home:
     authority: Authority
     fence: Fence
     first: bool
+    """Whether the cluster is new."""
     epoch: int
+    """Number of starts of the coordinator."""
     version: str
 
 
 def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> Home:
-    """Open the state folder and its log; SupersededError when another coordinator of this cluster counts."""
+    """Open the state folder and its log. Raise `SupersededError` if another coordinator of this cluster has a newer
+    generation."""
     state = private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", Events()
     open_journal(log_file, "info", events.tell)
@@ -56,7 +58,7 @@ def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Who may come in: machines by token or code, programs by key."""
+    """Credentials: join tokens and codes for machines, API keys for programs."""
 
     tokens: Tokens
     approvals: Approvals
@@ -66,7 +68,7 @@ class Access:
 
 
 def open_access(home: Home, http: HttpSettings, listen: str) -> Access:
-    """Read who may come in, by an endpoint that listens there. AuthorityError where its settings admit every client."""
+    """Load the credentials for an endpoint at `listen`. Raise `AuthorityError` if the settings admit every client."""
     check_http(http, listen)
     tokens, approvals, pepper = Tokens(home.store, home.authority.ca, time.time), Approvals(), load_pepper(home.state)
     ring = KeyRing(pepper)

@@ -1,8 +1,8 @@
-"""The coordinator's composition root: state, certificates, links, router, HTTP, Bonjour and the local node on one loop.
+"""Composition root of the coordinator: state, certificates, links, router, HTTP, Bonjour and the local node on one
+loop.
 
-`serve` starts everything, says that it is ready, waits for a signal and takes everything down again in the opposite
-order. What it starts as processes (the node on this machine) ends with it, also when it is killed: the child watches
-its standard input.
+`serve` starts all parts, reports ready, waits for a signal and stops the parts in reverse order. The child process (the
+node on this machine) ends with the coordinator, even after SIGKILL, because the child watches its standard input.
 """
 
 import asyncio
@@ -77,23 +77,24 @@ from wire.identity import NodeId
 log = structlog.get_logger("coordinator.run")
 
 MOST_FILES = 8192
-"""Open files and connections that this process allows itself."""
+"""Limit of open files and connections that this process sets for itself."""
 RENEW_SECONDS = 60.0
-"""Between two looks at our own certificates: this machine may have got another address."""
+"""Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
 COUNT_SECONDS = 10.0
-"""Seconds between two times that usage is written to disk, and free memory is returned to the system."""
+"""Seconds between two writes of usage to disk, each with a return of free memory to the system."""
 COLLECT_AFTER = 20_000
-"""Objects made and not freed after which the youngest are searched for rings; Python's 700 costs 4 % of a request."""
+"""Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
-"""Longest time for which a thread that parses a long body keeps the loop waiting, where Python's 5 ms add up."""
+"""Longest time for which a thread that parses a long body delays the loop. Python's default is 5 ms, and such delays
+add up."""
 LOCAL_NODE_SECONDS = 60.0
-"""Longest wait for the node on this machine before the coordinator reports ready without it: an engine starts in 2 to
+"""Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What the command line gives. Addresses are (host, port), port 0 for any."""
+    """Options of the command line. Addresses are (host, port), with port 0 for any."""
 
     state: Path
     listen: tuple[str, int]
@@ -102,11 +103,11 @@ class Options:
     node_arguments: tuple[str, ...]
     settings: CoordinatorSettings
     origins: tuple[dict[str, object], ...] = ()
-    """The same settings one by one: key, value, origin, description."""
+    """The settings as rows: key, value, origin, description."""
 
 
 class _Superseded:
-    """What a node's proof that the cluster moved on leads to: it is noted, and we end."""
+    """Handler of a node's proof that another coordinator is newer: records it and stops this coordinator."""
 
     def __init__(self, state: Path, stop: asyncio.Event) -> None:
         self._state = state
@@ -118,19 +119,22 @@ class _Superseded:
             return
         self.mark = mark
         log.error("superseded", generation=mark.generation, node=mark.node)
-        with contextlib.suppress(OSError):  # then it is found out again after the next start
+        with contextlib.suppress(OSError):  # the next start then detects it again
             generation_fence.note(self._state, mark)
         self._stop.set()
 
     def check(self) -> None:
-        """SupersededError where there was such a proof."""
+        """Raise `SupersededError` if there was such a proof."""
         if self.mark is not None:
             raise SupersededError(moved_on(self.mark, self._state))
 
 
 async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until SIGTERM or SIGINT. StoreError or OSError when it cannot start, StoreError also when the state can no
-    longer be written; SupersededError when another coordinator of this cluster counts; `ready` gets the facts once."""
+    """Run until SIGTERM or SIGINT. `ready` receives the facts of the ready line once.
+
+    Raise `StoreError` or `OSError` if a part cannot start. Raise `StoreError` if the state can no longer be written,
+    and `SupersededError` if another coordinator of this cluster is newer.
+    """
     stop = asyncio.Event()
     superseded = _Superseded(options.state, stop)
     loop = asyncio.get_running_loop()
@@ -141,7 +145,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         loop.add_signal_handler(number, stop.set)
     async with AsyncExitStack() as stack:
         facts = await _start(options, stack, superseded, partial(loop.call_soon_threadsafe, stop.set))
-        # What lives as long as we do is not looked at again; requests leave few rings, so the collector may be rare.
+        # Freeze the permanent objects. Requests create few reference cycles, hence a rare collection is enough.
         gc.collect()
         gc.freeze()
         gc.set_threshold(COLLECT_AFTER, 20, 20)
@@ -154,7 +158,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
 
 
 def _allow_files() -> None:
-    """Let this process open as many files as it may: macOS begins with 256, and each client takes one."""
+    """Raise this process's limit of open files. macOS starts with 256, and each client needs one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
@@ -164,8 +168,10 @@ def _allow_files() -> None:
 async def _start(
     options: Options, stack: AsyncExitStack, superseded: _Superseded, on_death: Callable[[], object]
 ) -> dict[str, Any]:
-    """Start every part after those that it needs; the stack takes them down in the opposite order. `on_death` is called
-    when the state can no longer be written."""
+    """Start every part after its dependencies. The stack stops them in reverse order.
+
+    `on_death` is called when the state can no longer be written.
+    """
     check_options(options)
     opened = listen(*options.listen)
     stack.callback(opened.close)
@@ -192,7 +198,7 @@ async def _start(
     node_ready = (
         await _start_local_node(options, home, access, registry, cluster_port, stack) if options.local_node else None
     )
-    # The last to be pushed is the first to be done: running requests end before anything that they need is taken away.
+    # The last callback runs first: running requests end before their dependencies are closed.
     stack.push_async_callback(dispatcher.drain, options.settings.http.drain_seconds)
     token = access.tokens.create()
     await home.store.flush()
@@ -247,7 +253,7 @@ def _video(
 
 @dataclass(frozen=True, slots=True)
 class _Pool:
-    """The nodes and what runs on them."""
+    """Registry of the nodes, with the dispatchers of requests and video jobs."""
 
     registry: Registry
     dispatcher: Dispatcher
@@ -256,7 +262,7 @@ class _Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Entrance:
-    """Where clients and nodes reach us. `here` is the URL from this machine; `ca_pem` is empty without our own TLS."""
+    """Endpoint for clients and nodes. `here` is the URL from this machine; `ca_pem` is empty without its own TLS."""
 
     socket: socket.socket
     tls: Endpoint | ssl.SSLContext | None
@@ -267,9 +273,9 @@ class _Entrance:
 
 
 def check_options(options: Options) -> None:
-    """Check everything that can be checked before the first file is created.
+    """Check the settings before the first file is created.
 
-    SettingsError for settings that contradict each other or cannot be used.
+    Raise `SettingsError` if settings contradict each other or cannot be used.
     """
     try:
         check_http(options.settings.http, options.listen[0])
@@ -300,7 +306,7 @@ def _entrance(options: Options, state: Path, cluster_port: int, opened: socket.s
 async def _serve_http(
     options: Options, home: Home, access: Access, pool: _Pool, entrance: _Entrance, stack: AsyncExitStack
 ) -> None:
-    """Put the routes together, and answer on them from now on."""
+    """Create the routes and serve them."""
     settings, ring, tls = options.settings, access.ring, entrance.tls
     registry, dispatcher, conductor = pool.registry, pool.dispatcher, pool.conductor
     facts = Facts(settings.cluster.name, home.version, home.epoch, entrance.base + "/v1", entrance.cluster_url,
@@ -329,14 +335,14 @@ async def _serve_http(
 
 
 def _let_owner_in(options: Options, home: Home, access: Access, entrance: _Entrance, stack: AsyncExitStack) -> None:
-    """Make the key of the owner's commands, which lives as long as we run."""
+    """Create the key of the owner's commands, valid while the coordinator runs."""
     local, secret = new_key(access.pepper, LOCAL, ["admin"], created=time.time())
     access.ring.put(local)
     _tell_owner(home.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
 
 
 def _keep_up(home: Home, access: Access, dispatcher: Dispatcher, entrance: _Entrance, stack: AsyncExitStack) -> None:
-    """Renew our certificates and write down what was used, again and again."""
+    """Start the periodic renewal of certificates and the periodic write of usage."""
     stack.push_async_callback(_cancel, asyncio.create_task(_renew(home.authority, entrance.tls)))
     stack.callback(access.admin.count, dispatcher.usage)
     stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
@@ -354,7 +360,7 @@ def _announce(options: Options, home: Home, cluster_port: int, stack: AsyncExitS
 async def _start_local_node(
     options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
 ) -> bool:
-    """Start the node on this machine; return whether it answers requests already."""
+    """Start the node on this machine. Return whether it can answer requests."""
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
     node = LocalNode(
         home.state, address, options.node_arguments, lambda: str(access.tokens.create(600.0, replaces=True))
@@ -365,7 +371,7 @@ async def _start_local_node(
 
 
 def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
-    """Give the facts of the ready line; the first API key only where it was made now."""
+    """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
     tls = entrance.tls
     answer: dict[str, Any] = {
         "schema": 1,
@@ -382,7 +388,7 @@ def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
 
 
 def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None:
-    """Put into the log what every guard of ours resolved to."""
+    """Log the resolved value of every protective setting."""
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.conditions.webhook
     log.info(
@@ -401,7 +407,7 @@ def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None
 
 
 def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExitStack) -> Conditions:
-    """Begin to watch what needs a person. AuthorityError when the webhook is none."""
+    """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
     conditions = Conditions()
     conditions.listeners.append(log_conditions)
     metrics.conditions = conditions.flags
@@ -415,7 +421,7 @@ def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExi
 
 
 def _load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack) -> LoadHistory:
-    """Begin to sample the load of the pool."""
+    """Start to sample the load of the pool."""
     history = LoadHistory()
     sampling = asyncio.create_task(sample_load(history, partial(read_load, registry, dispatcher)))
     stack.push_async_callback(_cancel, sampling)
@@ -423,7 +429,7 @@ def _load_history(registry: Registry, dispatcher: Dispatcher, stack: AsyncExitSt
 
 
 def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExitStack) -> None:
-    """Write where the owner's commands reach us, for as long as we run."""
+    """Write the URL and key for the owner's commands into a file that exists while the coordinator runs."""
     write_private(file, json.dumps({"url": url, "secret": secret, "pid": os.getpid(), "ca": trusted}).encode())
     stack.callback(file.unlink, missing_ok=True)
 
@@ -437,7 +443,7 @@ async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) ->
 
 
 def _log_trouble(ticket: Ticket, code: str) -> None:
-    """Say which request broke, by the client's own id and by the number that node and engine know."""
+    """Log a broken request with the client's id and with the number used by node and engine."""
     log.warning("request broken", request_id=ticket.job.request_id, request=ticket.request, node=ticket.node_name,
                 code=code[:40])  # fmt: skip
 
@@ -446,7 +452,9 @@ async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
     while True:
         await asyncio.sleep(COUNT_SECONDS)
         admin.count(dispatcher.usage)
-        gc.collect(1)  # an ended request may lie in a ring with its body, and few objects come after it
+        gc.collect(
+            1
+        )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection
         await beside(trim)
 
 

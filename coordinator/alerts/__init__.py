@@ -1,1 +1,1 @@
-"""What needs a person: one table of rules, told to Prometheus as alerts and watched by the coordinator itself."""
+"""Alert rules for conditions that need a person, evaluated by Prometheus and by the coordinator."""

@@ -1,6 +1,6 @@
-"""Watches the conditions from inside: pictures in, conditions out. What begins and what ends is told to listeners.
+"""Evaluates the alert rules inside the coordinator and notifies listeners when a condition begins or ends.
 
-It needs neither Prometheus nor Grafana. Nodes are seen by their newest reports alone: none is asked anything.
+It needs neither Prometheus nor Grafana. It uses the newest reports of nodes and sends them no requests.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from coordinator.metrics.node import NODE, NodePicture
 from coordinator.metrics.pool import POOL, PoolPicture
 
 EVERY = 5.0
-"""Seconds between two looks: as often as Prometheus looks."""
+"""Seconds between two evaluations; the same as Prometheus' interval."""
 _NAMES = frozenset(name for rule in WATCHED for name in rule.metrics())
 _POOL = tuple(family for family in POOL if family.full_name in _NAMES)
 _NODE = tuple(family for family in NODE if family.full_name in _NAMES)
@@ -26,24 +26,25 @@ log = structlog.get_logger("coordinator.alerts")
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One that holds, `since` in Unix seconds; `node` is empty where it is of none."""
+    """Rule that holds for a set of labels."""
 
     rule: Rule
     labels: Labels
     since: float
+    """Unix seconds."""
 
     @property
     def summary(self) -> str:
-        """What it is, with names."""
+        """Summary with label values filled in."""
         return told(self.rule.summary, self.labels)
 
     @property
     def node(self) -> str:
-        """The node that it is about."""
+        """Name of the node; empty if the condition has none."""
         return dict(self.labels).get("node", "")
 
     def row(self) -> dict[str, object]:
-        """Give it as the API does."""
+        """Return the condition as a row of the API."""
         return {
             "name": self.rule.name, "severity": self.rule.severity.value, "node": self.node or None,
             "since": round(self.since, 3), "summary": self.summary, "remedy": self.rule.remedy,
@@ -52,12 +53,12 @@ class Condition:
 
 
 Listener = Callable[[Condition, bool], None]
-"""Told of a condition, and whether it began (or ended)."""
+"""Called with a condition and whether it began (else: ended)."""
 _Key = tuple[str, Labels]
 
 
 class Conditions:
-    """Which rules hold: since when, and for long enough. Pure but for its listeners."""
+    """Rules that hold, with their begin, and those that have held long enough. Pure except for its listeners."""
 
     def __init__(self, rules: Iterable[Rule] = WATCHED) -> None:
         self._rules = tuple(rules)
@@ -67,16 +68,16 @@ class Conditions:
         self.listeners: list[Listener] = []
 
     def active(self) -> list[Condition]:
-        """Give those that hold, critical ones first, then the oldest."""
+        """Return the active conditions: critical first, then by age."""
         return sorted(self._active.values(), key=lambda one: (one.rule.severity, one.since, one.rule.name))
 
     def flags(self) -> Mapping[str, bool]:
-        """Say of every rule whether it holds anywhere."""
+        """Return for every rule whether it holds for any labels."""
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
     def look(self, sample: Sample, now: float) -> None:
-        """Take a picture, and find what began and what ended. `now` in Unix seconds."""
+        """Evaluate the rules on a sample and notify listeners of changes. `now`: Unix seconds."""
         self._history.take(sample, now)
         holding: dict[_Key, Rule] = {}
         for rule in self._rules:
@@ -96,14 +97,14 @@ class Conditions:
 
 
 def log_conditions(condition: Condition, began: bool) -> None:
-    """Put what begins and ends into the log, where `cluster events` finds it."""
+    """Log the begin or end of a condition, which `cluster events` shows."""
     tell = log.warning if began else log.info
     tell("condition began" if began else "condition ended", condition=condition.rule.name,
          severity=condition.rule.severity.value, node=condition.node, summary=condition.summary)  # fmt: skip
 
 
 def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
-    """Give what the rules look at, as Prometheus would have it: series of nodes with the name of their node."""
+    """Return the metrics of the rules as Prometheus would have them. Series of nodes have the label `node`."""
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect(_POOL, pool):
         _add(sample, collected, ())
@@ -125,7 +126,7 @@ def _add(
 
 
 class Watch:
-    """Looks again and again. `sample` takes a picture, `clock` gives Unix seconds."""
+    """Periodic evaluation. `sample` takes a sample, `clock` returns Unix seconds."""
 
     def __init__(self, conditions: Conditions, sample: Callable[[], Sample], clock: Callable[[], float]) -> None:
         self._conditions = conditions
@@ -133,7 +134,7 @@ class Watch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Look for ever. A look that fails is told once in the log, and the next is taken all the same."""
+        """Evaluate every `EVERY` seconds until cancelled. Log the first of consecutive failures and continue."""
         failed = False
         while True:
             try:

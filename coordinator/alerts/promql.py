@@ -1,12 +1,12 @@
-"""The few expressions that rules are made of: each is written as PromQL, and evaluated here on our own pictures.
+"""Expression trees of the alert rules: rendered as PromQL, and evaluated on the coordinator's own samples.
 
-Theory. Prometheus and the coordinator must not disagree about what an alert means, so neither meaning is written down
-twice: a rule is a tree of these nodes. A value is a vector, series by their labels, or one plain number. As in PromQL a
-comparison keeps the series for which it holds, and two vectors meet where all their labels are the same.
+Prometheus and the coordinator must agree on the meaning of an alert, hence the rule is written once, as a tree of these
+nodes. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
+which it holds. Two vectors match where all their labels are equal.
 
-Not all is as in PromQL: `Rise` adds up what was seen and extrapolates nothing, and a series that is not in the newest
-sample has no value. For the rules, which compare with 0 or with coarse shares, both say the same; a test plays each
-rule to both.
+Two differences from PromQL: `Rise` adds observed increases without extrapolation, and a series that is absent from the
+newest sample has no value. Rules compare with 0 or with coarse shares, for which both agree. A test evaluates each rule
+with both.
 """
 
 from abc import ABC, abstractmethod
@@ -19,12 +19,12 @@ from typing import NamedTuple
 Labels = frozenset[tuple[str, str]]
 Vector = Mapping[Labels, float]
 Sample = Mapping[str, Vector]
-"""One picture: series of each metric, by its full name."""
+"""Values of one moment: series of each metric, by its full name."""
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">": gt, "<": lt, "==": eq, ">=": ge, "<=": le}
 
 
 class Plain(NamedTuple):
-    """A number without labels, which meets every series."""
+    """A number without labels, which matches every series."""
 
     value: float
 
@@ -33,9 +33,9 @@ Value = Vector | Plain
 
 
 class History:
-    """What rises of counters need: their last values, and what they rose by when, for so long as somebody asks.
+    """Last values and recent increases of the counters in `windows`.
 
-    A counter that falls began anew, so that its value is what it rose by. Times are in seconds of `now`.
+    A counter that falls has restarted: its value is its increase. Times are in seconds of `now`.
     """
 
     def __init__(self, windows: Mapping[str, frozenset[float]]) -> None:
@@ -46,7 +46,7 @@ class History:
         self.now = 0.0
 
     def take(self, sample: Sample, now: float) -> None:
-        """Take the next picture."""
+        """Add the next sample."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
         for gone in self._last.keys() - present:
@@ -67,7 +67,7 @@ class History:
             rises.popleft()
 
     def rises(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
-        """Give by how much each series of a counter rose in the last seconds; nothing for one that was seen once."""
+        """Yield the increase of each series of a counter over the last `seconds`. A series seen once has none."""
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
             if rises is not None:
@@ -75,54 +75,54 @@ class History:
 
 
 class Expression(ABC):
-    """Base of all."""
+    """Base class of the expressions."""
 
     @abstractmethod
     def promql(self) -> str:
-        """Write it for Prometheus."""
+        """Render as PromQL."""
 
     @abstractmethod
     def value(self, history: History) -> Value:
-        """Evaluate it now."""
+        """Evaluate on the newest sample."""
 
     def parts(self) -> "tuple[Expression, ...]":
-        """Give what it is made of."""
+        """Return the operands."""
         return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Metric(Expression):
-    """The newest value of each series of a metric; `only` are (label, value) that it must have."""
+    """Newest value of each series of a metric. `only` lists required (label, value) pairs."""
 
     name: str
     only: tuple[tuple[str, str], ...] = ()
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         return self.name + ("{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only
                             else "")  # fmt: skip
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         found = history.sample.get(self.name, {})
         return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
 
 
 @dataclass(frozen=True, slots=True)
 class Rise(Expression):
-    """By how much a counter rose in the last seconds, summed over the labels that are named in `without`."""
+    """Increase of a counter over the last `seconds`, summed over the labels in `without`."""
 
     name: str
     seconds: int
     without: tuple[str, ...] = ()
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         rise = f"increase({self.name}[{self.seconds}s])"
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         sums: dict[Labels, float] = {}
         for labels, rise in history.rises(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
@@ -132,51 +132,51 @@ class Rise(Expression):
 
 @dataclass(frozen=True, slots=True)
 class Time(Expression):
-    """This moment in Unix seconds."""
+    """Current time in Unix seconds."""
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         return "time()"
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         return Plain(history.now)
 
 
 @dataclass(frozen=True, slots=True)
 class Highest(Expression):
-    """The highest of all series."""
+    """Maximum over all series."""
 
     of: Expression
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         return f"max({self.of.promql()})"
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         found = self.of.value(history)
         return found if isinstance(found, Plain) else ({frozenset(): max(found.values())} if found else {})
 
     def parts(self) -> tuple[Expression, ...]:
-        """See Expression."""
+        """Return the operands."""
         return (self.of,)
 
 
 @dataclass(frozen=True, slots=True)
 class Sum(Expression):
-    """Arithmetic: `sign` is - or /. What is divided by 0 has no value."""
+    """Arithmetic: `sign` is - or /. A division by 0 has no value."""
 
     left: Expression
     sign: str
     right: Expression
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         return f"({self.left.promql()} {self.sign} {self.right.promql()})"
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), self._apply)
 
     def _apply(self, left: float, right: float) -> float | None:
@@ -185,56 +185,56 @@ class Sum(Expression):
         return left / right if right else None
 
     def parts(self) -> tuple[Expression, ...]:
-        """See Expression."""
+        """Return the operands."""
         return (self.left, self.right)
 
 
 @dataclass(frozen=True, slots=True)
 class Where(Expression):
-    """The series of `left` for which a comparison holds."""
+    """Series of `left` for which a comparison holds."""
 
     left: Expression
     sign: str
     right: Expression | float
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
         return f"{self.left.promql()} {self.sign} {right}"
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         right = self.right.value(history) if isinstance(self.right, Expression) else Plain(self.right)
         holds = _COMPARE[self.sign]
         return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
 
     def parts(self) -> tuple[Expression, ...]:
-        """See Expression."""
+        """Return the operands."""
         return (self.left, self.right) if isinstance(self.right, Expression) else (self.left,)
 
 
 @dataclass(frozen=True, slots=True)
 class Both(Expression):
-    """The series of `left` whose labels `right` has, too."""
+    """Series of `left` whose labels also occur in `right`."""
 
     left: Expression
     right: Expression
 
     def promql(self) -> str:
-        """See Expression."""
+        """Render as PromQL."""
         return f"{self.left.promql()} and {self.right.promql()}"
 
     def value(self, history: History) -> Value:
-        """See Expression."""
+        """Evaluate on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
 
     def parts(self) -> tuple[Expression, ...]:
-        """See Expression."""
+        """Return the operands."""
         return (self.left, self.right)
 
 
 def _matched(left: Value, right: Value, act: Callable[[float, float], float | None]) -> dict[Labels, float]:
-    """Act on values that belong together: of the same labels, or with a plain number."""
+    """Apply `act` to matching values: of equal labels, or with a plain number."""
     found: dict[Labels, float | None] = {}
     if isinstance(left, Plain):
         if not isinstance(right, Plain):
@@ -247,7 +247,7 @@ def _matched(left: Value, right: Value, act: Callable[[float, float], float | No
 
 
 def walk(expression: Expression) -> Iterator[Expression]:
-    """Give an expression and all that it is made of."""
+    """Yield an expression and all its descendants."""
     yield expression
     for part in expression.parts():
         yield from walk(part)

@@ -1,7 +1,7 @@
-"""The table of what needs a person. Prometheus' rules and the coordinator's own conditions are both made from it.
+"""Alert rules, from which both Prometheus' rules and the coordinator's conditions are made.
 
-Each has an entry of its name in the runbook of docs/operations.md; a test plays a case in which it holds and one in
-which it does not, to Prometheus and to the coordinator.
+Each rule has an entry with its name in the runbook of docs/operations.md. A test evaluates a case in which the rule
+holds and a case in which it does not, with Prometheus and with the coordinator.
 """
 
 from collections.abc import Mapping
@@ -23,11 +23,11 @@ from coordinator.alerts.promql import (
 
 RUNBOOK = "docs/operations.md#"
 PAGE = "http://127.0.0.1:8080"
-"""Where the page of a coordinator with the default settings is."""
+"""Address of the page of a coordinator with default settings."""
 
 
 class Severity(StrEnum):
-    """How soon a person should look."""
+    """Urgency of a condition."""
 
     CRITICAL = "critical"
     WARNING = "warning"
@@ -35,28 +35,30 @@ class Severity(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One condition. `seconds` is for how long it must hold; `summary` may name a label in braces; `remedy` is what to
-    do next."""
+    """One alert rule."""
 
     name: str
     severity: Severity
     holds: Expression
     seconds: int
+    """How long the expression must hold."""
     summary: str
+    """Text with label names in braces."""
     remedy: str
+    """Next step for a person."""
 
     @property
     def runbook(self) -> str:
-        """Where the manual says more."""
+        """Link to the manual's entry."""
         return RUNBOOK + self.name.lower()
 
     def metrics(self) -> set[str]:
-        """Name the metrics that it looks at."""
+        """Return the names of the rule's metrics."""
         return {part.name for part in walk(self.holds) if isinstance(part, Metric | Rise)}
 
 
 def told(text: str, labels: Labels) -> str:
-    """Put the values of labels into a summary."""
+    """Insert the values of labels into a summary."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
     return text
@@ -71,7 +73,7 @@ def _rise(name: str, seconds: int, *without: str) -> Rise:
 
 
 def _left(expires: str, issued: str) -> Expression:
-    """The share of a certificate's life that is left."""
+    """Return the remaining share of a certificate's validity."""
     return Sum(Sum(_metric(expires), "-", Time()), "/", Sum(_metric(expires), "-", _metric(issued)))
 
 
@@ -154,12 +156,12 @@ RULES = (
          "is it up, is its address right, and is the token still good (`cluster key list`)?"),
 )  # fmt: skip
 OUTSIDE = frozenset({"CoordinatorDown"})
-"""Rules that only somebody else can watch."""
+"""Rules that only an external observer can evaluate."""
 WATCHED = tuple(rule for rule in RULES if rule.name not in OUTSIDE)
 
 
 def windows() -> Mapping[str, frozenset[float]]:
-    """Give for each counter the windows over which its rise is asked."""
+    """Return for each counter the windows over which rules use its increase, in seconds."""
     found: dict[str, set[float]] = {}
     for rule in WATCHED:
         for part in walk(rule.holds):
@@ -169,12 +171,12 @@ def windows() -> Mapping[str, frozenset[float]]:
 
 
 def runbook_url(base: str, name: str) -> str:
-    """Return where the page at `base` (no path) shows the runbook's entry of a condition."""
+    """Return the URL of a condition's runbook entry on the page at `base` (no path)."""
     return f"{base}/#/runbook/{name}"
 
 
 def rules_file(base: str = PAGE) -> str:
-    """Write the rules for Prometheus, with links to the page at `base` (no path)."""
+    """Render the rules for Prometheus, with links to the page at `base` (no path)."""
     lines = [
         "# Written by `make docs` from coordinator/alerts/rules.py. Do not edit.", "groups:", "  - name: macpool",
         "    rules:",

@@ -1,12 +1,13 @@
-"""Tells one address of the owner's what began and what ended: a POST of JSON for each, with bounded retries.
+"""Webhook for conditions: sends a POST with JSON at each begin and end, with bounded retries.
 
 Rules
-- HTTPS to anywhere but link-local addresses (there live the secrets of cloud machines), plain HTTP to loopback alone.
-  No user names in the URL, no odd characters: one parser reads it, and nothing is left for another to read otherwise.
-- A name is resolved once for each attempt, every address that it has must be allowed, and the connection goes to the
-  one that was looked at. Redirects are not followed.
-- The path of a webhook is often its password: only the host is ever logged. Nothing is sent but what a condition says.
-- The world may be slow: one message at a time, RETRIES attempts each, at most WAITING that wait; the oldest is dropped.
+- HTTPS to any address but link-local ones, which serve the secrets of cloud machines. Plain HTTP to loopback only.
+- No user names and no unusual characters in the URL, because two parsers could read them differently.
+- The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
+  Redirects are not followed.
+- The path of a webhook is often its password: only the host is logged. A message contains only the condition.
+- The receiver may be slow: one message at a time, `RETRIES` attempts each, at most `WAITING` queued messages. Beyond it
+  the oldest is discarded.
 """
 
 import asyncio
@@ -26,24 +27,25 @@ import structlog
 from coordinator.alerts.evaluator import Condition
 
 SECONDS = 5.0
-"""Longest wait for a connection, and then for an answer."""
+"""Timeout of the connection, and of the answer after it, in seconds."""
 RETRIES = 4
 FIRST_WAIT = 2.0
-"""Seconds before the second attempt; doubled for each further one."""
+"""Seconds before the second attempt; doubled for each further attempt."""
 WAITING = 64
 _PLAIN = re.compile(r"[!-\[\]-~]+")
-"""What a URL may be written with: printable ASCII without space and backslash."""
+"""Allowed characters of a URL: printable ASCII without space and backslash."""
 
 METADATA = tuple(map(ipaddress.ip_network, (
     "169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.0/24", "fd00:ec2::/32", "fd20:ce::/32",
     "fe80::/10",
 )))  # fmt: skip
-"""Where clouds serve a machine's own secrets: AWS, Azure, Google and others, Alibaba, Azure's host, Oracle, and over
-IPv6 AWS and Google."""
+"""Networks where clouds serve a machine's secrets: AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS
+and Google over IPv6."""
 TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))
-"""NAT64 (RFC 6052, RFC 8215): the last 32 bits are the IPv4 address that is reached."""
+"""NAT64 (RFC 6052, RFC 8215): the last 32 bits are the destination's IPv4 address."""
 ISATAP = 0x5EFE
-"""In the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address."""
+"""Marker in the third quarter of an IPv6 address, with or without the global bit: the last 32 bits are an IPv4 address.
+"""
 
 log = structlog.get_logger("coordinator.webhook")
 Ip = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -51,12 +53,12 @@ Resolve = Callable[[str, int], Sequence[str]]
 
 
 class WebhookError(ValueError):
-    """An address that nothing is sent to; the text says why, without its path."""
+    """Refused address. The text has the reason, without the path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """Where messages go."""
+    """Destination of messages."""
 
     tls: bool
     host: str
@@ -65,7 +67,7 @@ class Address:
 
 
 def parse(url: str) -> Address:
-    """Read the setting; WebhookError when it is no address that may be told."""
+    """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
         raise WebhookError("conditions.webhook has characters that no URL has")
     try:
@@ -90,13 +92,13 @@ def _literal_loopback(host: str) -> bool:
 
 
 def resolve(host: str, port: int) -> Sequence[str]:
-    """Ask the system for the addresses of a host. OSError when it has none."""
+    """Resolve the addresses of a host. Raise `OSError` if there are none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
 def allowed(address: Address, found: Sequence[str]) -> str:
-    """Give the one of a host's addresses to connect to; WebhookError when any of them is out of bounds."""
+    """Return the address to connect to. Raise `WebhookError` if any of the host's addresses is forbidden."""
     for text in found:
         for one in reached(text.partition("%")[0]):
             if is_forbidden(one):
@@ -109,8 +111,11 @@ def allowed(address: Address, found: Sequence[str]) -> str:
 
 
 def is_forbidden(one: Ip) -> bool:
-    """Return whether nothing is sent to an address: it serves a cloud machine's secrets, or is no host's, as `::/8`
-    with the IPv4 addresses that it once embedded."""
+    """Return whether messages to an address are forbidden.
+
+    Forbidden are addresses that serve a cloud machine's secrets, and addresses of no host, as `::/8` with its formerly
+    embedded IPv4 addresses.
+    """
     if one.is_loopback:
         return False
     bare = one.is_multicast or one.is_unspecified or one.is_reserved
@@ -118,7 +123,7 @@ def is_forbidden(one: Ip) -> bool:
 
 
 def reached(text: str) -> Sequence[Ip]:
-    """Return the addresses that a packet to this one may reach: itself, or the IPv4 ones that it wraps."""
+    """Return the possible destinations of a packet to this address: itself, or the IPv4 addresses that it embeds."""
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
         return [one]
@@ -135,7 +140,7 @@ def reached(text: str) -> Sequence[Ip]:
 
 
 def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
-    """Send one message; give the status of the answer. OSError or WebhookError when it did not get there."""
+    """Send one message and return the answer's status. Raise `OSError` or `WebhookError` if it could not be sent."""
     where = allowed(address, find(address.host, address.port))
     connection = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
     line = socket.create_connection((where, address.port), timeout=SECONDS)
@@ -153,7 +158,7 @@ def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLC
 
 
 class Webhook:
-    """Sends what it is told of, in order. `send` gives a status for a body."""
+    """Sender of messages, in order. `send` sends a body and returns a status."""
 
     def __init__(self, address: Address, cluster: str, send: Callable[[Address, bytes], int] = post) -> None:
         self._address = address
@@ -164,17 +169,17 @@ class Webhook:
 
     @property
     def waiting(self) -> int:
-        """Number of messages that were not sent yet."""
+        """Number of queued messages."""
         return len(self._waiting)
 
     def tell(self, condition: Condition, began: bool) -> None:
-        """Send this soon."""
+        """Enqueue a message about a condition."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.row()}
         self._waiting.append(json.dumps(message).encode())
         self._more.set()
 
     async def run(self) -> None:
-        """Send for ever."""
+        """Send queued messages until cancelled."""
         while True:
             await self._more.wait()
             self._more.clear()
@@ -201,5 +206,5 @@ class Webhook:
 
 
 def _reason(error: Exception) -> str:
-    """Say what went wrong without what a library may quote of the URL."""
+    """Return a description of an error without the URL that a library may quote."""
     return str(error) if isinstance(error, WebhookError) else type(error).__name__

@@ -1,4 +1,4 @@
-"""Who asks: the key that opens a route, and the note in the audit log of what an administrator did with it."""
+"""Authentication of control routes by API key, and audit log entries for an administrator's actions."""
 
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -21,11 +21,11 @@ ACTOR: ContextVar[str] = ContextVar("actor", default="")
 KEY: ContextVar[str] = ContextVar("key", default="")
 """The id of that key."""
 ADDRESS: ContextVar[str] = ContextVar("address", default="")
-"""The address from which that request came."""
+"""Client address of the current request."""
 
 
 def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
-    """Give the check that lets only keys of a scope pass, and remembers whose key it was."""
+    """Return a check that admits only keys with `scope` and records the key's id on the request."""
 
     async def check(request: Request) -> None:
         presented = credential(request.scope["headers"])
@@ -56,7 +56,7 @@ def noted(store: Store, act: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _subject(given: Mapping[str, Any], answer: Any) -> str:
-    """Say to whom or what something was done: what the path names, else what the body names or the answer calls it."""
+    """Return the subject of an action for the audit log: named by the path, else by the body or the answer."""
     named = [value for value in given.values() if isinstance(value, str)]
     body = next((value for value in given.values() if isinstance(value, Body)), None)
     told = cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}

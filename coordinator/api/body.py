@@ -1,5 +1,7 @@
-"""Bodies of the control plane: read after the key was checked, within the bound of their route, as strictly as on the
-routes that generate; unknown fields are refused."""
+"""Request bodies of the control plane: read after the key was checked, within the route's limit, in strict mode.
+
+Unknown fields are refused, as on the routes that generate.
+"""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine
@@ -32,7 +34,7 @@ class Body(BaseModel):
 
 
 class StrictRequest(Request):
-    """A request whose body has arrived, and that two readers cannot understand differently."""
+    """Request with a complete and unambiguous body."""
 
     def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
         super().__init__(scope, receive)
@@ -47,9 +49,10 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that authenticates first, and then reads its body up to `longest_body` bytes.
+    """Route that authenticates first, and then reads its body up to `longest_body` bytes.
 
-    A stranger's body is never read: FastAPI reads bodies before it resolves dependencies, so the key is no dependency.
+    FastAPI reads bodies before it resolves dependencies. The key check is therefore not a dependency, because a
+    stranger's body must not be read.
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None

@@ -46,7 +46,7 @@ class Subject(Protocol):
     """A module of routes."""
 
     def routes(self) -> tuple[Route, ...]:
-        """Give them."""
+        """Return the routes."""
         ...
 
 
@@ -62,7 +62,8 @@ class Seen:
 
 
 class Api:
-    """The subjects and what each of them acts on. `paths` describes what is served beside: the routes that generate."""
+    """All groups of control routes with their dependencies. `paths` describes the routes that generate, for the OpenAPI
+    document."""
 
     def __init__(
         self,
@@ -139,7 +140,7 @@ def _application(version: str) -> FastAPI:
 
 
 def _document(app: FastAPI, routes: list[Route], paths: Mapping[str, Any]) -> None:
-    """Have the document tell every answer of these routes, and these paths that the application does not know."""
+    """Add all answers of these routes to the OpenAPI document, with `paths` of routes outside the application."""
     plain = app.openapi
 
     def whole() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What the control plane reads of the dispatcher."""
+"""Interface of the dispatcher for the control plane."""
 
 from typing import Protocol
 
@@ -11,7 +11,7 @@ from wire.identity import NodeId
 
 
 class Traffic(Protocol):
-    """Requests: where they are, and what was decided on them."""
+    """Requests, their nodes, and the placement decisions."""
 
     usage: Usage
     history: History
@@ -34,7 +34,7 @@ class Traffic(Protocol):
         ...
 
     async def emptied(self, node: NodeId, seconds: float) -> int:
-        """Move what runs on a node, and wait until it has nothing."""
+        """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         ...
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:

@@ -21,14 +21,14 @@ class ProblemError(Exception):
 
 
 def respond(problem: Problem, request: Request) -> Response:
-    """Give a problem as an HTTP answer."""
+    """Convert a problem into an HTTP response."""
     headers = {name.decode(): value.decode() for name, value in problem.headers()}
     body = problem.body(request.headers.get("x-request-id", "")[:64])
     return Response(body, problem.status, headers, "application/json")
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Have the application answer so whatever goes wrong in it."""
+    """Install handlers that answer every error of the application in the API's format."""
     app.add_exception_handler(ProblemError, _on_problem)
     app.add_exception_handler(RequestValidationError, _on_invalid)
     app.add_exception_handler(HTTPException, _on_http)
@@ -64,7 +64,7 @@ async def _on_http(request: Request, error: Exception) -> Response:
 
 
 def _methods(request: Request) -> list[str]:
-    """Give the methods of all routes at a path; the framework names those of the first alone."""
+    """Return the methods of all routes at a path. The framework returns those of the first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
     return sorted(method for route in routes if route.matches(request.scope)[0] is not Match.NONE
                   for method in route.methods or ())  # fmt: skip

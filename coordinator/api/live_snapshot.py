@@ -1,4 +1,4 @@
-"""What the page shows, in sections that change by themselves."""
+"""Sections of the live page, each updated separately."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ SILENT = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Sections:
-    """Where each section comes from."""
+    """Sources of the sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
@@ -33,7 +33,7 @@ class Sections:
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
-        """Give every section as it is now."""
+        """Return the current content of every section."""
         names = self.ring.names()
         stories = self.traffic.history.newest(STORIES_SHOWN)
         return {
@@ -49,7 +49,7 @@ class Sections:
 
 
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
-    """Leave out of a node's row what changes with every look and means nothing: silence counts from three seconds."""
+    """Remove volatile values without meaning from a node's row: silence below three seconds."""
     heard = row["heard_seconds"]
     return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
 
@@ -71,7 +71,7 @@ def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str
 
 
 def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a request that has not ended; not a word of its prompt."""
+    """Return an open request as a row, without any part of its prompt."""
     return {
         "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
         "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],

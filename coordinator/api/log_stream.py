@@ -1,4 +1,4 @@
-"""Logs as answers: text as it comes, for as long as somebody reads it."""
+"""Log responses: text that is streamed as it arrives."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -14,11 +14,11 @@ LONGEST_LOG = 2**30
 FOLLOW_SECONDS = 1.0
 """Between two looks at a log that is followed."""
 LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)]
-"""How much of the end of a log is wanted."""
+"""Number of bytes from the end of a log."""
 
 
 async def log_text(pieces: AsyncIterator[bytes]) -> Response:
-    """Answer with text as it comes; a failure before the first of it is told as one."""
+    """Stream text. An error before the first piece becomes an error response."""
     try:
         first = await anext(pieces, b"")
     except (LookupError, TimeoutError) as error:
@@ -28,7 +28,7 @@ async def log_text(pieces: AsyncIterator[bytes]) -> Response:
 
     async def body() -> AsyncIterator[bytes]:
         yield first
-        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node went: so ends its log
+        with contextlib.suppress(LookupError, TimeoutError, OSError):  # the node is gone, which ends its log
             async for piece in pieces:
                 yield piece
 

@@ -4,5 +4,5 @@ import segno
 
 
 def squares(text: str) -> list[str]:
-    """Give the rows of the code, `1` for a dark square. ValueError for a text that is too long for one."""
+    """Return the rows of the QR code, `1` for a dark square. Raise `ValueError` if the text is too long."""
     return ["".join("1" if dark else "0" for dark in row) for row in segno.make(text, micro=False).matrix]

@@ -1,4 +1,4 @@
-"""One route of the control plane: which key opens it, what answers it, and how the OpenAPI document describes that."""
+"""Route of the control plane: its scope, its handler, and its entry in the OpenAPI document."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -7,17 +7,17 @@ from typing import Any, Self
 from router.dialects.openapi import ALWAYS, told
 
 OPEN = ""
-"""In place of a scope: anybody may ask. `tests/test_routes.py` lists these and why."""
+"""Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
 EVENTS = "text/event-stream"
 BODY_BYTES = 64 * 1024
-"""Longest body of a control route whose caller has a key."""
+"""Most bytes of a body on a control route with API key."""
 OPEN_BODY_BYTES = 1024
-"""Longest body of a control route that anybody may use: a code of 100 characters, each of them escaped."""
+"""Most bytes of a body on a public control route: a code of 100 characters, each of them escaped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a 200 holds: its media type, and the schema of it that the document shows."""
+    """Content of a 200 response: its media type and its schema in the OpenAPI document."""
 
     media: str
     schema: Mapping[str, Any]
@@ -40,14 +40,14 @@ TEXT = Content.text("text/plain")
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """`answer` is called as FastAPI calls it, and its name is what the audit log says of an administrator's act."""
+    """One control route. FastAPI calls `answer`, whose name is the action in the audit log."""
 
     method: str
     path: str
     scope: str
     answer: Callable[..., Any]
     refusals: tuple[int, ...] = ()
-    """Statuses beside those that follow from the method and the path."""
+    """Further statuses besides those implied by method and path."""
     content: Content = JSON
 
     @property
@@ -57,12 +57,12 @@ class Route:
 
     @property
     def audited(self) -> bool:
-        """Whether it is written down that it was used: whatever changes something does so as an administrator."""
+        """Whether each use is written to the audit log: true for state changes by an administrator."""
         return self.scope == "admin" and self.method != "GET"
 
     @property
     def summary(self) -> str:
-        """Give the first line of what the answer says of itself."""
+        """Return the first line of the handler's docstring."""
         return (self.answer.__doc__ or "").splitlines()[0]
 
     def responses(self) -> dict[str, Any]:

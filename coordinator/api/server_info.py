@@ -1,4 +1,4 @@
-"""What does not change while the coordinator runs."""
+"""Facts that are constant while the coordinator runs."""
 
 from dataclasses import dataclass
 

@@ -1,10 +1,10 @@
-"""The form of a backup: one file, read in one pass, in which nothing is believed before its digest was seen.
+r"""Format of a backup: one file, read in one pass, with a digest for every part.
 
-    b"macpool backup 1\\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the members
+    b"macpool backup 1\n" | length of the manifest, 4 bytes | manifest, JSON | its SHA-256, 32 bytes | the members
 
-The members follow one another in the order and with the sizes that the manifest names, each with its SHA-256, and then
-the file ends. There are no links, no modes and no paths but those of NAMES, so nothing in it can point anywhere else.
-With a passphrase all of that is inside of `sealed`.
+The members follow in the order and with the sizes of the manifest, each with its SHA-256, and then the file ends. No
+content is used before its digest was verified. The format has no links, no modes and no paths except those of `NAMES`,
+hence no entry can point outside. With a passphrase, all of this is inside the `encryption` format.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ NAMES = re.compile(
     r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
     r"|videos/video_[A-Za-z0-9]{1,64}/[A-Za-z0-9][A-Za-z0-9_-]{0,60}\.[a-z0-9]{2,4}"
 )
-"""What a backup may hold; a name that is anything else is refused."""
+"""Allowed names of members. Any other name is refused."""
 NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
 
 
@@ -41,38 +41,41 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a backup is. `made` in Unix seconds, `macpool` the version that made it; `schemas` of the databases;
-    `outside`: files that the settings name and that are not in it."""
+    """Content of a backup."""
 
     format: int
     macpool: str
+    """Version that made the backup."""
     made: float
+    """Unix seconds."""
     cluster: str
     name: str
     epoch: int
     generation: int
     schemas: dict[str, int]
+    """Schema versions of the databases."""
     members: tuple[Member, ...]
     artifacts: bool = False
     outside: tuple[str, ...] = ()
+    """Files that the settings name and that the backup does not contain."""
 
 
 class Source(Protocol):
-    """What is read: a file, or what is inside of a sealed one."""
+    """Readable stream: a file, or the content of an encrypted file."""
 
     def read(self, size: int, /) -> bytes:
-        """Give up to `size` bytes, fewer only at the end."""
+        """Return up to `size` bytes; fewer only at the end."""
         ...
 
 
 def head_of(manifest: Manifest) -> bytes:
-    """Give the bytes in front of the members, without MAGIC."""
+    """Return the bytes before the members, without `MAGIC`."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
 
 def read_manifest(source: Source) -> Manifest:
-    """Read what is in front of the members, without MAGIC. ArchiveError for anything that is not as it should be."""
+    """Read the bytes before the members, without `MAGIC`. Raise `ArchiveError` if anything is invalid."""
     length = int.from_bytes(exactly(source, 4), "big")
     if length > LONGEST_MANIFEST:
         raise ArchiveError(f"its manifest would have {length} bytes: it is damaged")
@@ -116,13 +119,13 @@ def contents(source: Source, member: Member) -> Iterator[bytes]:
 
 
 def ended(source: Source) -> None:
-    """Make sure that nothing follows the last member."""
+    """Check that no data follows the last member."""
     if source.read(1):
         raise ArchiveError("something follows its last member: it is not used")
 
 
 def exactly(source: Source, size: int) -> bytes:
-    """Read so many bytes; ArchiveError when there are fewer."""
+    """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer."""
     data = b""
     while piece := source.read(size - len(data)):
         data += piece
@@ -132,7 +135,7 @@ def exactly(source: Source, size: int) -> bytes:
 
 
 def digest_of(file: BinaryIO) -> tuple[int, str]:
-    """Give size and SHA-256 of a file's rest."""
+    """Return size and SHA-256 of a file's remaining bytes."""
     digest, size = hashlib.sha256(), 0
     while piece := file.read(PIECE):
         digest.update(piece)

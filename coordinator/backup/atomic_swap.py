@@ -1,12 +1,12 @@
-"""Puts another state in the place of the one in a folder: all of it or nothing, whenever the power goes.
+"""Replaces the state in a folder atomically, even across a power failure.
 
-    STATE/restoring/            everything new, whole, checked and on the disk
-    STATE/restoring/commit.json written last, in one step: from now on the new state counts
-    STATE/replaced-…/           what was in its place before, kept until a person removes it
+    STATE/restoring/            the new state: complete, checked and on disk
+    STATE/restoring/commit.json written last, in one step: from now on the new state is valid
+    STATE/replaced-…/           the former state, kept until a person removes it
 
-Before `commit.json` is there the old state counts, and `restoring` is rubbish. Once it is there, whoever next takes the
-folder's lock (`Store`, `restore`) goes on from where it was broken off: a file that has left `restoring` is in place,
-one that is still there is moved now. Nothing of ours opens the databases before `settle` has returned.
+Before `commit.json` exists, the old state is valid and `restoring` is garbage. After that, the next holder of the
+folder's lock (`Store`, `restore`) continues an interrupted swap. A file that has left `restoring` is in place; a file
+that is still there is moved now. No code opens the databases before `settle` has returned.
 """
 
 import os
@@ -22,16 +22,17 @@ COMMIT = "commit.json"
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What is moved: `install` from `restoring` into the folder, each in place of what was there; `remove` only away;
-    both into `aside`."""
+    """Files to move. Replaced and removed files go to `aside`."""
 
     install: tuple[str, ...]
+    """Files to move from `restoring` into the folder, each in place of the old file."""
     remove: tuple[str, ...]
+    """Files to move away."""
     aside: str
 
 
 def staging(folder: Path) -> Path:
-    """Give an empty folder for what is to be put in place."""
+    """Create and return an empty folder for the new state."""
     staged = folder / RESTORING
     if staged.is_symlink():
         staged.unlink()
@@ -41,27 +42,28 @@ def staging(folder: Path) -> Path:
 
 
 def commit(folder: Path, plan: Plan) -> None:
-    """Make the new state the one that counts, and put it in place."""
+    """Commit the new state and move it into place."""
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
     settle(folder)
 
 
 def abandon(folder: Path) -> None:
-    """Throw away what was not committed: it holds secrets."""
+    """Delete an uncommitted state, because it contains secrets."""
     if not unsettled(folder):
         shutil.rmtree(folder / RESTORING, ignore_errors=True)
 
 
 def unsettled(folder: Path) -> bool:
-    """Say whether a new state counts that is not all in place."""
+    """Return whether a new state is committed but not completely in place."""
     return (folder / RESTORING / COMMIT).exists()
 
 
 def settle(folder: Path) -> bool:
-    """Finish what was broken off, or throw it away; say whether a new state came into place. The lock is the caller's.
+    """Finish an interrupted swap, or delete an uncommitted state. Return whether a new state came into place.
 
-    OSError when a file cannot be moved: the next call goes on."""
+    The caller holds the lock. Raise `OSError` if a file cannot be moved; the next call continues.
+    """
     staged = folder / RESTORING
     if not staged.exists():
         return False
@@ -92,7 +94,7 @@ def _away(place: Path, aside: Path) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Put a folder's own entries, and those of the folders in it, on the disk."""
+    """Sync the entries of a folder and of its subfolders to disk."""
     for root, _, _ in os.walk(folder):
         descriptor = os.open(root, os.O_RDONLY)
         try:

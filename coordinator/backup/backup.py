@@ -1,8 +1,8 @@
-"""Makes a backup: all that a cluster is, while its coordinator runs or not.
+"""Makes a backup of a cluster, with its coordinator running or stopped.
 
-The databases are copied by SQLite itself, so what is written meanwhile is in the copy whole or not at all. The CA's
-key, the pepper and the digests of keys go along: whoever has the file and can read it has the cluster. The node of this
-machine does not: its identity belongs to the machine.
+SQLite copies the databases, hence a concurrent write is in the copy completely or not at all. The CA's key, the pepper
+and the digests of keys are included: a person who can read the file controls the cluster. The node of this machine is
+not included, because its identity belongs to the machine.
 """
 
 import hashlib
@@ -46,7 +46,7 @@ class BackupError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A backup that was made: where, its bytes on the disk, and what is in it."""
+    """A completed backup: path, size on disk in bytes, and content."""
 
     file: Path
     size: int
@@ -73,7 +73,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
 
 
 def _check_target(file: Path) -> None:
-    """Replace nothing but a backup."""
+    """Check that the target is free or a backup, because no other file may be replaced."""
     try:
         seen = file.lstat()
     except FileNotFoundError:
@@ -152,7 +152,7 @@ def _outside(config: Path) -> tuple[str, ...]:
 
 
 def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: bytes | None) -> int:
-    """Write the file beside its place, put it on the disk, then in place; give its size."""
+    """Write to a temporary file, sync it, and rename it into place. Return its size in bytes."""
     beside = file.with_name(f"{file.name}.{os.getpid()}.new")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
@@ -189,7 +189,7 @@ class _Writer:
 
 
 def _pour(source: BinaryIO, writer: _Writer, member: Member) -> None:
-    """Write a member; BackupError when it is not what was described any more."""
+    """Write a member. Raise `BackupError` if it differs from its description."""
     digest, size = hashlib.sha256(), 0
     while piece := source.read(PIECE):
         writer.write(piece)

@@ -1,10 +1,10 @@
-"""A file that only a passphrase opens: scrypt makes the key, ChaCha20-Poly1305 seals it piece by piece.
+r"""File encryption with a passphrase: scrypt derives the key, ChaCha20-Poly1305 encrypts pieces.
 
-    b"macpool sealed 1\\n" | salt, 16 bytes | pieces of 64 KiB, each with a tag of 16 bytes
+    b"macpool sealed 1\n" | salt, 16 bytes | pieces of 64 KiB, each with a tag of 16 bytes
 
-The nonce of a piece is its number and, in its last byte, whether it is the last one; the head is authenticated with
-every piece. So no piece can be changed, left out, moved or added, and an end that is cut off is no end. The key is made
-from a fresh salt, so nonces never repeat under it. scrypt costs 128 MiB and about a third of a second for each guess.
+The nonce of a piece is its number and, in its last byte, a flag for the last piece. The head is authenticated with
+every piece. A changed, missing, moved, added or truncated piece is detected. The key uses a fresh salt, hence nonces
+never repeat under it. scrypt costs 128 MiB and about a third of a second for each guess.
 """
 
 import os
@@ -35,7 +35,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
 
 
 class Sealer:
-    """Writes to `file` what is written here, sealed. `finish` has to be called at the end."""
+    """Encrypting writer to `file`. `finish` must be called at the end."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         salt = os.urandom(SALT)
@@ -63,7 +63,8 @@ class Sealer:
 
 
 class Opener:
-    """Reads what a Sealer wrote. `file` stands behind MAGIC. SealError from any read that finds it changed."""
+    """Decrypting reader of a `Sealer`'s output. `file` is positioned behind `MAGIC`. Raise `SealError` on a modified
+    file."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         salt = file.read(SALT)
@@ -77,7 +78,7 @@ class Opener:
         self._ended = False
 
     def read(self, size: int) -> bytes:
-        """Give up to `size` bytes; fewer only at the end."""
+        """Return up to `size` bytes; fewer only at the end."""
         pieces = [self._plain]
         have = len(self._plain)
         while have < size and not self._ended:

@@ -1,9 +1,9 @@
-"""Which of two coordinators of one cluster counts: that of the higher generation.
+"""Decides which of two coordinators of one cluster is valid: the one with the higher generation.
 
-A restored backup has a higher generation than what it was made of. Nodes are told it with Welcome, signed by the CA,
-and show the highest that they have seen in Hello. A coordinator that is shown a higher one than its own, with a
-signature that only a coordinator of this cluster can have made, is not the one any more: it notes so in its state
-folder, ends, and does not start again there. A node that lies has no such signature, and is turned away.
+A restored backup has a higher generation than its source. Nodes receive the generation in Welcome, signed by the CA,
+and send the highest seen generation in Hello. If a coordinator receives a higher generation with a valid signature, it
+is superseded. It records this in its state folder, stops, and does not start there again. Only a coordinator of this
+cluster can make the signature, and a node without it is denied.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ class SupersededError(Exception):
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """The file: the generation that was shown, its signature, by which node, when (Unix seconds)."""
+    """Record of a superseding generation: number, signature, node that sent it, time (Unix seconds)."""
 
     generation: int
     seal: bytes
@@ -38,12 +38,12 @@ class Fence:
     generation: int
 
     def newer(self, generation: int, seal: bytes) -> bool:
-        """Say whether this proves a coordinator that counts more than we do."""
+        """Return whether this proves a coordinator with a higher generation."""
         return generation > self.generation and self.authority.sealed(generation, seal)
 
     def check(self, state: Path) -> None:
-        """SupersededError where it was written down that we are not the one, and that is proved still: a restore makes
-        us newer again."""
+        """Raise `SupersededError` if a record exists and is still valid. A restore raises the generation above the
+        record."""
         try:
             mark = msgspec.json.decode((state / MARK).read_bytes(), type=Mark)
         except (FileNotFoundError, msgspec.MsgspecError):
@@ -53,12 +53,12 @@ class Fence:
 
 
 def note(state: Path, mark: Mark) -> None:
-    """Write down that we are not the one any more. OSError when that is not possible."""
+    """Record that this coordinator is superseded. Raise `OSError` if the write fails."""
     write_private(state / MARK, msgspec.json.encode(mark))
 
 
 def moved_on(mark: Mark, state: Path) -> str:
-    """Say that the cluster moved on, and what can be done here."""
+    """Return the message that the cluster has moved, with the next steps."""
     by = f" (node {mark.node} said so)" if mark.node else ""
     return (
         f"this cluster moved on: a backup of it was restored elsewhere, and that coordinator counts now{by}. Remove "

@@ -1,10 +1,10 @@
-"""Restores a backup into a state folder: reads it once, believes nothing, and changes nothing before all of it is well.
+"""Restores a backup into a state folder: reads it once, verifies everything, then commits.
 
-    read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► count the
-    generation ─► commit (`swap`), which is the one step at which the new state begins to count
+    read and check into STATE/restoring ─► examine: databases open, CA and database name one cluster ─► increment the
+    generation ─► commit (`atomic_swap`), the one step at which the new state becomes valid
 
-The generation is what makes a restored cluster the newer of two: it is at least the Unix time of the restore, nodes
-remember the highest they have seen, and a coordinator of a lower one stops (`fence`).
+The generation marks a restored cluster as the newer of two. It is at least the Unix time of the restore. Nodes remember
+the highest generation, and a coordinator with a lower one stops (`generation_fence`).
 """
 
 import itertools
@@ -42,13 +42,15 @@ SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 _BEGIN = max(len(MAGIC), len(encryption.MAGIC))
 _BESIDES = ("", "-wal", "-shm")
 STARTS = 1000
-"""Epochs that a restore leaves to the starts of the other coordinator since the backup: numbers of requests hold the
-epoch, and nodes take a lower number for one that they have counted already."""
+"""Epochs reserved for starts of the other coordinator since the backup.
+
+Request numbers contain the epoch, and nodes treat a lower number as already counted.
+"""
 CONFIG, CONFIG_ASIDE = "config.toml", "config.toml.restored"
 
 
 class RestoreError(Exception):
-    """Nothing was restored and nothing was changed; the text says why and what to do."""
+    """The restore failed without any change. The text has the reason and the next step."""
 
 
 class PassphraseNeeded(RestoreError):
@@ -65,7 +67,7 @@ class Present:
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """What a restored state holds."""
+    """Content of a restored state, as counts."""
 
     members: int
     keys: int
@@ -75,13 +77,15 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Restored:
-    """What was done. `aside` is where the former state is, `config` where the backup's settings are (empty: none)."""
+    """Result of a restore."""
 
     manifest: Manifest
     counts: Counts
     generation: int
     aside: Path | None
+    """Folder of the former state."""
     config: str
+    """Path of the backup's settings; empty if there are none."""
 
 
 def look(file: Path, passphrase: bytes | None = None) -> Manifest:
@@ -102,10 +106,11 @@ def look(file: Path, passphrase: bytes | None = None) -> Manifest:
 
 
 def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = None, replace: bool = False) -> Restored:
-    """Restore a backup into a state folder; `now` in Unix seconds. `replace`: also where a cluster is.
+    """Restore a backup into a state folder. `now` is Unix seconds; `replace` permits a folder with a cluster.
 
-    RestoreError when the backup is not whole, newer than we are, or the folder holds a cluster; StateLockedError when a
-    coordinator runs there."""
+    Raise `RestoreError` if the backup is incomplete or too new, or the folder holds a cluster. Raise `StateLockedError`
+    if a coordinator runs there.
+    """
     try:
         lock = StateLock(private_folder(state))
     except OSError as error:
@@ -141,7 +146,7 @@ def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> Source:
 
 
 class _Sealed:
-    """What is inside of a sealed file, behind its MAGIC."""
+    """Content of an encrypted file, behind its `MAGIC`."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         self._opener = Opener(file, passphrase)
@@ -151,7 +156,7 @@ class _Sealed:
 
 
 def _fitting(manifest: Manifest) -> Manifest:
-    """Refuse what a newer macpool wrote into its databases."""
+    """Check that no newer macpool wrote the databases."""
     for name, schema in manifest.schemas.items():
         known = len(SCHEMAS.get(name, ()))
         if schema > known:
@@ -163,7 +168,7 @@ def _fitting(manifest: Manifest) -> Manifest:
 
 
 def present(state: Path) -> Present | None:
-    """Say which cluster a folder holds; None for none."""
+    """Return the cluster that a folder holds; None if there is none."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
         return None
@@ -225,7 +230,7 @@ def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
 
 
 def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
-    """Open the databases as the coordinator will, bring them to our schema, and count the generation."""
+    """Open the databases as the coordinator does, migrate their schema, and set the generation."""
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:
@@ -243,7 +248,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
 
 
 def _plan(state: Path, staged: Path, manifest: Manifest, there: Present | None, now: float) -> tuple[Plan, str]:
-    """Say what is moved where, and under which name the backup's settings will be."""
+    """Return the moves, and the name for the backup's settings."""
     install = [name for name in (DATABASE, VIDEOS, "pepper", "authority") if (staged / name).exists()]
     remove = [name + besides for name in (DATABASE, VIDEOS) for besides in _BESIDES if name + besides not in install]
     if (staged / "videos").exists():
@@ -264,6 +269,6 @@ def _other_settings(present: Path, restored: Path) -> bool:
 
 
 def _unused(state: Path, name: str) -> str:
-    """Give a name that is not taken, for a folder in the state folder."""
+    """Return an unused name for a folder in the state folder."""
     tries = (f"{name}-{number}" if number else name for number in itertools.count())
     return next(one for one in tries if not (state / one).exists())

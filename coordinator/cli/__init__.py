@@ -113,13 +113,13 @@ class LazyGroup(Group):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
-        """Honour NO_COLOR for whatever click prints; rich looks at it itself."""
+        """Apply NO_COLOR to click's output. rich reads the variable itself."""
         if os.environ.get("NO_COLOR"):
             extra["color"] = False
         return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Run a verb; nothing that it prints can harm a terminal."""
+        """Run a verb with its output filtered for terminal control sequences."""
         with harmless_output():
             return super().invoke(ctx)
 

@@ -1,4 +1,4 @@
-"""The shape of the command line: groups that suggest, errors in one form, and old spellings with their new lines."""
+"""Base classes of the command line: groups with suggestions, uniform errors, and messages for old spellings."""
 
 import difflib
 import shlex
@@ -11,7 +11,7 @@ SYNONYMS = {
     "ls": "list", "get": "show", "inspect": "show", "describe": "show", "info": "show", "add": "create",
     "new": "create", "rm": "remove", "delete": "remove", "del": "remove", "stop": "cancel", "download": "get",
 }  # fmt: skip
-"""Verbs of other commands → ours; `remove` stands for `revoke` where a group has that."""
+"""Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has it."""
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     **{("nodes", verb): ("node", verb) for verb in (
         "allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "uncordon")},
@@ -24,16 +24,17 @@ MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     ("lease", "list"): ("video", "leases"),
     ("lease",): ("video", "leases"),
 }  # fmt: skip
-"""Old spelling → new. An old one is refused with the whole line to type: an alias would live as long as the scripts."""
+"""Old spelling → new. An old spelling is refused with the complete new command: an alias would stay as long as scripts
+use it."""
 
 
 class Group(click.Group):
-    """A group whose error for an unknown verb names the nearest one."""
+    """Command group whose error for an unknown verb suggests the nearest one."""
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a verb; a usage error with the nearest one, or with the new line for an old spelling."""
+        """Find a verb. Raise a usage error with the nearest verb, or with the new command for an old spelling."""
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             if ctx.parent is None:
@@ -67,7 +68,7 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
 
 
 def print_error(error: click.ClickException) -> None:
-    """Print an error: what happened and the next step, then for a usage error the usage line and where the help is."""
+    """Print an error and the next step. For a usage error, add the usage line and the help command."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         error.show()
         return

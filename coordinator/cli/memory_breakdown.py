@@ -1,4 +1,4 @@
-"""A node's memory in words: the sum that its gate makes, term by term, as the API gives it."""
+"""Text breakdown of a node's memory: the terms of its gate's sum, from the API's values."""
 
 import time
 from typing import Any
@@ -7,7 +7,7 @@ from wire.units import show_size
 
 OFF, NO_MARGIN, UNARMED = "OFF", "no margin", "not armed"
 ALARMING = frozenset({OFF, NO_MARGIN})
-"""What a guard may be that must not be overlooked."""
+"""Guard states that need attention."""
 
 
 def ago(seconds: float | None) -> str:
@@ -21,7 +21,7 @@ def ago(seconds: float | None) -> str:
 
 
 def guard_of(node: dict[str, Any]) -> str:
-    """Say in a word how a node is guarded."""
+    """Return the guard state of a node as one word."""
     if not node["cap"]:
         return "-"
     if not node["guard"]:
@@ -32,8 +32,8 @@ def guard_of(node: dict[str, Any]) -> str:
 
 
 def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
-    """Say that a node gets no requests because its engine keeps failing, why and until when; empty where it gets some.
-    `now` in Unix seconds."""
+    """Describe an open circuit breaker: reason and end. Return an empty text if the node gets requests. `now` is Unix
+    seconds."""
     found: dict[str, Any] = node.get("breaker", {"state": "closed"})
     if found["state"] == "closed":
         return ""
@@ -44,7 +44,7 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
 
 
 def arithmetic(node: dict[str, Any]) -> list[str]:
-    """Give the lines: what decides the cap and the ceiling, the sum that gives headroom, readings, counts."""
+    """Return the lines: limits of cap and ceiling, terms of headroom, readings, counts."""
     counts, held, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
     size = {name: show_size(node[name]) for name in (
         "cap", "ceiling", "leases", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "base",

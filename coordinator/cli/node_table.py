@@ -16,8 +16,10 @@ SILENT = frozenset({"lost", "suspect", "left", "asleep"})
 
 
 def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
-    """Return a node's cells for `NARROW`; MEMORY is current of ceiling, MODELS loaded of known. VIDEO comes last and is
-    left out where no node has a package for videos."""
+    """Return a node's cells for `NARROW`. MEMORY is current of ceiling, MODELS is loaded of known.
+
+    VIDEO comes last, and is omitted if no node has a video package.
+    """
     video = video_of(node.get("video")).partition(",")[0]
     return (
         node["name"], state_of(node), memory_of(node), headroom_of(node), str(node["in_flight"]),
@@ -66,7 +68,7 @@ def models_of(node: dict[str, Any]) -> str:
 
 
 def video_of(video: dict[str, Any] | None) -> str:
-    """Return a node's part in videos: none, could, or how much memory it lends."""
+    """Describe a node's video capability: none, possible, or the leased memory."""
     if not video or not video["packages"]:
         return "-"
     lent = [lease for lease in video["leases"] if lease["size"]]
@@ -83,7 +85,7 @@ def headroom_of(node: dict[str, Any]) -> str:
 
 
 def bar(node: dict[str, Any], width: int) -> str:
-    """Draw a node's ceiling as a bar of so many letters: current, reserved, margin, and free."""
+    """Render a node's ceiling as a bar of `width` characters: current, reserved, margin and free."""
     ceiling = node["ceiling"] or 0
     if not ceiling or node["current"] is None or node["state"] in SILENT:
         return "?" * width

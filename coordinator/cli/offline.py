@@ -18,7 +18,8 @@ from router.admission.rate_limits import KeyLimits
 
 
 def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Do what the route would do. Problem when there is no cluster, it is in use, or the id is unknown."""
+    """Perform a route's operation on the state folder. Raise `Problem` if there is no cluster, it is in use, or the id
+    is unknown."""
     if not (session.state / "cluster.db").exists():
         if member_of(session.state) is not None:
             raise Problem(UNREACHABLE, session.no_coordinator())

@@ -1,1 +1,1 @@
-"""Client of the control API that the command line and the doctor share."""
+"""Client of the control API, shared by the command line and the doctor."""

@@ -1,4 +1,4 @@
-"""What the verbs share: which coordinator, with which key, and how answers are printed."""
+"""Client of the coordinator's API for the commands: selection of coordinator and key, and output of answers."""
 
 import http.client
 import json
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import ssl
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
-"""What a Mac that is a node reads with its own certificate."""
+"""Paths that a node's Mac reads with its certificate."""
 LOGIN = "login.json"
-"""File in the state folder (0600) with what `cluster login` keeps."""
+"""File in the state folder (0600) with the data of `cluster login`."""
 
 
 def default_state() -> Path:
-    """Give the state folder that is used when none is named."""
+    """Return the default state folder."""
     import platformdirs
 
     return Path(platformdirs.user_data_dir("macpool", appauthor=False))
@@ -57,7 +57,7 @@ def base_url(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One coordinator as this command reaches it, and the wanted form of output."""
+    """Connection of a command to one coordinator, with its output format."""
 
     state: Path
     url: str | None
@@ -66,22 +66,22 @@ class Session:
 
     @property
     def json(self) -> bool:
-        """Whether the answer is for a program."""
+        """Whether to print JSON."""
         return self.output == "json"
 
     @property
     def wide(self) -> bool:
-        """Whether every column is wanted."""
+        """Whether to print every column."""
         return self.output == "wide"
 
     @property
     def running(self) -> bool:
-        """Whether a coordinator can be asked: one was named, one runs in the state folder, or `login` kept one."""
+        """Whether a coordinator is known: named, running in the state folder, or stored by `login`."""
         return self.url is not None or self._read("run.json") is not None or self.kept_login is not None
 
     @property
     def kept_login(self) -> dict[str, Any] | None:
-        """What `cluster login` kept: url, key and authority (PEM) of a coordinator elsewhere."""
+        """Data of `cluster login`: URL, key and authority (PEM) of a remote coordinator."""
         return self._read(LOGIN)
 
     def _read(self, name: str) -> dict[str, Any] | None:
@@ -93,9 +93,9 @@ class Session:
             raise Problem(1, f"{self.state / name} cannot be read: {error}") from None
 
     def reached(self) -> Reached:
-        """Return the coordinator to ask: the one of --url, the one that runs here, or the one of `cluster login`.
+        """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
 
-        Problem when there is none.
+        Raise `Problem` if there is none.
         """
         if self.url is not None:
             return Reached(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
@@ -130,8 +130,7 @@ class Session:
         return reached.url, reached.key
 
     def authority(self) -> str:
-        """Return the authority (PEM) behind the endpoint as this command knows it; empty where the system knows it, or
-        there is no TLS."""
+        """Return the known authority (PEM) of the endpoint; empty if the system trusts it, or without TLS."""
         return self.reached().authority
 
     def _known_authority(self, url: str) -> str:
@@ -151,11 +150,11 @@ class Session:
             raise Problem(DENIED, f"the key file cannot be read: {error}") from None
 
     def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
-        """Send a request and return the response, whatever its status. Problem when there is no answer."""
+        """Send a request and return the response with any status. Raise `Problem` without a response."""
         return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
-        """Send a request and give its JSON. Problem with the server's own words for every error status."""
+        """Send a request and return its JSON. Raise `Problem` with the server's message for an error status."""
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import member_of, query
 
@@ -177,7 +176,7 @@ class Session:
 
 
 def _trust(authority: str) -> "ssl.SSLContext":
-    """Return whom this command trusts: what the system does, and the coordinator's own authority."""
+    """Return a TLS context that trusts the system's authorities and the coordinator's own."""
     import ssl
 
     context = ssl.create_default_context()
@@ -189,7 +188,7 @@ def _trust(authority: str) -> "ssl.SSLContext":
 def send(
     reached: Reached, method: str, path: str, body: object = None, timeout: float = 30.0
 ) -> http.client.HTTPResponse:
-    """Send a request to a coordinator and return the response, whatever its status. Problem when there is no answer."""
+    """Send a request to a coordinator and return the response with any status. Raise `Problem` without a response."""
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
         context = _trust(reached.authority)
@@ -211,7 +210,8 @@ def send(
 
 
 def unreached(base: str, error: OSError) -> tuple[int, str]:
-    """Give exit code and text for a connection that failed; errno 65 on macOS is privacy, not the network."""
+    """Return exit code and message for a failed connection. Errno 65 on macOS means a privacy block, not a network
+    fault."""
     if sys.platform == "darwin" and error.errno == 65:
         return BLOCKED, (
             f"macOS blocks this program from reaching {base} (local network privacy): run it from Terminal, or allow "
@@ -239,7 +239,7 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
 
 
 def _numbers(memory: dict[str, Any] | None) -> str:
-    """Write the arithmetic of a refusal on a line of its own."""
+    """Format the numbers of a refusal as a separate line."""
     if not memory:
         return ""
     from wire.units import show_size
@@ -249,12 +249,12 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --state, --url, --key-file and -o to a command, whose first argument becomes a Session."""
+    """Add --state, --url, --key-file and -o to a command. Its first argument becomes a `Session`."""
     return _with_session(command, ("text", "json"))
 
 
 def wide_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add what `options` adds, where -o knows a third form, `wide`."""
+    """Add the options of `options`, with `wide` as a third form of -o."""
     return _with_session(command, ("text", "wide", "json"))
 
 
@@ -282,16 +282,19 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
 SHORT = 10
 """Letters up to which a column is never folded."""
 UNBOUND = 10_000
-"""Letters of a line for a file or a pipe, which nothing folds."""
+"""Line width in characters for a file or a pipe, where lines do not wrap."""
 
 
 def table(
     columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = (), *,
     numbers: Collection[str] = (), fold: Collection[str] = (), whole: bool = False,
 ) -> None:  # fmt: skip
-    """Print a table. On a terminal that is too narrow the columns `fold`, or else all long ones, are folded, so that no
-    cell is cut; elsewhere, and with `whole`, each row is one line. Cells with one of the `alarming` texts are red; the
-    columns `numbers` are flush right."""
+    """Print a table.
+
+    On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `whole`, and
+    outside a terminal, each row is one line. Cells with a text of `alarming` are red. The columns `numbers` are
+    right-aligned.
+    """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

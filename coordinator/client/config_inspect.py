@@ -32,8 +32,11 @@ class Settings:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """What the processes of a state folder use now: which of them run ("coordinator", "node"), their settings as rows,
-    and those that their file tells differently by now (host.settings_loader.Drift, as dictionaries)."""
+    """Settings in use by the processes of a state folder.
+
+    It has the running processes ("coordinator", "node") and their settings as rows. It also has the settings whose file
+    has changed since the start (`host.settings_loader.Drift`, as dictionaries).
+    """
 
     who: tuple[str, ...]
     rows: tuple[dict[str, Any], ...]
@@ -41,7 +44,7 @@ class Running:
 
     @property
     def given(self) -> list[dict[str, Any]]:
-        """Give the rows of what no file and no default says: flags and environment of the processes."""
+        """Return the rows from flags and environment of the processes, without those from files and defaults."""
         from host.settings_loader import GIVEN
 
         return [row for row in self.rows if row["origin"] in GIVEN]
@@ -74,7 +77,7 @@ def _coordinator(session: Session) -> list[dict[str, Any]] | None:
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Compare with the file, but for addresses, which are hidden; of a file that is wrong nothing is said here."""
+    """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
     from coordinator.state.config_file import ADDRESSES
     from coordinator.state.settings import OTHERS, CoordinatorSettings
     from host.settings_loader import drifted, from_tree

@@ -32,7 +32,7 @@ class Member:
 
 
 def member_of(state: Path) -> Member | None:
-    """Return the node that joined from a state folder; None where there is none, or a cluster was made there."""
+    """Return the node that joined from a state folder. Return None without one, or if the folder has a cluster."""
     folder = state / "node" / "identity"
     if (state / "cluster.db").exists():
         return None
@@ -51,7 +51,7 @@ def host_of(member: Member) -> str:
 
 
 def query(member: Member, path: str) -> dict[str, Any]:
-    """Return what a path of the API shows. Problem when no address answers, or the coordinator refuses."""
+    """Return the content of an API path. Raise `Problem` if no address answers, or the coordinator refuses."""
     failures: list[str] = []
     for address in member.addresses:
         try:

@@ -1,10 +1,9 @@
-"""Text of clients and nodes on a terminal: names, messages and logs that come from other machines may hold escape
-sequences that hide or forge lines, move the cursor or set the clipboard.
+"""Filter for untrusted text on a terminal: names, messages and logs of other machines may contain escape sequences.
 
-`harmless_output` stands between every command and its terminal, so no command can forget it: control characters (C0
-but for newline and tab, DEL, C1), bidirectional overrides, line separators and lone surrogates become `?`. Of escape
-sequences only the colours that the commands use themselves pass. A screen that moves the cursor (`top`) writes around
-it (`raw_output`), and its text is made harmless one by one.
+Such sequences can hide or forge lines, move the cursor or set the clipboard. `harmless_output` wraps the terminal
+output of every command, hence no command can omit it. Control characters (C0 except newline and tab, DEL, C1),
+bidirectional overrides, line separators and lone surrogates become `?`. Of escape sequences, only the colours of the
+commands pass. A screen that moves the cursor (`top`) bypasses the filter with `raw_output`, and filters each text.
 """
 
 import re
@@ -21,12 +20,12 @@ _OUTPUT = re.compile(rf"(\x1b\[(?:{COLOURS})?m)|[{_HARMFUL}]")
 
 
 def harmless(text: str) -> str:
-    """Return a text from another machine without what a terminal would obey."""
+    """Return text from another machine without terminal control sequences."""
     return _TEXT.sub("?", text)
 
 
 class Harmless:
-    """A text stream whose `write` lets nothing harmful pass; everything else is the stream's own."""
+    """Text stream whose `write` filters control sequences. All other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
@@ -35,7 +34,7 @@ class Harmless:
     """click would write past this class into the buffer of a stream that it takes for misconfigured."""
 
     def write(self, text: str) -> int:
-        """Write a text without what a terminal would obey, and without letters that the stream cannot encode."""
+        """Write a text without terminal control sequences, and without characters that the stream cannot encode."""
         shown = _OUTPUT.sub(lambda found: found[1] or "?", text)
         known = self.stream.encoding or "utf-8"
         self.stream.write(shown.encode(known, "replace").decode(known))
@@ -62,5 +61,5 @@ def harmless_output() -> Generator[None]:
 
 
 def raw_output(stream: TextIO) -> TextIO:
-    """Return a stream as it is, for a screen or a bar whose text is harmless already."""
+    """Return the unfiltered stream, for a screen or bar whose text is already filtered."""
     return stream.stream if isinstance(stream, Harmless) else stream

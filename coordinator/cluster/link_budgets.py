@@ -1,7 +1,7 @@
-"""How many frames, reports, renewals and links one node may send, whatever it says. Pure: `now` is monotonic seconds.
+"""Rate limits of a node for frames, reports, renewals and links. Pure: `now` is monotonic seconds.
 
-A budget holds for a node, not for a link, so a new link brings no new budget. The rates are several times what an
-honest node needs at its fastest settings (20 reports a second, a certificate renewed every two months).
+A budget belongs to a node, not to a link, because a new link must not bring a new budget. The rates are several times
+the need of an honest node at its fastest settings: 20 reports a second, and a certificate renewal every two months.
 """
 
 from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, Renew, Report
@@ -11,7 +11,7 @@ REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
 REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 1.0 * 2**20, 2.0 * 2**20
 RENEWALS_PER_SECOND, MOST_RENEWALS = 0.1, 5.0
 LOGGED_PER_SECOND, MOST_LOGGED = 20.0, 100.0
-"""Frames that make a line in the log each."""
+"""Limits for frames that each write a line to the log."""
 LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
 QUERIES_PER_SECOND, MOST_QUERIES = 10.0, 60.0
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
@@ -20,7 +20,8 @@ _REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
 
 
 class Budget:
-    """A token bucket: `most` at once, then `rate` a second."""
+    """Token bucket: `most` tokens of burst, refilled with `rate` tokens a second. `what` names the budget in error
+    texts."""
 
     __slots__ = ("_at", "_left", "_most", "_rate", "_what")
 
@@ -31,7 +32,7 @@ class Budget:
         self._at = 0.0
 
     def over(self, now: float, cost: float = 1.0) -> str:
-        """Take `cost` from the budget; return why not where it is used up."""
+        """Take `cost` tokens at `now`. Return an error text if too few are left, else an empty string."""
         left = min(self._most, self._left + (now - self._at) * self._rate) - cost
         self._at = now
         if left < 0:
@@ -42,7 +43,7 @@ class Budget:
 
 
 class NodeBudgets:
-    """The budgets of one node."""
+    """Token buckets of one node."""
 
     __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
 
@@ -56,15 +57,16 @@ class NodeBudgets:
         self._queries = Budget("queries", QUERIES_PER_SECOND, MOST_QUERIES)
 
     def link(self, now: float) -> str:
-        """Count a link; return why it is one too many."""
+        """Count a link. Return an error text if it exceeds the budget, else an empty string."""
         return self._links.over(now)
 
     def query(self, now: float) -> str:
-        """Count a query of this node's command; return why it is one too many."""
+        """Count a query of this node's command. Return an error text if it exceeds the budget, else an empty string."""
         return self._queries.over(now)
 
     def frame(self, tag: int, size: int, now: float) -> str:
-        """Count a frame of `size` bytes before it is decoded; return why it is one too many."""
+        """Count a frame of `size` bytes before it is decoded. Return an error text if it exceeds a budget, else an
+        empty string."""
         why = self._frames.over(now)
         if tag == _REPORT:
             return why or self._reports.over(now) or self._report_bytes.over(now, size)

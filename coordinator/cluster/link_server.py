@@ -1,17 +1,18 @@
-"""The link server: the one port that nodes dial.
+"""TLS server for the links of nodes: the one port that nodes dial.
 
-Covers: TLS, enrolment of peers without a certificate, the greeting of peers with one, framing both ways, newest wins,
-second links that take over, pings, questions to nodes, limits on strangers.
-Does not cover: the states of a node (`membership`), the effects of its frames (`router.dispatch.dispatcher`) and
-enrollment (`coordinator.joining.enrollment`).
+Covers: TLS, enrolment and greeting of peers, framing in both directions, newest link wins, second links that take over,
+pings, questions to nodes, limits on strangers.
+Does not cover: the states of a node (`cluster.membership`), the effects of its frames (`router.dispatch.dispatcher`),
+enrolment itself (`coordinator.joining.enrollment`).
 
 Rules
-- Identity is the URI in the verified certificate, and the frames of a connection speak for that node only.
-- A peer without a certificate gets STRANGER_SECONDS and STRANGER_BYTES to enrol; nothing but enrolment frames is
-  decoded for it. Waiting for a person's approval is the only thing that may take longer.
-- A node has budgets (`budgets`) for its frames, reports, renewals and links; beyond them its link ends with the reason.
-- The newest connection of a node wins. Only a second link of the same agent instance that says so leaves the first
-  open, until the node closes it or makes a third.
+- The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
+- A peer without a certificate (a stranger) has `STRANGER_SECONDS` and `STRANGER_BYTES` to enrol. Only enrolment frames
+  are decoded for it. Only the wait for a person's approval may take longer.
+- A node has budgets (`link_budgets`) for its frames, reports, renewals and links. A link that exceeds them ends with
+  the reason.
+- The newest connection of a node wins. A second link of the same agent instance with `takeover` leaves the first open,
+  until the node closes the first or opens a third.
 """
 
 import asyncio
@@ -54,57 +55,60 @@ from wire.link.endpoint import Endpoint
 
 HANDSHAKE_SECONDS = 5.0
 TURN_SECONDS = 0.005
-"""Longest time in one turn of the loop for which frames of a link are taken, apart from the last one."""
+"""Longest time in one turn of the loop for frames of one link. The last frame may exceed it."""
 STRANGER_SECONDS = 5.0
 STRANGER_BYTES = 16 * 1024
 LAST_WORD_SECONDS = 0.5
-"""Seconds for which a link that floods stays open, unread, so that its node reads why it ends."""
+"""Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
 TOO_MANY_SECONDS = 5.0
-"""Seconds that a node is asked to wait that sent too much."""
+"""Seconds of `retry_after` for a node that exceeded a budget."""
 STRANGERS = 64
-"""Connections without a certificate; a quarter of it from one address. Who shows one of ours is never turned away here,
-so a crowd of strangers cannot keep a node out, not even one behind the same address."""
+"""Most connections without a certificate; a quarter of them from one address.
+
+A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
+same address.
+"""
 FROM_NODES = frozenset({Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed, LeaseGranted,
                         LeaseRefused, LeaseEnded})  # fmt: skip
-"""What a linked node may send."""
+"""Frames that a linked node may send."""
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024
-"""Bytes of a long answer that are under way at one time."""
+"""Most bytes of a long answer in flight."""
 MIN_PIECE_BYTES = 4096
-"""Usual size of an answer's pieces, at least; the last of a window may be shorter."""
+"""Smallest usual size of an answer's pieces. The last piece of a window may be shorter."""
 ANSWER_PIECE_BYTES = 32 * 1024
 """Bytes of one piece of the answer to a query."""
 ASK_SECONDS = 10.0
-"""Longest silence between two pieces of an answer."""
+"""Longest gap between two pieces of an answer, in seconds."""
 
 log = structlog.get_logger("coordinator.cluster.link_server")
 
 
 class Owner(Protocol):
-    """What the registry decides for the link server."""
+    """Callbacks of the link server, implemented by the registry."""
 
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
-        """Say whether this node may link."""
+        """Return `Welcome` if this node may link, else `Denied`."""
         ...
 
     def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
-        """Return what a member may read (JSON), or why not."""
+        """Return the answer to a member's query as JSON, or `Denied`."""
         ...
 
     def linked(self, node: NodeId, hello: Hello) -> int:
-        """The node's newest link is up; give it a number."""
+        """Record the node's newest link and return its number."""
         ...
 
     def unlinked(self, node: NodeId, number: int, reason: str) -> None:
-        """A link ended."""
+        """Record the end of a link."""
         ...
 
     def received(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Take a frame of a linked node."""
+        """Handle a frame of a linked node."""
         ...
 
     def converse(self, address: str) -> Conversation | Denied:
-        """Begin an enrolment, or say why not now."""
+        """Begin an enrolment, or return `Denied`."""
         ...
 
     async def stored(self) -> None:
@@ -113,7 +117,7 @@ class Owner(Protocol):
 
 
 class Connection(Endpoint):
-    """One accepted connection: a stranger until its Hello was answered with Welcome."""
+    """One accepted connection: a stranger until its Hello is answered with Welcome."""
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
@@ -126,7 +130,7 @@ class Connection(Endpoint):
         self.peer: Peer | None = None
         self.serial = ""
         self.life = (0.0, 0.0)
-        """Of its certificate: issued and expires, in Unix seconds."""
+        """Validity of the peer's certificate: issued and expires, in Unix seconds."""
         self.node: NodeId | None = None
         self.number = 0
         self.hello: Hello | None = None
@@ -137,7 +141,7 @@ class Connection(Endpoint):
         self._until = 0.0
 
     def opened(self) -> None:
-        """Read who it is from the certificate and start the stranger's clock."""
+        """Read the peer's identity from its certificate and start the deadline for Hello."""
         assert self.transport is not None  # noqa: S101  set by connection_made
         if self._deadline is not None:
             self._deadline.cancel()
@@ -155,7 +159,8 @@ class Connection(Endpoint):
         self.abort(f"no Hello within {STRANGER_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
-        """Count a stranger's bytes before they are read; what has no certificate can only enrol."""
+        """Split bytes into frames. Bytes of a peer without a certificate go to its enrolment only, and are counted
+        first."""
         if self._conversation is not None:
             self._converse(self._conversation.feed(data, self._loop.time()))
             return
@@ -172,8 +177,10 @@ class Connection(Endpoint):
             self._take_frames()
 
     def _take_frames(self, *, all_of_them: bool = False) -> None:
-        """Take frames for TURN_SECONDS of this turn of the loop, and the rest in the next turn: a peer that sends
-        without end holds the loop for one frame more at most, and its bytes wait in the kernel."""
+        """Process frames for `TURN_SECONDS`, and the rest in the next turn of the loop.
+
+        A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
+        """
         if not self._until:  # a turn of the loop may read one connection 32 times
             self._until = time.perf_counter() + TURN_SECONDS
             self._loop.call_soon(self._end_turn)
@@ -201,13 +208,13 @@ class Connection(Endpoint):
             self.transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Take the frames that had arrived before the peer closed the connection."""
+        """Process the frames that arrived before the peer closed the connection."""
         if self._resting and not self._reason:
             self._take_frames(all_of_them=True)
         super().connection_lost(exc)
 
     def received(self, tag: int, body: bytes) -> None:
-        """Greet, or hand on."""
+        """Process one frame: Hello or Query before the greeting, any frame of `FROM_NODES` after it."""
         if self._refused:
             return
         if self.node is not None and self.budgets is not None:
@@ -244,7 +251,7 @@ class Connection(Endpoint):
             self._converse(self._conversation.poll(self._loop.time()))
 
     def _converse(self, frames: list[Frame]) -> None:
-        """Send what the conversation says. A certificate leaves only when what made it is on the disk."""
+        """Send frames of the enrolment. A certificate is sent only after its record is on disk."""
         if any(isinstance(frame, Enrolled) for frame in frames):
             self._server.when_stored(lambda: self._say(frames))
         else:
@@ -270,14 +277,14 @@ class Connection(Endpoint):
         self.close("the query was answered")
 
     def refuse(self, denied: Denied) -> None:
-        """Say no and hang up."""
+        """Send the denial and close the connection."""
         log.warning("denied", peer=self.address, node=self.peer.node if self.peer else None, reason=denied.reason)
         self._refused = True
         self.send(denied)
         self.close(denied.message)
 
     def _stem(self, why: str) -> None:
-        """End a link that floods: read no more of it, and leave its node the time to read why."""
+        """End a flooding link: stop reading, and leave its node time to receive the reason."""
         log.warning("denied", peer=self.address, node=self.node, reason="too_many")
         self._refused = True
         if self.transport is not None:
@@ -286,13 +293,13 @@ class Connection(Endpoint):
         self._loop.call_later(LAST_WORD_SECONDS, self.close, why)
 
     def welcomed(self, node: NodeId, hello: Hello, number: int) -> None:
-        """Become a node's link."""
+        """Bind this connection to a node as its link."""
         self.node, self.hello, self.number = node, hello, number
         if self._deadline is not None:
             self._deadline.cancel()
 
     def lost(self, reason: str) -> None:
-        """Tell the server."""
+        """Cancel the deadline and the enrolment, and report the end of the connection to the server."""
         if self._deadline is not None:
             self._deadline.cancel()
         if self._conversation is not None:
@@ -301,7 +308,7 @@ class Connection(Endpoint):
 
 
 class _Window:
-    """What one node may answer to one question: no more bytes than were asked for, in no more pieces than they take."""
+    """Limits for one node's answer to one question: the requested bytes, and the pieces that they need."""
 
     def __init__(self, limit: int) -> None:
         self.queue: asyncio.Queue[Answer] = asyncio.Queue()
@@ -310,7 +317,7 @@ class _Window:
         self._pieces = limit // MIN_PIECE_BYTES + 2
 
     def take(self, answer: Answer) -> None:
-        """Queue a piece. WireError, which ends the link, when it is more than was asked for."""
+        """Queue a piece. Raise `WireError`, which ends the link, if the answer exceeds the requested size."""
         self._bytes -= len(answer.payload)
         self._pieces -= 1
         if self._bytes < 0 or self._pieces < 0:
@@ -323,7 +330,7 @@ def _no_handshake() -> None:
 
 
 class LinkServer:
-    """All links. Everything happens on one loop; `owner` decides, this class connects."""
+    """Server and registry of all links, on one event loop. `owner` decides about nodes and frames."""
 
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
@@ -338,10 +345,10 @@ class LinkServer:
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self.made = self.denied = 0
-        """Links that were made, and nodes that were turned away."""
+        """Links established since the start; `denied`: nodes denied."""
 
     async def start(self, host: str, port: int, context: ssl.SSLContext) -> int:
-        """Listen; give the port. OSError when the address is taken."""
+        """Listen and return the port. Raise `OSError` if the address is in use."""
         loop = asyncio.get_running_loop()
         server = self._server = await loop.create_server(
             lambda: cast("asyncio.Protocol", Connection(self)),
@@ -355,7 +362,7 @@ class LinkServer:
         return server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
-        """Stop listening and hang up on everybody."""
+        """Stop listening and close every connection."""
         if self._ping_timer is not None:
             self._ping_timer.cancel()
         if self._server is not None:
@@ -366,7 +373,7 @@ class LinkServer:
     # -- connections --------------------------------------------------------------
 
     def when_stored(self, then: Callable[[], None]) -> None:
-        """Call `then` when every change so far is on the disk; never when it could not be written."""
+        """Call `then` once every change up to now is on disk. Never call it if the write failed."""
         task = asyncio.get_running_loop().create_task(self.owner.stored())
         self._tasks.add(task)
 
@@ -380,7 +387,7 @@ class LinkServer:
         task.add_done_callback(done)
 
     def arrived(self, connection: Connection) -> bool:
-        """Count who has no certificate; too many, or too many from one address, are turned away (False)."""
+        """Count a connection. Return False and abort it if the limits for peers without a certificate are exceeded."""
         self._strangers.add(connection)
         addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
         here = addresses.count(connection.address)
@@ -390,7 +397,7 @@ class LinkServer:
         return True
 
     def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
-        """Answer a Hello."""
+        """Answer a Hello with Welcome or Denied."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = connection.budgets.link(asyncio.get_running_loop().time())
@@ -414,7 +421,7 @@ class LinkServer:
         connection.welcomed(node, hello, self.owner.linked(node, hello))
 
     def query(self, connection: Connection, peer: Peer, query: Query) -> None:
-        """Answer a query of a member's command, which reads and changes nothing; its node's link stays as it is."""
+        """Answer a read-only query of a member's command. The link of its node is unaffected."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
         if why:
@@ -437,7 +444,7 @@ class LinkServer:
             older.close("a newer connection of the same node replaced this one")
 
     def gone(self, connection: Connection, reason: str) -> None:
-        """A connection ended."""
+        """Record the end of a connection."""
         self._strangers.discard(connection)
         self._retired.discard(connection)
         if connection.node is None:
@@ -448,7 +455,7 @@ class LinkServer:
         self.owner.unlinked(connection.node, connection.number, reason)
 
     def take(self, connection: Connection, frame: Frame) -> None:
-        """Take a node's frame: answers are delivered here, the rest is the owner's."""
+        """Deliver an answer to its window, and any other frame to the owner."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
         if type(frame) is Answer:
             window = self._asks.get((connection.node, frame.ask))
@@ -460,41 +467,41 @@ class LinkServer:
     # -- for people -----------------------------------------------------------------
 
     def open(self) -> int:
-        """Give how many nodes are linked."""
+        """Return the number of linked nodes."""
         return len(self._links)
 
     def strangers(self) -> int:
-        """Give how many connections are no links (yet)."""
+        """Return the number of connections that are not links (yet)."""
         return len(self._strangers)
 
     @property
     def retired(self) -> int:
-        """Number of links that a newer one of the same node has replaced and that have not ended."""
+        """Number of open links that a newer link of the same node has replaced."""
         return len(self._retired)
 
     def lives(self) -> dict[NodeId, tuple[float, float]]:
-        """Give begin and end of the certificate that each linked node showed, in Unix seconds."""
+        """Return the certificate validity of each linked node: issued and expires, in Unix seconds."""
         return {node: link.life for node, link in self._links.items()}
 
     # -- towards the nodes -----------------------------------------------------------
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send on the node's newest link; False when there is none."""
+        """Send a frame on the node's newest link. Return False if there is none."""
         link = self._links.get(node)
         return link is not None and link.send(frame)
 
     def address(self, node: NodeId) -> str:
-        """Give the address from which a node dialed its newest link; empty when there is none."""
+        """Return the address from which a node dialed its newest link; empty if there is none."""
         link = self._links.get(node)
         return "" if link is None else link.address
 
     def hello(self, node: NodeId) -> Hello | None:
-        """Return what a node said on its newest link; None when there is none."""
+        """Return the Hello of a node's newest link; None if there is none."""
         link = self._links.get(node)
         return None if link is None else link.hello
 
     def hang_up(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
-        """End every link of a node at once, telling it why when there is a reason that it should know."""
+        """End every link of a node at once. Send `denied` first if given."""
         for link in [*self._links.values(), *self._retired]:
             if link.node == node:
                 if denied is not None:
@@ -517,9 +524,9 @@ class LinkServer:
         self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
 
     async def ask(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
-        """Yield the newest `limit` bytes of what a node is asked for, window by window, as fast as they are taken.
+        """Yield the newest `limit` bytes of a node's source `what`, one window at a time, at the pace of the consumer.
 
-        LookupError when the node is not linked or cannot answer; TimeoutError when it stops answering.
+        Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
         """
         offset, left = -limit, limit
         while left > 0:
@@ -529,12 +536,14 @@ class LinkServer:
                 offset = answer.next
                 if answer.payload:
                     yield answer.payload
-            if offset == 0 or left == before:  # a window without a byte is the end, whatever the node says of the next
+            if offset == 0 or left == before:  # an empty window is the end, whichever next offset the node sends
                 return
 
     async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
-        """Yield the newest `limit` bytes of what a node is asked for, and for ever what is added, asking again `every`
-        so many seconds. LookupError and TimeoutError as from `ask`."""
+        """Yield the newest `limit` bytes of a node's source `what`, then its additions, polled every `every` seconds.
+
+        Raise `LookupError` and `TimeoutError` as `ask`.
+        """
         offset = -limit
         while True:
             async for answer in self._window(node, what, offset, ASK_WINDOW):

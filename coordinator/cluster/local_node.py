@@ -1,4 +1,4 @@
-"""The node on the coordinator's own machine: a child process that is started, watched and ended with us."""
+"""The node on the coordinator's own machine: a child process that is started, supervised and stopped."""
 
 import asyncio
 import contextlib
@@ -17,28 +17,27 @@ from host.left_marker import has_left
 log = structlog.get_logger("coordinator.cluster.local_node")
 
 BACK_OFF = (0.5, 30.0)
-"""First and longest wait before it is started again, in seconds; a run of a minute resets it."""
+"""First and longest delay before a restart, in seconds. A run longer than 60 s resets the delay."""
 USAGE, DENIED, OTHER_CLUSTER = 2, 4, 6
-"""Exit codes of a node that no new start would change: wrong settings; removed, where it had joined; a node of another
-cluster."""
+"""Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster."""
 GRACE = 10.0
-"""Longest wait for its end before it is killed, in seconds."""
+"""Seconds between SIGTERM and SIGKILL."""
 
 
 class OtherClusterError(Exception):
-    """This Mac is a node of another cluster than the one that it coordinates."""
+    """This Mac is a node of a cluster other than the one that it coordinates."""
 
 
 def check_node(state: Path, cluster: str) -> None:
-    """Check that the node of this state folder, if there is one, is of this cluster (empty: of none yet).
+    """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    OtherClusterError with the ways out.
+    Raise `OtherClusterError` with the possible next steps.
     """
     try:
         kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
         its, addresses = str(kept["cluster"]), list(kept.get("addresses") or ())
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no node, or one that says itself what is wrong with it
+        return  # no node, or a broken identity that the node reports
     if its != cluster:
         place = f" at {addresses[0]}" if addresses else ""
         raise OtherClusterError(
@@ -49,7 +48,7 @@ def check_node(state: Path, cluster: str) -> None:
 
 
 class LocalNode:
-    """Runs `python -m node.run` for this machine. `token` makes a join token when the node has no identity yet."""
+    """Supervisor of `python -m node.run` on this machine. `token` creates a join token if the node has no identity."""
 
     def __init__(self, state: Path, address: str, arguments: tuple[str, ...], token: Callable[[], str]) -> None:
         self._state = state
@@ -62,7 +61,7 @@ class LocalNode:
         """It ended for a reason that no new start changes."""
 
     async def start(self) -> None:
-        """Start it and keep it running."""
+        """Start the node, and restart it after each exit."""
         await self._spawn()
         self._watch = asyncio.create_task(self._keep())
 
@@ -77,7 +76,7 @@ class LocalNode:
                 sys.executable, "-P", "-m", "node.run", "--state", str(self._state), "--url", self._address,
                 "--token-fd", str(read), "--lifeline", *self._arguments,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, pass_fds=(read,),
-                start_new_session=True,  # Ctrl-C is for us: we end it when our requests are done
+                start_new_session=True,  # Ctrl-C reaches only the coordinator, which stops the node last
             )  # fmt: skip
         finally:
             os.close(read)
@@ -109,8 +108,10 @@ class LocalNode:
         return (self._state / "node" / "identity" / "identity.json").exists()
 
     async def ready(self, registry: Registry, seconds: float) -> bool:
-        """Wait until this node answers requests, for at most `seconds`; return whether it does. A node that fails has
-        said why in its log."""
+        """Wait at most `seconds` until this node can answer requests. Return whether it can.
+
+        A node that fails has logged the reason.
+        """
         answers = asyncio.create_task(registry.wait_for_answers(self._id))
         ended = asyncio.create_task(self.given_up.wait())
         done, _ = await asyncio.wait({answers, ended}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
@@ -126,7 +127,7 @@ class LocalNode:
         return ""
 
     async def close(self) -> None:
-        """End it: politely, then for good."""
+        """Stop the node with SIGTERM, and with SIGKILL after `GRACE` seconds."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)

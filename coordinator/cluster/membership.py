@@ -1,10 +1,10 @@
-"""Who is in the pool and how alive: the state machine, as data. Events in, actions out; the shell obeys.
+"""State machine of membership, as data: events in, actions out. The caller performs the actions.
 
 Covers: states and legal transitions, silence, hysteresis, newest link wins, self-suspicion, forgetting.
-Does not cover: who may connect (certificate and deny list: the link server), what is stored (store.py), what a node
-can serve (registry.py).
+Does not cover: permission to connect (certificate and deny list: the link server), storage (`state.database`),
+capabilities of a node (`cluster.registry`).
 
-    joining ──first report──► ready ◄──────► draining, paused  (the report says so)
+    joining ──first report──► ready ◄──────► draining, paused  (set by the report)
                                 │  3 s without a report, no new work
                                 ▼
                              suspect ──two reports in a row──► ready, draining or paused
@@ -12,14 +12,15 @@ can serve (registry.py).
                                 ▼
     end of the connection ──► lost     goodbye: asleep, left, or lost ("stopped")     a new link ──► joining
 
-Rules that nobody may break
-- Liveness is the link and its reports on the receiver's clock; `now` is monotonic seconds and never goes back.
-- Links are numbered upwards by the shell. What an older link says is ignored, so a late end of a replaced link cannot
-  lose the node that is back already.
-- One Tick moves a node one state at most. After a stall of our own loop the shell reads what waits in its sockets
-  before it believes a silence.
-- A member is kept for ever, greyed when lost. Only who is no member is forgotten, after 10 minutes, and never while
-  the coordinator suspects itself: if half of the pool falls silent at once, it is more likely our own cable.
+Invariants
+- A node is alive if its link and its reports are, by the receiver's clock. `now` is monotonic seconds.
+- The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
+  not mark a node lost that is already back.
+- One `Tick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets before it
+  acts on silence.
+- A member is kept forever, and shown grey when lost. A node that is not a member is forgotten after 10 minutes.
+- No node is forgotten while the coordinator suspects itself. If half of the pool falls silent at once, the
+  coordinator's own network is the likelier cause.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,17 +35,17 @@ from wire.identity import NodeId
 SUSPECT_AFTER = 3.0
 """Seconds without a report until a node gets no new work."""
 LOST_AFTER = 10.0
-"""Seconds without a report until the link is closed and its streams are resumed elsewhere."""
+"""Seconds without a report until the link is closed and its requests are resumed on other nodes."""
 RETURN_AFTER = 2
-"""Reports in a row (none SUSPECT_AFTER apart) that bring a suspect back."""
+"""Consecutive reports, each within `SUSPECT_AFTER` of the last, that end the state suspect."""
 FORGET_AFTER = 600.0
-"""Seconds that a node which is no member is still shown."""
+"""Seconds for which a node that is not a member stays listed."""
 TOGETHER = 5.0
-"""Seconds within which falls count as one event."""
+"""Seconds within which falls of several nodes count as one event."""
 
 
 class State(StrEnum):
-    """Where a node is in its life."""
+    """Membership state of a node."""
 
     JOINING = "joining"
     READY = "ready"
@@ -57,40 +58,42 @@ class State(StrEnum):
 
 
 LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING, State.PAUSED})
-"""States that have a link; a joining node may have one."""
+"""States that have a link. A joining node may have a link."""
 GONE = frozenset({State.ASLEEP, State.LOST, State.LEFT})
-"""States that have none."""
+"""States that have no link."""
 ALIVE = frozenset({State.READY, State.DRAINING, State.PAUSED})
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
-    """One node. `link` 0: none; `newest` is the highest link number seen; `since` and `heard` in seconds of `now`.
-
-    `heard` is the last report or connect, None before the first; `streak` counts reports in a row while suspect;
-    `fell` is when a living node last fell silent, None once it is back or said goodbye; `reason` says why it is not
-    ready, for people.
-    """
+    """Membership of one node. Times are in seconds of `now`."""
 
     node: NodeId
     state: State
     since: float
+    """Start of the current state."""
     heard: float | None = None
+    """Time of the last report or connect; None before the first."""
     enrolled: bool = True
     cordoned: bool = False
     link: int = 0
+    """Number of the current link; 0 if there is none."""
     newest: int = 0
+    """Highest link number seen."""
     instance: str = ""
     streak: int = 0
+    """Consecutive reports while suspect."""
     reason: str = ""
+    """Why the node is not ready, as text for people."""
     fell: float | None = None
+    """When a living node last fell silent; None after its return or a goodbye."""
 
     @property
     def placeable(self) -> bool:
-        """Whether it may get new work."""
+        """Whether placement may choose this node for new requests."""
         return self.state is State.READY and not self.cordoned
 
     def check(self) -> None:
-        """Raise `InvariantError` when a value contradicts another."""
+        """Raise `InvariantError` if two values contradict."""
         wrong = [
             "linked without a link" * (self.state in LINKED and not self.link),
             "gone with a link" * (self.state in GONE and bool(self.link)),
@@ -105,11 +108,11 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
 
 
 class InvariantError(AssertionError):
-    """An invariant does not hold: a bug of ours."""
+    """Violated invariant: a bug in this program."""
 
 
 class IllegalEventError(Exception):
-    """This event cannot happen in this state: a bug of the shell, or a peer that should have been denied."""
+    """Event that cannot happen in this state: a bug of the caller, or a peer that should have been denied."""
 
 
 # events
@@ -117,22 +120,23 @@ class IllegalEventError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Enrolled:
-    """It was given a certificate and is a member from now on."""
+    """The node received a certificate and is a member from now on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A new link is through Hello. `takeover`: the second link of this instance, it replaces the first, which the
-    node closes by itself when its requests have moved."""
+    """A new link has passed Hello."""
 
     link: int
     instance: str
     takeover: bool = False
+    """Whether this is the second link of the same instance. The node closes the first link after its requests have
+    moved."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A report came."""
+    """A report arrived."""
 
     link: int
     draining: bool = False
@@ -149,7 +153,7 @@ class Disconnected:
 
 @dataclass(frozen=True, slots=True)
 class SaidGoodbye:
-    """It will close its link because it is `stopping`, `asleep` or wants to `leave`."""
+    """The node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
 
     link: int
     reason: str
@@ -157,22 +161,22 @@ class SaidGoodbye:
 
 @dataclass(frozen=True, slots=True)
 class Cordoned:
-    """A person wants no new work there."""
+    """A person excluded the node from new work."""
 
 
 @dataclass(frozen=True, slots=True)
 class Uncordoned:
-    """A person wants work there again."""
+    """A person admitted the node to new work again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """A person took it out of the pool."""
+    """A person removed the node from the pool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time passed."""
+    """Time has passed."""
 
 
 OfLink = Connected | Reported | Disconnected | SaidGoodbye
@@ -193,7 +197,7 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class NodeGone:
-    """What ran there through its link must be resumed elsewhere."""
+    """Resume the requests of this node's link on other nodes."""
 
     node: NodeId
     reason: str
@@ -201,14 +205,14 @@ class NodeGone:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """What people and placement see of it is different now."""
+    """Publish the node, because a value that people or placement see has changed."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """It is no longer part of the pool value."""
+    """Delete all data of the node, because the pool no longer contains it."""
 
     node: NodeId
 
@@ -221,7 +225,7 @@ _J, _R, _S, _A, _L, _D, _P, _X = (
 )  # fmt: skip
 _NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
 _TOLD = frozenset({_R, _D, _P})
-"""States that a report can put a node in."""
+"""States that a report can set."""
 
 TABLE: dict[type, dict[State, frozenset[State]]] = {
     Enrolled: {_J: frozenset({_J}), _R: frozenset({_R}), _S: frozenset({_S}), _D: frozenset({_D}),
@@ -236,14 +240,14 @@ TABLE: dict[type, dict[State, frozenset[State]]] = {
     Tick: {_J: frozenset({_J, _L}), _R: frozenset({_R, _S}), _D: frozenset({_D, _S}), _P: frozenset({_P, _S}),
            _S: frozenset({_S, _L}), _A: frozenset({_A}), _L: frozenset({_L}), _X: frozenset({_X})},
 }  # fmt: skip
-"""For each event the states in which it may happen and the states that may follow."""
+"""For each event: the states in which it is legal, and the states that may follow."""
 
 _GOODBYE = {"asleep": (State.ASLEEP, "asleep"), "leave": (State.LEFT, "left")}
-"""Anything else, also from a newer node, means that it stops."""
+"""State and reason by goodbye. Any other reason, also from a newer node, means that the node stops."""
 
 
 def step(member: Member, event: Event, now: float) -> Step:
-    """Apply one event to one node. Raises IllegalEventError for what the table does not know."""
+    """Apply one event to one node. Raise `IllegalEventError` if the event is not in `TABLE` for the node's state."""
     if isinstance(event, OfLink) and _stale(member, event):
         return member, ()
     allowed = TABLE[type(event)].get(member.state)
@@ -328,7 +332,7 @@ def _seen(before: Member, after: Member) -> Step:
 
 
 def _gone(member: Member, state: State, reason: str, now: float, *, close: bool = False, fell: bool = False) -> Step:
-    """End the life of a node's link, if it has one, and say who must hear of it."""
+    """End a node's link, if any, and return the actions that follow."""
     node = member.node
     after = replace(
         member, state=state, since=now, link=0, streak=0, reason=reason,
@@ -351,7 +355,7 @@ def _tick(member: Member, now: float) -> Step:
 
 
 def _deadline(member: Member) -> float | None:
-    """Say when time alone will move it; None when it will not."""
+    """Return when time alone will change the state; None if never."""
     if member.state in GONE:
         return None if member.enrolled else member.since + FORGET_AFTER
     heard = member.since if member.heard is None or member.state is State.JOINING else member.heard
@@ -362,14 +366,16 @@ def _deadline(member: Member) -> float | None:
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """All nodes, and since when (seconds of `now`) the coordinator suspects itself, None when it does not."""
+    """Membership of all nodes."""
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
     doubted: float | None = None
+    """Since when the coordinator suspects itself, in seconds of `now`; None if it does not."""
 
     @property
     def self_suspect(self) -> bool:
-        """Whether so many fell silent at once that the fault is probably ours; shown, and nobody is forgotten."""
+        """Whether half of the living nodes fell silent at once. The coordinator's own network is the likely cause, and
+        no node is forgotten."""
         return self.doubted is not None
 
     def check(self) -> None:
@@ -381,7 +387,7 @@ class Pool(msgspec.Struct, frozen=True):
 
 
 def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Pool:
-    """Give the pool at the start of a coordinator: every stored member, lost until it connects."""
+    """Return the pool at the start of a coordinator: every stored member is lost until it connects."""
     marked = frozenset(cordoned)
     return Pool({
         node: Member(node, State.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started")
@@ -390,7 +396,8 @@ def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = (
 
 
 def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, tuple[Action, ...]]:
-    """Apply one event about one node. An unknown node begins with Enrolled (a member) or Connected (none yet)."""
+    """Apply one event about one node. An unknown node begins with `Enrolled` (a member) or `Connected` (not yet a
+    member)."""
     member = pool.members.get(node)
     if member is None:
         if not isinstance(event, Enrolled | Connected):
@@ -405,7 +412,7 @@ def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, t
 
 
 def tick(pool: Pool, now: float) -> tuple[Pool, tuple[Action, ...]]:
-    """Let time pass for everybody; call it at `next_deadline`."""
+    """Apply the transitions of all nodes that are due at `now`. Call it at `next_deadline`."""
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
     for node, member in pool.members.items():
@@ -419,7 +426,7 @@ def tick(pool: Pool, now: float) -> tuple[Pool, tuple[Action, ...]]:
 
 
 def next_deadline(pool: Pool, now: float) -> float | None:
-    """Say when `tick` will next do something (seconds of `now`, not before it); None when time changes nothing."""
+    """Return when `tick` is next due, in seconds of `now` and not before `now`. None if time changes nothing."""
     forgetting = not pool.self_suspect
     deadlines = [
         deadline
@@ -437,8 +444,11 @@ def _forgettable(member: Member, now: float) -> bool:
 
 
 def _doubt(pool: Pool, now: float) -> Pool:
-    """Suspect ourselves when at least half of two or more living nodes fell within TOGETHER seconds; stop when fewer
-    than half of them are still missing, or after FORGET_AFTER: by then it is theirs, or somebody has looked."""
+    """Start or end the coordinator's suspicion of itself.
+
+    It starts when at least half of two or more living nodes fell within `TOGETHER` seconds. It ends when fewer than
+    half of them are missing, or after `FORGET_AFTER` seconds. By then the fault is the nodes', or a person has checked.
+    """
     since = now if pool.doubted is None else pool.doubted
     fallen = sum(1 for member in pool.members.values() if member.fell is not None and member.fell >= since - TOGETHER)
     whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)

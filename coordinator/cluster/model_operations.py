@@ -1,4 +1,4 @@
-"""The verbs behind /api/v1/models/load, /unload and /profile: choose nodes, give the orders, say what came of it."""
+"""Load, unload and profile models on request of `/api/v1/models`: choose nodes, send commands, collect the results."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -20,35 +20,37 @@ from wire.report import Model
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A node did what was wanted, in so many seconds. `already`: by its report there was nothing to do, so nobody was
-    asked."""
+    """A node has carried out a command."""
 
     node: NodeId
     name: str
     seconds: float
+    """Duration of the command."""
     already: bool = False
+    """Whether the node's report already showed the wanted state, in which case no command was sent."""
     model: Model | None = None
+    """Measurements of a profile; None for other commands."""
 
     def row(self) -> dict[str, object]:
-        """Give it as the API shows it."""
+        """Return the result as a row of the API."""
         found: dict[str, object] = {} if self.model is None else {"measured": measured(self.model)}
         return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **found}
 
 
 _GONE = frozenset({"asleep", "lost", "left"})
-"""What such a node had loaded is its own affair until it is back."""
+"""States in which a node's loaded models are ignored until it returns."""
 Answer = Done | Refused | Failure
 
 
 class Loads:
-    """See the module. `clock` gives monotonic seconds."""
+    """Load, unload and profile commands to nodes. `clock` returns monotonic seconds."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
         self._dispatcher = dispatcher
         self._clock = clock
 
     async def load(self, model: str, node: NodeView | None) -> Answer:
-        """Load a model on this node, or on the one that places it best; a node that refuses is followed by the next."""
+        """Load a model on `node`, or on the best node. If a chosen node refuses, try the next."""
         if node is not None:
             choice = Choice(node.id, node.name, _loaded(node, model))
             return self._dispatcher.away(node) or await self._load(choice, model)
@@ -68,8 +70,10 @@ class Loads:
         return await self._give(Load, choice.node, choice.name, model)
 
     async def profile(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
-        """Measure a model on this node, or on every one that has it loaded, or on the one that would load it; give
-        what was found, and what went wrong."""
+        """Measure a model and return the results and the first error.
+
+        Nodes, in this order: `node`; else every node that has the model loaded; else the best node for a load.
+        """
         holders = [one for one in self._dispatcher.view.nodes if one.state not in _GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
@@ -87,9 +91,10 @@ class Loads:
         )
 
     async def unload(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
-        """Unload a model from this node, or from every one that has it; give where it is gone, and what went wrong.
+        """Unload a model from `node`, or from every node that has it loaded. Return the results and the first error.
 
-        A cordoned node is asked, too: to cordon it is how its requests are let end."""
+        Cordoned nodes are included, because a person cordons a node to let its requests end.
+        """
         view = self._dispatcher.view
         holders = [one for one in view.nodes if one.state not in _GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
@@ -115,7 +120,7 @@ def _loaded(node: NodeView, model: str) -> bool:
 
 
 def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
-    """Give what the nodes said, with the numbers of the first: it was the best."""
+    """Join the refusals of all nodes. The numbers are those of the first node, which was the best choice."""
     if not tried:
         return None
     first = next(iter(tried.values()))
@@ -123,7 +128,7 @@ def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
 
 
 def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[Done], Refused | Failure | None]:
-    """Part what was done from what went wrong, which says what was done all the same."""
+    """Separate results from errors. The error text also names the nodes that succeeded."""
     done = [answer for answer in answers if isinstance(answer, Done)]
     wrong = [answer for answer in answers if not isinstance(answer, Done)]
     if not wrong:

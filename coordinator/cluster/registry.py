@@ -1,7 +1,7 @@
-"""The registry: members, their links and newest reports; it drives membership and publishes the view.
+"""Registry of members, their links and newest reports. Drives membership and publishes the cluster view.
 
-One owner of all of it, on one loop. Membership decides (`membership`, pure), the store remembers, links carry, the
-dispatcher places. Every path by which a node goes ends in `_forget`, so nothing of it stays behind in any map.
+All of this has one owner on one event loop. `membership` decides (pure), the store persists, links transport, the
+dispatcher places requests. Every path by which a node goes ends in `_forget`, which deletes the node from every map.
 """
 
 import asyncio
@@ -33,37 +33,38 @@ from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
 AT_ONCE = 32
-"""Members up to which every report makes a new picture at once."""
+"""Most members for which every report publishes a new view at once."""
 PAUSE_SECONDS = 10.0
-"""Longest wait for a node's report that it is paused, or resumed."""
+"""Longest wait for a node's report that it is paused or resumed, in seconds."""
 LINKED_SECONDS = 3.0
-"""Age of the newest report below which a link counts as alive: a second process with its identity is refused."""
+"""Age of the newest report, in seconds, below which a link counts as alive. A second process with its identity is
+refused."""
 MOMENT = 0.02
-"""Seconds in which the reports of a larger cluster are gathered into one picture."""
+"""Seconds over which the reports of a larger cluster are collected into one view."""
 
 
 class Placing(Protocol):
-    """What the registry tells the dispatcher."""
+    """Callbacks of the registry, implemented by the dispatcher."""
 
     def set_view(self, view: ClusterView) -> None:
-        """The picture of the cluster changed."""
+        """Replace the cluster view."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """A node said something about a request."""
+        """Handle a node's frame about a request."""
         ...
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """What ran there must go on elsewhere."""
+        """Resume the node's requests on other nodes."""
         ...
 
     def forget(self, node: NodeId) -> None:
-        """It is no member any more."""
+        """Delete all data of a node that is no longer a member."""
         ...
 
 
 class Registry:
-    """Members and their state. `wall` gives Unix seconds; everything else is in the loop's seconds."""
+    """Members and their state. `wall` returns Unix seconds; all other times are seconds of the loop's clock."""
 
     def __init__(
         self,
@@ -87,7 +88,7 @@ class Registry:
         self._fence = fence or Fence(authority, store.meta.generation)
         self._seal = authority.seal(self._fence.generation)
         self.on_superseded: Callable[[Mark], None] = lambda mark: None
-        """Told once a node has proved that another coordinator of this cluster counts more than we do."""
+        """Called once a node has proved that another coordinator of this cluster has a newer generation."""
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
         self._pool = membership.restored(
@@ -103,28 +104,29 @@ class Registry:
         self._publishing: asyncio.TimerHandle | None = None
         self._heard_of: dict[NodeId, asyncio.Event] = {}
         self._due = 0.0
-        """Kept beside the timer: due within half a millisecond, uvloop's handle has no `when`."""
+        """When `_timer` fires. Kept here because uvloop's handle has no `when` within half a millisecond of its time.
+        """
         self._published = asyncio.Event()
-        """Set whenever there is a new picture."""
+        """Set whenever a new view is published."""
         self.placing: Placing | None = None
         self.readable: Mapping[str, Callable[[], Mapping[str, Any]]] = {}
-        """Paths of the API that members may read, and what they show."""
+        """API paths that members may read, each with the function that returns its content."""
         self.links = LinkServer(self)
         self.addresses: tuple[str, ...] = ()
-        """Where nodes can reach us, told in Welcome."""
+        """Addresses of the coordinator for nodes, sent in Welcome."""
 
-    # -- what the link server asks -----------------------------------------------------
+    # -- callbacks of the link server -----------------------------------------------------
 
     def converse(self, address: str) -> Conversation | Denied:
         """Begin an enrolment."""
         return self._enrolment.converse(address, self._loop.time())
 
     async def stored(self) -> None:
-        """Wait until every change so far is on the disk. StoreError when one could not be written."""
+        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
         await self._store.flush()
 
     def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
-        """Say whether a node with this certificate may link, and why not."""
+        """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
         if peer.node == hello.node and hello.node in self._pool.members:
             node = NodeId(hello.node)
             self._versions[node], self._protocols[node] = plain(hello.version), hello.protocol
@@ -157,7 +159,7 @@ class Registry:
                        self._fence.generation, self._seal)  # fmt: skip
 
     def _member(self, peer: Peer, serial: str, node: str, machine: str) -> MemberRow | Denied:
-        """Return the member with this certificate, or why it is none (any more)."""
+        """Return the member with this certificate, or `Denied` if it is not a member (any more)."""
         row = self._store.members.get(NodeId(node))
         if peer.node != node:
             return Denied("identity", "the node's name is not the one of its certificate", final=True)
@@ -173,8 +175,8 @@ class Registry:
         return row
 
     def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
-        """Return what a path of the API shows to a member, as JSON; Denied for who is none, and for every path that
-        `readable` does not name."""
+        """Return the content of an API path as JSON. Return `Denied` to peers that are not members, and for paths not
+        in `readable`."""
         row = self._member(peer, serial, query.node, query.machine)
         if isinstance(row, Denied):
             return row
@@ -187,7 +189,7 @@ class Registry:
     def _linked_by_another(self, node: NodeId, hello: Hello) -> bool:
         """Return whether another process with this node's identity is linked and reports.
 
-        A node that was restarted has no link any more, and one whose network broke has not reported for a while.
+        A restarted node has no link, and a node whose network broke has not reported within `LINKED_SECONDS`.
         """
         linked = self.links.hello(node)
         if linked is None or linked.instance == hello.instance:
@@ -195,7 +197,7 @@ class Registry:
         return self._loop.time() - self._heard.get(node, -math.inf) < LINKED_SECONDS
 
     def linked(self, node: NodeId, hello: Hello) -> int:
-        """Count a new link; give its number."""
+        """Record a new link and return its number."""
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
@@ -205,13 +207,13 @@ class Registry:
         return number
 
     def unlinked(self, node: NodeId, number: int, reason: str) -> None:
-        """The link with this number ended."""
+        """Record the end of the link with this number."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
             self._happen(node, membership.Disconnected(number, reason))
 
     def received(self, node: NodeId, number: int, frame: Frame) -> None:
-        """Take a frame that came over a link."""
+        """Handle a frame of a link."""
         if type(frame) is Report:
             self._take_report(node, number, frame)
         elif type(frame) is Goodbye:
@@ -249,36 +251,39 @@ class Registry:
         self.links.when_stored(lambda: self._hand_over(node, certificate))
 
     def _hand_over(self, node: NodeId, certificate: bytes) -> None:
-        """Send a renewed certificate whose serial is on the disk."""
+        """Send a renewed certificate whose serial is on disk."""
         self.links.send(node, Renewed(certificate))
 
     def enrolled(self, row: MemberRow) -> None:
-        """A machine was given a certificate."""
+        """Record that a machine has received a certificate."""
         log.info("node enrolled", node=row.node, name=row.name)
         self._happen(row.node, membership.Enrolled())
 
-    # -- what people do ------------------------------------------------------------------
+    # -- administration ------------------------------------------------------------------
 
     def find(self, text: str) -> NodeId | None:
-        """Find a member by id or by name; of two with one name the one that has not left: it joined again."""
+        """Find a member by id or name. Of two members with one name, prefer the one that has not left, because it
+        joined again."""
         found = [node for node in self._pool.members if text in (node, self._row(node).name)]
         return min(found, key=lambda node: self._pool.members[node].state == "left", default=None)
 
     def cordon(self, node: NodeId, *, on: bool) -> None:
-        """Give a node no new work, or work again."""
+        """Exclude a node from new work, or admit it again."""
         self._store.put_member(replace(self._row(node), cordoned=on))
         self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
 
     def allow_video(self, node: NodeId, *, on: bool) -> None:
-        """Allow a node to make videos, or no longer: a video that it makes then is finished."""
+        """Allow or forbid video jobs on a node. A running video job is finished."""
         self._store.put_member(replace(self._row(node), video=on))
         self._views.pop(node, None)
         self._publish()
 
     async def pause(self, node: NodeId, seconds: float | None, by: str) -> Sharing | None:
-        """Ask a node to take nothing new for so many seconds (None: until it is resumed; 0: resume), and give what it
-        says of itself once it has done so; None when it does not answer in PAUSE_SECONDS. LookupError when it is not
-        here, or cannot be paused from here."""
+        """Ask a node to accept no new requests, and return its sharing state after its report.
+
+        `seconds` is the duration; None: until it is resumed; 0: resume. Return None if the node does not report within
+        `PAUSE_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        """
         if not self._node_view(node).sharing.when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
         if not self.links.send(node, Pause(seconds, by)):
@@ -291,13 +296,13 @@ class Registry:
         return None
 
     def label(self, node: NodeId, labels: tuple[str, ...]) -> None:
-        """Give a node these labels, in place of all that it had."""
+        """Replace all labels of a node."""
         self._store.put_member(replace(self._row(node), labels=labels))
         self._views.pop(node, None)
         self._publish()
 
     def remove(self, node: NodeId) -> None:
-        """Revoke a node at once: its certificate, its links, its membership."""
+        """Revoke a node at once: its certificate, links and membership."""
         self.links.hang_up(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
@@ -339,7 +344,7 @@ class Registry:
                     log.info("node state", node=action.node, state=member.state, reason=member.reason)
         if actions or always:
             self._publish()
-        if actions or self._timer is None:  # a report only moves deadlines away, and a tick too early does nothing
+        if actions or self._timer is None:  # a report only postpones deadlines, and an early tick has no effect
             self._plan()
 
     def _forget(self, node: NodeId) -> None:
@@ -358,7 +363,7 @@ class Registry:
         self._due = due or 0.0
 
     def _publish(self) -> None:
-        """Give placement the new picture: at once, or in a large cluster with what else comes in the next moment."""
+        """Publish a new view: at once, or in a large cluster together with the changes of the next `MOMENT`."""
         if len(self._pool.members) <= AT_ONCE:
             self._publish_now()
         elif self._publishing is None:
@@ -372,13 +377,13 @@ class Registry:
             self.placing.set_view(view)
 
     async def wait_for_answers(self, which: Callable[[], str]) -> None:
-        """Wait until the node with the id that `which` returns can answer a request."""
+        """Wait until the node whose id `which` returns can answer a request."""
         while (node := NodeId(which())) not in self._pool.members or not can_answer(self._node_view(node)):
             self._published.clear()
             await self._published.wait()
 
     def close(self) -> None:
-        """Stop the clock."""
+        """Cancel the timers."""
         if self._publishing is not None:
             self._publishing.cancel()
         if self._timer is not None:
@@ -387,9 +392,9 @@ class Registry:
     # -- pictures ------------------------------------------------------------------------------
 
     def view(self) -> ClusterView:
-        """Give the picture that placement decides on: every member, also those that sleep or are lost.
+        """Return the view for placement: every member, including sleeping and lost ones.
 
-        The view of a node is the same object until something about that node changes.
+        The view of a node stays the same object until a value of that node changes.
         """
         return ClusterView(tuple(self._node_view(node) for node in self._pool.members))
 
@@ -423,23 +428,23 @@ class Registry:
 
     @property
     def pool(self) -> membership.Pool:
-        """The membership as it is now."""
+        """Current membership."""
         return self._pool
 
     def about(self, node: NodeId) -> tuple[str, str, str]:
-        """Give a member's chip, its system and the version that it runs, as it says."""
+        """Return a member's chip, operating system and version, as reported by the node."""
         hardware = self._row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")
 
     def states(self) -> dict[str, int]:
-        """Count the members by state; every state is there."""
+        """Count the members by state, including states without members."""
         counts = {state.value: 0 for state in State}
         for member in self._pool.members.values():
             counts[member.state.value] += 1
         return counts
 
     def warnings(self) -> list[str]:
-        """Say what needs a person, with the next step; what is dangerous first."""
+        """Return the conditions that need a person, each with the next step. Dangers come first."""
         found = self.dangers()
         if self._pool.self_suspect:
             found.append("half of the nodes fell silent at once: look at this machine's own network first")
@@ -448,16 +453,17 @@ class Registry:
         return found
 
     def dangers(self) -> list[str]:
-        """Say which nodes are less safe than they could be, or stand over their cap, and why: these last for ever."""
+        """Return the nodes with reduced memory protection or usage over their cap, with the reason. These conditions
+        persist."""
         return [f"{view.name}: {text}" for view in self._linked() for text in dangers_of(view)]
 
     def _linked(self) -> list[NodeView]:
-        """Return the nodes whose newest report is of now: one that is gone says nothing any more."""
+        """Return the views of nodes with a current report; a node that is gone reports nothing."""
         views = [self._node_view(node) for node in self._reports]
         return [view for view in views if view.state not in GONE]
 
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
-        """Give one node as the API shows it; sizes in bytes, None where nothing is known."""
+        """Return one node as a row of the API. Sizes are in bytes; None means unknown."""
         heard = self._heard.get(node)
         told = Told(
             reported=node in self._reports,

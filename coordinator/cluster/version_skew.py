@@ -1,7 +1,7 @@
-"""What every member of the cluster runs, and what to do about it. Pure.
+"""Versions of the cluster's members, and the update step for each. Pure.
 
-Coordinator and nodes of one version and the one before work together, whichever is newer; frames of one protocol are
-understood whatever the version, because fields are only ever added at their end.
+Coordinator and nodes work together if their versions are equal or adjacent, whichever is newer. Frames of one protocol
+are readable across versions because fields are only added at their end.
 """
 
 import re
@@ -15,18 +15,21 @@ _NUMBER = re.compile(r"\d+")
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """One member: its name, the version it runs (empty: it was not here since the coordinator started), the protocol
-    it speaks (0: unknown), its state."""
+    """A member and the software that it runs."""
 
     name: str
+    """Name of the node."""
     version: str
+    """Version of macpool; empty if the node has not linked since the coordinator started."""
     protocol: int
+    """Protocol number; 0 if unknown."""
     state: str
+    """State of the membership."""
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A member and what to do: nothing (`ok`), or a step for a person."""
+    """Result for one member: no action (`ok`), or advice for a person."""
 
     running: Running
     ok: bool
@@ -34,13 +37,13 @@ class Line:
 
 
 def read_version(text: str) -> tuple[int, ...]:
-    """Give a version's numbers; what is no version is older than all."""
+    """Parse a version into at most four numbers. Text without a version returns `()`, the lowest version."""
     release = re.split(r"[^0-9.]", text, maxsplit=1)[0]
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])
 
 
 def compare(coordinator: str, members: Iterable[Running]) -> list[Line]:
-    """Say of every member how it stands to the coordinator's version."""
+    """Compare the version of every member with the coordinator's version."""
     return [_line(read_version(coordinator), one) for one in members]
 
 

@@ -1,1 +1,1 @@
-"""`cluster doctor`: what can be wrong with a machine of the pool, how to see it, and what to do about it."""
+"""`cluster doctor`: checks of a machine and its place in the pool, with the next step for each fault."""

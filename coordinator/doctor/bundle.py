@@ -1,14 +1,13 @@
-"""The bundle that a person attaches to a report: what helps, without secrets and without what people wrote to models.
+"""Archive for a bug report: useful facts without secrets and without prompts or answers.
 
-Theory. A log can quote anything, so hiding what looks like a secret is not enough: a prompt looks like nothing. The
-bundle is therefore built from what is allowed, not from what is left after hiding. Of a log event it takes the time,
-level, logger, the event's name where our own code has it, numbers, switches, and a few named texts that we write
-ourselves; every other text is left out and counted. Of an exception it takes where it went through and its type,
-never its message. Lines that are not ours are counted and left out. What remains goes through the same net that guards
-the logs.
+A log can quote anything, hence hiding text that resembles a secret is not enough: a prompt has no recognizable form.
+The archive is therefore built from allowed content. From a log event it takes time, level, logger, the event's name if
+this project logs it, numbers, booleans, and a few named texts. All other texts are omitted and counted. From an
+exception it takes the stack locations and the type, never the message. Foreign lines are counted and omitted. The
+result also passes the secret filter of the logs.
 
-Rules that nobody may break: no file of the state folder is copied as it is; nothing is read that holds a secret
-(identity, authority, pepper, run.json, database); the archive is its owner's alone (0600).
+Invariants: no file of the state folder is copied unchanged. No file with a secret is read (identity, authority, pepper,
+run.json, database). The archive has mode 0600.
 """
 
 import io
@@ -33,7 +32,7 @@ KEPT = frozenset({
     "timestamp", "level", "logger", "reason", "state", "node", "request", "code", "kind", "what", "bound_by", "phase",
     "version", "outcome", "tier", "guard", "device", "signal", "condition", "severity",
 })  # fmt: skip
-"""Texts of an event that we write ourselves; they are kept where they look like a word or a number."""
+"""Text fields of this project's events that are kept if they resemble a word or a number."""
 _WORD = re.compile(r"[\w.:+-]{1,64}")
 _NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(\s*"([^"\\{]{1,60})\"""")
 _FRAME = re.compile(r"[\w.<>-]+\.py:\d+ [\w.<>]+")
@@ -48,7 +47,7 @@ no answer. Look through it before you send it: names of machines and models are 
 
 @cache
 def own_events() -> frozenset[str]:
-    """Give the name of every event that our own code logs, read from that code, so that the list is never behind it."""
+    """Return the names of all events that this project logs. They are read from its source code, to stay current."""
     found: set[str] = set()
     for name in OURS:
         package = find_spec(name)
@@ -59,7 +58,7 @@ def own_events() -> frozenset[str]:
 
 
 def event_of(line: str) -> dict[str, Any] | None:
-    """Give what is allowed of one line of a log in JSON; None for a line that is none of ours."""
+    """Return the allowed content of one JSON log line; None for a foreign line."""
     try:
         told: Any = json.loads(line)
     except ValueError:
@@ -96,7 +95,7 @@ def _where(exception: str) -> str:
 
 
 def log_lines(lines: Iterable[str]) -> str:
-    """Give the events of a log that may be shown, a line of JSON each, and how many lines were left out."""
+    """Return the allowed events of a log, one JSON object a line, and the number of omitted lines."""
     kept: list[str] = []
     left_out = 0
     for line in lines:
@@ -112,7 +111,7 @@ def log_lines(lines: Iterable[str]) -> str:
 
 
 def _console(line: str) -> dict[str, Any] | None:
-    """Give time, level and name of an event that the engine wrote for a screen."""
+    """Return time, level and name of an event that the engine wrote in console format."""
     found = _CONSOLE.fullmatch(line)
     return (
         None
@@ -122,7 +121,7 @@ def _console(line: str) -> dict[str, Any] | None:
 
 
 def newest(file: Path) -> list[str]:
-    """Read the end of a log; nothing where there is none."""
+    """Read the end of a log; an empty list if there is none."""
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
@@ -134,7 +133,7 @@ def newest(file: Path) -> list[str]:
 
 
 def clean(value: object, home: str) -> Any:
-    """Hide what looks like a secret anywhere in a value, and the home folder's name in paths."""
+    """Hide possible secrets anywhere in a value, and the home folder's name in paths."""
     if isinstance(value, str):
         return hide(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):
@@ -146,7 +145,7 @@ def clean(value: object, home: str) -> Any:
 
 
 def settings_told(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Give settings with their origins; of a text that is no plain word only that it is set."""
+    """Return settings with their origins. A text that is not a plain word is replaced by the fact that it is set."""
     return {row["key"]: {"value": _setting(row["value"]), "origin": row["origin"]} for row in rows}
 
 
@@ -157,7 +156,7 @@ def _setting(value: object) -> object:
 
 
 def write(file: Path, contents: Mapping[str, object], logs: Iterable[Path], home: Path) -> list[str]:
-    """Write the archive, 0600, and give the names of what is in it. OSError when it cannot be written."""
+    """Write the archive with mode 0600 and return the names of its files. Raise `OSError` if it cannot be written."""
     parts = {"README.txt": README}
     parts |= {
         name: json.dumps(clean(value, str(home)), indent=1, default=str) + "\n" for name, value in contents.items()

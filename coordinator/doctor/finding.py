@@ -1,7 +1,7 @@
-"""What a check finds, and what all findings together mean. Pure.
+"""Result of a check, and the exit code of all results. Pure.
 
-A check says ok, warn, fail, or "not here" with the reason; never nothing. Ids are stable: scripts and the manual name
-them. What is wrong comes with the next step.
+A check returns ok, warn, fail, or "not here" with the reason; never nothing. Ids are stable, because scripts and the
+manual use them. A fault comes with the next step.
 """
 
 from collections.abc import Iterable, Mapping
@@ -12,19 +12,19 @@ Result = Literal["ok", "warn", "fail", "not here"]
 CLEAN, WARNED, FAILED, PIN, BLOCKED = 0, 1, 6, 9, 10
 """Exit codes of the doctor."""
 LOCAL_NETWORK, LINK = "local-network", "coordinator"
-"""Checks whose failure has an exit code of its own."""
+"""Checks whose failure has its own exit code."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check's result: what was found with its numbers (bytes, seconds, shares), and the next step unless all is
-    well. `intercepted` marks a peer that is not who it should be."""
+    """Result of one check: finding with numbers (bytes, seconds, shares), and the next step unless ok."""
 
     result: Result
     text: str
     fix: str = ""
     numbers: Mapping[str, float | str | None] = field(default_factory=dict[str, "float | str | None"])
     intercepted: bool = False
+    """Whether the peer is not the expected one."""
 
 
 def ok(text: str, **numbers: float | str | None) -> Finding:
@@ -48,7 +48,7 @@ def not_here(why: str) -> Finding:
 
 
 def exit_code(findings: Iterable[tuple[str, Finding]], *, strict: bool) -> int:
-    """Give the exit code for findings by id: the privacy block and the wrong peer first, which have their own."""
+    """Return the exit code for findings by id. The privacy block and the wrong peer come first, with their codes."""
     found = list(findings)
     failed = {name for name, one in found if one.result == "fail"}
     if LOCAL_NETWORK in failed:

@@ -1,8 +1,7 @@
-"""The machine as the doctor reaches it: tools, sockets, children, files, and the coordinator's own answers.
+"""Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
-Everything that a check touches goes through one `Here`, so that the whole doctor runs on a pretended Mac, too: the
-platform, the tools and the dials are given. Nothing here waits longer than a few seconds, and nothing raises for what
-is merely missing.
+Every check uses one `Here` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
+parameters. No call waits longer than a few seconds, and none raises because something is missing.
 """
 
 import json
@@ -24,7 +23,7 @@ from host.settings_loader import OUTSIDE
 
 TOOL_SECONDS = 2.5
 SPARE_SECONDS = 0.7
-"""By so much a child ends before the whole examination does."""
+"""Seconds by which a child process must end before the whole examination."""
 DIAL_SECONDS = 1.5
 ASK_SECONDS = 2.5
 
@@ -33,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What a tool printed, its exit code, and what it complained of."""
+    """Result of a tool: standard output, exit code and standard error."""
 
     code: int
     text: str
@@ -41,7 +40,7 @@ class Said:
 
 
 Ask = Callable[[tuple[str, ...], float], Said | None]
-"""Runs a tool for at most so many seconds; None where there is none, or it did not end."""
+"""Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
 """Connects to a host and port and hangs up: 0, or the errno."""
 
@@ -68,7 +67,7 @@ def run_dial(host: str, port: int) -> int:
 
 
 class Once(Generic[T]):
-    """A value that several threads want and one of them makes."""
+    """Lazy value that several threads use and one computes."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -76,7 +75,7 @@ class Once(Generic[T]):
         self._made: list[T] = []
 
     def __call__(self) -> T:
-        """Give it."""
+        """Return the value."""
         with self._lock:
             if not self._made:
                 self._made.append(self._make())
@@ -102,7 +101,7 @@ class Here:
     nodes: Once["Answer"] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Prepare what is asked for once."""
+        """Set up values that are computed once."""
         children = {
             "examined": ("node.inspect.report", "--state", str(self.state)),
             "device": ("node.engine.process.device_info",),
@@ -124,21 +123,21 @@ class Here:
 
     @property
     def has_cluster(self) -> bool:
-        """Whether a cluster was made in the state folder."""
+        """Whether the state folder holds a cluster."""
         return (self.state / "cluster.db").exists()
 
     @property
     def has_node(self) -> bool:
-        """Whether a node joined from it."""
+        """Whether a node joined from the state folder."""
         return (self.state / "node" / "identity" / "identity.json").exists()
 
     def said(self, *command: str) -> str:
-        """Give what a tool printed; empty when it is not there or failed."""
+        """Return the output of a tool; empty if it is missing or failed."""
         found = self.ask(command, TOOL_SECONDS)
         return found.text if found is not None and found.code == 0 else ""
 
     def get(self, path: str) -> "Answer":
-        """Ask the coordinator; what it refuses is an answer, too."""
+        """Send a GET request to the coordinator. A refusal is also an answer."""
         try:
             return Answer(self.session.call("GET", path, timeout=ASK_SECONDS))
         except (Problem, OSError, ValueError) as error:
@@ -146,7 +145,7 @@ class Here:
             return Answer(None, code, str(getattr(error, "message", error)))
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
-        """Run one of our own modules; None when it does not answer in time."""
+        """Run a module of this project as a child process. Return None if it does not answer in time."""
         found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
         if found is None or found.code != 0:
             return None
@@ -157,17 +156,17 @@ class Here:
         return cast("dict[str, Any]", told) if isinstance(told, dict) else None
 
     def variables(self, *names: str) -> list[str]:
-        """Give those environment names that are set."""
+        """Return the environment variables among `names` that are set."""
         return [name for name in names if self.environ.get(name) or self.environ.get(name.lower())]
 
     def strays(self) -> list[str]:
-        """Give the MACPOOL_ names in the environment that are settings."""
+        """Return the MACPOOL_ variables in the environment that are settings."""
         return sorted(name for name in self.environ if name.startswith("MACPOOL_") and name not in OUTSIDE)
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The coordinator's answer, or the exit code and sentence of what went wrong."""
+    """Answer of the coordinator, or the exit code and message of the failure."""
 
     value: dict[str, Any] | None
     code: int = 0

@@ -61,7 +61,7 @@ def python(here: Here) -> Finding:
 
 
 def mlx(here: Here) -> Finding:
-    """MLX and what it computes on."""
+    """Check MLX and its compute device."""
     told = here.device()
     if told is None:
         return warn(
@@ -80,7 +80,7 @@ def mlx(here: Here) -> Finding:
 
 
 def wired_limit(here: Here) -> Finding:
-    """Metal's limit beside the cap, and the figure that this machine could have."""
+    """Compare Metal's limit with the cap, and name the highest safe limit of this machine."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     told = here.examined()
@@ -110,7 +110,7 @@ def wired_limit(here: Here) -> Finding:
 
 
 def memory(here: Here) -> Finding:
-    """RAM, cap, and what decides it."""
+    """Check RAM, cap, and the term that limits the cap."""
     told = here.examined()
     if told is None:
         return warn(
@@ -131,7 +131,7 @@ def memory(here: Here) -> Finding:
 
 
 def disk(here: Here) -> Finding:
-    """Room where models and where the state are kept."""
+    """Check the free space of the disks of models and state."""
     told = here.examined()
     folders = [Path(one) for one in (told["folders"] if told else ())]
     rows = [(folder, _room(folder), LEAST_DISK) for folder in folders] + [(here.state, _room(here.state), LEAST_STATE)]
@@ -148,7 +148,7 @@ def disk(here: Here) -> Finding:
 
 
 def _room(folder: Path) -> int | None:
-    """Give the free bytes of a folder's disk; of the nearest folder above one that is not made yet."""
+    """Return the free bytes of a folder's disk. For a missing folder, use its nearest existing parent."""
     for place in (folder, *folder.parents):
         try:
             found = os.statvfs(place)
@@ -168,7 +168,7 @@ MOST_LOOKED = 5000
 
 
 def files(here: Here) -> Finding:
-    """Who may read the secrets of the state folder."""
+    """Check the permissions of the secrets in the state folder."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_short(here.state)}")
     secrets = list(_secrets(here.state))
@@ -185,7 +185,7 @@ def files(here: Here) -> Finding:
 
 
 def _secrets(state: Path) -> Iterator[Path]:
-    """Find what must be private; symbolic links are not followed."""
+    """Yield the files that must be private. Symbolic links are not followed."""
     looked = 0
     for folder, names, found in os.walk(state):
         names[:] = [name for name in names if name not in ("environments", "logs", "videos", "prometheus")]
@@ -205,7 +205,7 @@ def _open(path: Path) -> bool:
 
 
 def firewall(here: Here) -> Finding:
-    """macOS's application firewall, which asks nobody when a service listens."""
+    """Check macOS's application firewall, which does not prompt for a service that listens."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.firewall_in(here.said(FIREWALL, "--getglobalstate"))
@@ -227,7 +227,7 @@ def firewall(here: Here) -> Finding:
 
 
 def sleep(here: Here) -> Finding:
-    """Whether this Mac falls asleep under a pool."""
+    """Check whether this Mac sleeps while it serves the pool."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     found = macos.power_settings_in(here.said("/usr/bin/pmset", "-g"))
@@ -302,7 +302,7 @@ def panics(here: Here) -> Finding:
 
 
 def started_from(here: Here) -> Finding:
-    """Which program macOS holds responsible for us: its permission counts, not ours."""
+    """Check which program macOS holds responsible for this process, because that program's permission applies."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     environ = dict(here.environ)

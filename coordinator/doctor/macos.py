@@ -1,7 +1,7 @@
-"""Reads what macOS's own tools print. Pure; unverified on macOS until somebody ran the entries of the checklist.
+"""Parsers of macOS's tools. Pure; unverified on macOS until the entries of the checklist are done.
 
-The texts that the tests hold are those that the tools' manuals and public reports show. Every reader gives None for
-what is not there: macOS changes such texts between versions, and a doctor that guesses is worse than none.
+The texts in the tests come from the tools' manuals and public reports. Every parser returns None for missing data,
+because macOS changes such texts between versions and a guess is worse than no answer.
 """
 
 import re
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 NO_ROUTE = 65
-"""EHOSTUNREACH on macOS: what a connection gets at once that local network privacy blocks."""
+"""EHOSTUNREACH on macOS: the immediate result of a connection that local network privacy blocks."""
 REFUSED = (61, 111)
-"""ECONNREFUSED, on macOS and on Linux: somebody is there and answers."""
+"""ECONNREFUSED, on macOS and on Linux: the machine exists and answers."""
 OLDEST = 14
 """First macOS that nodes run on."""
 
 LONGEST_PANIC = 120
 GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"
-"""What panics of the GPU's and of wired memory say (https://github.com/ml-explore/mlx/issues/3186)."""
+"""Pattern of panics of the GPU and of wired memory (https://github.com/ml-explore/mlx/issues/3186)."""
 
 
 def version_in(listing: str) -> tuple[str, str]:
@@ -38,7 +38,7 @@ def firewall_in(listing: str) -> bool | None:
 
 
 def blocks_all_in(listing: str) -> bool | None:
-    """Read `socketfilterfw --getblockall`: whether it lets nothing in at all."""
+    """Parse `socketfilterfw --getblockall`: whether it blocks all incoming connections."""
     text = listing.casefold()
     if "block all" not in text:
         return None
@@ -61,7 +61,7 @@ def filevault_in(listing: str) -> bool | None:
 
 
 def lid_in(listing: str) -> bool | None:
-    """Read `ioreg -r -k AppleClamshellState`: whether the lid is closed; None where there is none."""
+    """Parse `ioreg -r -k AppleClamshellState`: whether the lid is closed; None without a lid."""
     found = re.search(r'"AppleClamshellState"\s*=\s*(Yes|No)', listing)
     return None if found is None else found[1] == "Yes"
 
@@ -73,35 +73,35 @@ def gateway_in(listing: str) -> str | None:
 
 
 def neighbours_in(listing: str, gateway: str | None) -> list[str]:
-    """Read `arp -an`: machines of the local network beside the gateway."""
+    """Parse `arp -an`: machines of the local network other than the gateway."""
     found = re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", listing)
     return [one for one in found if one != gateway and not one.endswith(".255") and int(one.split(".")[0]) < 224]
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What came of connecting to the gateway and to others on the local network: 0 or an errno; None: not tried."""
+    """Results of connections to the gateway and to machines of the local network: 0 or an errno; None: not tried."""
 
     gateway: int | None
     others: tuple[tuple[str, int], ...]
 
 
 def answers(code: int | None) -> bool:
-    """Say whether somebody was there: a refused connection is an answer."""
+    """Return whether a machine answered. A refused connection is an answer."""
     return code == 0 or code in REFUSED
 
 
 def is_blocked(reach: Reach) -> bool:
-    """Say whether this is local network privacy: no route to a machine of the same network, while the gateway answers.
+    """Return whether local network privacy blocks: no route to a machine of this network, while the gateway answers.
 
-    Without a gateway that answers the same errno means a cable, a Wi-Fi or a firewall.
+    If the gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.
     """
     refused = any(code == NO_ROUTE for _, code in reach.others)
     return refused and answers(reach.gateway) and not any(answers(code) for _, code in reach.others)
 
 
 def responsible(environ: "dict[str, str]") -> str:
-    """Name the program whose permission counts: macOS asks for the one that started us."""
+    """Return the program whose permission applies: macOS uses the one that started this process."""
     if environ.get("XPC_SERVICE_NAME", "0") not in ("", "0"):
         return f"the launchd job {environ['XPC_SERVICE_NAME']}"
     if environ.get("SSH_CONNECTION"):
@@ -113,7 +113,7 @@ def responsible(environ: "dict[str, str]") -> str:
 
 
 def exempt(environ: "dict[str, str]") -> bool:
-    """Say whether macOS lets what is started from here reach the local network without asking (TN3179)."""
+    """Return whether macOS permits local network access without a prompt for processes started here (TN3179)."""
     return responsible(environ) in ("Terminal", "the SSH session")
 
 

@@ -29,7 +29,7 @@ NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster jo
 
 
 def settings(here: Here) -> Finding:
-    """Both halves of config.toml and the environment, as a start would read them; beside them, what runs here uses."""
+    """Check config.toml and the environment as a start would read them, and compare with the running processes."""
     from coordinator.client.config_inspect import in_force, look
 
     told = here.examined()
@@ -58,7 +58,7 @@ def settings(here: Here) -> Finding:
 
 
 def coordinator(here: Here) -> Finding:
-    """Whether the coordinator answers: at its endpoint, or at each address that the node remembers."""
+    """Check whether the coordinator answers at its endpoint, or at each address that the node stored."""
     told = here.examined() if here.has_node else None
     dialled: list[dict[str, Any]] = told["dialled"] if told else []
     if here.session.running or here.has_cluster:
@@ -143,7 +143,7 @@ def _reached(code: int | None) -> str:
 
 
 def bonjour(here: Here) -> Finding:
-    """A question to Bonjour's group that must come back to ourselves, on its own port."""
+    """Check that a query to Bonjour's multicast group returns to this machine, on its own port."""
     question = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08" + os.urandom(4).hex().encode() + (
         b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01"
     )  # fmt: skip
@@ -203,7 +203,7 @@ def _until(end: float, now: float) -> str:
 
 
 def _lives(here: Here) -> dict[str, float]:
-    """Give the end of every certificate, Unix seconds, by whose it is."""
+    """Return the expiry of every certificate by its owner, in Unix seconds."""
     found: dict[str, float] = {}
     if here.has_cluster:
         import ssl
@@ -224,7 +224,7 @@ def _lives(here: Here) -> dict[str, float]:
 
 
 def clock(here: Here) -> Finding:
-    """This clock beside the coordinator's: as it tells it, or as the node last saw it."""
+    """Compare this machine's clock with the coordinator's: from its API, or from the node's last record."""
     if here.session.running:
         skew = _told_time(here)
         where = "the coordinator's endpoint"
@@ -243,7 +243,7 @@ def clock(here: Here) -> Finding:
 
 
 def _told_time(here: Here) -> float | None:
-    """Compare with the coordinator's own word; None when it has none, as an older one."""
+    """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
     began = time.time()
     told = here.get("/api/v1/version").value
     if told is None or "time" not in told:
@@ -281,7 +281,7 @@ def protocol(here: Here) -> Finding:
 
 
 def identity(here: Here) -> Finding:
-    """Whether this node is one machine, and no copy of another."""
+    """Check that this node is one machine and not a copy."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
     told = here.examined()

@@ -1,7 +1,7 @@
-"""Runs every check at the same time, each with a limit, and gives all findings in the order of the table.
+"""Runs all checks concurrently, each with a time limit, and yields the findings in the order of the table.
 
-A check that hangs is a finding, too: it says so, and the doctor goes on without it. Threads are daemons
-because of it: what waits in the kernel for a dead disk must not keep the command from ending.
+A check that hangs becomes a finding, and the doctor continues without it. Threads are daemons, because a thread blocked
+in the kernel on a dead disk must not keep the command from ending.
 """
 
 import threading
@@ -17,7 +17,7 @@ from coordinator.doctor.host_probe import Here
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question. `id` is stable; `title` says what is looked at."""
+    """One check. `id` is stable; `title` names its subject."""
 
     id: str
     title: str
@@ -57,22 +57,24 @@ CHECKS = (
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """A check with what it found, and how long it took."""
+    """A check with its finding and its duration."""
 
     check: Check
     finding: Finding
     seconds: float
 
     def row(self) -> dict[str, Any]:
-        """Give it for programs."""
+        """Return the result as a row for programs."""
         one = self.finding
         return {"id": self.check.id, "title": self.check.title, "result": one.result, "text": one.text, "fix": one.fix,
                 "numbers": dict(one.numbers), "seconds": round(self.seconds, 3)}  # fmt: skip
 
 
 def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
-    """Start every check, and yield them in order, each as soon as it and those before it are done; what has not ended
-    after `here.seconds` is given up."""
+    """Start every check, and yield results in order as soon as they are done.
+
+    A check that has not ended after `here.seconds` is abandoned.
+    """
     began = time.monotonic()
     running = [_Running(check, here) for check in checks]
     for one in running:
@@ -93,14 +95,14 @@ class _Running:
     def _run(self) -> None:
         try:
             found = self._check.run(self._here)
-        except Exception as error:  # a check that breaks must not hide what the others found
+        except Exception as error:  # an exception of one check must not hide the findings of the rest
             found = warn(f"the check itself failed: {type(error).__name__}: {error}",
                          "this is a fault of macpool: report it with `cluster doctor --bundle`")  # fmt: skip
         self._examined.append(Examined(self._check, found, time.monotonic() - self._began))
         self._done.set()
 
     def ended(self, seconds: float) -> Examined:
-        """Wait for its end, for so long at most; below 0 not at all."""
+        """Wait at most `seconds` for its end; below 0, do not wait."""
         if self._done.wait(seconds):
             return self._examined[0]
         late = warn("it did not end in time", "try again; if it stays so, something of the system hangs")

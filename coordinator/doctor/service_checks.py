@@ -1,4 +1,4 @@
-"""The check of the service: installed whole, as we would write it now, and running."""
+"""Check of the service: completely installed, with the current unit text, and running."""
 
 import os
 

@@ -1,15 +1,15 @@
-"""The HTTP port's protocol: the common request of a chat goes straight from the socket to the dispatcher.
+"""Fast path of the HTTP port: common chat requests go from the socket to the dispatcher without ASGI.
 
-uvicorn serves everything; this subclass only looks first. When a whole `POST /v1/chat/completions` with a good key and
-a good body lies in the buffer, it is answered here, without a task, a scope or a copy of its headers: measured, that is
-half of what a plain request costs. Whatever is unusual (another route, a body in pieces, a wrong key, an impossible
-parameter) is handed on untouched, and the ASGI app gives the answer; so there is one place for every refusal, and this
-one can only say what the app would have said.
+uvicorn serves every route; this subclass only checks first. If the buffer holds a complete `POST /v1/chat/completions`
+with a valid key and body, the request is answered here. It needs no task, no scope and no copy of its headers, which is
+half the measured cost of a plain request. Everything unusual passes on unchanged, and the ASGI app answers: another
+route, a body in pieces, a wrong key, an impossible parameter. Each refusal therefore has one place, and this path
+returns the same answers as the app.
 
 Rules
-- Bytes are looked at here only between two requests, while uvicorn's parser is at rest.
-- Exactly one request at a time: what a client sends ahead is held as bytes (`coordinator.http.limits`).
-- A request that leaves by any way closes its ticket.
+- Bytes are examined here only between two requests, while uvicorn's parser is idle.
+- Exactly one request at a time: bytes that a client sends ahead are held unparsed (`coordinator.http.limits`).
+- A request closes its ticket on every way out.
 """
 
 import itertools
@@ -39,7 +39,7 @@ from wire.identity import valid_request_id
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\n"
 MOST_HEADS = 512
-"""Heads that are remembered; a client sends the same one again and again."""
+"""Most cached heads. A client repeats the same head with every request."""
 LONGEST_HEAD = 8192
 _WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
@@ -53,7 +53,7 @@ _ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrad
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a request head says, None in `length` when it is not for here."""
+    """Parsed request head. `length` is None if the fast path does not apply."""
 
     length: int | None = None
     key: bytes = b""
@@ -62,7 +62,7 @@ class Head:
 
 
 class Door:
-    """What all connections share."""
+    """State shared by all connections."""
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: Guard) -> None:
         self.dispatcher = dispatcher
@@ -75,7 +75,7 @@ class Door:
         self._count = itertools.count(1)
 
     def head(self, raw: bytes) -> Head:
-        """Read a head, or remember it."""
+        """Parse a head, or return it from the cache."""
         known = self._heads.get(raw)
         if known is None:
             known = self._read(raw)
@@ -105,16 +105,16 @@ class Door:
                     session_of(found.get(SESSION)))  # fmt: skip
 
     def knows(self, presented: bytes) -> bool:
-        """Return whether a key is good; nothing is counted."""
+        """Return whether a key is valid. The use is not counted."""
         return self._ring.knows(presented)
 
     def job(self, head: Head, body: bytes) -> Job | None:
-        """Give the request of a whole body; None when the app must answer."""
+        """Return the job of a complete request; None if the app must answer."""
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
             return None
         asked = chat.parse(body, strict=self._strict)
-        # log probabilities are written beside the loop, and calls of custom tools by the app
+        # the app handles log probabilities (in a thread) and calls of custom tools
         if isinstance(asked, Problem) or asked.params.logprobs or asked.custom:
             return None
         request_id = head.request_id or f"{self._prefix}{next(self._count):08x}"
@@ -123,7 +123,7 @@ class Door:
 
 
 class HotProtocol(DeadlineProtocol):
-    """One client connection. `door` is set by `protocol`."""
+    """One client connection. `protocol` sets `door`."""
 
     door: ClassVar[Door]
 
@@ -139,11 +139,11 @@ class HotProtocol(DeadlineProtocol):
     # -- bytes in -------------------------------------------------------------------------------
 
     def _is_answering(self) -> bool:
-        """Return whether a request is whole and its answer is not, here or in the app."""
+        """Return whether a request is complete and its answer is not, here or in the app."""
         return self._ticket is not None or super()._is_answering()
 
     def _feed(self, data: bytes) -> None:
-        """Answer here what can be, hand on the rest."""
+        """Answer on the fast path if possible, else pass the bytes to uvicorn."""
         if self._parsing or self._serving or not data.startswith(START) or not self._take(data):
             super()._feed(data)
 
@@ -163,22 +163,22 @@ class HotProtocol(DeadlineProtocol):
         return True
 
     def on_message_begin(self) -> None:
-        """uvicorn's parser is in a message."""
+        """Record that uvicorn's parser is in a message."""
         self._parsing = self._serving = True
         super().on_message_begin()
 
     def on_message_complete(self) -> None:
-        """uvicorn's parser is at rest again; the answer may still be under way."""
+        """Record that uvicorn's parser is idle. The answer may still be incomplete."""
         self._parsing = False
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """uvicorn answered; look first again unless it has more to answer."""
+        """Resume the fast path after uvicorn's answer, unless it has further answers."""
         self._serving = bool(self.pipeline)
         super().on_response_complete()
 
     def _proves(self) -> bool:
-        """Return whether the head shows a good key."""
+        """Return whether the head has a valid key."""
         presented = credential(self.headers)
         return presented is not None and self.door.knows(presented)
 
@@ -198,7 +198,7 @@ class HotProtocol(DeadlineProtocol):
             self._ready()
 
     def _ready(self) -> None:
-        """Something came for the request: its first delta, a sign of life, or its end."""
+        """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
         ticket = cast("Ticket", self._ticket)
         outcome = ticket.outcome
         if isinstance(ticket, StreamTicket) and (outcome is None or isinstance(outcome, Finished)):
@@ -207,7 +207,7 @@ class HotProtocol(DeadlineProtocol):
             self._answer(ticket, outcome)
 
     def _answer(self, ticket: Ticket, outcome: Outcome) -> None:
-        """Send a whole answer, good or bad, in one write."""
+        """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
             body = chat_response.completion(ticket.job, cast("WholeTicket", ticket).answer(), outcome)
             self.transport.write(_WHOLE % (len(body), _about(ticket), body))
@@ -226,7 +226,7 @@ class HotProtocol(DeadlineProtocol):
         self._done(problem.status)
 
     def _open(self, ticket: StreamTicket) -> None:
-        """Send the head with the first events and let the pump do the rest."""
+        """Send the head with the first events, and start the pump for the rest."""
         chunks = chat_response.ChatChunks(ticket.job, fingerprint=ticket.fingerprint)
         stream = self._stream = HotStream(self.transport, _STREAM % _about(ticket), self._streamed)
         stream.busy = self.flow.write_paused
@@ -234,7 +234,7 @@ class HotProtocol(DeadlineProtocol):
         Pump(ticket, chunks, stream)
 
     def _streamed(self, whole: bool) -> None:
-        """The stream ended; one that was given up takes the connection with it."""
+        """Record the end of the stream. An incomplete stream aborts the connection."""
         if not whole:
             self.transport.abort()
         self._done(200)
@@ -263,8 +263,11 @@ class HotProtocol(DeadlineProtocol):
         self.timeout_keep_alive_task = self.loop.call_later(seconds, self.timeout_keep_alive_handler)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Close a connection that has been at rest for long. The timer is set once, and judges when it is due: to set
-        and to cancel one for every request costs more than to read its body."""
+        """Close a connection after its idle timeout.
+
+        The timer is set once and checks the idle time when it fires. A timer per request costs more than reading the
+        request's body.
+        """
         left = self._rests_since + self.timeout_keep_alive - self.loop.time()
         self.timeout_keep_alive_task = None
         if self._ticket is None and left <= 0:
@@ -275,26 +278,26 @@ class HotProtocol(DeadlineProtocol):
     # -- the connection -----------------------------------------------------------------------------
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """A client that leaves is told to its node."""
+        """Cancel the request of a client that has left."""
         if self._ticket is not None:
             self._done(499 if self._stream is None else 200)
         self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """The client reads slowly: deltas wait in the ticket, whose bound ends its stream."""
+        """Stop sending to a slow client. Deltas wait in the ticket, whose limit ends the stream."""
         super().pause_writing()
         if self._stream is not None:
             self._stream.busy = True
 
     def resume_writing(self) -> None:
-        """Go on."""
+        """Resume the stream."""
         super().resume_writing()
         if self._stream is not None:
             self._stream.go_on()
 
     def shutdown(self) -> None:
-        """uvicorn stops: close when this answer is out."""
+        """Close at uvicorn's shutdown, after the current answer."""
         if self._ticket is not None:
             self._closing = True
         else:
@@ -302,7 +305,10 @@ class HotProtocol(DeadlineProtocol):
 
 
 class HotStream:
-    """Where events leave as chunks, in the call that brought them, as `router.http.sse.Events`."""
+    """Sink for events as HTTP chunks, written in the call that brings them.
+
+    Same interface as `router.http.sse.Events`.
+    """
 
     __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
 
@@ -314,16 +320,16 @@ class HotStream:
         self._ready: Callable[[], None] = _nothing
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever the transport takes more again."""
+        """Call `then` whenever the transport accepts writes again."""
         self._ready = then
 
     def go_on(self) -> None:
-        """The transport takes more again."""
+        """Resume after the transport accepts writes again."""
         self.busy = False
         self._ready()
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events; False when the transport wants no more for now."""
+        """Send complete events. Return False if the transport's buffer is full."""
         chunk = b"%s%x\r\n%s\r\n" % (self._head, len(events), events) if events else self._head
         self._head = b""
         if last:
@@ -335,7 +341,7 @@ class HotStream:
         return not self.busy
 
     def abandon(self) -> None:
-        """Give the stream up."""
+        """Abandon the stream."""
         self._ready = _nothing
         self._ended(False)
 
@@ -352,5 +358,5 @@ def _nothing() -> None:
 
 
 def protocol(door: Door) -> type[HotProtocol]:
-    """Give the protocol class for one front door."""
+    """Return the protocol class for one `Door`."""
     return type("FrontProtocol", (HotProtocol,), {"door": door})

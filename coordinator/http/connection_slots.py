@@ -1,9 +1,9 @@
-"""Who may have how many connections to the HTTP port, and which of them ends when there is no room for a new one.
+"""Connection limits of the HTTP port, and choice of the connection that closes for a new one.
 
-Every connection has a place from the moment when it is accepted, before any handshake: there each costs 60 KiB, and a
-stranger could take every descriptor of this process. An address of which no good key was seen yet has few places. When
-places run out, the connection that has been at rest for longest ends, and the new one takes its place; one that is
-being answered never ends for another. A handshake counts as rest.
+Every connection has a place from its acceptance, before any handshake. There each costs 60 KiB, and one stranger could
+take every descriptor of this process. An address without a valid key has few places. If no place is free, the
+connection with the longest idle time closes for the new one. A connection with an unanswered request never closes for
+another. A handshake counts as idle.
 """
 
 import ipaddress
@@ -14,23 +14,23 @@ from functools import lru_cache
 
 MOST_CONNECTIONS = 4096
 RESERVED_FILES = 512
-"""Descriptors that are kept for the nodes' links, the database, the log and child processes."""
+"""Descriptors reserved for the nodes' links, the database, the log and child processes."""
 MOST_HANDSHAKES = 256
-"""TLS handshakes at a time, of all addresses."""
+"""Most concurrent TLS handshakes, over all addresses."""
 STRANGER_CONNECTIONS = 128
-"""Connections of an address that has shown no good key; `http.stranger_connections` sets it."""
+"""Most connections of an address without a valid key; set by `http.stranger_connections`."""
 MAX_KNOWN = 4096
-"""Addresses that are remembered for their good key."""
+"""Most addresses remembered for their valid key."""
 
 
 def room_for(files: int) -> int:
-    """Return how many connections fit into `files` descriptors."""
+    """Return the number of connections that fit into `files` descriptors."""
     return max(16, min(MOST_CONNECTIONS, files - RESERVED_FILES))
 
 
 @lru_cache(maxsize=1024)
 def origin(address: str) -> str:
-    """Return whose address this is: itself, or for IPv6 its network of 64 bits, which one host may have to itself."""
+    """Return the key under which an address is counted: the address, or the /64 network of an IPv6 address."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -44,7 +44,7 @@ def origin(address: str) -> str:
 
 @lru_cache(maxsize=1024)
 def is_this_machine(address: str) -> bool:
-    """Return whether an origin is this machine, whose programs are not strangers to each other."""
+    """Return whether an origin is this machine, whose programs are trusted."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -53,45 +53,48 @@ def is_this_machine(address: str) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One connection. `end` closes it; `proven` once its client has shown a good key."""
+    """Place of one connection."""
 
     origin: str
     places: "Places"
     end: Callable[[], object] = bool
+    """Closes the connection."""
     proven: bool = False
+    """Whether the client has presented a valid key."""
 
     def greeted(self) -> None:
-        """Note that the handshake is over."""
+        """Record the end of the handshake."""
         self.places.greeted(self)
 
     def work(self) -> None:
-        """Note that a request has begun."""
+        """Record the start of a request."""
         self.places.work(self)
 
     def rest(self) -> None:
-        """Note that everything is answered."""
+        """Record that every request is answered."""
         self.places.rest(self)
 
     def know(self) -> None:
-        """Note that its client has shown a good key."""
+        """Record that the client has presented a valid key."""
         self.proven = True
         self.places.know(self.origin)
 
     def leave(self) -> None:
-        """Give the place back."""
+        """Release the place."""
         self.places.leave(self)
 
 
 @dataclass(slots=True)
 class _Origin:
-    """The connections of one origin; those at rest, the longest first."""
+    """Connections of one origin; `resting` has the idle ones, longest idle first."""
 
     count: int = 0
     resting: OrderedDict[Place, None] = field(default_factory=OrderedDict[Place, None])
 
 
 class Places:
-    """See the module. `most` connections in all, `strangers` of an origin without a good key, half of all of others."""
+    """Places for connections: `most` in total, `strangers` for an origin without a valid key, half of `most` for any
+    other."""
 
     def __init__(
         self,
@@ -110,15 +113,15 @@ class Places:
         self._shaking: OrderedDict[Place, None] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
         self.shed = 0
-        """Connections at rest that ended for another."""
+        """Idle connections that were closed for another."""
         self.refused = 0
-        """Connections that found no place."""
+        """Connections for which no place was free."""
 
     def __len__(self) -> int:
         return len(self._taken)
 
     def take(self, address: str) -> Place | None:
-        """Take a place for a new connection; None when there is none."""
+        """Reserve a place for a new connection. Return None if none is free."""
         where = origin(address)
         mine = self._origins.get(where)
         if mine is not None and mine.count >= self._allowed(where) and not self._shed(mine.resting):
@@ -140,7 +143,7 @@ class Places:
         return self._most // 2 if where in self._known or self._trusted(where) else self._strangers
 
     def _shed(self, among: OrderedDict[Place, None]) -> bool:
-        """End the connection that has been at rest for longest; False when there is none."""
+        """Close the connection with the longest idle time. Return False if there is none."""
         if not among:
             return False
         oldest = next(iter(among))
@@ -150,17 +153,17 @@ class Places:
         return True
 
     def greeted(self, place: Place) -> None:
-        """See `Place`."""
+        """Record the end of a handshake."""
         self._shaking.pop(place, None)
 
     def work(self, place: Place) -> None:
-        """See `Place`."""
+        """Record the start of a request."""
         self._resting.pop(place, None)
         if place in self._taken:
             self._origins[place.origin].resting.pop(place, None)
 
     def rest(self, place: Place) -> None:
-        """See `Place`."""
+        """Record that every request of a connection is answered."""
         if place not in self._taken:
             return
         for order in (self._resting, self._origins[place.origin].resting):
@@ -168,14 +171,14 @@ class Places:
             order.move_to_end(place)
 
     def know(self, where: str) -> None:
-        """See `Place`."""
+        """Record that an origin has presented a valid key."""
         self._known[where] = None
         self._known.move_to_end(where)
         if len(self._known) > MAX_KNOWN:
             self._known.popitem(last=False)
 
     def leave(self, place: Place) -> None:
-        """See `Place`."""
+        """Release the place of a connection."""
         if place not in self._taken:
             return
         self.work(place)

@@ -1,15 +1,14 @@
-"""The HTTP port's patience: uvicorn's protocol with an absolute deadline and a limit for the head of a request, and a
-bound on what a client sends ahead.
+"""Protocol of the HTTP port: uvicorn's protocol with limits for request heads and pipelined bytes.
 
-uvicorn waits for ever for a head that drips, and lets it grow without end. Here a head has HEAD_SECONDS from its first
-byte (from the connection for the first one), however its bytes are spread, and HEAD_BYTES. Between two requests
-uvicorn's keep-alive rules; nothing here touches a running response. Routes bound their own bodies
-(`router.http.app`, `coordinator.api.body`).
+uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `HEAD_BYTES`, and `HEAD_SECONDS`
+from its first byte. The time of a connection's first head starts at the connection. Between two requests uvicorn's
+keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies (`router.http.app`,
+`coordinator.api.body`).
 
-Bytes are parsed in slices, and not while a whole request waits for its answer: what a client sends ahead is held as
-bytes. Without that a connection of 8 MiB becomes 200,000 requests in memory, and an error in what is sent ahead is
-written into the answer that is under way. A connection that is not read does not show that its client has left, so
-it is always read: what is sent ahead beyond AHEAD_BYTES is dropped, and the connection ends with the answer under way.
+Bytes are parsed in slices, and not while a complete request waits for its answer. Bytes that a client sends ahead are
+held unparsed. Otherwise a connection of 8 MiB becomes 200,000 requests in memory, and an error in these bytes is
+written into the current answer. The socket is read at all times, because only a read shows that the client has left. If
+a client sends more than `AHEAD_BYTES` ahead, they are discarded and the connection ends after the current answer.
 """
 
 import asyncio
@@ -27,9 +26,10 @@ from router.errors import Problem
 HEAD_SECONDS = 10.0
 HEAD_BYTES = 32 * 1024
 AHEAD_BYTES = 64 * 1024
-"""Bytes that a client may send ahead of the answer to its last request; with more its connection ends after it."""
+"""Most bytes that a client may send ahead of the answer to its last request. With more, the connection ends after that
+answer."""
 SLICE_BYTES = 512
-"""Bytes that are parsed at once where a head may begin: at most 18 of the shortest requests."""
+"""Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
 
 TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
@@ -37,7 +37,7 @@ CROWDED = Problem(503, "too_many_connections", "too many connections are open he
 
 
 def turned_away(problem: Problem) -> bytes:
-    """Return a whole answer that ends its connection."""
+    """Return a complete HTTP response that closes its connection."""
     body = problem.body("")
     head = f"HTTP/1.1 {problem.status} {HTTPStatus(problem.status).phrase}\r\ncontent-type: application/json\r\n"
     head += "".join(f"{name.decode()}: {value.decode()}\r\n" for name, value in problem.headers())
@@ -45,7 +45,7 @@ def turned_away(problem: Problem) -> bytes:
 
 
 class DeadlineProtocol(HttpToolsProtocol):
-    """One HTTP connection. `most` may be open at a time, so that files are left for the links of the nodes."""
+    """One HTTP connection. `most` limits open connections, to keep file descriptors for the links of the nodes."""
 
     most: ClassVar[int] = MOST_CONNECTIONS
 
@@ -63,7 +63,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self.place: Place | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
-        """Start the clock of the first head."""
+        """Start the deadline of the first head."""
         super().connection_made(transport)
         if self.place is not None:
             self.place.end = transport.abort
@@ -73,7 +73,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             self._turn_away(CROWDED)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the clock, and tell every request of this connection that its client has left."""
+        """Cancel the deadline, and disconnect every open request of this connection."""
         self._disarm()
         if self.place is not None:
             self.place.leave()
@@ -88,14 +88,14 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- bytes in ---------------------------------------------------------------------------------
 
     def data_received(self, data: bytes) -> None:
-        """Parse what belongs to this request, hold what was sent ahead."""
+        """Parse bytes of the current request, and hold bytes that were sent ahead."""
         if self._ahead or self._overrun or self._is_answering():
             self._hold(data)
         else:
             self._feed(data)
 
     def _is_answering(self) -> bool:
-        """Return whether a request is whole and its answer is not."""
+        """Return whether a request is complete and its answer is not."""
         if self.pipeline:
             return True
         cycle = cast("RequestResponseCycle | None", self.cycle)
@@ -109,13 +109,13 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.shutdown()
 
     def _go_on(self) -> None:
-        """Parse what was sent ahead of the answer that is out now."""
+        """Parse the held bytes after an answer is complete."""
         if self._ahead and not self._is_answering() and not self.transport.is_closing():
             ahead, self._ahead = self._ahead, b""
             self._feed(ahead)
 
     def _feed(self, data: bytes) -> None:
-        """Parse in slices until a request is whole; its known body goes through in one."""
+        """Parse in slices until a request is complete. The rest of a body of known length is one slice."""
         self._unset_keepalive_if_required()
         view, at = memoryview(data), 0
         while at < len(view) and not self.transport.is_closing():
@@ -130,7 +130,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             at -= unparsed
 
     def _parse(self, piece: memoryview) -> int | None:
-        """Parse a piece; return how many bytes at its end are not parsed yet, None when the connection ends."""
+        """Parse a piece. Return the number of unparsed bytes at its end; None if the connection ends."""
         before, in_body, unparsed = self.cycle, self._in_body, 0
         try:
             self.parser.feed_data(piece)
@@ -143,7 +143,7 @@ class DeadlineProtocol(HttpToolsProtocol):
             return None
         if self.transport.is_closing():
             return None
-        if in_body and not self._in_body:  # the end of a body, also of one that was refused unread: no part of a head
+        if in_body and not self._in_body:  # the end of a body, even of a refused one, is not part of a head
             self._disarm()
             return unparsed
         if self.cycle is before:
@@ -151,8 +151,11 @@ class DeadlineProtocol(HttpToolsProtocol):
         return unparsed
 
     def _waits(self, size: int) -> bool:
-        """Put a head that is not whole on the clock, and the rest of a body that no one waits for; False when a head
-        is too long. A request that is whole has no clock: its answer may take minutes."""
+        """Start the deadline for an incomplete head, or for the rest of a body that the app does not read.
+
+        Return False if a head is over the limit. A complete request has no deadline, because its answer may take
+        minutes.
+        """
         if self._is_answering() or (self._in_body and not self.cycle.response_complete):
             return True
         self._arm()
@@ -164,7 +167,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         return True
 
     def _parse_as_it_is(self) -> bool:
-        """Parse a head that offers another protocol again without its offer, so that its body is read as its body."""
+        """Parse a head with an `Upgrade` header again without this header, to read the body as a body."""
         parser, self._upgrades = self.parser, False
         head = request_heads.without_upgrade(parser.get_method(), self.url, parser.get_http_version(), self.headers)
         self.parser = httptools.HttpRequestParser(self)
@@ -178,13 +181,16 @@ class DeadlineProtocol(HttpToolsProtocol):
     # -- the parser's calls -------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
-        """Begin to count a head."""
+        """Start to count the bytes of a head."""
         self._parsed, self._in_head = 0, True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        """Count. Only a path is a target here: a host in the target beside the Host header means another server, and
-        a fragment belongs to the client: a proxy may look at it, and the routes never would."""
+        """Count the target and require a path without fragment.
+
+        A host in the target next to the Host header names another server. A fragment belongs to the client: a proxy may
+        interpret it, and the routes never do.
+        """
         if not self._parsed and not url.startswith(b"/"):
             raise httptools.HttpParserError("the target is no path")
         if b"#" in url:
@@ -193,13 +199,13 @@ class DeadlineProtocol(HttpToolsProtocol):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Count; a trailer is counted and dropped, because it comes after its request was judged by its headers."""
+        """Count a header. Discard a trailer after counting, because it arrives after the check of the headers."""
         self._count(len(name) + len(value) + 4)
         if not self._in_body:
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Judge the head and stop the clock: the head is here. The parser takes versions that nobody speaks."""
+        """Check the complete head and cancel its deadline. The parser also accepts HTTP versions that do not exist."""
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
             raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here")
@@ -216,34 +222,34 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._work()
         super().on_headers_complete()
-        if self.pipeline:  # uvicorn does not read meanwhile, and would not see that the client leaves
+        if self.pipeline:  # uvicorn pauses reads here, and would miss a disconnect of the client
             self.flow.resume_reading()
 
     def _work(self) -> None:
-        """Keep this connection while its request is answered; a good key gives its address more places."""
+        """Mark this connection as busy while its request is answered. A valid key grants its address more places."""
         if self.place is not None:
             self.place.work()
             if not self.place.proven and self._proves():
                 self.place.know()
 
     def _proves(self) -> bool:
-        """Return whether the head shows a good key; a protocol that knows the keys says so."""
+        """Return whether the head has a valid key. Overridden by a protocol that has access to the keys."""
         return False
 
     def on_body(self, body: bytes) -> None:
-        """Count down what is known to come."""
+        """Subtract received bytes from the announced body length."""
         self._left = max(0, self._left - len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Note that what comes now is another head."""
+        """Record that the next bytes are another head."""
         if self._upgrades:
             return
         self._in_body, self._left = False, 0
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Start the clock if the next head has begun already, and parse what was sent ahead."""
+        """Start the deadline if the next head has begun, and parse held bytes."""
         super().on_response_complete()
         if self.place is not None and not self.pipeline:
             self.place.rest()
@@ -253,15 +259,18 @@ class DeadlineProtocol(HttpToolsProtocol):
             self.loop.call_soon(self._go_on)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
-        """Remember which request is being answered: those behind it are whole already."""
+        """Record the request that is being answered. All requests after it are complete."""
         self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     # -- answers of our own -------------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        """Answer in the shape of all other errors, and close. Behind requests that are not answered yet the connection
-        ends with their answers instead: a client would take this one for theirs."""
+        """Answer in the format of all other errors, and close.
+
+        If earlier requests are unanswered, the connection ends after their answers, because a client would take this
+        answer for theirs.
+        """
         problem, self._refusal = self._refusal or MALFORMED, None
         if self._is_answering():
             self.cycle.keep_alive = False

@@ -1,7 +1,7 @@
-"""The outermost layer of the HTTP port: only hosts that we answer to, and no browser page of somebody else's.
+"""Outermost layer of the HTTP port: refuses unknown hosts and cross-site requests of browsers.
 
-A page that a user opens can make the browser send requests here (DNS rebinding, cross-site posts). IP literals cannot
-be rebound, so they pass; names must be known. A request that changes something must not come from another site.
+A page in a user's browser can send requests here (DNS rebinding, cross-site posts). IP literals cannot be rebound, and
+pass. Names must be known. A request that changes state must not come from another site.
 """
 
 import ipaddress
@@ -22,7 +22,7 @@ SAFE = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
 async def answer(send: Send, problem: Problem) -> None:
-    """Send a problem as the whole answer."""
+    """Send a problem as the complete response."""
     body = problem.body("")
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *problem.headers()]
     await send({"type": "http.response.start", "status": problem.status, "headers": headers})
@@ -30,14 +30,13 @@ async def answer(send: Send, problem: Problem) -> None:
 
 
 class Private:
-    """An ASGI app before one whose answers are for one client and one moment: no cache keeps them, and no browser takes
-    them for anything but what they are."""
+    """ASGI middleware that forbids caching and content sniffing. Each answer is for one client and one moment."""
 
     def __init__(self, app: Asgi) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on, and mark what comes back."""
+        """Call the app and add the headers to its response."""
 
         async def marked(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,9 +48,12 @@ class Private:
 
 
 class Guard:
-    """An ASGI app before the ASGI app. `hosts`: further names, comma separated. Without `local` no name under `.local`
-    is ours by itself: anybody on the network can answer for one, and where no key is needed (`http.anonymous`) a page
-    under such a name could ask models."""
+    """ASGI middleware that checks host and origin of requests.
+
+    `hosts` are additional names, comma separated. Without `local`, names under `.local` must be listed in `hosts`. Any
+    machine on the network can claim a `.local` name. Without API keys (`http.anonymous`), a page under such a name
+    could use the models.
+    """
 
     def __init__(self, app: Asgi, hosts: str = "", *, local: bool = True) -> None:
         self._app = app
@@ -60,7 +62,7 @@ class Guard:
         self._known: dict[bytes, bool] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on or answer 421 or 403."""
+        """Call the app, or answer 421 or 403."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -71,7 +73,7 @@ class Guard:
         await answer(send, problem)
 
     def judge(self, method: str, headers: Iterable[tuple[bytes, bytes]]) -> Problem | None:
-        """Say why a request is not for us, by its method and its lower-case headers."""
+        """Return the problem of a request, by its method and its lower-case headers; None if there is none."""
         hosts: list[bytes] = []
         origin = site = b""
         for name, value in headers:

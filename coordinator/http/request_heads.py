@@ -1,7 +1,7 @@
-"""Which request heads are taken: what two readers could understand differently is refused, beyond what the parser sees.
+"""Checks of request heads that are well-formed but ambiguous or unsupported.
 
-The parser (llhttp) refuses bad syntax. These rules are about heads that are well formed and still mean two things, or
-something that is not done here. docs/decisions/0023-limits-at-the-edge.md lists them with their reasons.
+The parser (llhttp) refuses bad syntax. These rules refuse ambiguous heads and unsupported features.
+docs/decisions/0023-limits-at-the-edge.md lists the rules with their reasons.
 """
 
 import re
@@ -13,7 +13,7 @@ ONCE = frozenset({
     b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host", b"idempotency-key",
     b"origin", b"sec-fetch-site", b"transfer-encoding", b"x-api-key", b"x-request-id", b"x-session-id",
 })  # fmt: skip
-"""Headers that may stand once."""
+"""Headers that may occur once."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
 CODED = Problem(501, "transfer_coding_unknown", "the only transfer coding here is chunked: use it, or a Content-Length")
@@ -23,12 +23,12 @@ ENCODED = Problem(415, "content_encoding_unknown", "request bodies are read as t
 
 
 def twice(name: bytes) -> Problem:
-    """Return the 400 for a header that stands twice."""
+    """Return the 400 problem for a repeated header."""
     return Problem(400, "header_twice", f"the header {name.decode('latin-1')} stands twice: send it once")
 
 
 def judge(version: str, headers: Sequence[Header]) -> Problem | None:
-    """Return why a head (HTTP version, lower-case names) is refused; None when it is taken."""
+    """Return the problem of a head (HTTP version, lower-case names); None if it is accepted."""
     seen: set[bytes] = set()
     for name, value in headers:
         if name not in ONCE:
@@ -50,7 +50,7 @@ def judge(version: str, headers: Sequence[Header]) -> Problem | None:
 
 
 def without_upgrade(method: bytes, target: bytes, version: str, headers: Sequence[Header]) -> bytes:
-    """Write a head again without its offer to change the protocol, which is not taken here (RFC 9110, 7.8)."""
+    """Serialize a head without its offer to change the protocol, which is not supported here (RFC 9110, 7.8)."""
     kept = [(name, value) for name, value in headers if name not in (b"connection", b"upgrade", b"http2-settings")]
     options = [one.strip() for name, value in headers if name == b"connection" for one in value.split(b",")]
     options = [one for one in options if one.lower() not in (b"upgrade", b"http2-settings", b"")]

@@ -1,4 +1,4 @@
-"""The HTTP server: uvicorn under our own start and end, with a protocol of ours for the routes that generate."""
+"""HTTP server: uvicorn with its own start and stop, limited TLS handshakes, and a fast path for chat."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,21 @@ from router.errors import Problem
 log = structlog.get_logger("coordinator.http.server")
 
 BACKLOG = 2048
-"""Connections that wait in the kernel to be accepted."""
+"""Most connections that wait in the kernel for acceptance."""
 ACCEPT_PAUSE_SECONDS = 0.1
-"""Wait after a connection could not be accepted: descriptors come back when others end."""
+"""Delay after a failed accept; descriptors become free when other connections end."""
 METHODS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
-"""With what a request without TLS begins."""
+"""First bytes of a request without TLS."""
 HANDSHAKE_SECONDS = 10.0
-"""For a TLS handshake, from the connection on."""
+"""Seconds for a TLS handshake, from the connection on."""
 
 
 class Server(uvicorn.Server):
-    """uvicorn without its own signal handling: the composition root decides when to stop. With a deadline for
-    handshakes and a place for each connection, because until a handshake is done no protocol of ours sees it. And
-    without its ticks, ten a second also while nobody asks for anything: what they look for does not exist here, but
-    for the end."""
+    """uvicorn without signal handling, because the composition root decides when to stop.
+
+    It adds a deadline for handshakes and a place for each connection, because no protocol class sees a connection
+    before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
+    """
 
     def __init__(self, config: uvicorn.Config, places: Places) -> None:
         super().__init__(config)
@@ -42,12 +43,12 @@ class Server(uvicorn.Server):
         self.ending = asyncio.Event()
 
     async def main_loop(self) -> None:
-        """Serve until the end."""
+        """Serve until `ending` is set."""
         await self.on_tick(0)
         await self.ending.wait()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen."""
+        """Start to accept connections."""
         config = self.config
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
@@ -68,7 +69,7 @@ class Server(uvicorn.Server):
         accepted: socket.socket,
         place: Place,
     ) -> None:
-        """Begin one connection, its handshake first."""
+        """Set up one connection, beginning with its handshake."""
 
         def made() -> DeadlineProtocol:
             protocol = cast("DeadlineProtocol", make())
@@ -85,12 +86,12 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave signals alone."""
+        """Do not install signal handlers."""
         yield
 
 
 async def _speaks_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket, patience: float) -> bool:
-    """Return whether a client begins with a request instead of a handshake; its bytes stay where they are."""
+    """Return whether a client begins with a plain request instead of a handshake. Its bytes stay in the socket."""
     there = asyncio.Event()
     loop.add_reader(accepted, there.set)
     try:
@@ -103,8 +104,11 @@ async def _speaks_http(loop: asyncio.AbstractEventLoop, accepted: socket.socket,
 
 
 async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socket) -> None:
-    """Answer a request without TLS with the URL of the same server. What came of it is read first: a connection that
-    is closed with unread bytes is reset, and its client sees no answer."""
+    """Answer a request without TLS with the HTTPS URL of this server.
+
+    The request's bytes are read first. A close with pending bytes resets the connection, and the client would see no
+    answer.
+    """
     host, port = accepted.getsockname()[:2]
     where = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
     accepted.recv(HEAD_BYTES)
@@ -114,7 +118,7 @@ async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socke
 
 
 class Listener:
-    """Accepts connections on one socket: each takes its place before its handshake begins, or is closed at once."""
+    """Accepts connections on one socket. Each takes a place before its handshake, or is closed at once."""
 
     def __init__(
         self, listening: socket.socket, places: Places, connect: Callable[[socket.socket, Place], Awaitable[None]]
@@ -128,11 +132,11 @@ class Listener:
         self._accepting = asyncio.create_task(self._accept())
 
     def close(self) -> None:
-        """Accept no more."""
+        """Stop accepting."""
         self._accepting.cancel()
 
     async def wait_closed(self) -> None:
-        """Wait until nothing is accepted any more."""
+        """Wait until the accept loop has ended."""
         await asyncio.wait([self._accepting])
 
     async def _accept(self) -> None:
@@ -140,7 +144,7 @@ class Listener:
         while True:
             try:
                 accepted, address = await loop.sock_accept(self._socket)
-            except OSError as error:  # no descriptor left, or the client has gone already
+            except OSError as error:  # no descriptor is free, or the client has left
                 log.warning("accept failed", reason=error.strerror or type(error).__name__)
                 await asyncio.sleep(ACCEPT_PAUSE_SECONDS)
                 continue

@@ -1,19 +1,19 @@
-"""The coordinator's side of enrolment, without its socket: what a peer without a certificate may say, and hears.
+"""Enrolment of peers without a certificate: the coordinator's side of the protocol, without its socket.
 
     EnrolStart ──► EnrolAuthority             (first connection, unverified: the node compares the CA with its pin)
     EnrolStart ──► EnrolAuthority             (second connection, verified with that CA)
     Enrol      ──► Enrolled | Denied          with a token
-    Enrol      ──► EnrolPending … Enrolled | Denied    without: a person compares the codes (approvals.py)
+    Enrol      ──► EnrolPending … Enrolled | Denied    without: a person compares the codes (join_approvals.py)
 
-The peer is a stranger: it may send 16 KiB in all, has 5 seconds, and knocks at a limited rate. Nothing that it says
-of itself is believed before its token or its code is, and then only its key, a valid name and its machine's id.
+The peer is a stranger: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
+is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
-A machine's id is no secret, so it takes over no member: a request that names the machine of a member is refused unless
-the key of that member signed it, or a person approved the code of a request that is shown to replace it. An
-administrator who removes the member (`cluster node remove`) makes the machine a new one.
+A machine id is not secret, and cannot take over a member. A request with the machine id of a member is refused, with
+two exceptions: the key of that member signed the request, or a person approved its code, shown as a replacement. After
+`cluster node remove`, the machine enrols as a new node.
 
-A shell feeds bytes, sends the frames that come back, calls `poll` at `deadline` and whenever `wake` fires, `gone` when
-the connection ends, and flushes the store before it sends `Enrolled`: a token that was used stays used.
+The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
+`gone` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay used.
 """
 
 import hmac
@@ -41,16 +41,16 @@ from wire.units import KIB
 log = structlog.get_logger()
 
 LONGEST = 16 * KIB
-"""Bytes that one connection may send."""
+"""Most bytes that one connection may send."""
 PATIENCE = 5.0
-"""Seconds that one connection has, waiting for a person not counted."""
+"""Seconds of one connection, without the wait for a person."""
 NONCE = 16
-"""Bytes of a nonce, the least for an opening."""
+"""Bytes of a nonce; also the least length of an opening."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """What enrolment needs of the cluster. `clock` gives Unix seconds; `enrolled` hears of every new member."""
+    """Dependencies of enrolment."""
 
     name: str
     authority: Authority
@@ -58,20 +58,23 @@ class Cluster:
     store: Store
     approvals: Approvals
     clock: Callable[[], float]
+    """Returns Unix seconds."""
     enrolled: Callable[[MemberRow], None]
+    """Called with every new member."""
     linked_from: Callable[[NodeId], str] = lambda node: ""
-    """Returns the address from which a member is linked now, empty where it is not."""
+    """Returns the address from which a member is linked; empty if it is not linked."""
 
 
 class Enrolment:
-    """The door for strangers."""
+    """Entry point for enrolments, with a rate limit per address."""
 
     def __init__(self, cluster: Cluster, limit: RateLimit | None = None) -> None:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
     def converse(self, address: str, now: float) -> "Conversation | Denied":
-        """Begin with a peer at `address` (without port), or say that it knocks too often. `now`: monotonic seconds."""
+        """Begin an enrolment of a peer at `address` (without port), or return `Denied` at the rate limit. `now`:
+        monotonic seconds."""
         wait = self._limit.wait(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too often")
@@ -104,10 +107,10 @@ class Conversation:
         self.closed = False
         """Whether to close the connection once the frames of the last call are sent."""
         self.wake: Callable[[], None] = lambda: None
-        """Set by the shell: called when `poll` has something to say before the deadline."""
+        """Set by the caller; called when `poll` has frames to send before the deadline."""
 
     def feed(self, data: bytes, now: float) -> list[Frame]:
-        """Take bytes from the peer and give the frames to send."""
+        """Process bytes from the peer and return the frames to send."""
         self._received += len(data)
         if self.closed:
             return []
@@ -126,7 +129,7 @@ class Conversation:
         return answers
 
     def receive(self, frame: Frame, now: float) -> list[Frame]:
-        """Take one frame from the peer and give the frames to send."""
+        """Process one frame from the peer and return the frames to send."""
         if self.closed:
             return []
         if now >= self.deadline:
@@ -140,7 +143,7 @@ class Conversation:
                 return self._deny("unexpected", f"{type(frame).__name__} does not belong here")
 
     def poll(self, now: float) -> list[Frame]:
-        """Give what time or a person decided."""
+        """Return the frames that follow from a deadline or a person's decision."""
         decision = self._ticket.decision if self._ticket else None
         if self.closed:
             return []
@@ -161,7 +164,7 @@ class Conversation:
         return self._deny("too_slow", f"enrolment takes at most {PATIENCE:g} seconds")
 
     def gone(self) -> None:
-        """Take back what is pending, because the connection ended."""
+        """Withdraw a pending approval after the end of the connection."""
         self.closed = True
         if self._ticket:
             self._cluster.approvals.withdraw(self._ticket)
@@ -207,7 +210,7 @@ class Conversation:
         return before
 
     def _is_linked(self, member: MemberRow) -> bool:
-        """Return whether a node with the id of the machine that asks is linked, so that there are two of them."""
+        """Return whether a node with this machine id is linked now, in which case two machines use the id."""
         return bool(self._cluster.linked_from(member.node))
 
     def _machine_taken(self, before: MemberRow) -> list[Frame]:
@@ -291,7 +294,7 @@ class Conversation:
 
 
 def unique_name(name: str, taken: Collection[str]) -> str:
-    """Give `name`, or name-2, name-3 … when it is taken (case does not matter), within 63 characters."""
+    """Return `name`, or `name-2`, `name-3` … if it is taken. Case is ignored; the length is at most 63 characters."""
     used = {other.casefold() for other in taken}
     candidate, number = name, 1
     while candidate.casefold() in used:
@@ -302,11 +305,14 @@ def unique_name(name: str, taken: Collection[str]) -> str:
 
 
 def _member_on(machine: str, rows: Collection[MemberRow]) -> MemberRow | None:
-    """A machine that joins again is the same node; after a removal it is a new one, the old id stays denied."""
+    """Return the current member with this machine id.
+
+    A machine that joins again keeps its node id. After a removal it becomes a new node, and the old id stays denied.
+    """
     return next((row for row in rows if row.machine == machine and row.removed is None), None)
 
 
 def plain_hardware(told: Hardware) -> Hardware:
-    """Keep what can be printed of a machine's words about itself."""
+    """Remove unprintable characters and negative sizes from a machine's hardware description."""
     chip, system, python = plain(told.chip), plain(told.system), plain(told.python)
     return Hardware(chip, max(0, told.memory), max(0, told.cores), system, python)

@@ -1,11 +1,12 @@
-"""Nodes that ask to join without a token, waiting for a person who compares the codes on both screens.
+"""Queue of nodes without a token that wait for a person to compare the codes on both screens.
 
-The code has six digits, so guessing is bounded everywhere: at most MOST_WAITING wait at once, at most MOST_NEW new
-codes come up in LIFE seconds (a man in the middle would need about a million to meet a wanted one), two that wait
-never share a code, and after three wrong codes nobody may decide for a minute. `now` is monotonic seconds.
+The code has six digits, and guessing is bounded. At most `MOST_WAITING` nodes wait, and at most `MOST_NEW` new codes
+appear within `LIFE` seconds. A man in the middle would need about a million codes to meet a wanted one. Two waiting
+nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is monotonic seconds.
 
-One address cannot keep others out: it has a small part of both, and in a full list the oldest request of the address
-that has the most gives way to a newcomer from an address that has fewer. A machine with a token does not wait here.
+One address cannot exclude another: it has a small part of both limits. If the queue is full and a node arrives from an
+address with fewer requests, the oldest request of the address with the most is removed. A machine with a token does not
+wait here.
 """
 
 from collections import Counter, deque
@@ -17,21 +18,21 @@ from coordinator.joining.rate_limit import network_of
 from wire.report import Hardware
 
 LIFE = 600.0
-"""Seconds that a request waits for a person."""
+"""Seconds for which a request waits for a person."""
 MOST_WAITING = 16
 MOST_WAITING_HERE = 4
-"""Requests of one address that wait at once."""
+"""Most waiting requests of one address."""
 MOST_NEW = 256
-"""New codes within LIFE: one in 4,000 that one of them is a wanted one."""
+"""Most new codes within `LIFE`: the chance that one of them is a wanted code is 1 in 4,000."""
 MOST_NEW_HERE = 8
-"""New codes of one address within LIFE."""
+"""Most new codes of one address within `LIFE`."""
 MOST_WRONG = 3
 LOCKED_FOR = 60.0
-"""Seconds without decisions after MOST_WRONG wrong codes in a row."""
+"""Seconds without decisions after `MOST_WRONG` consecutive wrong codes."""
 
 
 class Decision(StrEnum):
-    """What the person said."""
+    """Decision of the person."""
 
     APPROVED = "approved"
     REJECTED = "rejected"
@@ -39,31 +40,35 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A node that waits: the code it shows, what it says of itself, where from, until when. `replaces` is the name of
-    the member whose machine it says it is: approving it ends that member's certificate."""
+    """A waiting node, as shown to the person."""
 
     code: str
+    """Code on the node's screen."""
     name: str
     machine: str
     hardware: Hardware
     address: str
     expires: float
+    """End of the wait, in monotonic seconds."""
     replaces: str = ""
+    """Name of the member with the same machine id. Approval ends that member's certificate. Empty if there is none."""
 
 
 @dataclass(slots=True)
 class Ticket:
-    """A node's place in the line. `wake` is called once when `decision` is set, or when it `gave_way` to another."""
+    """A node's place in the queue."""
 
     waiting: Waiting
     decision: Decision | None = None
     gave_way: bool = False
+    """Whether the request was removed in favour of a node from another address."""
     wake: Callable[[], None] = field(default=lambda: None)
+    """Called once, when `decision` or `gave_way` is set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """The code was one of those that wait."""
+    """The code belonged to a waiting node."""
 
     waiting: Waiting
     decision: Decision
@@ -71,25 +76,25 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class WrongCode:
-    """Nobody who waits shows this code; `tries` more until a lock."""
+    """No waiting node has this code. `tries` are left until the lock."""
 
     tries: int
 
 
 @dataclass(frozen=True, slots=True)
 class Locked:
-    """Too many wrong codes: nothing is decided for `seconds`."""
+    """Decisions are locked for `seconds` after wrong codes."""
 
     seconds: float
 
 
 class Approvals:
-    """The line of waiting nodes."""
+    """Queue of waiting nodes."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
         self._recent: deque[tuple[float, str]] = deque()
-        """When new codes came up, and from which address."""
+        """Time and address of each new code within `LIFE`."""
         self._wrong = 0
         self._locked_until = float("-inf")
 
@@ -99,7 +104,7 @@ class Approvals:
         return self._tickets
 
     def ask(self, waiting: Waiting, now: float) -> Ticket | float:
-        """Take a place in the line, or give the seconds after which there may be one."""
+        """Enqueue a node, or return the seconds until a retry may succeed."""
         self._expire(now)
         here = network_of(waiting.address)
         mine = [at for at, address in self._recent if address == here]
@@ -116,7 +121,7 @@ class Approvals:
         return ticket
 
     def _make_room(self, by_address: Counter[str], fewer: int) -> bool:
-        """Send away the oldest request of the address that has the most, if it has more than `fewer` + 1."""
+        """Remove the oldest request of the address with the most requests, if it has more than `fewer` + 1."""
         address, most = by_address.most_common(1)[0]
         if most <= fewer + 1:
             return False
@@ -127,21 +132,21 @@ class Approvals:
         return True
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Give a place up."""
+        """Remove a request from the queue."""
         if self._tickets.get(ticket.waiting.code) is ticket:
             del self._tickets[ticket.waiting.code]
 
     def list(self, now: float) -> list[Waiting]:
-        """Give those that wait, the oldest first."""
+        """Return the waiting nodes, oldest first."""
         self._expire(now)
         return [ticket.waiting for ticket in self._tickets.values()]
 
     def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Let the node that shows this code in."""
+        """Approve the node with this code."""
         return self._decide(code, Decision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
-        """Send the node that shows this code away."""
+        """Reject the node with this code."""
         return self._decide(code, Decision.REJECTED, now)
 
     def _decide(self, code: str, decision: Decision, now: float) -> Decided | WrongCode | Locked:

@@ -1,8 +1,8 @@
-"""Join tokens: made for a person, redeemed by a node that proves to know the secret without sending it.
+"""Join tokens: created by a person, redeemed by a node that proves the secret without sending it.
 
-A peer hears `token_expired`, `token_used` or `token_unknown` only after it proved the secret; without the proof it
-hears `token_wrong` or `token_unknown`. The log says which it really was, with the token's id and never more.
-Checking and counting down happen in one call on the loop that owns the store, so a token cannot be used twice.
+A peer receives `token_expired`, `token_used` or `token_unknown` only after it proved the secret. Without the proof it
+receives `token_wrong` or `token_unknown`. The log has the real reason, with the token's id only. Check and countdown
+are one call on the loop that owns the store, which prevents a second use.
 """
 
 import hmac
@@ -18,22 +18,22 @@ from wire.identity import JoinToken, new_token, request_mac, token_key
 log = structlog.get_logger()
 
 USUAL_LIFE = 3600.0
-"""Seconds that a token is good for unless said otherwise."""
+"""Default life of a token, in seconds."""
 KEPT_AFTER = 7 * 24 * 3600.0
-"""Seconds that an expired token stays in the list, so that a late redeemer hears `token_expired`."""
+"""Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
 
 _NOBODY = bytes(32)
-"""Key against which the MAC of an unknown token is checked, so that both answers take the same time."""
+"""Key for the MAC check of an unknown token, because both answers must take the same time."""
 
 
 def join_line(url: str, token: str) -> str:
-    """Return the line to type on a Mac that is to join. `echo` belongs to the shell, so that the token does not stand
-    in the list of processes, which everybody on that machine can read."""
+    """Return the command to type on a joining Mac. `echo` is a shell builtin: the token never appears in the list of
+    processes, which every user of that machine can read."""
     return f"echo {token} | cluster join {url} --token-file -"
 
 
 class Redemption(StrEnum):
-    """What became of an attempt; all but ACCEPTED are reasons of `Denied`."""
+    """Result of an attempt. All but `ACCEPTED` are reasons of `Denied`."""
 
     ACCEPTED = "accepted"
     UNKNOWN = "token_unknown"
@@ -52,7 +52,7 @@ MESSAGES = {
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A join token as it may be listed: nothing in it is secret. Times in Unix seconds."""
+    """A join token without secrets, for lists. Times are in Unix seconds."""
 
     id: str
     name: str
@@ -63,18 +63,20 @@ class Token:
 
 
 class Tokens:
-    """The join tokens of a cluster whose CA is `ca` (DER). `clock` gives Unix seconds."""
+    """Join tokens of a cluster whose CA is `ca` (DER). `clock` returns Unix seconds."""
 
     def __init__(self, store: Store, ca: bytes, clock: Callable[[], float]) -> None:
         self._store = store
         self._ca = ca
         self._clock = clock
         self._replacing: set[str] = set()
-        """Tokens of this process for its own machine, whose node may have lost its identity."""
+        """Tokens that this process created for its own machine, whose node may have lost its identity."""
 
     def create(self, ttl: float = USUAL_LIFE, uses: int = 1, name: str = "", *, replaces: bool = False) -> JoinToken:
-        """Make a token for `uses` nodes, good for `ttl` seconds. ValueError unless both are positive. With `replaces` a
-        machine that is a member already takes its own place without the key of that member."""
+        """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
+
+        With `replaces`, a machine that is already a member replaces itself without that member's key.
+        """
         if ttl <= 0 or uses < 1:
             raise ValueError(f"a token needs a positive time ({ttl} s) and at least one use ({uses})")
         self._drop_old()
@@ -86,12 +88,12 @@ class Tokens:
         return token
 
     def list(self) -> list[Token]:
-        """Give all tokens, newest first, without their keys."""
+        """Return all tokens, newest first, without their keys."""
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
         return [Token(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
     def revoke(self, token: str) -> bool:
-        """Make a token worthless; False when there is none of this id."""
+        """Revoke a token. Return False if no token has this id."""
         row = self._store.tokens.get(token)
         if row is not None:
             self._store.put_token(replace(row, revoked=True))
@@ -99,7 +101,7 @@ class Tokens:
         return row is not None
 
     def check(self, token: str, mac: bytes, csr: bytes) -> Redemption:
-        """Say whether `redeem` would accept, and use nothing up."""
+        """Return the result that `redeem` would have, without using the token."""
         row = self._store.tokens.get(token)
         proven = hmac.compare_digest(request_mac(row.key if row else _NOBODY, csr), mac)
         if row is None:
@@ -115,11 +117,12 @@ class Tokens:
         return Redemption.ACCEPTED
 
     def may_replace(self, token: str) -> bool:
-        """Return whether a token was made for a machine that may be a member already."""
+        """Return whether a token was created for a machine that may already be a member."""
         return token in self._replacing
 
     def redeem(self, token: str, mac: bytes, csr: bytes) -> Redemption:
-        """Use a token once for this request (DER) if its MAC proves the secret. Flush the store before acting on it."""
+        """Use a token once for this request (DER) if its MAC proves the secret. The caller flushes the store before it
+        acts."""
         answer = self.check(token, mac, csr)
         if answer is Redemption.ACCEPTED:
             row = self._store.tokens[token]

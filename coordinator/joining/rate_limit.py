@@ -1,14 +1,14 @@
-"""How often one address may knock: a token bucket per address, in bounded memory. `now` is monotonic seconds."""
+"""Rate limit per address: token buckets in bounded memory. `now` is monotonic seconds."""
 
 import ipaddress
 from collections import OrderedDict
 
 MOST_ADDRESSES = 4096
-"""Buckets kept; when there are more the one unused for longest is dropped."""
+"""Most buckets kept. Beyond it, the least recently used bucket is removed."""
 
 
 class RateLimit:
-    """`burst` attempts at once, then `per_minute` of them."""
+    """Token bucket per address: `burst` attempts at once, refilled with `per_minute` a minute."""
 
     def __init__(self, per_minute: float = 30.0, burst: int = 10) -> None:
         self._rate = per_minute / 60.0
@@ -17,11 +17,11 @@ class RateLimit:
 
     @property
     def buckets(self) -> int:
-        """Number of buckets that are kept."""
+        """Number of buckets."""
         return len(self._buckets)
 
     def wait(self, address: str, now: float) -> float:
-        """Count an attempt and give 0, or give the seconds until one will be allowed, counting nothing."""
+        """Count an attempt and return 0. At the limit, count nothing and return the seconds until the next attempt."""
         who = network_of(address)
         left, at = self._buckets.pop(who, (self._burst, now))
         left = min(self._burst, left + (now - at) * self._rate)
@@ -33,7 +33,7 @@ class RateLimit:
 
 
 def network_of(address: str) -> str:
-    """Return what counts as one address: an IPv6 host owns a whole /64."""
+    """Return the key under which an address is counted: an IPv4 address, or the /64 network of an IPv6 address."""
     try:
         known = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,1 +1,1 @@
-"""What Prometheus is told of the pool and of every node, and how it is asked."""
+"""Metrics of the pool and of every node for Prometheus, and its configuration."""

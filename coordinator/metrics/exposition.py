@@ -21,7 +21,7 @@ class Snapshot(Collector):
         self._collected = collected
 
     def collect(self) -> Iterator[Metric]:
-        """Give the families."""
+        """Yield the families."""
         return (_metric(one) for one in self._collected)
 
     def describe(self) -> list[Metric]:
@@ -55,7 +55,7 @@ def _metric(one: Collected[Any]) -> Metric:
 
 
 def _plain(values: Iterable[str]) -> list[str]:
-    """Bound what a label holds; prometheus-client escapes quotes and line ends."""
+    """Limit the length of label values. prometheus-client escapes quotes and line ends."""
     return [value[:LONGEST_LABEL] for value in values]
 
 

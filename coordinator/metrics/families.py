@@ -1,11 +1,11 @@
-"""What a metric family is: a name, its meaning, and how its series are read from a picture of one moment.
+"""Metric families: name, meaning, and a function that reads the series from a snapshot.
 
-Rules that nobody may break
-- Every label value is from a closed set, or the name of a member, of an API key in force, or of a model that some
-  member has, and of models at most MOST_MODELS. No request, id or secret of a key, address or text of an error is ever
-  a label.
-- A value that is not finite is left out: a lying node costs its own series, never the scrape.
-- All series of one scrape are read from one picture, so that sums and differences over them mean something.
+Invariants
+- Every label value is from a closed set, or the name of a member, of a valid API key, or of a model of a member.
+- At most `MOST_MODELS` models of a node have series.
+- No request, id or secret of a key, address or error text is ever a label.
+- A value that is not finite is omitted: a lying node loses its own series, never the scrape.
+- All series of one scrape come from one snapshot, because sums and differences over them must be consistent.
 """
 
 import math
@@ -18,9 +18,9 @@ from wire.histogram import Buckets, Tally
 
 PREFIX = "macpool_"
 MOST_MODELS = 32
-"""Models of a node that have series of their own, ever, while the coordinator runs."""
+"""Most models of a node with their own series over the coordinator's run."""
 OTHER = "other"
-"""A label's value outside its closed set."""
+"""Label value for every value outside a closed set."""
 
 P = TypeVar("P")
 
@@ -34,7 +34,7 @@ class Kind(StrEnum):
 
 
 class Histogram(NamedTuple):
-    """A histogram's value: bounds without the infinite one, and what was counted."""
+    """Value of a histogram: bounds without the infinite one, and the counts."""
 
     bounds: Sequence[float]
     tally: Tally
@@ -46,19 +46,21 @@ Row = tuple[tuple[str, ...], Value]
 
 @dataclass(frozen=True, slots=True)
 class Family(Generic[P]):
-    """One family over pictures `P`. `name` is without prefix and `_total`; `labels` names each label and says what it
-    holds; `when` says when there is a series, if not always."""
+    """One metric family over snapshots of type `P`."""
 
     name: str
+    """Name without prefix and `_total`."""
     kind: Kind
     meaning: str
     read: Callable[[P], Iterable[Row]]
     labels: tuple[tuple[str, str], ...] = ()
+    """Name and description of each label."""
     when: str = ""
+    """When there is a series; empty for always."""
 
     @property
     def full_name(self) -> str:
-        """The name as it is scraped and asked for."""
+        """Name in the exposition and in queries."""
         return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
 
     @property
@@ -75,7 +77,7 @@ class Collected(NamedTuple, Generic[P]):
 
 
 def collect(families: Iterable[Family[P]], picture: P) -> list[Collected[P]]:
-    """Read every family of one picture, without what cannot be told."""
+    """Read every family from one snapshot, without unknown values."""
     return [Collected(one, [row for row in one.read(picture) if _tellable(row[1])]) for one in families]
 
 
@@ -84,20 +86,20 @@ def _tellable(value: Value) -> bool:
 
 
 def histogram(buckets: Buckets) -> Histogram:
-    """Give what a histogram has counted up to now."""
+    """Return the current value of a histogram."""
     return Histogram(buckets.bounds, buckets.tally())
 
 
 def one(value: float | Histogram | None) -> list[Row]:
-    """Give the series of a family without labels; none for what is not known."""
+    """Return the row of a family without labels; an empty list if the value is unknown."""
     return [] if value is None else [((), value)]
 
 
 def closed(value: str, known: Collection[str]) -> str:
-    """Give a label's value, OTHER where it is none of those that are known."""
+    """Return a label value, or `OTHER` if it is not in the closed set."""
     return value if value in known else OTHER
 
 
 def state(present: str, known: Collection[str]) -> list[Row]:
-    """Give the series of the state that something is in."""
+    """Return the row of the current state."""
     return [((closed(present, known),), 1.0)]

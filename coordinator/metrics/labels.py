@@ -1,7 +1,7 @@
-"""What a node may put into labels, once and for all: a node that changes its words at every report makes no series.
+"""Limits for label values that nodes send. A node that changes its texts in every report creates no new series.
 
-Texts of a node (models' names; its chip, system and version together) are admitted as they first come, a bounded number
-for as long as the coordinator runs; what comes later is OTHER, or has no series.
+Texts of a node (model names; chip, system and version together) are admitted in order of arrival. Their number is
+bounded for the coordinator's run. A later text becomes `OTHER`, or has no series.
 """
 
 from collections.abc import Hashable, Iterable
@@ -43,15 +43,15 @@ class Labels:
         self._about: _Admitted[About] = _Admitted(MOST_ABOUT)
 
     def models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
-        """Give those of a node's models that have series, the most important first."""
+        """Return a node's models that have series, in order of priority."""
         return tuple(model for model in models if self._models.admits(node, model.name))
 
     def about(self, node: NodeId, about: About) -> About:
-        """Give what a node says of itself, or that it has said too much already."""
+        """Return a node's description, or `OTHER` values at its limit."""
         return about if self._about.admits(node, about) else (OTHER, OTHER, OTHER)
 
     def keep(self, members: Iterable[NodeId]) -> None:
-        """Forget all but these."""
+        """Delete the texts of all nodes except these."""
         left = set(members)
         self._models.keep(left)
         self._about.keep(left)

@@ -1,7 +1,7 @@
-"""The families of one node, read from its newest report and from what it measures itself.
+"""Metric families of one node, from its newest report and its own measurements.
 
-They carry no label for the node: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which
-removes impossible numbers; measurements are checked here (`honest_measures`).
+They have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which removes
+impossible numbers. `honest_measures` checks measurements.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,25 +24,28 @@ TIERS = ("safe", "balanced", "aggressive")
 MODEL_STATES = ("loaded", "loading", "known", "failed")
 REASONS = (Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.UNREADABLE.value, Code.NOT_READY.value)
 MOST_COUNT = 2**53
-"""Above this a count is no whole number any more to those who read it."""
+"""Largest count that is exact as a float64."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodePicture:
-    """One node at one moment. `heard` is when its report came and `wall` this moment, in Unix seconds; `about` is its
-    chip, its system and the version that it runs, `models` are those that have series of their own, `measures` is None
-    where the node was not asked."""
+    """Metrics of one node at one moment. Times are in Unix seconds."""
 
     view: NodeView
     heard: float
+    """Arrival of the report."""
     wall: float
+    """Current time."""
     about: tuple[str, str, str] = ("", "", "")
+    """Chip, operating system and version of macpool."""
     models: tuple[Model, ...] = ()
+    """Models with their own series."""
     measures: NodeMeasures | None = None
+    """Measurements; None if the node was not asked."""
 
 
 def honest_measures(told: NodeMeasures) -> NodeMeasures:
-    """Give what a node measured without impossible numbers."""
+    """Return a node's measurements without impossible numbers."""
     gate = told.gate
     return NodeMeasures(
         GateMeasures(
@@ -73,7 +76,7 @@ def _tally(tally: Tally, bounds: int) -> Tally:
 
 
 def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[Row]:
-    """Give a series for each of a closed set; what is none of them is one more."""
+    """Return a row for each value of a closed set, and one for all other values."""
     sums = dict.fromkeys(known, 0)
     for name, count in pairs:
         name = closed(name, known)
@@ -82,7 +85,7 @@ def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[R
 
 
 def worth_showing(view: NodeView) -> list[Model]:
-    """Give a node's models in the order in which they may have series: those first that are in memory."""
+    """Return a node's models in order of priority for series: loaded models first."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
 
 
@@ -100,7 +103,7 @@ def _model_states(view: NodeView) -> list[Row]:
 
 
 def _checks(picture: NodePicture) -> list[Row]:
-    """By site where the node told so; else what its report says of all together."""
+    """Return checks by site, or their total from the report if the node sent no sites."""
     if picture.measures is not None:
         return _counted(picture.measures.gate.checks, SITES)
     return [(("all",), picture.view.engine.counts.checks)]

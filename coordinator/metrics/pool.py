@@ -1,4 +1,4 @@
-"""The families of the coordinator: router, queue, members, certificates, its own process."""
+"""Metric families of the coordinator: router, queue, members, certificates, process."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Our own process. Seconds, bytes, Unix seconds."""
+    """Metrics of the coordinator's process. Units: Unix seconds (`started`), seconds (`cpu`), bytes (`peak`)."""
 
     started: float
     cpu: float
@@ -29,7 +29,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Connections of the cluster port, now and since the start."""
+    """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
 
     open: int
     strangers: int
@@ -39,19 +39,20 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class PoolPicture:
-    """The coordinator at one moment. `wall` is this moment in Unix seconds, `now` on the loop's clock; the lives of
-    certificates are (issued, expires) in Unix seconds."""
+    """Metrics of the coordinator at one moment. Certificates are (issued, expires) in Unix seconds."""
 
     version: str
     python: str
     wall: float
+    """Current time in Unix seconds."""
     now: float
+    """Current time on the loop's clock."""
     view: ClusterView
     states: Mapping[str, int]
     self_suspect: bool
     counters: Counters
     keys: Mapping[str, str]
-    """Names of the keys in force by id."""
+    """Names of valid API keys by id."""
     in_flight: Mapping[NodeId, int]
     unacknowledged: Mapping[NodeId, int]
     leaks: int
@@ -100,7 +101,7 @@ def _outcomes(picture: PoolPicture) -> Iterable[Row]:
 
 
 def _key_tokens(picture: PoolPicture) -> Iterable[Row]:
-    """Add up the tokens of keys by name and model: two keys of one name are one series."""
+    """Sum the tokens of API keys by name and model. Two keys with one name share a series."""
     found: dict[tuple[str, str], int] = {}
     for (key, model), tokens in picture.counters.keys.items():
         name = picture.keys.get(key)
@@ -118,7 +119,7 @@ def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
 
 
 def _video(read: Callable[[VideoPicture], Iterable[Row]]) -> Callable[[PoolPicture], Iterable[Row]]:
-    """Read nothing of a pool without videos."""
+    """Return a reader that yields no rows for a pool without videos."""
     return lambda picture: read(picture.video) if picture.video.used else ()
 
 

@@ -1,17 +1,20 @@
-"""What Prometheus needs to scrape a pool, as its configuration file says it.
+"""Configuration file of Prometheus for a pool.
 
-`type: Bearer` is written out: inside `http_sd_configs` Prometheus 2.42 leaves the word away by itself, and is refused.
+`type: Bearer` is explicit, because inside `http_sd_configs` Prometheus 2.42 omits it and is refused.
 """
 
 from urllib.parse import urlsplit
 
 SCRAPE_SECONDS = 5
-"""A gate that fell out of use is told of within half a minute: two scrapes, two looks, and patience."""
+"""Scrape interval in seconds. A disused gate is reported within half a minute: two scrapes, two evaluations, and the
+alert's delay."""
 
 
 def configuration(base: str, token_file: str, ca_file: str = "", rules: str = "rules.yml", every: int = 0) -> str:
-    """Give prometheus.yml for a coordinator at `base` (no path). `ca_file` is whom to trust where that is not the
-    system's business, `every` the seconds between two scrapes."""
+    """Return `prometheus.yml` for a coordinator at `base` (no path).
+
+    `ca_file` is the trusted authority unless the system's apply. `every` is the scrape interval in seconds.
+    """
     where, seconds = urlsplit(base), every or SCRAPE_SECONDS
     trust = f"\n    tls_config: {{ca_file: {_text(ca_file)}}}" if ca_file else ""
     bearer = f"authorization: {{type: Bearer, credentials_file: {_text(token_file)}}}"

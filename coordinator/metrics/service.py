@@ -1,8 +1,7 @@
-"""Takes the pictures that are scraped: of the coordinator, of every node, and where Prometheus finds them.
+"""Takes metric snapshots of the coordinator and of every node, and lists the targets for Prometheus.
 
-A picture is taken in one go on the loop, and written out on a thread, so that no stream waits for a scrape. A node that
-cannot be asked has no picture at all: its scrape fails, and Prometheus says `up 0` of it instead of believing old
-numbers.
+A snapshot is taken in one step on the loop and serialized on a thread, because streams must not wait for a scrape. A
+node that cannot be asked has no snapshot: its scrape fails, and Prometheus reports `up 0` instead of old numbers.
 """
 
 import asyncio
@@ -30,10 +29,10 @@ from wire.histogram import NodeMeasures
 from wire.identity import NodeId
 
 ASK_SECONDS = 3.0
-"""Longest wait for a node's own measures: less than Prometheus waits for us."""
+"""Longest wait for a node's measurements in seconds; less than Prometheus' timeout."""
 MAX_MEASURES_BYTES = 16 * 1024
 LIVES_SECONDS = 60.0
-"""For which the lives of our certificates are remembered: they are read from files."""
+"""Seconds for which the validity of certificates is cached, because it is read from files."""
 SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
 Lives = Mapping[str, tuple[float, float]]
 
@@ -43,8 +42,8 @@ class Unreachable(Exception):
 
 
 class Metrics:
-    """See the module. `lives` reads begin and end of our certificates, `conditions` gives which hold now, `video` how
-    videos stand."""
+    """Metric snapshots. `lives` reads the validity of certificates, `conditions` the active conditions, `video` the
+    video jobs."""
 
     def __init__(
         self, registry: Registry, dispatcher: Dispatcher, ring: KeyRing, version: str, lives: Callable[[], Lives]
@@ -62,11 +61,11 @@ class Metrics:
         self.video: Callable[[], VideoPicture] = VideoPicture
 
     async def pool(self, accept: str) -> tuple[bytes, str]:
-        """Give the coordinator's metrics in the form that `accept` asks for, with its content type."""
+        """Return the coordinator's metrics in the format of `accept`, with the content type."""
         return await asyncio.to_thread(render, collect(POOL, self.picture()), accept)
 
     async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Give a node's metrics. Unreachable when it cannot be asked."""
+        """Return a node's metrics. Raise `Unreachable` if the node cannot be asked."""
         measures = await self._measures(node)
         view = self._registry.view().node(node)
         if view is None:
@@ -74,7 +73,7 @@ class Metrics:
         return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
 
     def targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
-        """List every member as a target behind our own address, those that are down, too: then `up` is 0."""
+        """Return every member as a target behind the coordinator's address. A member that is down has `up` 0."""
         return [
             {
                 "targets": [host],
@@ -94,14 +93,14 @@ class Metrics:
         return collect(NODE, self.node_picture(view, measures))
 
     def node_picture(self, view: NodeView, measures: NodeMeasures | None) -> NodePicture:
-        """Take the picture of a node, as its newest report has it."""
+        """Return the snapshot of a node by its newest report."""
         wall = time.time()
         heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
         about = self._labels.about(view.id, self._registry.about(view.id))
         return NodePicture(view, heard, wall, about, self._labels.models(view.id, worth_showing(view)), measures)
 
     def nodes(self) -> list[NodePicture]:
-        """Take the pictures of all nodes that are linked, by their newest reports; none is asked."""
+        """Return the snapshots of all linked nodes by their newest reports, without requests to nodes."""
         views = self._registry.view().nodes
         return [self.node_picture(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
 
@@ -118,7 +117,7 @@ class Metrics:
             raise Unreachable(str(error) or "it did not answer") from None
 
     def picture(self) -> PoolPicture:
-        """Take the picture of the coordinator."""
+        """Return the snapshot of the coordinator."""
         dispatcher, registry = self._dispatcher, self._registry
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
         members = [node.id for node in view.nodes]
@@ -166,7 +165,7 @@ class Metrics:
 
 
 def read_measures(answer: bytes) -> NodeMeasures | None:
-    """Read a node's answer; None for what is none."""
+    """Decode a node's answer. Return None if it is invalid."""
     try:
         return honest_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):

@@ -1,1 +1,1 @@
-"""Events, logs, load history and the rows that show nodes."""
+"""Events, logs, load history and rows of nodes."""

@@ -1,7 +1,8 @@
-"""What happens in the pool, for those who watch: the events of our own log, as they are written there.
+"""Event stream of the pool: the events of the coordinator's log, as server-sent events.
 
-A ring of the newest and a bounded queue for each reader. Who reads too slowly loses the oldest and is told how many;
-who comes back says which event it had last, and is given those that it missed, as far as they are kept.
+The newest events are in a ring; each reader has a bounded queue. A slow reader loses the oldest events and receives
+their number. A reader that reconnects sends its last event number and receives the events since then, as far as they
+are kept.
 """
 
 import asyncio
@@ -14,17 +15,17 @@ from typing import Any
 
 KEPT = 500
 WAITING = 200
-"""Events that may wait for one reader."""
+"""Most queued events of one reader."""
 MOST_READERS = 64
 KEEPALIVE = 15.0
-"""Seconds of silence after which a reader gets a comment."""
+"""Seconds of silence after which a reader receives a comment."""
 OURS = ("coordinator.", "router.")
-"""Whose events are told: those of libraries are for the log alone."""
+"""Prefixes of loggers whose events are streamed. Events of libraries are only in the log."""
 Event = tuple[int, bytes]
 
 
 class Events:
-    """The ring and its readers. `tell` may be called on any thread."""
+    """Ring of events and its readers. `tell` is thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -35,10 +36,10 @@ class Events:
         self._numbers_of_readers = itertools.count(1)
 
     def tell(self, event: Mapping[str, Any]) -> None:
-        """Take an event of the log, secrets hidden already."""
+        """Add an event of the log, with secrets already hidden."""
         if str(event.get("logger", "")).startswith(OURS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and with it all who read
+            with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
                 self._loop.call_soon_threadsafe(self._add, body)
 
     def _add(self, body: bytes) -> None:
@@ -51,7 +52,7 @@ class Events:
 
     @property
     def full(self) -> bool:
-        """Whether as many read as may."""
+        """Whether the limit of readers is reached."""
         return self.readers >= MOST_READERS
 
     @property
@@ -60,8 +61,8 @@ class Events:
         return len(self._readers)
 
     async def read(self, last: int | None, newest: int, *, follow: bool) -> AsyncGenerator[bytes]:
-        """Yield events in the form of server-sent events: those after number `last`, else the `newest`; and with
-        `follow` what comes, for ever."""
+        """Yield server-sent events: those after number `last`, else the `newest`. With `follow`, continue with new
+        events."""
         kept = list(self._ring)
         begin = [event for event in kept if event[0] > last] if last is not None else kept[max(0, len(kept) - newest) :]
         waiting: deque[Event] = deque(begin, maxlen=max(WAITING, len(begin)))

@@ -1,10 +1,10 @@
-"""The load of the pool and of each Mac over the last hour, in a ring of fixed size.
+"""Load of the pool and of each Mac over the last hour, in a ring of fixed size.
 
 Rules
-- A reading holds totals and gauges of one moment. Totals are kept as rates of the time between two readings.
-- What is unknown is a gap, never zero and never the last value: memory of a Mac that is lost or paused, the time to
-  the first token where none came, everything while the coordinator slept.
-- The size is fixed: POINTS points of the pool and of at most MAX_NODES Macs. The pool's points count every Mac.
+- A reading has totals and gauges of one moment. Totals are stored as rates between two readings.
+- An unknown value is a gap, never zero and never the last value. Examples: memory of a lost or paused Mac, time to
+  first token without one, every value while the coordinator slept.
+- The size is fixed: `POINTS` points of the pool and of at most `MAX_NODES` Macs. The pool's points include every Mac.
 """
 
 import math
@@ -17,9 +17,9 @@ from wire.identity import NodeId
 INTERVAL_SECONDS = 10.0
 """Seconds between two readings."""
 POINTS = 360
-"""Points that are kept: one hour."""
+"""Number of points kept: one hour."""
 MAX_NODES = 64
-"""Macs with points of their own; 17 KB each."""
+"""Most Macs with their own points; 17 KB each."""
 UNKNOWN = math.nan
 NODE_SERIES = (
     "prompt_tokens_per_second",
@@ -34,8 +34,7 @@ POOL_SERIES = (*NODE_SERIES, "requests_per_second", "queued")
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """One Mac at one moment: totals since the coordinator started, then gauges. `memory` and `cap` are bytes, None
-    while the Mac is not linked or its memory is not in use by the pool."""
+    """Load of one Mac at one moment: totals since the coordinator started, then gauges."""
 
     prompt_tokens: int = 0
     generated_tokens: int = 0
@@ -43,21 +42,25 @@ class NodeLoad:
     first_token_seconds: float = 0.0
     in_flight: int = 0
     memory: int | None = None
+    """Current memory in bytes; None while the Mac is not linked or the pool does not use its memory."""
     cap: int | None = None
+    """Cap in bytes; None in the same cases."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The pool at one moment, `at` in Unix seconds. `requests` is the total of ended requests."""
+    """Load of the pool at one moment."""
 
     at: float
+    """Unix seconds."""
     nodes: Mapping[NodeId, NodeLoad]
     requests: int = 0
+    """Total of ended requests."""
     queued: int = 0
 
 
 class _Ring:
-    """The newest POINTS values of several series."""
+    """Newest `POINTS` values of several series."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._series = {name: array("d", [UNKNOWN]) * POINTS for name in names}
@@ -73,7 +76,7 @@ class _Ring:
 
 
 class LoadHistory:
-    """The ring. `take` adds a reading; `to_row` and `latest` return what is kept."""
+    """Ring of load points. `take` adds a reading; `to_row` and `latest` return its points."""
 
     def __init__(self) -> None:
         self._last: Reading | None = None
@@ -82,7 +85,7 @@ class LoadHistory:
         self._nodes: dict[NodeId, _Ring] = {}
 
     def take(self, reading: Reading) -> None:
-        """Add a reading; the first one only begins the first interval."""
+        """Add a reading. The first reading only starts the first interval."""
         last, self._last = self._last, reading
         for gone in self._nodes.keys() - reading.nodes.keys():
             del self._nodes[gone]
@@ -108,7 +111,7 @@ class LoadHistory:
             ring.put(self._number, nodes.get(node, {}))
 
     def to_row(self, points: int = POINTS) -> dict[str, object]:
-        """Return the newest `points` as the API shows them: None is a gap, `number` counts up by one a point."""
+        """Return the newest `points` as the API does: None is a gap, `number` grows by one with each point."""
         count = min(points, POINTS, self._number + 1)
         return {
             "interval_seconds": INTERVAL_SECONDS,
@@ -154,7 +157,7 @@ def _node_point(last: NodeLoad, now: NodeLoad, seconds: float) -> dict[str, floa
 
 
 def _rise(before: float, now: float) -> float:
-    """Return how far a total rose; one that fell began again at zero."""
+    """Return the increase of a total. A total that fell restarted at zero."""
     return now - before if now >= before else now
 
 

@@ -1,4 +1,4 @@
-"""Takes a reading of the pool's load every few seconds, for as long as the coordinator runs."""
+"""Sampler of the pool's load, every `INTERVAL_SECONDS` while the coordinator runs."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from router.placement.cluster_view import NodeView
 
 log = structlog.get_logger("coordinator.load")
 MEASURED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
-"""States in which a Mac's memory is in use by the pool and its report is of now."""
+"""States in which the pool uses a Mac's memory and its report is current."""
 
 
 def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> Reading:
@@ -30,7 +30,7 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> Reading:
 
 
 def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
-    """Return the load of one member. Its memory is None unless its report is of now and the pool uses it."""
+    """Return the load of one member. Its memory is None unless its report is current and the pool uses it."""
     counts, measured = counts or NodeCounts(), node.state in MEASURED
     return NodeLoad(
         prompt_tokens=counts.prompt_tokens,
@@ -44,7 +44,7 @@ def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> Node
 
 
 async def sample_load(history: LoadHistory, read: Callable[[float], Reading]) -> None:
-    """Add a reading every INTERVAL_SECONDS. A reading that fails is a gap, and is logged once."""
+    """Add a reading every `INTERVAL_SECONDS`. A failed reading is a gap, and is logged once."""
     failed = False
     while True:
         try:

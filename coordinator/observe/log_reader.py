@@ -1,4 +1,4 @@
-"""The coordinator's own log, read from its file: the newest part, and what is added to it."""
+"""Reader of the coordinator's log file: its newest part and its additions."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -6,12 +6,14 @@ from pathlib import Path
 
 PIECE = 64 * 1024
 LONGEST_LINE = 1024 * 1024
-"""Bytes in which the first line that is cut must end."""
+"""Most bytes searched for the end of the first, truncated line."""
 
 
 async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGenerator[bytes]:
-    """Yield the newest `size` bytes of a file; with `every` also what is added, looking again so many seconds later.
-    A file that has become shorter began anew. OSError when it cannot be read."""
+    """Yield the newest `size` bytes of a file; with `every` also its additions, polled every `every` seconds.
+
+    A file that has become shorter is read from its start. Raise `OSError` if it cannot be read.
+    """
     offset, end = await asyncio.to_thread(_newest, file, size)
     while True:
         while offset < end:
@@ -28,7 +30,7 @@ async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGen
 
 
 def _newest(file: Path, size: int) -> tuple[int, int]:
-    """Return where the newest `size` bytes begin and end, from the first whole line on where there is one."""
+    """Return the start and end of the newest `size` bytes, from the first complete line if there is one."""
     end = file.stat().st_size
     begin = end - size
     if begin <= 0:

@@ -1,4 +1,4 @@
-"""Nodes and their models as the API shows them, and what a person should know of them; sizes in bytes."""
+"""Rows of the API for nodes and models, and warnings about nodes. Sizes are in bytes."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -16,18 +16,22 @@ from wire.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What is known of a node beside its report: whether there was one, what the node runs, its requests by our own
-    count, and seconds since it was heard (None: never)."""
+    """Facts about a node outside its report."""
 
     reported: bool
+    """Whether there is a report."""
     version: str
+    """Version that the node runs."""
     protocol: int
+    """Protocol number of the node; 0 if unknown."""
     in_flight: int
+    """Requests on the node, counted by the coordinator."""
     heard_seconds: float | None
+    """Seconds since the last report; None without one."""
 
 
 def node_row(view: NodeView, member: Member, row: MemberRow, told: Told) -> dict[str, Any]:
-    """Give a node; None where nothing is known."""
+    """Return a node as a row of the API. None means unknown."""
     return {
         **_member(member, row, told, view.sharing),
         **_memory(view.memory, reported=told.reported),
@@ -96,7 +100,7 @@ def _enforced(view: NodeView) -> dict[str, Any]:
 
 
 def enforcement_row(one: Enforcement) -> dict[str, Any]:
-    """Give what a node's enforcer saw and did."""
+    """Return the readings and actions of a node's enforcer."""
     return {
         "level": Level(one.level).name.lower(), "phys": one.phys, "highest": one.highest, "interval": one.interval,
         "polls": one.polls, "over_caps": one.over_caps, "kills": one.kills, "warnings": list(one.warnings),
@@ -131,8 +135,8 @@ def _model(model: Model) -> dict[str, Any]:
 
 
 def standing(model: Model) -> dict[str, Any]:
-    """Say how a node stands to a model: loaded, loading (and how much is read), known (it loads at the first request),
-    or failed, and why."""
+    """Return the state of a model on a node: loaded, loading (with progress), known (loads at the first request), or
+    failed (with the cause)."""
     if model.loaded:
         return {"model": "loaded", "cause": "", "progress": 1.0}
     if model.loading:
@@ -141,13 +145,16 @@ def standing(model: Model) -> dict[str, Any]:
 
 
 def speeds(model: Model) -> dict[str, float]:
-    """Give the tokens per second of a prompt, and of an answer that nobody else is beside, that placement counts with:
-    as of late, or what is taken for such a machine before anything was measured."""
+    """Return the prefill and decode speeds of a model that placement uses, in tokens per second.
+
+    Decode is for one request alone. Values are recent measurements, or an estimate for such a machine before the first
+    one.
+    """
     return {"prefill_speed": round(model.prefill_speed, 1), "decode_speed": round(model.decode_speed, 1)}
 
 
 def measured(model: Model) -> dict[str, object] | None:
-    """Give what a model was measured to take as the API shows it, in bytes and tokens; None before it was."""
+    """Return a model's measured memory and context limits, in bytes and tokens; None before a measurement."""
     if not model.profiled:
         return None
     return {
@@ -157,14 +164,14 @@ def measured(model: Model) -> dict[str, object] | None:
 
 
 def can_answer(view: NodeView) -> bool:
-    """Return whether a request that comes now would be answered here: linked, engine and gate ready, a model there."""
+    """Return whether this node can answer a request now: linked, engine and gate ready, and a usable model."""
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())
     return view.state == State.READY and view.engine.state == "ready" and armed and served
 
 
 def warnings_of(view: NodeView) -> list[str]:
-    """Say what on a node needs a person, with the next step."""
+    """Return the conditions of a node that need a person, each with the next step."""
     memory, engine, found = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == State.READY and engine.state != "starting":
         found.append(f"its gate is not armed, so it refuses everything ({engine.state})")
@@ -179,7 +186,7 @@ def warnings_of(view: NodeView) -> list[str]:
 
 
 def dangers_of(view: NodeView) -> list[str]:
-    """Say what makes a node less safe than it could be: its own words, and in any case the facts of its report."""
+    """Return the reasons why a node's memory protection is reduced: its own warnings and the facts of its report."""
     memory, found = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in found):
         found.append("memory.guard is off, so nothing keeps it under its cap")

@@ -1,10 +1,11 @@
-"""The service as launchd's job, and what launchctl says of it. Pure; unverified on macOS: the checklist has `service`.
+"""The service as a launchd job, and parsing of launchctl's output. Pure; unverified on macOS: see `service` in the
+checklist.
 
-Theory. A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before anybody
-logs in. It runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk.
-launchd expands neither ~ nor variables and takes strings only in the environment; it does not rotate what a job prints
-(our processes cut that file themselves, `host.log_setup`). There is no caffeinate around the program: launchd would
-watch that process instead of ours.
+A LaunchDaemon, not an agent: daemons need no permission for the local network (TN3179) and run before any login. It
+runs as an ordinary user. ProcessType is Interactive, because Standard and Background throttle CPU and disk. launchd
+expands neither ~ nor variables, and accepts only strings in the environment. It does not rotate a job's output, hence
+the processes truncate that file (`host.log_setup`). There is no caffeinate around the program, because launchd would
+then supervise caffeinate.
 """
 
 import plistlib
@@ -35,13 +36,13 @@ KINDS: dict[str, type | tuple[type, ...]] = {
     "StandardOutPath": str, "StandardErrorPath": str, "EnvironmentVariables": dict, "SoftResourceLimits": dict,
     "HardResourceLimits": dict, "LaunchOnlyOnce": bool,
 }  # fmt: skip
-"""The keys of launchd.plist(5) that we use, and their types."""
+"""The used keys of launchd.plist(5), and their types."""
 SYSCTL = "/usr/sbin/sysctl"
 TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
 def job(plan: Plan) -> dict[str, Any]:
-    """Give the job's property list."""
+    """Return the job's property list."""
     log = f"{plan.logs}/service.log"
     return {
         "Label": LABEL,
@@ -64,7 +65,7 @@ def job(plan: Plan) -> dict[str, Any]:
 
 
 def wired_job(megabytes: int) -> dict[str, Any]:
-    """Give the job that sets Metal's wired limit at each start of the machine, which forgets it."""
+    """Return the job that sets Metal's wired limit at each boot, because the limit does not persist."""
     return {
         "Label": WIRED_LABEL,
         "ProgramArguments": [SYSCTL, f"iogpu.wired_limit_mb={megabytes}"],
@@ -79,7 +80,7 @@ def text(made: dict[str, Any]) -> str:
 
 
 def faults(content: bytes) -> list[str]:
-    """Find what launchd would refuse or ignore in silence: unknown keys, wrong types, paths that it does not expand."""
+    """Return the faults that launchd would refuse or silently ignore: unknown keys, wrong types, unexpandable paths."""
     made = _read(content)
     if made is None:
         return ["no property list with a dictionary"]
@@ -97,7 +98,7 @@ def _read(content: bytes) -> dict[str, Any] | None:
     """Read a property list; None when it is none, or no dictionary."""
     try:
         made: object = plistlib.loads(content)
-    except Exception:  # whatever a damaged file brings the parser to: expat's errors, index errors
+    except Exception:  # a damaged file causes arbitrary parser errors, such as expat's or IndexError
         return None
     return cast("dict[str, Any]", made) if isinstance(made, dict) else None
 
@@ -120,7 +121,7 @@ def _deeper(made: dict[str, Any]) -> list[str]:
 
 
 def ours(content: bytes) -> dict[str, Any] | None:
-    """Give the job of a file that we wrote; None for anything else."""
+    """Return the job of a file that this program wrote; None for any other."""
     job = _read(content)
     if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
         return None

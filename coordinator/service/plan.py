@@ -1,4 +1,4 @@
-"""What the service shall be, before any file is written: who runs what, with which state. Pure."""
+"""Plan of the service before any file is written: user, program and state folder. Pure."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -8,7 +8,7 @@ LABEL = "org.macpool"
 WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 MODULE = "coordinator.cli"
-"""What every program of ours is started by; a unit without it is not ours."""
+"""Module that starts every program of this project. A unit without it is foreign."""
 STOP_SECONDS = 45
 """Longer than both drains: requests end, then the local node does."""
 THROTTLE_SECONDS = 10
@@ -39,7 +39,8 @@ class Plan:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The whole environment. A proxy would be asked for machines of the local network, so there is none."""
+        """Return the complete environment. It has no proxy, because a proxy would receive requests for machines of the
+        local network."""
         return {
             "HOME": self.home, "LANG": "en_US.UTF-8", "NO_COLOR": "1", "NO_PROXY": "*",
             "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHONUNBUFFERED": "1",
@@ -48,7 +49,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the system says of the service: loaded, running with a process id, and how it ended last."""
+    """State of the service: loaded, running with a process id, and its last exit."""
 
     loaded: bool = False
     running: bool = False
@@ -58,7 +59,7 @@ class Standing:
 
 
 def refused_arguments(arguments: tuple[str, ...]) -> str | None:
-    """Say why these arguments cannot stand in a unit, which everybody on the machine can read; None when they can."""
+    """Return why these arguments cannot be in a unit, which every user of the machine can read; None if they can."""
     for one in arguments:
         name = one.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):
@@ -73,7 +74,7 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
 
 
 def clamp_wired_limit(wanted: int, safe_bytes: int) -> str | None:
-    """Say why a wired limit in MiB cannot be kept; None when it leaves the system its reserve."""
+    """Return why a wired limit in MiB is not allowed; None if it leaves the system its reserve."""
     safe = safe_bytes >> 20
     if safe <= 0:
         return "the RAM of this machine cannot be read, so no wired limit is known to be safe"

@@ -40,30 +40,30 @@ class Host:
 
     @property
     def mac(self) -> bool:
-        """Whether launchd is in charge."""
+        """Whether the manager is launchd."""
         return self.platform == "darwin"
 
     @property
     def unit(self) -> Path:
-        """Where the service's unit lies."""
+        """Path of the service's unit."""
         return self.root / launchd.FOLDER / f"{LABEL}.plist" if self.mac else self.root / systemd.FOLDER / UNIT
 
     @property
     def wired_unit(self) -> Path:
-        """Where the job of the wired limit lies, on macOS."""
+        """Path of the wired limit's job, on macOS."""
         return self.root / launchd.FOLDER / f"{WIRED_LABEL}.plist"
 
     @property
     def logs(self) -> Path:
-        """Where launchd puts what the service prints; systemd has its journal."""
+        """Folder of the service's output under launchd. systemd has its journal."""
         return self.root / launchd.LOGS.removeprefix("/")
 
     def text(self, plan: Plan) -> str:
-        """Give the unit's text for a plan."""
+        """Return the unit's text for a plan."""
         return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
 
     def call(self, tool: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        """Run a tool, whatever it answers. ServiceError when it is not there or does not end."""
+        """Run a tool and return its result, whichever exit code. Raise `ServiceError` if it is missing or hangs."""
         command = [self.tools[tool], *arguments]
         try:
             return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS,
@@ -75,7 +75,7 @@ class Host:
             raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_SECONDS:.0f} s") from None
 
     def must(self, tool: str, *arguments: str) -> None:
-        """Run a tool. ServiceError with its own words when it fails."""
+        """Run a tool. Raise `ServiceError` with its message if it fails."""
         done = self.call(tool, *arguments)
         if done.returncode:
             said = (done.stderr.strip() or done.stdout.strip() or "it said nothing")[:500]
@@ -83,7 +83,7 @@ class Host:
                 1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {said}{_hint(done.returncode)}"
             )
 
-    # -- what the manager is told ------------------------------------------------------------------
+    # -- commands to the manager -------------------------------------------------------------------
 
     def standing(self) -> Standing:
         """Ask how the service is."""
@@ -93,7 +93,7 @@ class Host:
         return systemd.standing_in(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
 
     def load(self) -> None:
-        """Let the manager read the unit, and start it now and at each start of the machine."""
+        """Load the unit into the manager, and start it now and at each boot."""
         if self.mac:
             self.call("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
             self.must("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
@@ -103,7 +103,7 @@ class Host:
         self.must("systemctl", "restart", UNIT)
 
     def unload(self, label: str = LABEL) -> None:
-        """Stop it, and let the manager forget it; nothing happens where it is not loaded."""
+        """Stop and unload a unit. Do nothing if it is not loaded."""
         if self.mac:
             done = self.call("launchctl", "bootout", f"{launchd.DOMAIN}/{label}")
             if done.returncode and done.returncode not in launchd.NOT_FOUND:
@@ -120,7 +120,7 @@ class Host:
             self.must("systemctl", "restart", UNIT)
 
     def forgotten(self) -> None:
-        """Let the manager see that the unit's file is gone."""
+        """Make the manager notice that the unit's file is gone."""
         if not self.mac:
             self.must("systemctl", "daemon-reload")
 
@@ -133,7 +133,7 @@ def _hint(code: int) -> str:
 
 
 def account(user: str) -> tuple[int, int, str]:
-    """Give user id, group id and home folder of an account. ServiceError for one that is missing, or root."""
+    """Return user id, group id and home folder of an account. Raise `ServiceError` if it is missing, or root."""
     try:
         found = pwd.getpwnam(user)
     except KeyError:

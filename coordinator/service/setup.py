@@ -1,15 +1,15 @@
-"""Installs the service, repairs what is half there, and takes it away. Asks first, acts then.
+"""Installs, repairs and removes the system service. Checks come first, changes second.
 
-Theory. Three things make a service: the unit's file, what the manager has loaded, and the running program. Any of them
-can be missing or old, after a crash, an update or a person's hands; `install` looks at all three and does what is left
-to do, so that it can be run again at any time. Rules that nobody may break
-- A file that we did not write is never overwritten or removed, and neither is a unit of another user or another state
-  folder: that would take the pool of somebody else along.
+A service consists of the unit's file, the unit loaded by the manager, and the running program. Each may be missing or
+old after a crash, an update or manual changes. `install` checks all three and does the remaining steps; it is safe to
+run again. Invariants:
+- A foreign file is never overwritten or removed, nor a unit of another user or another state folder, because that would
+  remove another person's pool.
 - The state folder must belong to the user who runs the service.
-- A unit that does not come up is taken back, and what was there before stands again.
-- A unit that was written and not yet loaded is marked by a file beside it: an install that is cut off in between is
-  finished by the next one, although file and process look well.
-- Nobody's data is removed, ever: `uninstall` says where it stays.
+- A unit that does not start is removed, and the earlier unit is restored.
+- A unit that is written but not loaded has a marker file next to it. After an interrupted install, the next one
+  finishes the work although file and process look correct.
+- Data is never removed: `uninstall` names its location.
 """
 
 import os
@@ -25,14 +25,14 @@ from coordinator.service.service_manager import Host, ServiceError, account
 
 READY_SECONDS = 45.0
 STEADY_SECONDS = 3.0
-"""A service runs when it has had the same process for so long."""
+"""Seconds with one process id after which a service counts as running."""
 LOOK_SECONDS = 0.25
 TAIL = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Existing:
-    """What of ours lies at the unit's place: nothing, or its text with user and state folder."""
+    """Existing unit of this program: none, or its text with user and state folder."""
 
     text: str = ""
     user: str = ""
@@ -40,7 +40,7 @@ class Existing:
 
 
 def existing(host: Host, file: Path) -> Existing:
-    """Read the unit that is there. ServiceError when it is somebody else's."""
+    """Read the existing unit. Raise `ServiceError` if it is foreign."""
     try:
         facts = file.lstat()
     except FileNotFoundError:
@@ -64,7 +64,7 @@ def existing(host: Host, file: Path) -> Existing:
 
 
 def check(host: Host, plan: Plan) -> Existing:
-    """Say what is there already. ServiceError when this plan may not be carried out."""
+    """Check a plan and return the existing unit. Raise `ServiceError` if the plan is not allowed."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
     uid, _, _ = account(plan.user)
@@ -92,7 +92,7 @@ def _serves(host: Host, found: Existing, state: str) -> bool:
 
 
 def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
-    """Carry the plan out, and wait until the service runs; give what was done, nothing where nothing was to do."""
+    """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
     before, done = check(host, plan), list[str]()
     wanted, standing = host.text(plan), host.standing()
     done += _folders(host, plan)
@@ -120,7 +120,7 @@ def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[
 
 
 def wait(host: Host, seconds: float) -> Standing:
-    """Wait until the service has had one process for STEADY_SECONDS. ServiceError when it has not."""
+    """Wait until the service has had one process for `STEADY_SECONDS`. Raise `ServiceError` after `seconds`."""
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
     while (now := time.monotonic()) - began < seconds:
@@ -135,7 +135,7 @@ def wait(host: Host, seconds: float) -> Standing:
 
 
 def last_words(host: Host) -> str:
-    """Give the end of what the service printed, where launchd keeps it in a file."""
+    """Return the end of the service's output, which launchd keeps in a file."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL:]
     except OSError:
@@ -143,7 +143,7 @@ def last_words(host: Host) -> str:
 
 
 def _take_back(host: Host, before: Existing) -> None:
-    """Undo an install that did not come up: what was there before runs again, or nothing does."""
+    """Undo an install that did not start: restore and load the earlier unit, if any."""
     _beside(host.unit, "unfinished").unlink(missing_ok=True)
     host.unload()
     if before.text:
@@ -155,7 +155,7 @@ def _take_back(host: Host, before: Existing) -> None:
 
 
 def _folders(host: Host, plan: Plan) -> list[str]:
-    """Make the folders that launchd writes to before our program runs, and give them to the user."""
+    """Create the folders that launchd writes to before the program starts, owned by the service's user."""
     uid, gid, _ = account(plan.user)
     done: list[str] = []
     for folder in [Path(plan.state), *([host.logs] if host.mac else [])]:
@@ -168,7 +168,7 @@ def _folders(host: Host, plan: Plan) -> list[str]:
 
 
 def _wired(host: Host, megabytes: int) -> list[str]:
-    """Write the job of the wired limit where one was asked for, and let it run once now."""
+    """Write the job of the wired limit if wanted, and run it once now."""
     if not host.mac or not megabytes:
         return []
     wanted = launchd.text(launchd.wired_job(megabytes))
@@ -182,7 +182,7 @@ def _wired(host: Host, megabytes: int) -> list[str]:
 
 
 def _beside(file: Path, what: str) -> Path:
-    """Name a file of ours beside a unit; no manager of services reads such names."""
+    """Return the name of an auxiliary file next to a unit. Service managers ignore such names."""
     return file.with_name(f".{file.name}.{what}")
 
 
@@ -193,11 +193,11 @@ def _lint(host: Host, text: str) -> None:
 
 
 def _write(host: Host, file: Path, text: str) -> None:
-    """Replace a unit whole: root's own, readable by all, as launchd demands; macOS's own linter must take it first."""
+    """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
     beside = _beside(file, "new")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        beside.unlink(missing_ok=True)  # left by an install that was cut off
+        beside.unlink(missing_ok=True)  # left by an interrupted install
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
         with os.fdopen(descriptor, "w") as opened:
             opened.write(text)
@@ -212,7 +212,7 @@ def _write(host: Host, file: Path, text: str) -> None:
 
 
 def uninstall(host: Host) -> list[str]:
-    """Stop the service and remove its units; give what was done. Data stays where it is."""
+    """Stop the service and remove its units. Return the steps done. Data is kept."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []

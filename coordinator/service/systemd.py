@@ -1,10 +1,10 @@
-"""The service as a unit of systemd, and what systemctl says of it. Pure.
+"""The service as a systemd unit, and parsing of systemctl's output. Pure.
 
-Theory of the hardening. What is closed is what no part of us needs: new privileges, capabilities, kernel settings and
-modules, other address families. What stays open, and why: the home folder and /tmp (models, state, Ray's sockets),
-writable and executable memory (MLX compiles kernels at first use, Ray and ctypes make trampolines), and all system
-calls of the native architecture. An engine that the kernel ends for want of memory must not take the unit along: the
-agent says what died and starts it again, hence OOMPolicy=continue.
+Hardening closes everything that no part needs: new privileges, capabilities, kernel settings and modules, other address
+families. The home folder and /tmp stay open for models, state and Ray's sockets. Writable and executable memory stays
+open, because MLX compiles kernels at first use, and Ray and ctypes make trampolines. All system calls of the native
+architecture stay open. An engine that the kernel's OOM killer ends must not stop the unit. The agent reports the death
+and restarts the engine, hence OOMPolicy=continue.
 """
 
 from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, Plan, Standing
@@ -24,7 +24,7 @@ HARDENING = {
 
 
 def unit(plan: Plan) -> str:
-    """Give the unit's text."""
+    """Return the unit's text."""
     pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
     hardening = "".join(f"{name}={value}\n" for name, value in HARDENING.items())
@@ -56,14 +56,14 @@ WantedBy=multi-user.target
 
 
 def quoted(word: str, *, expanded: bool = True) -> str:
-    """Write one word so that systemd neither splits nor expands it; in commands it expands variables, too."""
+    """Quote one word such that systemd neither splits nor expands it. In commands systemd also expands variables."""
     plain = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%")
     plain = plain.replace("$", "$$") if expanded else plain
     return f'"{plain}"' if not word or any(letter in " \t'\";#" for letter in word) else plain
 
 
 def ours(content: str) -> dict[str, str] | None:
-    """Give the settings of a unit that we wrote; None for anything else."""
+    """Return the settings of a unit that this program wrote; None for any other."""
     if not content.startswith(NOTICE) or MODULE not in content:
         return None
     pairs = (line.split("=", 1) for line in content.splitlines() if "=" in line and not line.startswith("#"))
@@ -71,7 +71,7 @@ def ours(content: str) -> dict[str, str] | None:
 
 
 def standing_in(listing: str) -> Standing:
-    """Read `systemctl show` of SHOWN."""
+    """Parse the output of `systemctl show` for `SHOWN`."""
     told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = told.get("LoadState") == "loaded"
     pid = int(told["MainPID"]) if told.get("MainPID", "").isdecimal() else 0

@@ -1,7 +1,7 @@
-"""A loop whose time is virtual: where a real one would wait, this one is there already.
+"""Event loop with virtual time: a wait advances the clock at once.
 
-The production code takes its time and its timers from the running loop, so it runs here as it is. What is due at the
-same moment runs in the order in which the heap gives it, which is the same in every run.
+The production code takes its time and timers from the running loop, and runs here unchanged. Timers of the same moment
+fire in heap order, which is the same in every run.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(_Leap(self._forward))
 
     def time(self) -> float:
-        """Give virtual seconds."""
+        """Return the virtual time in seconds."""
         return self._seconds
 
     def _forward(self, seconds: float) -> None:

@@ -1,8 +1,8 @@
-"""The pool around the router: links, reports, membership, what goes wrong, and what becomes of every request.
+"""Simulated pool around the router: links, reports, membership, faults, and the result of every request.
 
-Frames travel one way in `latency` seconds and never overtake one another. Reports come at fixed moments of a period,
-each node at its own, SLOTS moments in all; those of one moment reach the router as one picture. A node that rests says
-so once a second. Membership is the production state machine; only its suspicion of itself is left out.
+Frames travel one way in `latency` seconds and keep their order. Reports come at fixed moments of a period: each node
+has its own, of `SLOTS` in total. Reports of one moment reach the router as one view. An idle node reports once a
+second. Membership is the production state machine without its suspicion of itself.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ from wire.units import parse_size
 SLOTS = 20
 IDLE_SECONDS = 1.0
 GIVE_UP = 3600.0
-"""Seconds after the last arrival at which whoever is still there counts as failed."""
+"""Seconds after the last arrival at which an open request counts as failed."""
 
 
 class Contender(Protocol):
-    """What places requests: the production dispatcher, a peer's rule, or the clairvoyant."""
+    """Router under test: the production dispatcher, a peer's rule, or the clairvoyant."""
 
     def set_view(self, view: ClusterView) -> None:
-        """Take a new picture of the pool."""
+        """Apply a new cluster view."""
         ...
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Hear what a node says of a request."""
+        """Handle a node's frame about a request."""
         ...
 
     def node_gone(self, node: NodeId, reason: str) -> None:
@@ -57,21 +57,21 @@ class Contender(Protocol):
         ...
 
     def submit(self, turn: Turn) -> None:
-        """Take a request; its end must be told to the pool's `ended`."""
+        """Accept a request. Its end must be reported to the pool with `ended`."""
         ...
 
     def changed(self, node: NodeId) -> None:
-        """Something ended on a node, this very moment: only the clairvoyant may listen."""
+        """Handle the end of a request on a node at this moment. Only the clairvoyant may use it."""
         ...
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release everything."""
         ...
 
 
 @dataclass(slots=True)
 class Fate:
-    """What became of one request. Times in seconds; `first_refused`: the first node that was asked said no."""
+    """Result of one request. Times are in seconds. `first_refused`: the first node refused."""
 
     turn: Turn
     arrived: float
@@ -87,12 +87,12 @@ class Fate:
 
     @property
     def served(self) -> bool:
-        """Whether it was answered to its end."""
+        """Whether the answer was completed."""
         return isinstance(self.outcome, Finished)
 
 
 class Pool:
-    """See the module. `log` hears one line for everything that people would want to know, None for silence."""
+    """Simulated pool. `log` receives one line for each notable event; None disables the log."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class Pool:
             self.loop.call_at(due, self._arrive, way)
 
     def _arrive(self, way: "deque[tuple[float, NodeId, int, Frame]]") -> None:
-        """Deliver what is due, in order; several reports make one picture."""
+        """Deliver the due frames in order. Several reports make one view."""
         reported = False
         while way and way[0][0] <= self.loop.time():
             _, node, link, frame = way.popleft()
@@ -206,10 +206,10 @@ class Pool:
             self.contender.receive(node, frame)
         return False
 
-    # what becomes of requests
+    # results of requests
 
     def note_sent(self, node: NodeId, frame: Generate) -> None:
-        """Note that a request is on its way to a node."""
+        """Record that a request was sent to a node."""
         fate = self.fates[frame.request_id]
         self._requests[frame.request] = frame.request_id
         fate.tries += 1
@@ -236,7 +236,7 @@ class Pool:
         return self.fates.get(self._requests.get(request, ""))
 
     def ended(self, request_id: str, outcome: Outcome) -> None:
-        """Hear of the end of a request, from the contender."""
+        """Record the end of a request, called by the contender."""
         fate, now = self.fates[request_id], self.loop.time()
         fate.ended, fate.outcome = now, outcome
         self._open -= 1
@@ -257,7 +257,7 @@ class Pool:
             self._over.set()
 
     def say(self, line: str) -> None:
-        """Write a line of the log."""
+        """Write a line to the log."""
         if self._log is not None:
             self._log(f"{self.loop.time():.3f} {line}")
 
@@ -327,7 +327,7 @@ class Pool:
         return bool(actions)
 
     def _cut(self, node: NodeId) -> None:
-        """The coordinator closed the link of a silent node: what it held back is lost."""
+        """Close the link of a silent node. Its held frames are lost."""
         if node in self._silent:
             self._silent[node] = []
 
@@ -341,7 +341,7 @@ class Pool:
         if self.contender is not None:
             self.contender.set_view(ClusterView(tuple(self._views.values())))
 
-    # what goes wrong
+    # faults
 
     def _happen(self, event: EventSpec) -> None:
         node = NodeId(event.node)
@@ -365,7 +365,7 @@ class Pool:
 
     def _dies(self, node: NodeId, machine: Machine) -> None:
         machine.flush()
-        while self._up:  # what was sent is read before the end of the connection is seen
+        while self._up:  # frames in flight are read before the end of the connection
             _, who, _, frame = self._up.popleft()
             if self._heard_of(who, frame):
                 self._publish()
@@ -399,12 +399,12 @@ class Pool:
     # the run
 
     async def run(self, contender: Contender) -> None:
-        """Play the whole scenario."""
+        """Run the complete scenario."""
         self.contender = contender
         nodes = list(self.machines)
         for slot in range(SLOTS):
             mine = nodes[slot::SLOTS]
-            for node in mine:  # everybody has reported once before anything begins
+            for node in mine:  # every node has reported once before the first request
                 self._reported(node, self.machines[node].report())
             begins = slot / SLOTS * self.scenario.report_seconds
             self._timers.append(self.loop.call_at(begins, self._slot, slot, mine, 0))
@@ -429,5 +429,5 @@ class Pool:
         contender.close()
 
     def cancel(self, node: NodeId, request: int) -> None:
-        """Tell a node that nobody waits for a request any more."""
+        """Send a node the cancellation of a request."""
         self.send(node, Cancel(request))

@@ -47,7 +47,7 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
 
 
 def _plain(row: "Figures") -> dict[str, object]:
-    """Give a row for JSON, which knows no infinity: null means never."""
+    """Convert a row for JSON, which has no infinity: null means never."""
     return {
         name: value if not isinstance(value, float) or math.isfinite(value) else None
         for name, value in asdict(row).items()

@@ -1,9 +1,9 @@
-"""What Macs can do, as far as placement cares: prefill speed, decode speed, Metal's share of the memory.
+"""Speeds and memory of Macs, as far as placement needs them: prefill, decode, Metal's share of the memory.
 
-Speeds are those that llama.cpp's users measured for a model of 7 billion parameters in 4 bits on Apple chips (its
-public table of Apple Silicon: prompts of 512 tokens, answers of 128). MLX differs by some tens of per cent, and so do
-machines; what matters here is the ratio between them. Prefill is bound by computing: it scales with the parameters that
-a token meets. Decode is bound by reading memory: the same parameters, and the rows that are there.
+Speeds are measurements of llama.cpp's users for a model of 7 billion parameters in 4 bits on Apple chips. Source: its
+public table of Apple Silicon, with prompts of 512 tokens and answers of 128. MLX differs by some tens of per cent, as
+do machines; the ratio between them matters here. Prefill is bound by compute: it scales with the active parameters.
+Decode is bound by memory reads: the same parameters, and the cached rows.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ BATCH_COST = 0.15
 """By how much each further row slows a decode step."""
 METAL_SHARE = 0.75
 METAL_SHARE_SMALL, METAL_SMALL = 2 / 3, 36 * GIB
-"""Metal's wired limit, which is a node's cap where nobody sets one: it is the lowest of the terms."""
+"""Metal's wired limit as a share of memory. It is a node's default cap, because it is the lowest of the terms."""
 BASE = 700 * 1024**2
-"""What an engine takes before any model."""
+"""Bytes that an engine uses without any model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,16 +39,16 @@ CHIPS = MappingProxyType({
 
 
 def cap_of(memory: int) -> int:
-    """Give the cap in bytes of a Mac with this much memory and no settings."""
+    """Return the default cap in bytes of a Mac with this much memory."""
     return int(memory * (METAL_SHARE_SMALL if memory <= METAL_SMALL else METAL_SHARE))
 
 
 def prefill_speed(chip: Chip, billions: float) -> float:
-    """Give tokens per second of a prefill that has the machine to itself."""
+    """Return the prefill speed of a machine without other load, in tokens per second."""
     return chip.prefill * MEASURED_BILLIONS / billions
 
 
 def step_seconds(chip: Chip, billions: float, rows: int, kv_bytes: float) -> float:
-    """Give the seconds of one decode step of a model with so many rows, whose caches hold `kv_bytes`."""
+    """Return the seconds of one decode step of a model with `rows` rows, whose caches hold `kv_bytes`."""
     read = billions / MEASURED_BILLIONS
     return (read * (1 + BATCH_COST * (rows - 1)) + kv_bytes / MEASURED_BYTES) / chip.decode

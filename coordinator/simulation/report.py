@@ -1,4 +1,4 @@
-"""The figures of a run, one line of the table each, and the table."""
+"""Results of a run: the figures, a table row for each contender, and the table."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,10 +11,14 @@ from wire.refusals import Refused
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """One contender in one scenario. Times in seconds. Of the requests that fit somewhere: `ttft_*` (who was never
-    served counts as infinite), `whole_*` to the last token, `refused` (said no at the end), `failed` (begun, or given
-    up, and not answered), `first_refused` (share of those sent whose first node said no), `wait_*` from the door to the
-    node that answered. `jain` compares what every key was served until the last arrival with its fair share."""
+    """Results of one contender in one scenario. Times are in seconds.
+
+    Of the requests that fit on some node: `ttft_*` is the time to the first token, infinite for a request never served.
+    `whole_*` is the time to the last token, `wait_*` the time from arrival to the answering node. `refused` counts
+    final refusals. `failed` counts requests that began, or were abandoned, without an answer. `first_refused` is the
+    share of sent requests whose first node refused. `jain` compares each API key's service until the last arrival with
+    its fair share.
+    """
 
     policy: str
     requests: int
@@ -59,14 +63,17 @@ def figures_of(policy: str, pool: Pool, until: float) -> Figures:
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
-    """Give the figure below which this part lies; NaN of nothing."""
+    """Return the value below which this share lies; NaN for an empty sequence."""
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
 def jain(fates: Iterable[Fate], until: float, patience: float) -> float:
-    """Give Jain's index over keys of tokens served until a moment, each divided by its max-min fair share of all that
-    was served: 1 when everybody got what is fair, 1/n when one got it all. 1 of a single key. Who came in the last
-    `patience` seconds does not count: nobody could say yet what will become of it."""
+    """Return Jain's index over API keys of tokens served until a moment.
+
+    Each value is divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got
+    everything. A single key has 1. Requests of the last `patience` seconds do not count, because their result is still
+    open.
+    """
     asked: dict[str, float] = {}
     served: dict[str, float] = {}
     for fate in fates:
@@ -85,7 +92,8 @@ def jain(fates: Iterable[Fate], until: float, patience: float) -> float:
 
 
 def fair_shares(asked: Mapping[str, float], whole: float) -> dict[str, float]:
-    """Divide `whole` so that nobody gets more than asked, and what is left over is divided among the others."""
+    """Divide `whole` into max-min fair shares: no key gets more than it requested, and the rest is divided among the
+    remaining keys."""
     shares: dict[str, float] = {}
     left = whole
     for number, (key, wanted) in enumerate(sorted(asked.items(), key=lambda one: one[1])):

@@ -1,14 +1,13 @@
-"""Who places requests in a simulation: our dispatcher under any policy, peers' rules as they are, the clairvoyant.
+"""Routers of a simulation: the dispatcher under any policy, rules of peer projects, and a clairvoyant router.
 
-`production` is the dispatcher, its queue and its ledger, untouched, with the policy in question ordering the nodes that
-the memory filter leaves. `Peer` is a router of today: no filter, no reservations, no line; it asks the node that its
-rule puts first, and after a refusal another, at most TRIES in all with the pauses that sglang-router makes.
+`production` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the memory
+filter leaves. `Peer` models a common router: no filter, no reservations, no queue. It asks the first node of its rule,
+and after a refusal another, at most `TRIES` in total, with the pauses of sglang-router.
 
-The clairvoyant knows every answer's length and every node's exact state at every moment, without any delay. It gives a
-request at once to the node with room for the whole of it that will give the first token soonest, by the node's own
-forecast; where none has room the request waits, and whenever anything ends anywhere those who wait are tried in the
-order in which they came. It knows neither who will come nor when: it is the best that can be done one by one, not the
-best of all schedules.
+The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
+once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
+has room, the request waits. Whenever a request ends, the waiting requests are tried in order of arrival. It does not
+know future arrivals: it is the best one-by-one placement, not the best of all schedules.
 """
 
 import itertools
@@ -34,12 +33,12 @@ _MOST_MESSAGE = 4
 
 
 def demand_of(turn: Turn) -> Demand:
-    """Give what the router knows of a request."""
+    """Return the router's knowledge of a request."""
     return Demand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
 def messages_of(turn: Turn) -> tuple[Message, ...]:
-    """Give texts of the right length that begin as those of the conversation before did."""
+    """Return texts of the right length that begin with the texts of the conversation's earlier turns."""
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
         for number, (text, tokens) in enumerate(turn.conversation)
@@ -47,7 +46,7 @@ def messages_of(turn: Turn) -> tuple[Message, ...]:
 
 
 class Production:
-    """The dispatcher."""
+    """Contender that uses the dispatcher."""
 
     def __init__(self, pool: Pool, seed: int, policy: Policy) -> None:
         self._pool = pool
@@ -70,22 +69,22 @@ class Production:
         return self._pool.send(node, frame)
 
     def set_view(self, view: ClusterView) -> None:
-        """Hand on."""
+        """Pass the view to the dispatcher."""
         self.dispatcher.set_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Hand on."""
+        """Pass a frame to the dispatcher."""
         self.dispatcher.receive(node, frame)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Hand on."""
+        """Pass the loss of a node to the dispatcher."""
         self.dispatcher.node_gone(node, reason)
 
     def changed(self, node: NodeId) -> None:
-        """Know nothing of it."""
+        """Ignore the change."""
 
     def submit(self, turn: Turn) -> None:
-        """Be the door: one job, read to its end."""
+        """Submit a turn as one job and consume its stream."""
         job = Job(
             demand_of(turn), turn.key, turn.id, messages_of(turn), Params(max_tokens=turn.max_tokens), 0, stream=True
         )
@@ -102,13 +101,13 @@ class Production:
             self._pool.ended(ticket.job.request_id, ticket.outcome)
 
     def close(self) -> None:
-        """End, and see that the books balance."""
+        """Stop the dispatcher and check the ledger's balance."""
         self.dispatcher.shutdown()
         self.dispatcher.ledger.check()
 
 
 class Peer:
-    """A router without memory: see the module. `sample` nodes are looked at, 0: all."""
+    """Router without reservations. `sample` is the number of nodes compared for a request; 0: all."""
 
     def __init__(self, pool: Pool, seed: int, policy: Policy, sample: int = 0) -> None:
         self._pool = pool
@@ -122,7 +121,7 @@ class Peer:
         self._begun: set[int] = set()
 
     def set_view(self, view: ClusterView) -> None:
-        """Take the newest reports; what they count as queued is no longer ours to count."""
+        """Apply a new view. Requests that its reports already include are no longer counted here."""
         old = {node.id: node for node in self._view.nodes}
         self._view = view
         for node in view.nodes:
@@ -133,7 +132,7 @@ class Peer:
                         mine[request] = 0
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Follow a request; after a refusal ask another node."""
+        """Track a request; after a refusal, try another node."""
         if isinstance(frame, Deltas):
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
@@ -149,7 +148,7 @@ class Peer:
             self._pool.ended(self._leave(frame.request)[0].id, Failure(frame.code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """A cut stream is a failure; what had not begun is sent elsewhere."""
+        """Fail the streams of a lost node, and retry requests without a first token on another node."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
@@ -165,10 +164,10 @@ class Peer:
         return live
 
     def changed(self, node: NodeId) -> None:
-        """Know nothing of it."""
+        """Ignore the change."""
 
     def submit(self, turn: Turn) -> None:
-        """Send it somewhere."""
+        """Send a turn to a node."""
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: Turn, tries: int, refused: frozenset[NodeId]) -> None:
@@ -201,11 +200,11 @@ class Peer:
         )  # fmt: skip
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""
 
 
 class Clairvoyant:
-    """See the module."""
+    """Router with exact knowledge of all nodes and answers."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
@@ -215,14 +214,14 @@ class Clairvoyant:
         self._ready: frozenset[NodeId] = frozenset()
 
     def set_view(self, view: ClusterView) -> None:
-        """Look at the nodes themselves instead; a picture only tells who is here."""
+        """Update the set of ready nodes. Their state is read from the nodes directly."""
         ready = frozenset(node.id for node in view.nodes if node.state == "ready")
         if ready != self._ready:
             self._ready = ready
             self._wake(ready)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Follow a request. Two that were sent at one moment may still meet on a node: then it waits again."""
+        """Track a request. Two requests sent at one moment may collide on a node; a refused request waits again."""
         if isinstance(frame, Refusal):
             self._waiting.append(self._live.pop(frame.request)[0])
             self._wake(self._ready)
@@ -232,20 +231,20 @@ class Clairvoyant:
             self._pool.ended(turn.id, outcome)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Begin anew elsewhere what was there; it is one of the few things that it does not foresee."""
+        """Restart the requests of a lost node on other nodes. A loss is not foreseen."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)
 
     def submit(self, turn: Turn) -> None:
-        """Place it now, or when something has ended."""
+        """Place a turn now, or enqueue it."""
         if not any(machine.ever(turn) for machine in self._pool.machines.values()):
             self._pool.ended(turn.id, Failure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)
 
     def changed(self, node: NodeId) -> None:
-        """Try those who wait there: on all others they did not fit before."""
+        """Try the waiting requests on this node only, because they did not fit on any other node before."""
         self._wake(self._ready & {node})
 
     def _wake(self, nodes: Collection[NodeId]) -> None:
@@ -253,7 +252,7 @@ class Clairvoyant:
             self._waiting = [turn for turn in self._waiting if not self._place(turn, nodes)]
 
     def _place(self, turn: Turn, nodes: Collection[NodeId]) -> bool:
-        """Give it to the soonest of these nodes that has room."""
+        """Send a turn to the soonest of these nodes that has room. Return whether there was one."""
         machines = self._pool.machines
         able = [
             (machine.forecast(turn), number, node)
@@ -271,14 +270,14 @@ class Clairvoyant:
         return True
 
     def close(self) -> None:
-        """Nothing is left."""
+        """Do nothing."""
 
 
-# the peers' rules, as far as they can be told from one node at a time
+# rules of peer projects, as far as a score of single nodes can express them
 
 
 class RoundRobin:
-    """Who had fewest turns."""
+    """Rule: node with the fewest turns."""
 
     def __init__(self) -> None:
         self._turns: dict[NodeId, int] = {}
@@ -293,10 +292,10 @@ class RoundRobin:
 
 
 class LeastInFlight:
-    """Who has fewest of our requests."""
+    """Rule: node with the fewest requests of this router."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Rank by them."""
+        """Rank by requests in flight."""
         return (candidate.in_flight,)
 
 
@@ -310,7 +309,7 @@ class LeastLoad:
 
 
 class Linear:
-    """Dynamo's cost: prefill tokens that would be there, and tokens in decode; machines are taken as equals."""
+    """Dynamo's cost: prefill tokens on the node, and tokens in decode. Machines count as equal."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by tokens."""
@@ -323,7 +322,7 @@ class Weighted:
     """The scorers of the Gateway API's inference extension as llm-d mixes them: prefix 3, queue 2, memory 2."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Rank by the sum of what each gives between 0 and 1."""
+        """Rank by the weighted sum of scores between 0 and 1."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
         return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
 
@@ -333,7 +332,7 @@ def _speed(candidate: Candidate) -> float:
 
 
 def _queued(candidate: Candidate) -> float:
-    """Give the prompt tokens in front of this request."""
+    """Return the prompt tokens ahead of this request."""
     model = candidate.model
     load = model.load_seconds if model is not None and not model.loaded else 0.0
     mine = candidate.prompt_tokens * (1 - candidate.warm)
@@ -346,7 +345,7 @@ def _used(memory: Memory) -> float:
 
 CLAIRVOYANT = "clairvoyant"
 FILTERED = "+filter"
-"""A peer's rule behind our filter, ledger and line."""
+"""Suffix of a peer's rule behind the memory filter, ledger and queue."""
 RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType({
     "round-robin": RoundRobin, "least-in-flight": LeastInFlight, "power-of-two": LeastInFlight,
     "least-load": LeastLoad, "linear": Linear, "weighted": Weighted,
@@ -357,11 +356,11 @@ NAMES = (
     *RULES,
     *(name + FILTERED for name in RULES if name not in _SAMPLES),
 )
-"""Everybody but the clairvoyant, who is always there."""
+"""Names of all contenders except the clairvoyant, which is always included."""
 
 
 def make(name: str, pool: Pool, seed: int) -> Contender:
-    """Make a contender. LookupError names those that there are."""
+    """Create a contender. Raise `LookupError` with the known names."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:
         return Clairvoyant(pool)

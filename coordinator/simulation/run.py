@@ -1,4 +1,4 @@
-"""Plays a scenario for each policy in turn and gives the figures beside the clairvoyant's."""
+"""Runs a scenario for each policy in turn and compares the results with the clairvoyant router."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from coordinator.simulation.workload import draw
 
 
 def shipped() -> dict[str, str]:
-    """Give the text of every scenario that comes with the package, by name."""
+    """Return the text of every scenario in the package, by name."""
     folder = resources.files("coordinator.simulation") / "scenarios"
     return {
         file.name.removesuffix(".toml"): file.read_text("utf-8")
@@ -41,8 +41,10 @@ def load(name: str) -> tuple[Scenario, Path]:
 
 
 def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
-    """Give the names to play, the clairvoyant first: those that were chosen, or the scenario's, or all. ScenarioError
-    when there is no such policy."""
+    """Return the names of the policies to run, the clairvoyant first: the chosen ones, else the scenario's, else all.
+
+    Raise `ScenarioError` for an unknown policy.
+    """
     wanted = list(chosen or scenario.policies or NAMES)
     unknown = [name for name in wanted if name not in NAMES and name != CLAIRVOYANT]
     if unknown:
@@ -65,7 +67,8 @@ def play(
 
 
 def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[Figures]:
-    """Play all in turn; give each one's figures as they are there, with the ratios to the clairvoyant, who is first."""
+    """Run all policies in turn. Yield each result when it is complete, with its ratios to the clairvoyant, which is
+    first."""
     best: Figures | None = None
     for policy in policies:
         row, _ = play(scenario, policy, seed, folder)

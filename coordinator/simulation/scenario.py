@@ -1,6 +1,7 @@
-"""A scenario is a TOML file: models, Macs, who asks for what, and what goes wrong meanwhile. Read and checked here.
+"""Scenario files (TOML): models, Macs, load and faults. Parsed and validated here.
 
-Every error says where it is and what would do. Sizes are "16GiB" as everywhere, times are seconds, lengths are tokens.
+Every error names its location and the valid values. Sizes are texts such as "16GiB", times are seconds, lengths are
+tokens.
 """
 
 import math
@@ -46,8 +47,10 @@ class ModelSpec(_Table, frozen=True):
 
 
 class NodeSpec(_Table, frozen=True):
-    """So many Macs of one kind: `name`, or `name-1`, `name-2`… `models` it has on its disk (all, if none is said),
-    `loaded` at the start."""
+    """Macs of one kind: `name`, or `name-1`, `name-2`… for several.
+
+    `models` are the models on disk (default: all), `loaded` those in memory at the start.
+    """
 
     name: Name
     chip: str
@@ -59,7 +62,7 @@ class NodeSpec(_Table, frozen=True):
     disk: str = "3GB"
 
     def names(self) -> list[str]:
-        """Give the name of each."""
+        """Return the name of each Mac."""
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
@@ -73,11 +76,14 @@ class Lengths(_Table, frozen=True):
 
 
 class LoadSpec(_Table, frozen=True):
-    """Who asks for what. The pace is `rate` (conversations a second), or `share` of what all nodes together can
-    prefill, or the times of a `trace`: JSON lines with `at`, `prompt`, `output` and perhaps `session`.
+    """Load of one client group.
 
-    A conversation has `turns` on average, each after the answer and `think` seconds; its prompts grow by what was said.
-    `bursts` of so many begin at the same moment."""
+    The pace is one of three: `rate` (conversations a second), `share` of the total prefill speed of all nodes, or the
+    times of a `trace`. A trace has JSON lines with `at`, `prompt`, `output` and optionally `session`.
+
+    A conversation has `turns` on average, each `think` seconds after the previous answer. Its prompts grow by the
+    earlier turns. With `bursts`, that many conversations begin at the same moment.
+    """
 
     model: Name
     key: Name = "all"
@@ -95,8 +101,11 @@ class LoadSpec(_Table, frozen=True):
 
 
 class EventSpec(_Table, frozen=True):
-    """What happens to a node at a moment: it `dies` (process and link), falls `silent` (link and reports stand still),
-    or gives a `lease` of `size` to a video; for so many `seconds`."""
+    """Event of a node at a moment, for `seconds`.
+
+    The node `dies` (process and link), falls `silent` (link and reports stall), or grants a `lease` of `size` to a
+    video.
+    """
 
     at: NotNegative
     node: str
@@ -106,8 +115,11 @@ class EventSpec(_Table, frozen=True):
 
 
 class Scenario(_Table, frozen=True):
-    """The whole story. Requests come for `seconds`; then it goes on until all have ended. `latency` of the link one
-    way; `report_loss` is the share of reports that never come."""
+    """A complete scenario.
+
+    Requests arrive for `seconds`; then the simulation runs until all have ended. `latency` is the one-way delay of the
+    link. `report_loss` is the share of lost reports.
+    """
 
     about: str
     seconds: Positive
@@ -124,11 +136,11 @@ class Scenario(_Table, frozen=True):
     seed: int = 1
 
     def model(self, name: str) -> ModelSpec:
-        """Give one model; it exists, the scenario was checked."""
+        """Return a model by name. A validated scenario has it."""
         return next(model for model in self.models if model.name == name)
 
     def node_names(self) -> list[str]:
-        """Give every Mac's name."""
+        """Return every Mac's name."""
         return [name for node in self.nodes for name in node.names()]
 
 
@@ -202,5 +214,5 @@ def _size(where: str, text: str) -> int:
 
 
 def whole(value: float) -> int:
-    """Give a length in tokens."""
+    """Convert a length to whole tokens."""
     return max(1, math.floor(value))

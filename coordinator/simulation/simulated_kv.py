@@ -8,8 +8,11 @@ from wire.report import Group, Kv
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer: tokens promised to it; written so far are `prompt` and what was decoded since `start`, a count of the
-    node's decode steps; `joined` once its prompt is written."""
+    """KV cache of one answer.
+
+    `promised` are its reserved tokens. Its cached tokens are `prompt` and the tokens decoded since `start`, a count of
+    the node's decode steps. `joined` is set after its prefill.
+    """
 
     promised: int
     prompt: int = 0
@@ -17,7 +20,7 @@ class Row:
     joined: bool = False
 
     def written(self, steps: float) -> int:
-        """Give its tokens after so many steps of the node."""
+        """Return its cached tokens at the node's step count `steps`."""
         return min(self.promised, int(self.prompt + (steps - self.start if self.joined else 0)))
 
 
@@ -49,19 +52,19 @@ class Rows:
         return self._count
 
     def groups(self) -> tuple[Group, ...]:
-        """Give the batches as a report does."""
+        """Return the batches as in a report."""
         if self._groups is None:
             self._groups = tuple(batch.promised() for batch in self._batches)
             self._promised = sum(padded(group, self.kv) for group in self._groups)
         return self._groups
 
     def promised(self) -> int:
-        """Give the bytes of all rows once all that was promised is written."""
+        """Return the bytes of all rows at their full reservation."""
         self.groups()
         return self._promised
 
     def written(self, steps: float) -> int:
-        """Give the bytes that are written."""
+        """Return the bytes in use."""
         return sum(batch.written(self.kv, steps) for batch in self._batches)
 
     def add(self, row: Row) -> None:
@@ -76,7 +79,7 @@ class Rows:
         self._groups = None
 
     def remove(self, row: Row) -> None:
-        """Take a row out, and back what was promised to it."""
+        """Remove a row and release its reservation."""
         batch = next(batch for batch in self._batches if row in batch.rows)
         batch.rows.remove(row)
         if not batch.rows:
@@ -90,7 +93,7 @@ class Rows:
         self._groups = None
 
     def extension(self, row: Row, more: int) -> int:
-        """Give the bytes that `more` tokens for a row would add."""
+        """Return the additional bytes for `more` tokens of a row."""
         group = next(batch for batch in self._batches if row in batch.rows).promised()
         longest = max(group.longest, row.promised + more)
         return padded(Group(group.rows, longest), self.kv) - padded(group, self.kv)

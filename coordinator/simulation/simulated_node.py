@@ -1,14 +1,14 @@
-"""A modelled Mac: it hears the frames of the link and answers with the same, in virtual time.
+"""Simulated Mac: receives the frames of the link and answers with the same frames, in virtual time.
 
-What is modelled, after the real engine: whole prompts and expected answers are promised before they begin; prefills
-take turns (the shortest; the oldest, or fairly) and leave decode its share; all rows decode in one step, slower with
-each row and with what their caches hold; an answer that outgrows its promise asks for GROWTH tokens at a time, and
-where there is no room the newest request gives way; models are loaded one by one, idle ones given back for them; chats
-that ended stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
+Modelled after the engine: memory for complete prompts and expected answers is committed before they begin. Prefills
+take turns (the shortest; the oldest, or fairly) and leave decode its share. All rows decode in one step, which is
+slower with each row and with the size of their caches. An answer that outgrows its commitment requests `GROWTH` tokens
+at a time. Without room, the newest request is preempted. Models load one at a time, and idle models are unloaded for
+them. Ended chats stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
 every decision.
 
-What is not: single tokens (between two events all rates are constant, so everything is a straight line), the transient
-of a forward beyond the model's one number, chunks, preflight on a second thread, other programs on the Mac.
+Not modelled: single tokens, because between two events all rates are constant and progress is linear. Nor the transient
+of a forward beyond the model's one number, chunks, preflight on a second thread, and other programs on the Mac.
 """
 
 import asyncio
@@ -41,18 +41,18 @@ from wire.units import parse_size
 
 GROWTH = 64
 PREFILL_STEPS = 1.6
-"""While rows decode, a chunk takes this many of their steps."""
+"""Duration of a prefill chunk while rows decode, in decode steps."""
 CACHE_SHARE = 0.15
-"""Of the cap without weights, for ended chats."""
+"""Share of the cap without weights that is used for ended chats."""
 EVICTED_TOLD = 64
 RETRY = 0.5
-"""Seconds between two tries to bring a preempted request back."""
+"""Seconds between two attempts to resume a preempted request."""
 _EPSILON = 1e-6
 
 
 @dataclass(slots=True, eq=False)
 class Resident:
-    """A model that this node knows, and its state here."""
+    """Model in a node's catalogue, and its state on the node."""
 
     spec: ModelSpec
     model: Model
@@ -66,7 +66,7 @@ class Resident:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One admitted request. `left` prompt tokens to write, `known` were decoded before it came, or came back, here."""
+    """One admitted request."""
 
     request: int
     owner: Owner
@@ -75,19 +75,24 @@ class Sequence:
     row: Row
     age: int
     left: float
+    """Prompt tokens still to prefill."""
     cached: int
     known: int = 0
+    """Tokens that were generated before the request came, or returned, to this node."""
     told: int = 0
     decoding: bool = False
 
     def produced(self, steps: float) -> float:
-        """Give the answer's tokens so far."""
+        """Return the number of generated tokens."""
         return self.known + (steps - self.row.start if self.decoding else 0.0)
 
 
 class Machine:
-    """See the module. `say` sends a frame towards the router, `turn_of` knows what a request will come to, `changed`
-    is called when something ended or was given back."""
+    """Simulated Mac.
+
+    `say` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
+    called after a request ended or memory was released.
+    """
 
     def __init__(
         self,
@@ -142,10 +147,10 @@ class Machine:
         )  # fmt: skip
         return Resident(spec, model, Rows(model.kv), speed, loaded)
 
-    # what comes
+    # frames of the router
 
     def take(self, frame: Frame) -> None:
-        """Hear a frame of the router."""
+        """Handle a frame of the router."""
         self._advance()
         if isinstance(frame, Generate):
             self._generate(frame)
@@ -173,7 +178,8 @@ class Machine:
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
     def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
-        """Ask for room, giving back what can be had again; None when there is room."""
+        """Check for room after evicting caches and unloading idle models. Return None if there is room, else the
+        refusal."""
         model = self._model(resident)
         need = request_need(model, prompt, output) - (model.weights if resident.loading else 0)
         answer = judge(self.memory(), need)
@@ -212,24 +218,24 @@ class Machine:
                 return
 
     def here(self) -> list[Sequence]:
-        """Give every request that is on this node."""
+        """Return every request on this node."""
         return [*self.decoding, *self.prefills, *self._line, *self._preempted]
 
     def flush(self) -> None:
-        """Tell every token that was decoded and not told yet: tokens travel as they come, only not in the model."""
+        """Send all generated tokens that were not sent yet. A real node sends each token at once."""
         self._advance()
         for sequence in self.decoding:
             self._tell(sequence)
 
     def forget(self) -> None:
-        """Drop every request without a word: the link of their router is gone."""
+        """Delete every request without a message, because the link of its router is gone."""
         self._advance()
         for sequence in self.here():
             self._drop(sequence)
         self._settle()
 
     def lease(self, size: int) -> bool:
-        """Give memory to a video for as long as it takes, if the verdict says so; a negative size takes it back."""
+        """Lease `size` bytes to a video if they fit. A negative size returns them. Return whether they were leased."""
         self._advance()
         if size > 0:
             self._make_room(size, None)
@@ -241,7 +247,7 @@ class Machine:
         return True
 
     def stop(self) -> None:
-        """Let no timer be left."""
+        """Cancel the timer."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -249,7 +255,7 @@ class Machine:
     # memory
 
     def memory(self, *, reported: bool = False) -> Memory:
-        """Give the reading of this moment. Unreported, rows count as promised: the sum is the same."""
+        """Return the current memory. Unless `reported`, rows count as reserved only: the sum is the same."""
         written = promised = 0
         now = self._loop.time()
         for resident in self.residents.values():
@@ -276,8 +282,10 @@ class Machine:
         return 1.0 if whole <= 0 else min(1.0, max(0.0, 1 - (resident.ready_at - now) / whole))
 
     def _make_room(self, need: int, keep: Resident | None) -> None:
-        """Give back ended chats, oldest first, then idle models, longest unused first, until `need` bytes fit. Nothing
-        of it when all of it would not be enough."""
+        """Evict ended chats, oldest first, then unload idle models, least recently used first, until `need` bytes fit.
+
+        Release nothing if all of it would not be enough.
+        """
         idle = sorted(
             (one for one in self.residents.values() if one.loaded and not len(one.rows) and one is not keep),
             key=lambda one: one.used,
@@ -299,7 +307,7 @@ class Machine:
         self._evicted.append(session.encode()[-32:])
 
     def _keep(self, sequence: Sequence) -> None:
-        """Keep an ended chat for its next turn, in place of its last one."""
+        """Cache an ended chat for its next turn, in place of its last turn."""
         turn, kv = sequence.turn, sequence.resident.model.kv
         if not turn.session:
             return
@@ -333,7 +341,7 @@ class Machine:
             sequence.row.prompt += int(done)
 
     def _speeds(self) -> tuple[float, dict[Sequence, float]]:
-        """Give steps per second of decode, and tokens per second of every prefill that moves."""
+        """Return decode steps per second, and tokens per second of every active prefill."""
         step = self.step()
         if not self.prefills:
             return (1 / step if step else 0.0), {}
@@ -344,7 +352,7 @@ class Machine:
         return (1 / (step * (1 + PREFILL_STEPS)) if step else 0.0), rates
 
     def step(self) -> float:
-        """Give the seconds of one decode step of all rows, 0 without any."""
+        """Return the seconds of one decode step of all rows; 0 without rows."""
         if not self.decoding:
             return 0.0
         rows: dict[str, tuple[Resident, int, int]] = {}
@@ -358,7 +366,7 @@ class Machine:
         )
 
     def _due(self) -> float | None:
-        """Say in how many seconds the first line ends."""
+        """Return the seconds until the next event; None without one."""
         decode, prefill = self._rates
         due = [sequence.left / rate for sequence, rate in prefill.items()]
         if decode > 0:
@@ -370,12 +378,12 @@ class Machine:
 
     @staticmethod
     def _stops(sequence: Sequence) -> float:
-        """Give the step at which a row has written all that it will, or all that was promised."""
+        """Return the step at which a row reaches the end of its answer or of its reservation."""
         row, turn = sequence.row, sequence.turn
         return row.start + min(turn.output - sequence.known, row.promised - row.prompt)
 
     def _settle(self) -> None:
-        """Let everything happen that is due now, then wait for the next."""
+        """Process all due events, then set a timer for the next."""
         while self._happen():
             pass
         self._rates = self._speeds()
@@ -392,7 +400,7 @@ class Machine:
         self._settle()
 
     def _happen(self) -> bool:
-        """Let one thing happen; False when nothing is due."""
+        """Process one due event. Return False if none is due."""
         for resident in self.residents.values():
             if resident.loading and 0 < resident.ready_at <= self._at + _EPSILON:
                 self._loaded(resident)
@@ -408,7 +416,7 @@ class Machine:
         return self._begin()
 
     def _begin(self) -> bool:
-        """Begin whose turn it is in line, of those whose model is here, if there is a place in the batch."""
+        """Start the next queued request whose model is loaded here, if the batch has a place."""
         if not self._line or len(self.prefills) + len(self.decoding) >= self.spec.batch:
             return False
         able = [sequence for sequence in self._line if sequence.resident.loaded]
@@ -428,7 +436,7 @@ class Machine:
             self._next_load()
 
     def _next_load(self) -> None:
-        """Loads go one by one, in the order in which they were asked for."""
+        """Start the next model load. Loads run one at a time, in order of request."""
         loading = [one for one in self.residents.values() if one.loading]
         if loading and not any(one.ready_at for one in loading):
             first = min(loading, key=lambda one: min((seq.age for seq in self._line if seq.resident is one), default=0))
@@ -442,7 +450,7 @@ class Machine:
     # requests
 
     def _first(self, sequence: Sequence) -> None:
-        """The prompt is written: the first token follows from it, and the row joins the others."""
+        """Move a request from prefill to decode. The prefill yields its first token."""
         self.prefills.remove(sequence)
         row = sequence.row
         row.prompt, row.joined, row.start = sequence.turn.prompt + sequence.known, True, self._steps - 1
@@ -479,7 +487,10 @@ class Machine:
             self._give_way(self._gives_way(), answer)
 
     def _gives_way(self) -> Sequence:
-        """Choose, of who has not begun, or else of all, the newest of the owner with most rows for its weight."""
+        """Choose the request to preempt: the newest of the API key with the most rows for its weight.
+
+        Queued requests without generated tokens come first, then all requests in decode or prefill.
+        """
         among = [one for one in self._line if not one.known] or [*self.decoding, *self.prefills]
         rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])
         return max(among, key=lambda one: (one.owner.load(rows[one.owner.name]), one.age))
@@ -519,7 +530,7 @@ class Machine:
             self._say(Failed(sequence.request, "no_headroom", refused.message))
 
     def _drop(self, sequence: Sequence) -> None:
-        """Take a request out of wherever it is, and what it holds."""
+        """Remove a request from all queues and release its memory."""
         for place in (self.decoding, self.prefills, self._preempted, self._line):
             if sequence in place:
                 place.remove(sequence)
@@ -528,10 +539,10 @@ class Machine:
         sequence.resident.used = self._loop.time()
         self.dirty = True
 
-    # what it says of itself
+    # reports
 
     def report(self) -> Report:
-        """Give the report of this moment."""
+        """Return the current report."""
         self._advance()
         self._sequence += 1
         self.dirty = bool(self.decoding or self.prefills or self._line or self._preempted)
@@ -556,10 +567,10 @@ class Machine:
             groups=resident.rows.groups(),
         )  # fmt: skip
 
-    # what only the clairvoyant may ask
+    # queries of the clairvoyant
 
     def fits(self, turn: Turn) -> bool:
-        """Say whether this request, with its whole answer, would be admitted at this moment."""
+        """Return whether this request, with its complete answer, would be admitted now."""
         self._advance()
         resident = self.residents.get(turn.model)
         if resident is None:
@@ -575,12 +586,12 @@ class Machine:
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 
     def ever(self, turn: Turn) -> bool:
-        """Say whether the request, with its whole answer, fits here when nothing else runs and no lease is out."""
+        """Return whether the request, with its complete answer, fits on this node without other load and leases."""
         resident = self.residents.get(turn.model)
         return resident is not None and can_ever_fit(self.memory(), resident.model, turn.prompt, turn.output)
 
     def forecast(self, turn: Turn) -> float:
-        """Give seconds to the first token if the request came now and nobody came after it."""
+        """Return the seconds to the first token if the request arrived now and no further request came."""
         resident = self.residents[turn.model]
         kept = self._cache.get(turn.session) if turn.session else None
         mine = turn.prompt - (min(kept[1], turn.prompt - 1) if kept is not None and kept[0] == turn.model else 0)
@@ -597,7 +608,7 @@ class Machine:
 
 
 def _turns(lefts: list[float]) -> float:
-    """Give when the last of these prefills ends, in seconds of prefill, the shortest and the oldest in turns."""
+    """Return when the last of these prefills ends, in seconds of prefill. Shortest and oldest alternate."""
     last, spent, oldest, place = len(lefts) - 1, 0.0, 0, 0
     order = sorted(range(len(lefts)), key=lefts.__getitem__)
     done = [False] * len(lefts)

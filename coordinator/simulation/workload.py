@@ -1,7 +1,7 @@
-"""Who asks for what, and when: drawn from a scenario once, the same for every policy.
+"""Workload: arrivals and lengths of requests, drawn once from a scenario and equal for every policy.
 
-A conversation is drawn whole before it begins. Only the moments of its later turns follow from the answers, as with
-people: who answers slowly is asked less.
+A conversation is drawn completely before it begins. Only the times of its later turns depend on the answers, as with
+people: a slow system receives fewer requests.
 """
 
 import math
@@ -36,7 +36,7 @@ class Turn:
     think: float
     session: str = ""
     conversation: tuple[tuple[str, int], ...] = ()
-    """Texts of the prompt: a name and the tokens of each; empty where it begins nothing and continues nothing."""
+    """Texts of the prompt, as pairs of a name and a number of tokens. Empty for a prompt without shared texts."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,8 +57,10 @@ class _Line(msgspec.Struct, frozen=True):
 
 
 def draw(scenario: Scenario, seed: int, folder: Path) -> list[Talk]:
-    """Give all conversations in order of their beginning. Traces are looked for in `folder`. ScenarioError when one
-    cannot be read, or when it becomes too many."""
+    """Return all conversations by start time. Traces are read from `folder`.
+
+    Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
+    """
     talks: list[Talk] = []
     for number, load in enumerate(scenario.load):
         random = Random(f"{seed} {number}")  # noqa: S311  the same draw every time is what is wanted
@@ -92,7 +94,7 @@ def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[Talk]
 
 
 def _pace(scenario: Scenario, load: LoadSpec) -> float:
-    """Give conversations a second that ask for `share` of what all nodes that know the model can prefill."""
+    """Return the conversations per second that request `share` of the prefill speed of all nodes with the model."""
     billions = scenario.model(load.model).active
     speed = sum(
         prefill_speed(CHIPS[node.chip], billions) * node.count
@@ -102,7 +104,7 @@ def _pace(scenario: Scenario, load: LoadSpec) -> float:
 
 
 def _mean(lengths: Lengths) -> float:
-    """Give the mean of what is drawn, by 999 quantiles: cutting at `most` changes it."""
+    """Return the mean of the drawn values from 999 quantiles, because the limit `most` changes it."""
     normal = NormalDist()
     drawn = (lengths.median * math.exp(lengths.sigma * normal.inv_cdf(part / 1000)) for part in range(1, 1000))
     return sum(min(lengths.most, max(lengths.least, one)) for one in drawn) / 999

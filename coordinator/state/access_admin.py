@@ -1,4 +1,4 @@
-"""Tokens and keys: what an administrator makes and revokes, with or without a running coordinator."""
+"""Administration of join tokens and API keys, with or without a running coordinator."""
 
 import secrets
 from collections.abc import Callable
@@ -17,14 +17,14 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.admission.usage import Usage, Used
 
 LOCAL = "local"
-"""Name of the key that the owner of the state folder uses; it lives as long as the coordinator and is in no list."""
+"""Name of the key of the state folder's owner. It is valid as long as the coordinator runs, and is not listed."""
 
 USAGE_DAYS = 400
-"""Days for which it is kept who used what."""
+"""Days for which usage is kept."""
 
 
 def load_pepper(state: Path) -> bytes:
-    """Read the secret that key digests are made with; make it at first (32 bytes, 0600)."""
+    """Return the secret for key digests. Create it on first use (32 bytes, mode 0600)."""
     file = state / "pepper"
     if not file.exists():
         write_private(file, secrets.token_bytes(32))
@@ -32,12 +32,12 @@ def load_pepper(state: Path) -> bytes:
 
 
 class NameTakenError(ValueError):
-    """A key with this name exists: the audit log and `cluster key` could not tell the two apart."""
+    """A key with this name exists. The audit log and `cluster key` could not distinguish the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """The verbs behind /api/v1/tokens and /api/v1/keys. `clock` gives Unix seconds."""
+    """Operations of /api/v1/tokens and /api/v1/keys. `clock` returns Unix seconds."""
 
     store: Store
     tokens: Tokens
@@ -46,12 +46,12 @@ class Admin:
     clock: Callable[[], float]
 
     def load(self) -> None:
-        """Put the stored keys into the ring."""
+        """Add the stored keys to the key ring."""
         for row in self.store.keys.values():
             self.ring.put(_ring_key(row))
 
     def create_token(self, ttl: float, uses: int, name: str) -> dict[str, Any]:
-        """Make a join token; the answer holds its text."""
+        """Create a join token. The answer contains its text."""
         return {"schema": 1, "token": str(self.tokens.create(ttl, uses, name))}
 
     def list_tokens(self) -> dict[str, Any]:
@@ -63,11 +63,11 @@ class Admin:
         return {"schema": 1, "tokens": rows}
 
     def revoke_token(self, token: str) -> bool:
-        """Make a token useless; False when there is none."""
+        """Revoke a token. Return False if there is none."""
         return self.tokens.revoke(token)
 
     def check_name(self, name: str, apart_from: str = "") -> None:
-        """Check that no key but the one `apart_from` has this name (or id), case aside; NameTakenError."""
+        """Raise `NameTakenError` if a key other than `apart_from` has this name or id. Case is ignored."""
         for row in self.store.keys.values():
             if row.id != apart_from and name.casefold() in (row.name.casefold(), row.id.casefold()):
                 raise NameTakenError(
@@ -77,7 +77,10 @@ class Admin:
     def create_key(
         self, name: str, scopes: list[str], ttl: float | None, limits: KeyLimits | None = None
     ) -> dict[str, Any]:
-        """Make an API key; the answer holds its text, which is kept nowhere. ValueError for unknown scopes."""
+        """Create an API key. The answer contains its text, which is not stored.
+
+        Raise `ValueError` for unknown scopes.
+        """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
         key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl,
@@ -87,7 +90,7 @@ class Admin:
         return {"schema": 1, "id": key.id, "key": text}
 
     def limit_key(self, key: str, limits: KeyLimits) -> bool:
-        """Give a key other limits, at once; False when there is none."""
+        """Replace a key's limits at once. Return False if there is none."""
         return self._change_key(key, limits=None if limits == NO_LIMITS else limits)
 
     def rename_key(self, key: str, name: str) -> bool:
@@ -99,7 +102,7 @@ class Admin:
         return self._change_key(key, expires=None if ttl is None else self.clock() + ttl)
 
     def rotate_key(self, key: str) -> str | None:
-        """Replace the secret of a key; return its text, or None when the key does not exist."""
+        """Replace the secret of a key and return its text. Return None if the key does not exist."""
         digest, text = new_secret(self.pepper, key)
         return text if self._change_key(key, digest=digest) else None
 
@@ -128,27 +131,29 @@ class Admin:
         return {"schema": 1, "keys": rows}
 
     def revoke_key(self, key: str) -> bool:
-        """Make a key useless at once; False when there is none."""
+        """Revoke a key at once. Return False if there is none."""
         self.ring.drop(key)
         return self.store.revoke_key(key, self.clock())
 
     def acts(self, last: int) -> dict[str, Any]:
-        """List the newest acts of the audit log, oldest first; times in Unix seconds. An actor that is a key has its
-        name."""
+        """Return the newest `last` entries of the audit log, oldest first. Times are in Unix seconds.
+
+        An actor that is a key has its name in `actor_name`.
+        """
         names = {row.id: row.name for row in self.store.keys.values()}
         acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
         return {"schema": 1, "acts": acts}
 
     def count(self, usage: Usage) -> None:
-        """Write what was used since the last time into the database, and drop what is older than USAGE_DAYS."""
+        """Write the usage since the last call to the database, and delete rows older than `USAGE_DAYS`."""
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
             self.store.count(key, model, today.isoformat(), used)
         self.store.forget_usage((today - timedelta(days=USAGE_DAYS)).isoformat())
 
     def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
-        """Sum up what each key used of each model since a day, `daily` for each day (UTC); of one key if it is
-        given."""
+        """Sum the usage by key and model since a day, or for each day (UTC) with `daily`. `key` limits the result to
+        one key."""
         sums: dict[tuple[str, str, str], Used] = {}
         for row in self.store.usage:
             if row.day >= since and key in (None, row.key):

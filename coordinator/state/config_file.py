@@ -1,7 +1,7 @@
-"""A settings file as a person wrote it: what it sets, what is wrong in it, and on which line. Pure.
+"""Settings file as written by a person: its settings, its faults and their lines. Pure.
 
-The parser that reads settings gives values without lines, so the lines are found again by a reading of tables and keys
-alone. Where that is not sure (a key in an inline table), the line of what holds it is told.
+The TOML parser returns values without lines. This module finds the lines with a second scan of tables and keys. A key
+in an inline table has the line of its table.
 """
 
 import re
@@ -16,22 +16,25 @@ _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za
 _SYNTAX = re.compile(r"\(at line (\d+), column (\d+)\)")
 HIDDEN = "(set, not shown)"
 ADDRESSES = frozenset({"conditions.webhook"})
-"""Settings that hold an address, which may hold a secret: of these only scheme and host are shown."""
+"""Settings with a URL, which may contain a secret: only scheme and host are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """One thing that is wrong: where (line 0: not known), which key, what, the nearest key, what is meant there."""
+    """One fault of a settings file."""
 
     origin: str
     line: int
+    """Line from 1; 0 if unknown."""
     key: str
     text: str
     near: str = ""
+    """Known key with a similar name, as a hint."""
     meaning: str = ""
+    """Description of that key."""
 
     def told(self) -> str:
-        """Give it as one line for a person."""
+        """Render the fault as one line of text."""
         where = f"{self.origin}:{self.line}" if self.line else self.origin
         hint = f"; did you mean {self.near}?" if self.near else ""
         expected = f"; it means: {self.meaning}" if self.meaning else ""
@@ -39,11 +42,11 @@ class Wrong:
 
 
 def lines_of(text: str) -> dict[str, int]:
-    """Find the line, from 1, on which each table and key of a TOML text stands, by dotted name."""
+    """Return the line, from 1, of each table and key in a TOML text, by dotted name."""
     found: dict[str, int] = {}
     table, closing = "", ""
     for number, line in enumerate(text.splitlines(), 1):
-        if closing:  # within a text of several lines there are no keys
+        if closing:  # a multi-line string contains no keys
             closing = "" if closing in line else closing
             continue
         heading = _TABLE.match(line)
@@ -66,7 +69,7 @@ def _plain(name: str) -> str:
 
 
 def line_of(key: str, lines: Mapping[str, int]) -> int:
-    """Give the line of a key, or of the nearest table that holds it; 0 when neither is known."""
+    """Return the line of a key, or of the nearest table that contains it; 0 if neither is known."""
     parts = key.split(".")
     for count in range(len(parts), 0, -1):
         if (number := lines.get(".".join(parts[:count]))) is not None:
@@ -75,20 +78,20 @@ def line_of(key: str, lines: Mapping[str, int]) -> int:
 
 
 def syntax(origin: str, message: str) -> Wrong:
-    """Put the parser's own complaint into our shape."""
+    """Convert the parser's error into a `Wrong`."""
     found = _SYNTAX.search(message)
     return Wrong(origin, int(found[1]) if found else 0, "", f"this is no TOML: {_SYNTAX.sub('', message).strip()}")
 
 
 def located(origin: str, faults: Sequence[Fault], text: str = "") -> list[Wrong]:
-    """Say where faults stand, in the order of the file."""
+    """Return faults with their lines, in the order of the file."""
     lines = lines_of(text)
     found = [Wrong(origin, line_of(one.key, lines), one.key, one.text, one.near, one.meaning) for one in faults]
     return sorted(found, key=lambda one: (one.line, one.key))
 
 
 def shown(key: str, value: object) -> object:
-    """Give a setting's value without what could be a secret in it."""
+    """Return a setting's value with possible secrets removed."""
     if key not in ADDRESSES or not value:
         return value
     parts = urlsplit(str(value))
@@ -96,5 +99,5 @@ def shown(key: str, value: object) -> object:
 
 
 def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Give settings (rows of `host.settings_loader.explained`) so that they may be shown to anybody who administers."""
+    """Remove possible secrets from settings (rows of `host.settings_loader.explained`), for every administrator."""
     return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)

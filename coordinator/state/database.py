@@ -1,12 +1,12 @@
-"""What the coordinator must not forget: who it is, its members, join tokens, API keys, and who is denied.
+"""Persistent state of the coordinator: identity, members, join tokens, API keys, usage, audit log and deny list.
 
-Everything is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once.
-Each change is also one transaction, written in order by the only writer thread into SQLite (WAL, synchronous=FULL).
-`await flush()` returns when all changes so far are on the disk; whoever hands out a certificate or a key flushes first.
+All data is in memory, on the event loop that owns the store: readers read mappings, changes are visible at once. Each
+change is also one transaction. A single writer thread writes them in order into SQLite (WAL, synchronous=FULL). `await
+flush()` returns after all changes up to now are on disk. Code that issues a certificate or a key flushes first.
 
-A write that fails breaks the store for good (`StoreError` from then on): memory and disk no longer agree, and only a
-restart can show what was kept. Reading goes on, so the pool goes on serving. A writer thread that meets anything else
-than a failed write calls `on_death`, which ends the coordinator; every `flush` is answered all the same.
+A failed write breaks the store permanently: every later change raises `StoreError`. Memory and disk no longer agree,
+and only a restart shows the stored state. Reads still work, and the pool keeps serving. Any other error of the writer
+thread calls `on_death`, which ends the coordinator. Every `flush` still returns.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ from wire.report import Hardware
 
 log = structlog.get_logger()
 AUDIT_KEPT = 10_000
-"""Acts that the audit log holds."""
+"""Most entries of the audit log."""
 
 MIGRATIONS = (
     """
@@ -66,11 +66,11 @@ MIGRATIONS = (
     ALTER TABLE audit ADD COLUMN address TEXT NOT NULL DEFAULT '';
     """,
 )
-"""One script per schema version. SQLite's `user_version`, readable in any schema, counts those that were applied."""
+"""One script per schema version. SQLite's `user_version`, readable in any schema, counts the applied scripts."""
 
 
 class StoreError(Exception):
-    """The state cannot be read or written; the text says which file and what to do."""
+    """The state cannot be read or written. The text names the file and the next step."""
 
 
 class StateLockedError(StoreError):
@@ -79,35 +79,37 @@ class StateLockedError(StoreError):
 
 @dataclass(frozen=True, slots=True)
 class Meta:
-    """Who we are. `epoch` counts the starts of the coordinator, `generation` grows with every restore of a backup: of
-    two coordinators of one cluster that of the higher generation counts."""
+    """Identity of the coordinator. Of two coordinators of one cluster, the one with the higher generation is valid."""
 
     cluster: str = ""
     name: str = ""
     epoch: int = 0
+    """Number of starts of the coordinator."""
     generation: int = 0
+    """Incremented by every restore of a backup."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberRow:
-    """A node that was given a certificate. `serial` (hex) is of its newest certificate, times in Unix seconds."""
+    """A member of the cluster. Times are in Unix seconds."""
 
     node: NodeId
     name: str
     machine: str
     hardware: Hardware
     serial: str
+    """Serial (hex) of its newest certificate."""
     joined: float
     cordoned: bool = False
     removed: float | None = None
     labels: tuple[str, ...] = ()
     video: bool = False
-    """Whether an administrator allows it to make videos."""
+    """Whether an administrator allows video jobs on the node."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenRow:
-    """A join token without its secret: `key` is the MAC key, itself to be kept secret. Times in Unix seconds."""
+    """A join token without its secret. `key` is the MAC key, which is also secret. Times are in Unix seconds."""
 
     id: str
     key: bytes
@@ -133,7 +135,7 @@ class KeyRow:
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """What a key used of a model on one day (UTC, `2026-01-31`)."""
+    """Usage of a model by a key on one day (UTC, `2026-01-31`)."""
 
     key: str
     model: str
@@ -143,19 +145,21 @@ class UsageRow:
 
 @dataclass(frozen=True, slots=True)
 class AuditRow:
-    """One act: at this time (Unix seconds) this key (or `local`, `offline`, a node's name) did that to whom."""
+    """One entry of the audit log."""
 
     number: int
     at: float
+    """Unix seconds."""
     actor: str
+    """Id of a key, `local`, `offline`, or the name of a node."""
     action: str
     subject: str
     address: str = ""
-    """From which address it was done; empty where that is not known, as for acts on this machine's own files."""
+    """Address of the actor; empty if unknown, as for actions on this machine's files."""
 
 
 class StateLock:
-    """The right to open a state folder, held until released or until the process is gone."""
+    """Exclusive lock of a state folder, held until released or until the process ends."""
 
     def __init__(self, folder: Path) -> None:
         self._file = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -172,12 +176,12 @@ class StateLock:
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
 
     def release(self) -> None:
-        """Let others open the folder."""
+        """Release the lock."""
         os.close(self._file)
 
 
 class Store:
-    """The state folder's database, open and locked. Raises StoreError when it cannot be opened."""
+    """The state folder's database, open and locked. Raise `StoreError` if it cannot be opened."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -199,7 +203,7 @@ class Store:
             raise
         self._failure: StoreError | None = None
         self.on_death: Callable[[], object] = lambda: None
-        """Called on the writer thread when it cannot go on."""
+        """Called on the writer thread when the thread cannot continue."""
         self._writes: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._connection = connection
         self._writer = threading.Thread(target=self._write, name="store", daemon=True)
@@ -220,22 +224,22 @@ class Store:
 
     @property
     def meta(self) -> Meta:
-        """Who we are."""
+        """Identity of the coordinator."""
         return self._meta
 
     @property
     def members(self) -> Mapping[NodeId, MemberRow]:
-        """All nodes that ever joined; removed ones have `removed`."""
+        """All nodes that ever joined, including removed ones (`removed` is set)."""
         return self._members
 
     @property
     def tokens(self) -> Mapping[str, TokenRow]:
-        """All join tokens by id, used and revoked ones too until they are dropped."""
+        """All join tokens by id, including used and revoked ones until their deletion."""
         return self._tokens
 
     @property
     def keys(self) -> Mapping[str, KeyRow]:
-        """All API keys by id that are not revoked."""
+        """API keys by id, without revoked ones."""
         return self._keys
 
     def found(self, cluster: str, name: str) -> None:
@@ -244,7 +248,7 @@ class Store:
         self._put("UPDATE meta SET cluster = ?, name = ?", cluster, name)
 
     def next_epoch(self) -> int:
-        """Count one more start of the coordinator and give its number."""
+        """Increment the epoch at a start of the coordinator and return it."""
         self._meta = replace(self._meta, epoch=self._meta.epoch + 1)
         self._put("UPDATE meta SET epoch = ?", self._meta.epoch)
         return self._meta.epoch
@@ -267,7 +271,7 @@ class Store:
         )  # fmt: skip
 
     def drop_token(self, token: str) -> None:
-        """Forget a join token."""
+        """Delete a join token."""
         self._tokens.pop(token, None)
         self._put("DELETE FROM tokens WHERE id = ?", token)
 
@@ -281,13 +285,13 @@ class Store:
         )  # fmt: skip
 
     def revoke_key(self, key: str, now: float) -> bool:
-        """Revoke an API key; False when there is none of this id. The row stays for the record."""
+        """Revoke an API key. Return False if no key has this id. The row is kept as a record."""
         known = self._keys.pop(key, None) is not None
         self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
 
     def count(self, key: str, model: str, day: str, used: Used) -> None:
-        """Add to what a key used of a model on a day."""
+        """Add to the usage of a model by a key on a day."""
         row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, Used()))
         row.used.add(used)
         self._put(
@@ -297,11 +301,11 @@ class Store:
 
     @property
     def usage(self) -> Iterable[UsageRow]:
-        """What every key used, oldest day first."""
+        """Usage of every key, oldest day first."""
         return sorted(self._usage.values(), key=lambda row: (row.day, row.key, row.model))
 
     def forget_usage(self, before: str) -> None:
-        """Drop the days before this one."""
+        """Delete the usage of days before this one."""
         old = [one for one in self._usage if one[2] < before]
         for one in old:
             del self._usage[one]
@@ -309,8 +313,7 @@ class Store:
             self._put("DELETE FROM usage WHERE day < ?", before)
 
     def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Write an act into the audit log, with the address from which it came; the oldest above AUDIT_KEPT are
-        dropped."""
+        """Append an entry to the audit log. Delete the oldest entries above `AUDIT_KEPT`."""
         number = self._audit[-1].number + 1 if self._audit else 1
         self._audit.append(AuditRow(number, at, actor, action, subject, address))
         self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
@@ -318,19 +321,19 @@ class Store:
 
     @property
     def audit(self) -> Sequence[AuditRow]:
-        """The newest acts, oldest first."""
+        """Newest entries of the audit log, oldest first."""
         return self._audit
 
     def deny_node(self, node: NodeId, now: float, reason: str) -> None:
-        """Never let this node in again, whatever certificate it shows."""
+        """Deny this node permanently, with any certificate."""
         self._deny(f"node:{node}", now, reason)
 
     def deny_serial(self, serial: str, now: float, reason: str) -> None:
-        """Never accept this certificate (serial in hex) again."""
+        """Deny this certificate (serial in hex) permanently."""
         self._deny(f"serial:{serial}", now, reason)
 
     def denied(self, node: NodeId, serial: str) -> bool:
-        """Say whether a node or its certificate is on the deny list."""
+        """Return whether a node or its certificate is on the deny list."""
         return f"node:{node}" in self._denied or f"serial:{serial}" in self._denied
 
     def _deny(self, subject: str, now: float, reason: str) -> None:
@@ -338,12 +341,12 @@ class Store:
         self._put("INSERT OR REPLACE INTO denied VALUES (?, ?, ?)", subject, now, reason)
 
     async def flush(self) -> None:
-        """Wait until every change so far is on the disk. StoreError when one of them could not be written."""
+        """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
         loop = asyncio.get_running_loop()
         done = asyncio.Event()
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop that waited may be closed
+            with contextlib.suppress(RuntimeError):  # the waiting loop may be closed
                 loop.call_soon_threadsafe(done.set)
 
         self._writes.put(wake)
@@ -351,7 +354,7 @@ class Store:
         self._refuse_when_broken()
 
     def close(self) -> None:
-        """Write what waits, close the file and give up the lock. StoreError when something could not be written."""
+        """Write pending changes, close the file and release the lock. Raise `StoreError` if a write failed."""
         self._writes.put(None)
         self._writer.join()
         self._connection.close()
@@ -386,9 +389,10 @@ class Store:
 
 
 def open_database(path: Path, migrations: Sequence[str]) -> sqlite3.Connection:
-    """Open a database of ours (0600, WAL, synchronous=FULL) in the schema that the last of `migrations` makes.
+    """Open a database (mode 0600, WAL, synchronous=FULL) and apply the missing `migrations`.
 
-    StoreError when it cannot be opened, is damaged, or was written by a newer macpool."""
+    Raise `StoreError` if it cannot be opened, is damaged, or was written by a newer macpool.
+    """
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
         path.chmod(0o600)
@@ -424,8 +428,10 @@ def _prepare(connection: sqlite3.Connection, path: Path, migrations: Sequence[st
 
 
 def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> None:
-    """Keep a copy of a database before its schema is changed: an older macpool cannot read it afterwards. A copy that
-    is there is whole, and from before an attempt that was broken off."""
+    """Copy a database before a schema change, because an older macpool cannot read it afterwards.
+
+    An existing copy is complete, and older than an interrupted attempt.
+    """
     kept = path.with_name(f"{path.name}.schema-{version}")
     if kept.exists():
         return

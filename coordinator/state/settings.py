@@ -10,11 +10,11 @@ from router.admission.cache_scope import CacheSettings
 from router.settings import RouterSettings
 
 OTHERS = frozenset({"memory", "engine", "models", "node", "worker"})
-"""Sections of the same file that belong to the node on this machine."""
+"""Sections of the same file for the node on this machine."""
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
-    """The cluster itself."""
+    """Settings of the cluster."""
 
     name: Annotated[str, Meta(description="Friendly name of the cluster, shown by Bonjour and to joining Macs.")] = (
         "home"
@@ -26,7 +26,7 @@ class ClusterSettings(Section, frozen=True, kw_only=True):
 
 
 class HttpSettings(Section, frozen=True, kw_only=True):
-    """The endpoint that clients use."""
+    """Settings of the clients' endpoint."""
 
     drain_seconds: Annotated[
         float, Meta(ge=0, description="At shutdown, longest wait for running requests to end.")
@@ -51,7 +51,7 @@ class HttpSettings(Section, frozen=True, kw_only=True):
 
 
 class ConditionSettings(Section, frozen=True, kw_only=True):
-    """Who is told of what needs a person."""
+    """Notifications of conditions that need a person."""
 
     webhook: Annotated[
         str, Meta(description="Address that gets a POST for each condition that begins or ends; HTTPS, or loopback.")
@@ -59,7 +59,7 @@ class ConditionSettings(Section, frozen=True, kw_only=True):
 
 
 class CoordinatorSettings(Section, frozen=True, kw_only=True):
-    """Everything the coordinator can be told."""
+    """All settings of the coordinator."""
 
     cluster: ClusterSettings = ClusterSettings()
     http: HttpSettings = HttpSettings()

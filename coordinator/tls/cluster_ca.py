@@ -1,14 +1,15 @@
-"""The cluster's certificate authority: makes certificates, and says who showed one.
+"""The cluster's certificate authority: issues certificates and identifies peers by their certificate.
 
-ECDSA P-256 throughout (Apple's TLS takes no Ed25519 leaves). The CA lives ten years in `authority.pem`, the
-coordinator's own certificate 90 days in `coordinator.pem`; each file holds key and certificate, so that they cannot
-part, and has mode 0600. The cluster's id is part of the CA: whoever keeps the file keeps the cluster.
+ECDSA P-256 throughout, because Apple's TLS rejects Ed25519 leaves. The CA in `authority.pem` is valid for ten years,
+the coordinator's certificate in `coordinator.pem` for 90 days. Each file holds key and certificate together and has
+mode 0600. The cluster's id is part of the CA: the file is the cluster's identity.
 
-Rules that nobody may break
-- Of a certificate request only the public key is used. Names, SANs and extensions are ours to give.
-- A node's certificate is good for clients only, the coordinator's for servers only: a stolen node cannot pose as
-  coordinator, whatever its SAN says.
-- Certificates pass VERIFY_X509_STRICT (Python's default from 3.13 on), begin a day early for clocks that are behind.
+Invariants
+- Only the public key of a certificate request is used. Names, SANs and extensions are set by the authority.
+- A node's certificate is valid for clients only, the coordinator's for servers only. A stolen node cannot pose as
+  coordinator, whichever SAN it has.
+- Certificates pass `VERIFY_X509_STRICT` (Python's default from 3.13 on). They begin a day early for clocks that are
+  slow.
 """
 
 import datetime
@@ -38,24 +39,26 @@ from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, re
 log = structlog.get_logger()
 
 CA_LIFE = 3650 * 24 * 3600.0
-"""Seconds that the CA is good for."""
+"""Validity of the CA, in seconds."""
 LONGEST_REQUEST = 4096
-"""Bytes of a certificate request; one for P-256 has about 200."""
+"""Most bytes of a certificate request. A request for P-256 has about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
 
 
 class AuthorityError(Exception):
-    """The CA's files are missing or damaged; the text says which and what to do."""
+    """The CA's files are missing or damaged. The text names the file and the next step."""
 
 
 class BadRequestError(ValueError):
-    """This certificate request is not one that we sign; the text says why."""
+    """A certificate request that the authority does not sign. The text has the reason."""
 
 
 class Authority:
-    """The CA of one cluster, made on first use in `folder`. `clock` gives Unix seconds, `node_life` is the life of the
-    certificates that nodes get, in seconds."""
+    """CA of one cluster, created on first use in `folder`.
+
+    `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds.
+    """
 
     def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_LIFE) -> None:
         private_folder(folder)
@@ -75,9 +78,9 @@ class Authority:
         self.renew()
 
     def sign(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
-        """Give a node its certificate (DER) for the key of a request (DER); `name` is what people call the node.
+        """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
 
-        Raises BadRequestError for a request that `public_key_of` refuses.
+        Raise `BadRequestError` if `public_key_of` refuses the request.
         """
         certificate = self._leaf(
             public_key_of(csr), name or node, node_uri(self.cluster, node), ExtendedKeyUsageOID.CLIENT_AUTH,
@@ -87,7 +90,11 @@ class Authority:
 
     def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
         """Return the member, and the serial (hex) of its certificate (DER), whose key signed a request (DER) to join
-        again; None where the certificate is not ours or its key did not sign. An expired one proves the key, too."""
+        again.
+
+        Return None if this CA did not issue the certificate, or its key did not sign. An expired certificate also
+        proves the key.
+        """
         try:
             shown = x509.load_der_x509_certificate(certificate[:LONGEST_REQUEST])
             shown.verify_directly_issued_by(self._certificate)
@@ -104,7 +111,7 @@ class Authority:
         return self._key.sign(_generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
 
     def sealed(self, generation: int, seal: bytes) -> bool:
-        """Say whether a coordinator of this cluster signed this generation: nobody else can."""
+        """Return whether a coordinator of this cluster signed this generation."""
         try:
             self._key.public_key().verify(seal, _generation(self.cluster, generation), ec.ECDSA(hashes.SHA256()))
         except InvalidSignature:
@@ -112,21 +119,22 @@ class Authority:
         return True
 
     def server_context(self) -> ssl.SSLContext:
-        """Give the one context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
+        """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
     def lives(self) -> dict[str, tuple[float, float]]:
-        """Give begin and end of our certificates in Unix seconds."""
+        """Return issue and expiry of the CA and of the coordinator's certificate, in Unix seconds."""
         own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
 
     @property
     def renew_from(self) -> float:
-        """When `renew` will make a new coordinator certificate (Unix seconds)."""
+        """When `renew` will issue a new coordinator certificate, in Unix seconds."""
         return read_certificate(self._own_certificate()).renew_from
 
     def renew(self) -> bool:
-        """Make a new coordinator certificate if the present one is two thirds through; new connections get it."""
+        """Issue a new coordinator certificate after two thirds of the validity of the current one. New connections use
+        it."""
         if self._clock() < self.renew_from:
             return False
         self._make_own()
@@ -135,9 +143,9 @@ class Authority:
         return True
 
     def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> Peer | None:
-        """Say which node showed this certificate (DER, or the TLS object that verified it).
+        """Return the node that presented this certificate (DER, or the TLS object that verified it).
 
-        None without a certificate and for one that names no node of this cluster.
+        Return None without a certificate, or if the certificate names no node of this cluster.
         """
         der = shown.getpeercert(binary_form=True) if isinstance(shown, ssl.SSLObject | ssl.SSLSocket) else shown
         peer = parse_uri(read_certificate(der).uri) if der else None
@@ -147,7 +155,7 @@ class Authority:
         return read_pair(self._own)[1].public_bytes(Encoding.DER)
 
     def _own_is_ours(self) -> bool:
-        """A coordinator.pem of another CA (a folder copied together) would be refused by every node."""
+        """Return whether this CA issued `coordinator.pem`. Every node would refuse a certificate of another CA."""
         try:
             read_pair(self._own)[1].verify_directly_issued_by(self._certificate)
         except (AuthorityError, InvalidSignature, ValueError, TypeError) as error:
@@ -182,7 +190,7 @@ class Authority:
     def _new_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.num_tickets = 0  # links live long: a resumed session would only save a handshake and skip a look
+        context.num_tickets = 0  # links are long: session resumption would save one handshake and skip a verification
         context.load_cert_chain(self._own)
         context.load_verify_locations(cadata=self.ca)
         context.verify_mode = ssl.CERT_OPTIONAL
@@ -191,21 +199,21 @@ class Authority:
 
 
 def cluster_in(file: Path) -> str:
-    """Give the id of the cluster whose CA a file of `write_pair` is; AuthorityError when it is none."""
+    """Return the id of the cluster whose CA a file of `write_pair` holds. Raise `AuthorityError` if it holds none."""
     return _cluster_of(read_pair(file)[1], file)
 
 
 def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
-    """Take the public key out of a certificate request (DER).
+    """Return the public key of a certificate request (DER).
 
-    Raises BadRequestError when it is too long, no request, not for P-256, or not signed by its own key.
+    Raise `BadRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
     """
     if len(csr) > LONGEST_REQUEST:
         raise BadRequestError(f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read")
     try:
         request = x509.load_der_x509_csr(csr)
         key = request.public_key()
-        # the kind of key first: checking the signature of a huge RSA key would be work for a stranger
+        # check the key type first: the signature of a huge RSA key would cost time before authentication
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
             raise BadRequestError("the certificate request is not for a P-256 key")
         signed = request.is_signature_valid
@@ -235,7 +243,7 @@ def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 def certificate_builder(
     name: str, key: ec.EllipticCurvePublicKey, issuer: x509.Name, now: float, life: float
 ) -> x509.CertificateBuilder:
-    """Begin a certificate for a key; times in Unix seconds and seconds."""
+    """Begin a certificate for a key. `now` is Unix seconds, `life` is seconds."""
     moment = datetime.datetime.fromtimestamp(now, datetime.UTC)
     return (
         x509.CertificateBuilder()
@@ -250,12 +258,12 @@ def certificate_builder(
 
 
 def named(name: str) -> x509.Name:
-    """Give a subject of one common name."""
+    """Return a subject with one common name."""
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
-    """Say what a key is for: certificates, or handshakes."""
+    """Return the key usage extension for certificate signing, or for handshakes."""
     return x509.KeyUsage(
         digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
         content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
@@ -270,7 +278,7 @@ def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Ce
 
 
 def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-    """Read a file of `write_pair`; AuthorityError when it is damaged."""
+    """Read a file of `write_pair`. Raise `AuthorityError` if it is damaged."""
     try:
         content = path.read_bytes()
         key = load_pem_private_key(content, None)

@@ -1,17 +1,18 @@
-"""TLS for the endpoint that clients use: an authority of its own that may vouch for no public name, or given files.
+"""TLS for the clients' endpoint: a separate authority that is constrained to local names, or given files.
 
-Theory. Clients speak HTTPS only if they trust who signed the certificate, so people will put our authority among those
-that their machine trusts. The cluster's CA must not be that one: it lets nodes in. And an authority that a machine
-trusts can pose as any site. So this is another key, whose certificate is constrained (critical, RFC 5280 §4.2.1.10) to
-names under `.local`, `localhost` and the names of `http.hosts`: stolen, it cannot pose as a site that has another name.
-Addresses are not constrained, because BoringSSL (Bun, Claude Code, Electron) refuses every certificate that names an
-address below an authority with a constraint on addresses (docs/decisions/0030).
+Clients accept HTTPS only from an authority that they trust, and people will add this authority to the trust store. The
+cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this is a
+separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). They permit names under `.local`,
+`localhost` and the names of `http.hosts`. A stolen key cannot pose as a site with another name.
 
-An authority that an earlier version made, with constraints on addresses, is issued again with the same key and subject:
-a client that trusts the earlier certificate accepts the endpoint as before.
+Addresses are not constrained. BoringSSL (Bun, Claude Code, Electron) refuses every certificate with an address below an
+authority that constrains addresses (docs/decisions/0030).
 
-The endpoint's own certificate names what this machine is called and its addresses at this moment; it is made anew when
-they change or two thirds of its life are over, and new connections get it.
+An authority of an earlier version, with constraints on addresses, is issued again with the same key and subject. A
+client that trusts the earlier certificate accepts the endpoint as before.
+
+The endpoint's certificate holds the current names and addresses of this machine. It is replaced when they change or
+after two thirds of its validity. New connections use the new certificate.
 """
 
 import hashlib
@@ -47,7 +48,7 @@ HOME = (
     "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
     "::1/128", "fc00::/7", "fe80::/10",
 )  # fmt: skip
-"""Addresses that the certificate may name: loopback, private and link-local ones, and those of overlay networks."""
+"""Networks whose addresses the certificate may contain: loopback, private, link-local and overlay networks."""
 ISSUED_AGAIN = (
     "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "
     "constraints: run `cluster trust-ca` again for them; all other programs trust it as before"
@@ -57,7 +58,8 @@ LOCAL = "local"
 
 
 class Endpoint:
-    """The endpoint's TLS, made on first use in `folder`. `hosts` are further names; `clock` gives Unix seconds."""
+    """TLS of the endpoint, created on first use in `folder`. `hosts` are additional names; `clock` returns Unix
+    seconds."""
 
     def __init__(
         self,
@@ -80,7 +82,7 @@ class Endpoint:
 
     @property
     def ca_pem(self) -> str:
-        """The authority's certificate, for the machines of clients."""
+        """Certificate of the authority (PEM), for the trust stores of clients."""
         return self._ca.public_bytes(Encoding.PEM).decode()
 
     @property
@@ -90,17 +92,19 @@ class Endpoint:
 
     @property
     def life(self) -> tuple[float, float]:
-        """Begin and end of the certificate in use, in Unix seconds."""
+        """Issue and expiry of the current certificate, in Unix seconds."""
         return life_of(self._own)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names and addresses that the certificate in use is good for."""
+        """Names and addresses in the current certificate."""
         return self._names
 
     def renew(self) -> bool:
-        """Make a new certificate if this machine is called otherwise by now, or the present one is two thirds
-        through."""
+        """Issue a new certificate if this machine's names changed, or after two thirds of the current one's validity.
+
+        Return whether a certificate was issued.
+        """
         names = tuple(sorted({*ALWAYS, *self._hosts, *filter(allowed, self._here())}))
         now = self._clock()
         if names == self._names and now < self._renew_from:
@@ -119,13 +123,13 @@ class Endpoint:
         )
         write_pair(self._own, key, certificate)
         with self._own.open("a") as file:
-            file.write(self.ca_pem)  # shown with it, so that `cluster trust-ca` can fetch it
+            file.write(self.ca_pem)  # sent in the handshake, because `cluster trust-ca` fetches it
         self.context.load_cert_chain(self._own)
         log.info("endpoint certificate", names=", ".join(names))
         return True
 
     def _authority(self, file: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        """Read the authority, or make one: with a new key where it may vouch for other names than before."""
+        """Read the authority, or create one. If the permitted names changed, create a new key."""
         names = [x509.DNSName("localhost"), x509.DNSName(LOCAL)]
         names += [general for general in map(_general, self._hosts) if isinstance(general, x509.DNSName)]
         if file.exists():
@@ -142,7 +146,7 @@ class Endpoint:
     def _issue(
         self, file: Path, key: ec.EllipticCurvePrivateKey, name: str, names: list[x509.DNSName]
     ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
-        """Write the authority of a key that may vouch for these names alone."""
+        """Write an authority for this key that is constrained to these names."""
         certificate = (
             certificate_builder(name, key.public_key(), named(name), self._clock(), CA_LIFE)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -155,7 +159,8 @@ class Endpoint:
 
 
 def life_of(pem: Path) -> tuple[float, float]:
-    """Give begin and end of the first certificate in a file, in Unix seconds; AuthorityError when it has none."""
+    """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
+    none."""
     try:
         found = x509.load_pem_x509_certificate(pem.read_bytes())
     except (OSError, ValueError) as error:
@@ -164,7 +169,7 @@ def life_of(pem: Path) -> tuple[float, float]:
 
 
 def constrained_to(certificate: x509.Certificate) -> list[x509.GeneralName]:
-    """Return the names that an authority is constrained to; an empty list without constraints."""
+    """Return the names to which an authority is constrained; an empty list without constraints."""
     try:
         return list(certificate.extensions.get_extension_for_class(x509.NameConstraints).value.permitted_subtrees or ())
     except x509.ExtensionNotFound:
@@ -176,7 +181,7 @@ def _common_name(certificate: x509.Certificate) -> str:
 
 
 def allowed(name: str) -> bool:
-    """Return whether the certificate may name this address or name of this machine."""
+    """Return whether the certificate may contain this address or name of this machine."""
     try:
         address = ipaddress.ip_address(name)
     except ValueError:
@@ -186,12 +191,12 @@ def allowed(name: str) -> bool:
 
 
 def own_names() -> tuple[str, ...]:
-    """Give the name of this machine on the local network."""
+    """Return the name of this machine on the local network."""
     return (f"{socket.gethostname().partition('.')[0].lower()}.{LOCAL}",)
 
 
 def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Give the context of given PEM files; AuthorityError when they cannot be used."""
+    """Return the TLS context of given PEM files. Raise `AuthorityError` if they cannot be used."""
     context = server_context()
     try:
         context.load_cert_chain(certificate, key)
@@ -202,7 +207,7 @@ def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
 
 
 def server_context() -> ssl.SSLContext:
-    """Begin a context for clients: TLS 1.2 and later, for many of them are old."""
+    """Create a TLS context for clients: TLS 1.2 and later, because many clients are old."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
@@ -217,7 +222,7 @@ def _general(name: str) -> x509.GeneralName:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether only this machine reaches a listening address."""
+    """Return whether a listening address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""How the endpoint is secured by what was set, and how long its certificates live."""
+"""TLS configuration of the endpoint, and validity of its certificates."""
 
 import contextlib
 import ssl
@@ -15,9 +15,10 @@ log = structlog.get_logger("coordinator.tls.https_ca")
 
 
 def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLContext | None:
-    """Return how the endpoint that listens there is secured: by our own authority, by given files, or not at all.
+    """Return the TLS of the endpoint at `listen`: its own authority, a context of given files, or None.
 
-    AuthorityError when the settings contradict each other, or the files are none."""
+    Raise `AuthorityError` if the settings contradict each other or the files are missing.
+    """
     check_http(http, listen)
     if http.certificate:
         return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
@@ -30,9 +31,9 @@ def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLCo
 
 
 def check_http(http: HttpSettings, listen: str) -> None:
-    """Check the settings of the endpoint that listens there, and the certificate files that they name.
+    """Check the settings of the endpoint at `listen` and the certificate files that they name.
 
-    AuthorityError when they contradict each other, or cannot be used.
+    Raise `AuthorityError` if the settings contradict each other or the files cannot be used.
     """
     if http.certificate and http.tls == "off":
         raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
@@ -48,7 +49,7 @@ def check_http(http: HttpSettings, listen: str) -> None:
 
 
 def lives_of(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
-    """Read begin and end of our certificates, and of one that we were given."""
+    """Return issue and expiry of the coordinator's certificates and of a given one, in Unix seconds."""
     lives = authority.lives()
     if isinstance(tls, Endpoint):
         lives["endpoint"] = tls.life

@@ -1,1 +1,1 @@
-"""The page: its files, who may sign in, and what it is told while it is open."""
+"""Web page: static files, sign-in and live updates."""

@@ -1,8 +1,8 @@
-"""Who may use the page: `cluster open` gives a link that works once, and the page changes it for a key of its own.
+"""Sign-in to the page: `cluster open` prints a one-time link, which the page exchanges for a key of its own.
 
-The code stands behind the `#` of the link, so it is sent to no server and stands in no log; it is good for two minutes
-and for one use. The key is an administrator's, lives twelve hours and in memory only, and the page keeps it for its own
-origin: there is no cookie, so no other site and no other port of this machine can make use of it.
+The code is in the link's fragment (after `#`), which browsers send to no server and write to no log. It is valid for
+two minutes and one use. The key has administrator scope, is valid for twelve hours, and exists in memory only. The page
+keeps it for its own origin. There is no cookie, hence no foreign site and no other port of this machine can use it.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from collections.abc import Callable
 from router.admission.api_keys import KeyRing, new_key
 
 PAGE = "page"
-"""Name of the keys that browsers get; they are in no list, and stand in the audit log by this name."""
+"""Name of browser keys in the audit log. They are not listed."""
 CODE_SECONDS = 120.0
 KEY_SECONDS = 12 * 3600.0
 MOST_CODES, MOST_KEYS = 16, 64
 
 
 class Visitors:
-    """Codes not yet used, and the keys that were given for them. `clock` gives Unix seconds."""
+    """Unused sign-in codes and the browser keys. `clock` returns Unix seconds."""
 
     def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:
         self._ring = ring
@@ -30,7 +30,7 @@ class Visitors:
         self._keys: dict[str, float] = {}
 
     def invite(self) -> str:
-        """Make a code for one visit. The oldest is forgotten where there are too many."""
+        """Create a code for one sign-in. At the limit, the oldest code is removed."""
         self._forget()
         while len(self._codes) >= MOST_CODES:
             del self._codes[next(iter(self._codes))]

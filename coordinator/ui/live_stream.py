@@ -1,7 +1,7 @@
-"""What an open page is told: sections of the pool's state, twice a second and only when they change.
+"""Live updates of open pages: sections of the pool's state, at most twice a second and only when they change.
 
-One task looks at the pool for all viewers, and only while there are any. Each viewer takes what is new to it when it
-has sent the last: one that reads slowly misses steps in between, and never the newest; nothing queues up for it.
+One task checks the pool for all viewers, and only while there are any. Each viewer receives the newest state after its
+last write completed. A slow viewer misses intermediate states, but never the newest, and has no queue.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ log = structlog.get_logger("coordinator.ui")
 
 LOOK_SECONDS = 0.5
 SILENCE_SECONDS = 15.0
-"""After which a comment is sent, so that proxies and the page know that the line lives."""
+"""Seconds of silence after which a comment is sent, because proxies and the page check that the connection works."""
 MOST_VIEWERS = 32
 
 
@@ -32,7 +32,7 @@ class Live:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many viewers as there may be."""
+        """Whether the limit of viewers is reached."""
         return self._viewers >= MOST_VIEWERS
 
     async def rested(self) -> None:
@@ -41,7 +41,7 @@ class Live:
             await self._task
 
     async def stream(self, welcome: Callable[[], bool], *, follow: bool = True) -> AsyncGenerator[bytes]:
-        """Give events for one viewer, for as long as it is `welcome`; only what is now unless it will `follow`."""
+        """Yield events for one viewer while `welcome()` is true. Without `follow`, yield only the current state."""
         self._viewers += 1
         try:
             if self._task is None or self._task.done():

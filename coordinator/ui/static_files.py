@@ -1,7 +1,7 @@
-"""The page's files: read once, served from memory with the strictest content policy that a browser knows.
+"""Static files of the page: read once, served from memory with the strictest content security policy.
 
-There is no build step and nothing comes from elsewhere: the modules in `static` are what the browser runs. No file
-holds anything secret, so none of them needs a key; what the page shows it asks the API for.
+There is no build step and no external content: the browser runs the modules in `static` unchanged. No file contains a
+secret, hence none needs a key. The page requests its data from the API.
 """
 
 import hashlib
@@ -50,7 +50,7 @@ class Page:
         self._files["/"] = self._files.pop(ROOT + "index.html")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send a file, or pass on what is none of ours."""
+        """Send a file, or pass other requests to the app."""
         path: str = scope.get("path", "")
         if scope["type"] != "http" or not (path == "/" or path.startswith(ROOT)):
             await self._app(scope, receive, send)

@@ -46,7 +46,7 @@ NOT_OFFERED: Mapping[str, str] = {
     "extensions": "a finished video cannot be made longer",
     "characters": "characters are not offered by the models of a pool",
 }
-"""What OpenAI's API has beside, by the last word of its path."""
+"""Routes of OpenAI's API that are not supported, by the last word of their path."""
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 
 
@@ -59,7 +59,7 @@ class Answered(Protocol):
 
 
 class Videos:
-    """The ASGI app. `control` gets every other path."""
+    """ASGI app for video routes. `control` handles every other path."""
 
     def __init__(
         self,
@@ -243,7 +243,7 @@ class Videos:
 
 
 def _owner(key: ApiKey) -> str:
-    """Say whose a job is: this machine's owner has another key after every start."""
+    """Return the owner of jobs of a key. The local key changes at every start, hence it maps to a fixed owner."""
     return key.name if key.name == LOCAL else key.id
 
 
@@ -257,7 +257,7 @@ def _understood(body: dict[str, Any]) -> VideoBody | Problem:
 
 
 def _wanted_kind(job: Job, query: Mapping[str, str]) -> str | Problem:
-    """Give the kind of file that is wanted, or why there is none."""
+    """Return the wanted kind of file, or the problem."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)

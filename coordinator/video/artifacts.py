@@ -1,7 +1,7 @@
-"""The files of finished jobs: fetched from their nodes, checked, kept for their owners (0600), removed.
+"""Files of finished video jobs: fetched from nodes, verified, kept with mode 0600, removed.
 
-A file is written beside its place while it comes, and gets its name only when its size and SHA-256 are those that its
-node told. Until then, and until that is acknowledged, the node keeps it.
+A file is written to a temporary name. It gets its name after its size and SHA-256 match the values from its node. The
+node keeps the file until that is acknowledged.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ VIDEO = "video"
 THUMBNAIL = "thumbnail"
 SUFFIXES = {".mp4": (VIDEO, "video/mp4"), ".webp": (THUMBNAIL, "image/webp"), ".jpg": (THUMBNAIL, "image/jpeg"),
             ".png": (THUMBNAIL, "image/png")}  # fmt: skip
-"""What a file is by the end of its name; all others are left on the node."""
+"""Kind and media type of a file by its suffix. All other files stay on the node."""
 MOST_FILES = 4
 SLACK_BYTES = 16 * 2**20
 """Bytes of a file beyond its uncompressed pictures: headers, indexes, sound."""
@@ -115,18 +115,18 @@ class Artifacts:
             await asyncio.to_thread(shutil.rmtree, self.folder(job), ignore_errors=True)
 
     def folder(self, job: str) -> Path:
-        """Give where the files of a job are. Its id is one of ours, never a text from outside."""
+        """Return the folder of a job's files. The id was created here, and is never a client's text."""
         if not _JOB.fullmatch(job):
             raise ValueError(f"{job!r} is no job")
         return self._folder / job
 
     def find(self, job: Job, kind: str) -> tuple[Path, Kept] | None:
-        """Give the file of a kind; None where there is none."""
+        """Return the file of a kind; None if there is none."""
         found = next((file for file in job.files if kind_of(file.name) == kind), None)
         return None if found is None else (self.folder(job.id) / found.name, found)
 
     def sweep(self, known: set[str]) -> None:
-        """Remove the files of jobs that nobody knows, left by a crash."""
+        """Remove the files of unknown jobs, left by a crash."""
         with suppress(OSError):
             for folder in self._folder.iterdir():
                 if folder.name not in known and _JOB.fullmatch(folder.name):
@@ -140,12 +140,12 @@ def most_bytes(job: Job, kind: str) -> int:
 
 
 def kind_of(name: str) -> str:
-    """Say what a file is; empty for what we do not keep."""
+    """Return the kind of a file; empty for a file that is not kept."""
     return SUFFIXES.get(Path(name).suffix, ("", ""))[0]
 
 
 def media_type(name: str) -> str:
-    """Give the media type of a file of ours."""
+    """Return the media type of a kept file."""
     return SUFFIXES[Path(name).suffix][1]
 
 

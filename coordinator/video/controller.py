@@ -1,7 +1,7 @@
-"""The conductor: tells the board what happens and does what it says, on the coordinator's loop.
+"""Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-It owns the board, the store and the files. What nodes say comes through `hear` and `see`, what people want through
-`submit`, `cancel` and `delete`. Nothing here decides anything about a job.
+It owns the job table (`Board`), the store and the files. Nodes' frames arrive through `hear` and `see`, requests of
+clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
 """
 
 import asyncio
@@ -34,36 +34,36 @@ from wire.video import Artifact
 log = structlog.get_logger("coordinator.video")
 
 TICK = 0.5
-"""Seconds between two looks at the board while a job is open."""
+"""Seconds between two checks of the job table while a job is open."""
 IDLE_TICK = 60.0
-"""The same while none is."""
+"""Seconds between two checks while no job is open."""
 AGAIN = 2.0
-"""Seconds until a node is asked again that did not answer."""
+"""Seconds until a node that did not answer is asked again."""
 HEARD = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 
 class Links(Protocol):
-    """What the conductor needs of the link server."""
+    """Functions of the link server that the controller uses."""
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send a frame; False when the node is not linked."""
+        """Send a frame. Return False if the node is not linked."""
         ...
 
     def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
-        """Get what a node has."""
+        """Yield the bytes of a node's source `what`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A job that was asked for before under the same idempotency key; `same`: with the same words."""
+    """Job of an earlier request with the same idempotency key. `same`: the request body was equal."""
 
     job: Job
     same: bool
 
 
 class Conductor:
-    """See the module. `wall` gives Unix seconds, `clock` those of `NodeView.heard_at`."""
+    """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.heard_at`."""
 
     def __init__(
         self,
@@ -90,19 +90,19 @@ class Conductor:
         self._events: deque[events.Event] = deque()
         self._fetching: dict[str, asyncio.Task[None]] = {}
         self._permits: dict[NodeId, tuple[int, bool]] = {}
-        """By node: the epoch of its link, and the permission that was sent over it."""
+        """By node: the epoch of its link, and the permission last sent over it."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._due = 0.0
         self._running = False
         self.broken = ""
-        """Why nothing can be written down any more; empty while it can."""
+        """Why nothing can be stored any more; empty while writes succeed."""
         if self.board.jobs:
             self.tell(events.Restarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
-        """Stop; jobs go on on their nodes."""
+        """Stop the controller. Jobs continue on their nodes."""
         if self._timer is not None:
             self._timer.cancel()
         tasks = [*self._fetching.values(), *self._tasks]
@@ -111,17 +111,17 @@ class Conductor:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._store.close()
 
-    # -- what people want -----------------------------------------------------------------
+    # -- requests of clients --------------------------------------------------------------
 
     def known(self, key: str, idempotency: str, digest: str) -> Known | None:
-        """Find the job that this key asked for under this idempotency key."""
+        """Return the job that this key requested under this idempotency key."""
         for job in self.board.jobs.values():
             if idempotency and (job.key, job.idempotency) == (key, idempotency):
                 return Known(job, job.digest == digest)
         return None
 
     async def submit(self, wanted: Wanted, key: str, idempotency: str = "", digest: str = "") -> Job:
-        """Put a job at the end of the line; give it once it is written down. StoreError when it cannot be."""
+        """Enqueue a job and return it after it is on disk. Raise `StoreError` if it cannot be stored."""
         self._sequence += 1
         job = Job(
             f"video_{secrets.token_hex(12)}", self._sequence, key, self._wall(), wanted, self.settings.lease_bytes,
@@ -133,29 +133,29 @@ class Conductor:
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
-        """End a job."""
+        """Cancel a job."""
         self.tell(events.Cancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
-        """End a job and forget it."""
+        """Cancel a job and delete it."""
         self.tell(events.Deleted(job))
         await self._written()
 
     def job(self, name: str) -> Job | None:
-        """Give a job."""
+        """Return a job."""
         return self.board.jobs.get(name)
 
     def jobs(self) -> list[Job]:
-        """Give all jobs, newest first."""
+        """Return all jobs, newest first."""
         return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
 
     def holds(self) -> list[Hold]:
-        """Give the memory that is lent, oldest first."""
+        """Return the leased memory, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
     def picture(self) -> VideoPicture:
-        """Take the picture of all jobs, for metrics."""
+        """Return a snapshot of all jobs for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
         return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
@@ -164,10 +164,10 @@ class Conductor:
             raise StoreError(self.broken)
         await self._store.flush()
 
-    # -- what nodes say --------------------------------------------------------------------
+    # -- events of nodes -------------------------------------------------------------------
 
     def see(self, view: ClusterView) -> None:
-        """Take the newest picture of the cluster."""
+        """Apply a new cluster view."""
         self.view = view
         for node in view.nodes:
             self._permit(node)
@@ -179,7 +179,7 @@ class Conductor:
             self._run()
 
     def _permit(self, node: NodeView) -> None:
-        """Send a node whether it may make videos, where it does not know."""
+        """Send a node its video permission, unless the node has it already."""
         allowed = node.video_allowed and self.settings.enabled
         if node.video.allowed in (None, allowed) or self._permits.get(node.id) == (node.epoch, allowed):
             return
@@ -187,22 +187,22 @@ class Conductor:
             self._permits[node.id] = node.epoch, allowed
 
     def _concerns(self, node: NodeView) -> bool:
-        """Whether what a node tells of its leases can change anything, its silence included."""
+        """Return whether a node's report about leases can change anything, including a report without leases."""
         if node.video.leases or self.board.held(node.id) is not None:
             return True
         return any(job.node == node.id and job.state == State.FINALIZING for job in self.board.jobs.values())
 
     def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-        """Take what a node says of a lease."""
+        """Handle a node's frame about a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
         self.tell(events.Said(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
-        """A node's link ended. Its last report was heard already, and says nothing new in a later picture."""
+        """Record the end of a node's link. Its last report was already applied, and has nothing new in a later view."""
         self.tell(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
-        """A node is no member any more."""
+        """Delete the data of a node that is no longer a member."""
         self._heard.pop(node, None)
         self._permits.pop(node, None)
         self.tell(events.NodeRemoved(node))
@@ -210,7 +210,7 @@ class Conductor:
     # -- the board -------------------------------------------------------------------------
 
     def tell(self, event: events.Event) -> None:
-        """Tell the board what happened and do what it says; what follows from that is told after it."""
+        """Apply an event and perform the resulting actions. Events that follow are queued after it."""
         self._events.append(event)
         self._run()
 

@@ -1,4 +1,4 @@
-"""What the registry tells, to both who listen: the dispatcher, and the conductor of videos."""
+"""Forwards the registry's callbacks to both the dispatcher and the video controller."""
 
 from coordinator.cluster.registry import Placing
 from coordinator.video.controller import HEARD, Conductor
@@ -8,7 +8,8 @@ from wire.identity import NodeId
 
 
 class Both:
-    """See `coordinator.cluster.registry.Placing`. The controller receives leases, the dispatcher everything else."""
+    """Implements `coordinator.cluster.registry.Placing`. The video controller receives leases, the dispatcher all other
+    frames."""
 
     def __init__(self, dispatcher: Placing, conductor: Conductor) -> None:
         self._dispatcher = dispatcher

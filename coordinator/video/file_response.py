@@ -1,7 +1,7 @@
-"""A finished file to its client: whole or one range of it (RFC 9110 §14), piece by piece, as fast as it is read.
+"""Sends a finished file to its client: complete or one range (RFC 9110 §14), in pieces, at the client's pace.
 
-A request for several ranges gets the whole, which the standard allows: nobody can make us send a file a thousand times
-for one request. A client that stops reading loses its connection, and nothing else waits for it.
+A request for several ranges receives the complete file, which the standard allows. Otherwise one request could ask for
+the file a thousand times. A client that stops reading loses its connection, without delay for any other.
 """
 
 import asyncio
@@ -30,8 +30,10 @@ class Span:
 
 
 def span_of(header: str, size: int) -> Span | Problem | None:
-    """Read a Range header for a file of `size` bytes: one range, None for the whole (also where the header is not one
-    that we honour), or the 416."""
+    """Parse a Range header for a file of `size` bytes.
+
+    Return one range, None for the complete file (also for an unsupported header), or the 416 problem.
+    """
     match = _RANGE.fullmatch(header)
     if match is None or not (match[1] or match[2]):
         return None
@@ -50,7 +52,7 @@ def _outside(size: int) -> Problem:
 
 
 async def send_file(exchange: Exchange, path: Path, kept: Kept) -> None:
-    """Answer with the file or what Range asks of it. OSError when it cannot be opened; nothing was sent then."""
+    """Send the file, or the range of the request. Raise `OSError` if it cannot be opened; then nothing was sent."""
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
         await _send(exchange, descriptor, kept)

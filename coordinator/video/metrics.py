@@ -1,4 +1,4 @@
-"""What is counted of video jobs, and how they stand at one moment; the coordinator exports it. Pure."""
+"""Counters of video jobs, and their state in a metrics snapshot. Pure."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -35,14 +35,14 @@ class VideoCounters:
     confirmed: Buckets = field(default_factory=lambda: Buckets(CONFIRM_BOUNDS))
 
     def moved(self, old: Job, job: Job, now: float) -> None:
-        """Count what became of a job."""
+        """Count the state transition of a job."""
         if old.state == State.LEASING and job.state == State.IN_PROGRESS:
             self.waited.observe(max(0.0, now - job.created))
         if not job.open and old.open:
             self._ended(job)
 
     def granted(self, seconds: float) -> None:
-        """Count a lease that its node confirmed, so many seconds after it was asked for."""
+        """Count a lease that its node granted `seconds` after the request."""
         self.confirmed.observe(max(0.0, seconds))
 
     def _ended(self, job: Job) -> None:
@@ -60,9 +60,11 @@ class VideoCounters:
 
 @dataclass(frozen=True, slots=True)
 class VideoPicture:
-    """Video at one moment: open jobs by state, the wait of the head of the line in seconds, the bytes of all files that
-    are kept, and what share is done of the job on each node. `used`: a node makes
-    videos, or a job is known, or was."""
+    """Video jobs at one moment, for metrics.
+
+    It has the open jobs by state, the wait of the first queued job in seconds, and the size of all kept files in bytes.
+    `progress` is the share done of the job on each node. `used`: a node offers video models, or there is or was a job.
+    """
 
     counters: VideoCounters = field(default_factory=VideoCounters)
     states: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -73,7 +75,7 @@ class VideoPicture:
 
 
 def picture(counters: VideoCounters, jobs: Iterable[Job], now: float, *, offered: bool) -> VideoPicture:
-    """Take the picture of all jobs; `offered`: some node makes videos."""
+    """Return a snapshot of all jobs. `offered`: a node has a video model."""
     states = {str(state): 0 for state in State if state not in (State.COMPLETED, State.FAILED)}
     oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
     progress: dict[NodeId, float] = {}

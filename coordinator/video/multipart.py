@@ -1,7 +1,7 @@
-"""A multipart form, read as it comes: short texts are kept, a file ends the reading, and nothing else is ever held.
+"""Streaming parser of multipart forms: short texts are kept, a file ends the parsing, nothing else is buffered.
 
-OpenAI's library sends every video as such a form, whatever it says; a reference image would be a part with a file name.
-Limits are kept while the bytes arrive: parts, their headers, and all texts together.
+OpenAI's library sends every video request as such a form. A reference image would be a part with a file name. Limits
+apply while bytes arrive: number of parts, their headers, and all texts together.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class _Enough(Exception):
 
 @dataclass(slots=True)
 class _Form:
-    """What the parser told so far."""
+    """State of the parser."""
 
     fields: dict[str, str] = field(default_factory=dict[str, str])
     size: int = 0
@@ -147,6 +147,6 @@ async def _fed(exchange: Exchange, parser: MultipartParser, form: _Form, limit: 
 
 
 def boundary_of(content_type: bytes) -> bytes | None:
-    """Give the boundary that a content type names; None where it is no multipart form with one."""
+    """Return the boundary of a content type; None if it is not a multipart form with a boundary."""
     kind, options = parse_options_header(content_type)
     return options.get(b"boundary") if kind == b"multipart/form-data" else None

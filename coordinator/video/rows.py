@@ -14,7 +14,7 @@ from wire.video import LeaseState, VideoPackage, VideoState
 
 
 def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
-    """Give every model with what each node says of it, and its prediction there."""
+    """Return every video model with the report of each node and the memory prediction there."""
     found: dict[str, dict[str, Any]] = {}
     for node in view.nodes:
         for package in node.video.packages:
@@ -34,7 +34,7 @@ def _package_row(node: NodeView, package: VideoPackage, profile: Profile) -> dic
 
 
 def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
-    """Give what was measured."""
+    """Return the measured profiles."""
     return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
 
 
@@ -46,7 +46,7 @@ def _profile(profile: Profile) -> dict[str, Any]:
 
 
 def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
-    """Give a lease with what its node tells of it."""
+    """Return a lease with its node's report."""
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
     told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
@@ -66,7 +66,7 @@ def _runs(hold: Hold, job: Job | None) -> bool:
 
 
 def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
-    """Return what a node reports of its video, and whether it is allowed to make any."""
+    """Return a node's video state and its permission for video jobs."""
     return {
         "ready": video.ready, "allowed": allowed, "cause": video.cause, "ray": video.ray, "ray_cause": video.ray_cause,
         "packages": [asdict(package) for package in video.packages], "leases": [asdict(one) for one in video.leases],

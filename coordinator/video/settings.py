@@ -13,7 +13,7 @@ Size = Annotated[str, Meta(pattern=r"^\s*\d+(\.\d+)?\s*[A-Za-z]*\s*$")]
 
 
 class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Videos: what may be asked for, what is lent, what is kept."""
+    """Settings of video jobs: limits of requests, leases and retention."""
 
     enabled: Annotated[
         bool, Meta(description="Make videos on nodes that can. Without such nodes nothing of it runs, on or off.")
@@ -61,7 +61,7 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def rules(self) -> Rules:
-        """How jobs are held, lost and kept."""
+        """Limits of the job table."""
         return Rules(
             self.on_node_loss, lease_seconds=self.lease_seconds, start_seconds=self.start_seconds,
             away_seconds=self.away_seconds, room_seconds=self.room_seconds, keep_seconds=self.keep_hours * 3600,

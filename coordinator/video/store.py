@@ -1,8 +1,8 @@
-"""What must not be forgotten of videos: the jobs, and what was measured of packages.
+"""Persistent state of video jobs and measured profiles.
 
-A database of its own beside the cluster's, made when the first job comes. As there, everything is in memory and each
-change is one transaction (WAL, synchronous=FULL) that one writer thread makes in order. `await flush()` returns when
-all changes so far are on the disk: a job is confirmed to its client only then.
+A separate database next to the cluster's, created with the first job. As there, all data is in memory, and each change
+is one transaction (WAL, synchronous=FULL), written in order by one writer thread. `await flush()` returns after all
+changes up to now are on disk. A job is confirmed to its client only after that.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class VideoStore:
         self.jobs: tuple[Job, ...] = ()
         """The jobs as they were when the database was opened."""
         self.profiles: dict[ProfileKey, Profile] = {}
-        """What was measured, as it was then."""
+        """Profiles as measured at that time."""
         if self._file.exists():
             self._open()
 
@@ -73,7 +73,7 @@ class VideoStore:
         self._put("DELETE FROM jobs WHERE id = ?", job)
 
     def put_profile(self, key: ProfileKey, profile: Profile) -> None:
-        """Add or replace what was measured of a package."""
+        """Add or replace the profile of a package."""
         record = msgspec.json.encode(profile).decode()
         self._put("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)
 
@@ -84,7 +84,7 @@ class VideoStore:
             raise self._failure
 
     def close(self) -> None:
-        """Write what waits and close the file."""
+        """Write pending changes and close the file."""
         self._writer.shutdown()
         if self._connection is not None:
             self._connection.close()

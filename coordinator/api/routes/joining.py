@@ -24,7 +24,7 @@ class NewToken(Body):
 
 
 class JoinRoutes:
-    """What `cluster token` and `approve` ask for. `url` is where nodes connect."""
+    """Routes of `cluster token` and `approve`. `url` is the address for nodes."""
 
     def __init__(self, admin: Admin, approvals: Approvals, url: str) -> None:
         self._admin = admin
@@ -32,7 +32,7 @@ class JoinRoutes:
         self._url = url
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/tokens", "admin", self.list_tokens),
             Route("POST", "/api/v1/tokens", "admin", self.create_token),

@@ -1,4 +1,4 @@
-"""Routes of API keys: who may use the pool, within which limits, and what each has used."""
+"""Routes of API keys: creation, limits and usage."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -19,9 +19,9 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, invalid
 
 LONGEST_LIFE = 10 * 365 * 86400.0
-"""Seconds that a key may live at most; one without an end lives until it is revoked."""
+"""Longest life of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
-"""A day, or empty for all that is kept."""
+"""A day, or empty for all stored days."""
 Life = Annotated[float, Field(gt=0, le=LONGEST_LIFE)]
 
 
@@ -53,7 +53,7 @@ class Expiry(Body):
 
 
 class KeyRoutes:
-    """What `cluster key` asks for."""
+    """Routes of `cluster key`."""
 
     def __init__(self, admin: Admin, ring: KeyRing, traffic: Traffic) -> None:
         self._admin = admin
@@ -61,7 +61,7 @@ class KeyRoutes:
         self._traffic = traffic
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/keys", "admin", self.list_keys),
             Route("POST", "/api/v1/keys", "admin", self.create_key),

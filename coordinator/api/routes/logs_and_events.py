@@ -1,4 +1,4 @@
-"""Routes of what happened: the coordinator's own log, its events, and who administered what."""
+"""Routes of the coordinator's log, its events, and the audit log."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +17,7 @@ from router.errors import Problem
 
 
 class JournalRoutes:
-    """What `cluster logs`, `events` and `audit` ask for."""
+    """Routes of `cluster logs`, `events` and `audit`."""
 
     def __init__(self, log_file: Path, events: Events, admin: Admin) -> None:
         self._log_file = log_file
@@ -25,7 +25,7 @@ class JournalRoutes:
         self._admin = admin
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/logs", "admin", self.own_logs, (503,), TEXT),
             Route("GET", "/api/v1/events", "admin", self.events, (503,), EVENT_STREAM),

@@ -23,7 +23,7 @@ from wire.identity import valid_model
 from wire.refusals import Refused
 
 _ORDERED = (404, 409, 429, 500, 502, 503, 504)
-"""What an order to a node may come back with."""
+"""Possible error statuses of a command to a node."""
 
 
 class OneModel(Body):
@@ -34,7 +34,7 @@ class OneModel(Body):
 
 
 class ModelRoutes:
-    """What `cluster models`, `load`, `unload` and `profile` ask for."""
+    """Routes of `cluster models`, `load`, `unload` and `profile`."""
 
     def __init__(self, registry: Registry, loads: Loads, ring: KeyRing) -> None:
         self._registry = registry
@@ -42,7 +42,7 @@ class ModelRoutes:
         self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/models", "infer", self.models),
             Route("POST", "/api/v1/models/load", "admin", self.load, _ORDERED),
@@ -98,7 +98,7 @@ def _model(body: OneModel) -> str:
 
 
 def _told(body: OneModel, done: list[Done], wrong: Refused | Failure | None) -> dict[str, Any]:
-    """Say on which nodes an order was done; the problem where one of them did not do it."""
+    """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_problem(wrong))
     return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}

@@ -1,4 +1,4 @@
-"""Routes of nodes: what is known of them, and whether they are given work."""
+"""Routes of nodes: their state, cordon, drain, pause, labels and removal."""
 
 import time
 from typing import Annotated, Any
@@ -35,13 +35,13 @@ class Drain(Body):
 
 
 class PauseBody(Body):
-    """For how long a node takes nothing new; without an end it does not before it is resumed."""
+    """Duration of a pause; without it the pause lasts until the node is resumed."""
 
     seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
 
 
 def find_node(registry: Registry, node: str) -> NodeId:
-    """Give the id of a node by its id or name, or raise the 404."""
+    """Return the id of a node by its id or name, or raise a 404."""
     found = registry.find(node)
     if found is None:
         raise ProblemError(Problem(404, "node_not_found", f"there is no node {node[:100]!r}: look at `cluster nodes`"))
@@ -49,7 +49,7 @@ def find_node(registry: Registry, node: str) -> NodeId:
 
 
 class NodeRoutes:
-    """What `cluster nodes`, `pause` and `resume` ask for."""
+    """Routes of `cluster nodes`, `pause` and `resume`."""
 
     def __init__(self, registry: Registry, traffic: Traffic, store: Store) -> None:
         self._registry = registry
@@ -57,7 +57,7 @@ class NodeRoutes:
         self._store = store
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/nodes", "metrics", self.nodes),
             Route("GET", "/api/v1/nodes/{node}", "metrics", self.node),
@@ -81,7 +81,7 @@ class NodeRoutes:
         return self._registry.describe(node, self._traffic.in_flight(node)) | {"breaker": self._breaker(node)}
 
     def _breaker(self, node: NodeId) -> dict[str, Any]:
-        """Tell whether a node gets requests, as far as its engine's faults go; `until` in Unix seconds."""
+        """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
         now = self._traffic.now()
         found = self._traffic.breakers.standing(node, now)
         if found is None:
@@ -167,7 +167,7 @@ class NodeRoutes:
         left = self._traffic.in_flight(found)
         return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
-    # -- what it is called, and whether it belongs ------------------------------------------------
+    # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: Labels) -> dict[str, Any]:
         """Give a node labels, to which keys can be bound."""

@@ -1,4 +1,4 @@
-"""Routes of the web page: who may open it, and what it is told while it is open."""
+"""Routes of the web page: sign-in and live updates."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ class Visit(Body):
 
 
 class PageRoutes:
-    """What `cluster open` and the page ask for. `base_url` is where clients connect, with its `/v1`."""
+    """Routes of `cluster open` and of the page. `base_url` is the endpoint for clients, with its `/v1`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class PageRoutes:
         self._live = Live(sections)
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("POST", "/api/v1/page/links", "admin", self.invite),
             Route("POST", "/api/v1/page/visits", OPEN, self.enter, (401,)),

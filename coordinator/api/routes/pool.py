@@ -1,4 +1,4 @@
-"""Routes of the pool as a whole: how it is, what needs a person, and what it was started with."""
+"""Routes of the pool as a whole: status, conditions and settings."""
 
 import time
 from typing import Annotated, Any
@@ -22,7 +22,7 @@ CERTIFICATE = "application/x-pem-file"
 
 
 class PoolRoutes:
-    """What `cluster status` shows."""
+    """Routes of `cluster status`."""
 
     def __init__(
         self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions, load: LoadHistory
@@ -34,7 +34,7 @@ class PoolRoutes:
         self._load = load
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/status", "metrics", self.status),
             Route("GET", "/api/v1/version", "infer", self.version),
@@ -49,7 +49,7 @@ class PoolRoutes:
         return self.row()
 
     def row(self) -> dict[str, Any]:
-        """Say how the pool is at this moment."""
+        """Return the current status of the pool."""
         facts = self._facts
         return {
             "schema": 1,

@@ -1,4 +1,4 @@
-"""Routes for Prometheus, who scrapes nodes through the coordinator: their own doors stay shut."""
+"""Routes for Prometheus, which scrapes nodes through the coordinator, because nodes have no open port for it."""
 
 import msgspec
 from fastapi import Request
@@ -13,14 +13,14 @@ from router.errors import Problem
 
 
 class PrometheusRoutes:
-    """The only routes of the control plane that stand outside /api/v1."""
+    """Routes for Prometheus, the only control routes outside /api/v1."""
 
     def __init__(self, metrics: Metrics, registry: Registry) -> None:
         self._metrics = metrics
         self._registry = registry
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/metrics", "metrics", self.metrics, content=TEXT),
             Route("GET", "/prometheus/sd", "metrics", self.targets, content=LIST),

@@ -1,4 +1,4 @@
-"""Routes of requests: where one would go, and what became of those that were."""
+"""Routes of requests: placement of a hypothetical request, and the history of ended requests."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from router.placement.place import Demand, Placement, explain
 
 LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
-"""Decode time below which tokens per second say nothing."""
+"""Decode time in seconds below which tokens per second are meaningless."""
 MAX_DRIFT_SECONDS = 1.0
 """Difference between the wall clock and the clock of requests from which their offset is taken again."""
 
@@ -36,7 +36,7 @@ class DryRun(Body):
 
 
 class RequestRoutes:
-    """What `cluster place`, `explain` and `replay` ask for."""
+    """Routes of `cluster place`, `explain` and `replay`."""
 
     def __init__(self, traffic: Traffic, ring: KeyRing) -> None:
         self._traffic = traffic
@@ -44,7 +44,7 @@ class RequestRoutes:
         self._clock = WallClock(traffic.now)
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("POST", "/api/v1/place", "metrics", self.place),
             Route("GET", "/api/v1/requests", "metrics", self.requests),
@@ -137,8 +137,10 @@ def story_row(story: Story, clock: WallClock) -> dict[str, Any]:
 
 
 def summary(story: Story, clock: WallClock) -> dict[str, Any]:
-    """Return when a request arrived (Unix seconds), its last node, seconds to its first token, and the tokens per
-    second that it was generated with after that; None where there was none."""
+    """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
+
+    Absent values are None.
+    """
     first = next((at for at, what, _ in story.steps if what == "first token"), None)
     nodes = [node for _, _, node in story.steps if node]
     decoding = 0.0 if first is None else story.seconds - first
@@ -155,7 +157,7 @@ def summary(story: Story, clock: WallClock) -> dict[str, Any]:
 
 
 def phase_of(ticket: Ticket) -> str:
-    """Return what a request that has not ended waits for: the queue, a model swap, its prompt, its answer."""
+    """Return the phase of an open request: queue, model swap, prefill or decode."""
     if ticket.node is None:
         return ticket.swap or "queued"
     return "prefill" if ticket.first_at is None else "decode"

@@ -13,7 +13,7 @@ from router.admission.rate_limits import NO_LIMITS
 
 
 class VideoRoutes:
-    """What `cluster video leases` and `video calibrate` ask for."""
+    """Routes of `cluster video leases` and `video calibrate`."""
 
     def __init__(self, registry: Registry, conductor: Conductor, ring: KeyRing) -> None:
         self._registry = registry
@@ -21,7 +21,7 @@ class VideoRoutes:
         self._ring = ring
 
     def routes(self) -> tuple[Route, ...]:
-        """Give the routes."""
+        """Return the routes."""
         return (
             Route("GET", "/api/v1/videos/models", "infer", self.video_models),
             Route("GET", "/api/v1/leases", "metrics", self.leases),

@@ -146,7 +146,7 @@ def _new_passphrase(file: Path | None) -> bytes:
 
 
 def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
-    """Give the passphrase of a backup that needs one."""
+    """Return the passphrase of a backup that needs one."""
     from coordinator.backup import encryption
 
     try:

@@ -1,4 +1,4 @@
-"""`cluster doctor`: every check at once, what is wrong and the next step, and a bundle for a report."""
+"""`cluster doctor`: runs all checks, prints faults with the next step, and writes a bundle for a report."""
 
 import json
 import sys

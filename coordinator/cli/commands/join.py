@@ -15,7 +15,7 @@ from coordinator.client.errors import NOT_FOUND, TIMED_OUT, Problem
 
 LEAVE_SECONDS = 60.0
 CLUSTER_PORT = 8081
-"""Where `cluster up` listens for machines, unless told otherwise (`--cluster-listen`)."""
+"""Default port of `cluster up` for nodes (`--cluster-listen`)."""
 
 
 @click.command()
@@ -97,7 +97,7 @@ def leave(state: Path | None, force: bool, yes: bool) -> None:
 
 
 def _running(lock: Path) -> int | None:
-    """Give the process that holds the node's lock."""
+    """Return the id of the process that holds the node's lock."""
     import fcntl
 
     try:
@@ -112,7 +112,7 @@ def _running(lock: Path) -> int | None:
 
 
 def _wait(lock: Path, seconds: float) -> bool:
-    """Wait until nobody holds the lock: an alarm ends the blocking wait."""
+    """Wait until the lock is free. An alarm ends the blocking wait."""
     import fcntl
 
     def late(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""`cluster login`: the URL, key and authority of a coordinator elsewhere, kept for later commands."""
+"""`cluster login`: stores URL, key and authority of a remote coordinator for later commands."""
 
 import json
 import sys
@@ -74,7 +74,7 @@ def _key(file: Path | None) -> str:
 
 
 def _check(reached: Reached) -> None:
-    """Ask the coordinator whether it knows the key. Problem when it does not, or does not answer."""
+    """Check that the coordinator accepts the key. Raise `Problem` if it does not, or does not answer."""
     status = send(reached, "GET", "/v1/models", timeout=10.0).status
     if status == 401:
         raise Problem(DENIED, f"{reached.url} refuses this key: is it revoked, expired, or of another pool?")

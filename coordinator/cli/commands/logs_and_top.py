@@ -1,4 +1,4 @@
-"""Looking on: logs, events, the pool as it is now, and what Prometheus needs to look on by itself."""
+"""Commands for observation: logs, events, live view of the pool, and Prometheus' configuration."""
 
 import codecs
 import itertools
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
 FOR_EVER = 86400.0
-"""Seconds without a word after which a follower gives up."""
+"""Seconds of silence after which a follower stops."""
 BAR, NARROW_BAR = 24, 8
 """Letters of a node's bar on a wide screen, and on one of 80 letters."""
 WIDE_SCREEN = 132
@@ -32,7 +32,7 @@ WIDE_SCREEN = 132
 
 
 def print_log(session: Session, response: HTTPResponse) -> None:
-    """Print a log as it comes: with `-o json` as it is, else its JSON lines as lines for a person."""
+    """Print a log as it arrives: unchanged with `-o json`, else with its JSON lines formatted for people."""
     if response.status >= 400:
         raise_for(response.status, response.read())
     decoder, rest = codecs.getincrementaldecoder("utf-8")(errors="replace"), ""
@@ -49,7 +49,7 @@ def print_log(session: Session, response: HTTPResponse) -> None:
 
 
 def log_line(line: str) -> str:
-    """Return a line of a log for a person; what is no JSON stays as it is."""
+    """Format a log line for people. A line that is not JSON is unchanged."""
     try:
         event = json.loads(line)
     except ValueError:

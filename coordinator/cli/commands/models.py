@@ -1,4 +1,4 @@
-"""Models: where they are, and what should be in memory."""
+"""Commands for models: where they are stored and loaded."""
 
 import sys
 import threading
@@ -15,7 +15,7 @@ from coordinator.client.terminal_text import raw_output
 from wire.units import show_size
 
 PATIENCE = 3700.0
-"""Seconds: the coordinator itself gives up a load after an hour, and says so."""
+"""Timeout in seconds. The coordinator abandons a load after an hour, and reports it."""
 SPINNER_AFTER = 1.0
 
 
@@ -112,7 +112,7 @@ def _speeds(node: dict[str, Any]) -> str:
 
 
 def _measured(found: dict[str, Any]) -> str:
-    """Write what a model was measured to take."""
+    """Format the measured memory of a model."""
     sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
     return (
         f"rows of up to {found['max_context']} tokens, {found['max_batch']} usual ones at once; "
@@ -125,7 +125,7 @@ def _place(node: dict[str, Any]) -> str:
 
 
 def standing(name: str, row: dict[str, Any]) -> str:
-    """Write a name with how it stands to its model (or its node): nothing more where it is loaded."""
+    """Format a name with the state of the model; the name alone if it is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
     return name + words[row["model"]]
@@ -187,7 +187,7 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 @contextmanager
 def waiting(text: str) -> Generator[None]:
-    """Show on a terminal that something lasts, and for how long, once it has lasted a second; elsewhere nothing."""
+    """Show a spinner with the elapsed time on a terminal, from one second on. Do nothing outside a terminal."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,4 +1,4 @@
-"""The pool as a person looks at it, and what may be done to one node."""
+"""Commands for the nodes of the pool."""
 
 import re
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""`cluster pause` and `cluster resume`: the owner of a Mac has its memory back."""
+"""`cluster pause` and `cluster resume`: free a Mac's memory for its owner, and share it again."""
 
 import time
 from pathlib import Path
@@ -52,7 +52,7 @@ def resume(session: Session, node: str | None) -> None:
 
 
 def described(sharing: dict[str, Any]) -> str:
-    """Say in a few words how a node stands: shared, or paused, why and until when."""
+    """Describe a node's sharing state: shared, or paused with reason and end."""
     if not sharing["paused"]:
         return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
     until = f" until {moment(sharing['until'])}" if sharing["until"] else ""
@@ -64,7 +64,7 @@ def _left(told: dict[str, Any]) -> str:
 
 
 def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
-    """Tell a name from a duration: `pause 2h` and `pause studio` have one word each."""
+    """Separate a name from a duration: `pause 2h` and `pause studio` have one word each."""
     if duration is not None:
         return node, Duration().convert(duration, None, click.get_current_context())
     if node is None:

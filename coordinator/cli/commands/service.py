@@ -70,7 +70,7 @@ def install(
 def _plan(
     host: "Host", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
 ) -> "Plan":
-    """Decide who runs what. Problem where that is not sure."""
+    """Choose user and program of the service. Raise `Problem` if the choice is ambiguous."""
     import grp
 
     from coordinator.service.plan import Plan, refused_arguments
@@ -95,12 +95,12 @@ def _plan(
 
 
 def _data_folder(host: "Host") -> str:
-    """Give the state folder below a home folder, as platformdirs does for the user who asks."""
+    """Return the state folder below a home folder, as platformdirs does for the current user."""
     return "Library/Application Support/macpool" if host.mac else ".local/share/macpool"
 
 
 def _understood(role: str, arguments: tuple[str, ...]) -> None:
-    """Let the verb itself read its arguments now: a service that ends at once helps nobody."""
+    """Check the arguments with the verb's own parser, because a service that exits at once is useless."""
     from coordinator.cli.commands.join import join
     from coordinator.cli.commands.up import up
 
@@ -237,7 +237,7 @@ def logs(ctx: click.Context, follow: bool, lines: int) -> None:
 
 
 class _refusals:  # noqa: N801  used as a with-statement's word
-    """Turns what the service's own rooms refuse into the command's exit codes."""
+    """Context manager that converts errors of the service package into the command's exit codes."""
 
     def __enter__(self) -> None:
         return None

@@ -67,7 +67,7 @@ LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
 
 
 def find(session: Session, kind: str, wanted: str) -> dict[str, Any]:
-    """Return the key or token (`kind`) with this id, or else with this name. Problem when there is none or several."""
+    """Return the key or token (`kind`) with this id or name. Raise `Problem` if there is none or several."""
     rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
     found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
     if not found:
@@ -152,7 +152,7 @@ def key() -> None:
 
 
 def limits(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that say what a key may take."""
+    """Add the options for a key's limits."""
     for option in reversed((
         click.option("--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."),
         click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
@@ -169,7 +169,7 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def limits_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Give the limits that were named, as the API takes them."""
+    """Return the given limits in the API's form."""
     return {name: value for name, value in given.items() if value not in (None, ())}
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
-"""Where systems keep what they trust, for programs that do not ask them."""
+"""Files with the system's trusted authorities, for programs that do not use the system's trust store."""
 LONGEST = 16_384
 """Bytes of an authority's certificate that are read from a stranger."""
 
@@ -66,9 +66,9 @@ def _print(answer: dict[str, Any]) -> None:
 
 
 def confirmed_authority(base: str, fingerprint: str | None) -> str:
-    """Return the authority (PEM) behind an HTTPS endpoint, confirmed by its fingerprint or by the user.
+    """Return the authority (PEM) of an HTTPS endpoint, confirmed by its fingerprint or by the user.
 
-    Empty where the endpoint uses a certificate that was given to it: the system's authorities vouch for that one.
+    Return an empty text if the endpoint uses given certificate files, because the system's authorities apply to them.
     """
     try:
         pem = fetch(base)
@@ -94,7 +94,8 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
 
 
 def fetch(base: str) -> str:
-    """Get the authority's certificate (PEM) from an endpoint that nobody trusts yet. Problem when there is none."""
+    """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted. Raise `Problem` if there is
+    none."""
     parts = urlsplit(base)
     if parts.scheme != "https" or not parts.hostname:
         raise Problem(2, f"{base} is not an HTTPS endpoint: there is nothing to trust")
@@ -115,8 +116,10 @@ def fetch(base: str) -> str:
 
 
 def check(pem: str, base: str, wanted: str | None) -> str:
-    """Give the fingerprint (SHA-256, hex) of what was fetched. Problem when it is not the wanted one, or when it could
-    vouch for more than a home network."""
+    """Return the fingerprint (SHA-256, hex) of a fetched certificate.
+
+    Raise `Problem` if it is not the `wanted` one, or if the authority is not constrained to names.
+    """
     from cryptography import x509
 
     try:
@@ -148,8 +151,7 @@ def _scope(pem: str) -> str:
 
 
 def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
-    """Write a bundle of the system's authorities and this one, for programs that take a file, and the endpoint's URL
-    beside it."""
+    """Write a bundle of the system's authorities and this one for programs that need a file, and the endpoint's URL."""
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
     system = next((Path(path).read_text() for path in BUNDLES if Path(path).exists()), "")
@@ -159,7 +161,7 @@ def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Return the file that `keep` wrote for an authority; None where this machine does not trust it yet."""
+    """Return the file that `keep` wrote for an authority; None if this machine does not trust it yet."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 
@@ -180,7 +182,7 @@ def _bundle(state: Path, fingerprint: str) -> Path:
 
 
 def commands(platform: str, file: Path, fingerprint: str, *, remove: bool) -> list[list[str]]:
-    """Give what makes a system trust the certificate in a file, or no longer."""
+    """Return the commands that make a system trust the certificate in a file, or remove the trust."""
     if platform == "darwin":
         if remove:
             return [["security", "remove-trusted-cert", str(file)]]

@@ -147,7 +147,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
 
 
 def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSettings]":
-    """Put the settings together: file, then environment, then command line."""
+    """Merge the settings of file, environment and command line, in this order."""
     from coordinator.state.settings import OTHERS, CoordinatorSettings
     from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
 
@@ -164,7 +164,7 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSett
 
 
 def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
-    """Give the settings that belong to the node on this machine."""
+    """Return the settings of the node on this machine."""
     from coordinator.state.settings import OTHERS
 
     return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]

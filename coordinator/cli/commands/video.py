@@ -77,7 +77,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
 
 
 def _folder(state: Path) -> Path:
-    """Say where the node of this state folder keeps environments."""
+    """Return the folder of environments of this state folder's node."""
     file = state / "config.toml"
     try:
         found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}

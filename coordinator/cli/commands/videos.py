@@ -1,4 +1,4 @@
-"""`cluster video`: create a video, follow it, fetch it; the memory that is lent to videos."""
+"""Commands for videos: create, follow and fetch videos, and list the leased memory."""
 
 import sys
 import threading
@@ -136,7 +136,8 @@ def get(session: Session, video: str, output_file: Path | None, thumbnail: bool)
 
 
 def _download(session: Session, video: str, file: Path, variant: str) -> int:
-    """Write the file beside its place first, so that a broken one never bears its name; give its bytes."""
+    """Write to a temporary file first, then rename, to leave no broken file under the final name. Return its size in
+    bytes."""
     response = session.request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
     if response.status >= 400:
         raise_for(response.status, response.read())
@@ -175,18 +176,18 @@ def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]
 
 
 class Teller(Protocol):
-    """Where progress is shown."""
+    """Output for progress."""
 
     def tell(self, progress: int, phase: str, told: str) -> str:
-        """Show progress (per cent) and phase; `told` was shown last. Give what was shown."""
+        """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
         ...
 
 
 class Lines:
-    """A line for every phase: what a file or a pipe gets."""
+    """Prints one line a phase, for a file or a pipe."""
 
     def tell(self, progress: int, phase: str, told: str) -> str:
-        """See `Teller`."""
+        """Show progress and phase."""
         if phase != told:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
@@ -196,7 +197,7 @@ class Silent:
     """Nothing: the answer is for a program."""
 
     def tell(self, progress: int, phase: str, told: str) -> str:
-        """See `Teller`."""
+        """Show nothing."""
         return phase
 
 
@@ -208,7 +209,7 @@ class Bar:
         self._task = progress.add_task("queued", total=100)
 
     def tell(self, progress: int, phase: str, told: str) -> str:
-        """See `Teller`."""
+        """Show progress and phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase
 
@@ -257,7 +258,7 @@ def measured_sizes(text: str) -> list[str]:
 
 
 def calibration(session: Session, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
-    """Make one clip of each size, smallest first, and give what each took; the clips are deleted."""
+    """Generate one clip of each size, smallest first, and return the measurements. The clips are deleted."""
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes, key=_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
@@ -276,7 +277,7 @@ def _pixels(size: str) -> int:
 
 
 def known_models(session: Session) -> dict[str, Any]:
-    """Give what is known of the models for videos."""
+    """Return the known video models."""
     answer = session.call("GET", "/api/v1/videos/models")
     if not answer["models"]:
         raise Problem(NOT_FOUND, "no node has a model for videos: put one into a folder of models on a Mac, run "
@@ -285,7 +286,7 @@ def known_models(session: Session) -> dict[str, Any]:
 
 
 def only_model(session: Session, model: str | None) -> str:
-    """Return the model that was named, or else the only one for videos. Problem when there is none or several."""
+    """Return the named model, or else the only video model. Raise `Problem` if there is none or several."""
     if model is not None:
         return model
     names = [one["name"] for one in known_models(session)["models"]]

@@ -1,6 +1,6 @@
-"""Whether a video may be asked for: the body against the models, the limits, the memory of the pool and the line. Pure.
+"""Admission of video requests: checks the body against models, limits, the pool's memory and the queue. Pure.
 
-Everything that can be known before the job waits is said before it waits, with the numbers.
+Every reason for a refusal that is known before the job waits is returned at once, with the numbers.
 """
 
 import difflib
@@ -28,14 +28,14 @@ from wire.units import show_size
 from wire.video import VideoPackage
 
 FULL_RETRY = 30.0
-"""Seconds after which a client may ask again when the line is full."""
+"""Retry-After in seconds if the queue is full."""
 
 
 def admit(
     body: VideoBody, view: ClusterView, board: Board, profiles: Profiles, settings: VideoSettings,
     limits: KeyLimits | None = None,
 ) -> Wanted | Problem:  # fmt: skip
-    """Give what will be made, or why it will not be."""
+    """Return the job to run, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
     limits, view = limits or NO_LIMITS, visible(view, limits)
@@ -86,7 +86,7 @@ def _wish(body: VideoBody) -> Wish:
 def _too_large(
     view: ClusterView, package: VideoPackage, clip: Clip, profiles: Profiles, settings: VideoSettings
 ) -> Problem | None:
-    """Give the 413 when no known node, sleeping and absent ones included, could ever hold the job."""
+    """Return a 413 if no known node could ever hold the job. Sleeping and absent nodes count."""
     size = settings.lease_bytes
     found = fits_nowhere(view, package.name, clip.tokens, size, profiles)
     if found is None:
@@ -102,7 +102,7 @@ def _too_large(
 
 
 def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
-    """Give the 503 when every node that has the model is here and cannot use it; one that is away may come back."""
+    """Return a 503 if every node with the model is present and cannot use it. An absent node may return."""
     nodes = [node for node, _ in packages_of(view, model)]
     here = [node for node in nodes if node.state == "ready"]
     if len(here) < len(nodes):

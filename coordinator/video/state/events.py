@@ -1,4 +1,4 @@
-"""What happens to video jobs, and what is to be done about it: the words that the board takes and gives. Pure."""
+"""Events and actions of the video job table. Pure."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState
 
 ACKNOWLEDGED = "acknowledged"
-"""Why a lease is given back whose end was heard."""
+"""Cause for the return of a lease whose end was received."""
 
-# -- what happens ---------------------------------------------------------------------------------------------------
+# -- events ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Submitted:
-    """A job was asked for."""
+    """A client submitted a job."""
 
     job: Job
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """The head of the line shall ask this node."""
+    """The first queued job shall ask this node for memory."""
 
     job: str
     node: str
@@ -30,7 +30,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """The head of the line cannot be placed, and why; `busy`: because others run, which is no reason to give up."""
+    """The first queued job cannot be placed. `busy`: only because of running jobs, which is no reason to fail it."""
 
     job: str
     phase: str
@@ -47,7 +47,7 @@ class Said:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """A node told of its leases."""
+    """A node reported its leases."""
 
     node: str
     leases: tuple[LeaseState, ...]
@@ -87,7 +87,7 @@ class NotFetched:
 
 @dataclass(frozen=True, slots=True)
 class Cancelled:
-    """Somebody does not want a job any more."""
+    """A client cancelled a job."""
 
     job: str
     message: str = "it was cancelled"
@@ -95,7 +95,7 @@ class Cancelled:
 
 @dataclass(frozen=True, slots=True)
 class Deleted:
-    """Somebody wants a job, and what is known of it, gone."""
+    """A client deleted a job and its data."""
 
     job: str
 
@@ -107,7 +107,7 @@ class Restarted:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time went on."""
+    """Time has passed."""
 
 
 Event = (
@@ -116,7 +116,7 @@ Event = (
 )  # fmt: skip
 
 
-# -- what is to be done ---------------------------------------------------------------------------------------------
+# -- actions --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +128,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Tell a node to give a lease back, or that its end was heard (`ACKNOWLEDGED`)."""
+    """Tell a node to release a lease, or that its end was received (`ACKNOWLEDGED`)."""
 
     node: str
     lease: str

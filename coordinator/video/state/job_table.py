@@ -1,19 +1,19 @@
-"""All video jobs and the memory that they hold. Pure; `coordinator.video.state.transitions` moves it on.
+"""Table of all video jobs and their memory. Pure; `coordinator.video.state.transitions` advances it.
 
-Theory. A job at the head of the line is given a lease on one node, and from then on three parties talk about it: the
-node, which lends the memory and watches the worker; Ray, which starts it; and whoever wants it cancelled. Messages
-cross, nodes vanish and come back, this process is restarted in between. Two things keep that simple:
+The first queued job gets a lease on one node. From then on three parties act on it. The node leases the memory and
+watches the worker, Ray starts the worker, and a client may cancel. Messages cross, nodes vanish and return, and this
+process may restart. Two concepts keep this simple:
 
-- The generation. Every lease of a job has the next number, and so has the job once it is taken off that lease. What is
-  said of an older one changes nothing of the job; a node that still holds it is told to give it back.
-- The hold. Memory that was asked of a node counts as lent until the node says that it ended or refused it, no longer
-  tells of it, or is itself gone. A job may end before: then its hold outlives it, and nothing else is sent there.
+- The generation. Every lease of a job has the next number, and the job's number grows again when it leaves that lease.
+  A message about an older generation does not change the job. A node that still holds such a lease must release it.
+- The hold. Memory requested from a node counts as leased until the node reports its end, refuses it, no longer lists
+  it, or is gone. If the job ends earlier, its hold remains, and no job is sent to that node.
 
-Rules that nobody may break
-- Only the head of the line is placed, and only while no other job waits for a node's answer: first come, first served.
-- At most one hold on a node.
-- Nothing follows an end.
-- What a node lends and this board does not know is given back at once.
+Invariants
+- Only the first queued job is placed, and only while no other job waits for a node's answer (FIFO).
+- A node has at most one hold.
+- An ended job has no further transitions.
+- A lease that a node holds and this table does not know is released at once.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from coordinator.video.state.jobs import Job, State
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """The settings, in seconds, bytes and counts. `records` are the ended jobs that are told of."""
+    """Settings in seconds, bytes and counts. `records` is the number of ended jobs that are kept."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
     attempts: int = 2
@@ -41,7 +41,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Memory of a node that was asked for and is not known to be back. `misses`: reports that did not tell of it."""
+    """Memory requested from a node and not confirmed as released. `misses`: reports that did not list it."""
 
     lease: str
     node: str
@@ -55,7 +55,7 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """Everything. `pauses` say until when a node is not asked again."""
+    """Table of all jobs and holds. `pauses`: until when a node is not asked again."""
 
     rules: Rules = field(default_factory=Rules)
     jobs: Mapping[str, Job] = field(default_factory=dict[str, Job])
@@ -64,16 +64,16 @@ class Board:
 
     @property
     def waiting(self) -> list[Job]:
-        """The line, head first."""
+        """Queued jobs in order."""
         return sorted((job for job in self.jobs.values() if job.state == State.QUEUED), key=lambda job: job.sequence)
 
     @property
     def head(self) -> Job | None:
-        """The job that may be placed now; None while the line is empty or a node has yet to answer."""
+        """Job that may be placed now; None if the queue is empty or a node has yet to answer."""
         if any(job.state == State.LEASING for job in self.jobs.values()):
             return None
         return next(iter(self.waiting), None)
 
     def held(self, node: str) -> Hold | None:
-        """Give what a node has lent."""
+        """Return the hold of a node."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

@@ -1,4 +1,4 @@
-"""A video job: what it is, which state may follow which, and how it looks from outside. Pure."""
+"""A video job: its data, its legal state transitions, and its representation in the API. Pure."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -10,7 +10,8 @@ from msgspec.structs import replace
 
 
 class State(StrEnum):
-    """Where a job is. `leasing`: a node was asked for memory; `finalizing`: the worker is done, its files come."""
+    """State of a job. `leasing`: a node was asked for memory; `finalizing`: the worker is done, the files are being
+    fetched."""
 
     QUEUED = "queued"
     LEASING = "leasing"
@@ -28,7 +29,7 @@ MOVES: Mapping[State, frozenset[State]] = MappingProxyType({
     State.COMPLETED: frozenset(),
     State.FAILED: frozenset(),
 })  # fmt: skip
-"""Which state may follow which; nothing follows an end."""
+"""Legal state transitions. An ended job has none."""
 OPEN = frozenset({State.QUEUED, State.LEASING, State.IN_PROGRESS, State.FINALIZING})
 SHOWN: Mapping[State, str] = MappingProxyType({State.LEASING: "queued", State.FINALIZING: "in_progress"})
 """How the states are called that OpenAI's API does not have."""
@@ -37,7 +38,7 @@ FETCHING = 99
 
 
 class IllegalMoveError(ValueError):
-    """A job was moved where the table has no way: a mistake of ours."""
+    """Transition that is not in `MOVES`: a bug."""
 
 
 class Fault(msgspec.Struct, frozen=True):
@@ -56,8 +57,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """What was asked for, checked and rounded. Sides in pixels; None: the package's own default. `labels`: those that
-    a node must have, because the key is bound to them."""
+    """Requested clip, checked and rounded. Sides are in pixels; None means the package's default."""
 
     model: str
     prompt: str
@@ -73,9 +73,10 @@ class Wanted(msgspec.Struct, frozen=True):
     seed: int | None = None
     warnings: tuple[str, ...] = ()
     labels: tuple[str, ...] = ()
+    """Labels that a node must have, because the API key is limited to them."""
 
     def spec(self) -> bytes:
-        """Give it as the worker reads it (`wire.frames.Lease.spec`)."""
+        """Encode the clip for the worker (`wire.frames.Lease.spec`)."""
         spec: dict[str, Any] = {
             "prompt": self.prompt, "width": self.width, "height": self.height, "frames": self.frames, "fps": self.fps,
             "steps": self.steps, "negative_prompt": self.negative_prompt or None, "guidance": self.guidance,
@@ -85,18 +86,13 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True):
-    """One job. Times in Unix seconds, sizes in bytes. `sequence` is its place in the line, for ever; `key` whose it is.
-
-    `generation` counts its leases: what is said of an older one is not heard. `due` is when something has to have
-    happened: the answer to a lease, the start of the worker, the return of a node. `room_by` is when a job fails that
-    has found no room: it is set when a node is first asked or none can be, stays through all refusals, and is cleared
-    when memory is granted or only other videos are in the way. `away`: its node is not linked. `attempts` were begun
-    and lost through no fault of its own. `misses`: reports of its node that did not list files that are to be fetched.
-    """
+    """One job. Times are in Unix seconds, sizes in bytes."""
 
     id: str
     sequence: int
+    """Permanent position in the queue."""
     key: str
+    """API key of the request."""
     created: float
     wanted: Wanted
     size: int
@@ -106,12 +102,16 @@ class Job(msgspec.Struct, frozen=True):
     node: str = ""
     lease: str = ""
     generation: int = 0
+    """Counts its leases; messages about an older one are ignored."""
     attempts: int = 0
+    """Attempts that began and were lost without a fault of the job."""
     phase: str = "queued"
     progress: int = 0
     step: int = 0
     due: float | None = None
+    """Deadline of the current step: the answer to a lease, the start of the worker, or the return of a node."""
     away: bool = False
+    """Whether its node is not linked."""
     started: float | None = None
     ended: float | None = None
     expires: float | None = None
@@ -122,7 +122,13 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     made: str = ""
     misses: int = 0
+    """Reports of its node that did not list the files to fetch."""
     room_by: float | None = None
+    """When the job fails for lack of room.
+
+    It is set when a node is first asked or none can be, and kept through refusals. It is cleared when memory is
+    granted, or when only other videos are in the way.
+    """
 
     @property
     def open(self) -> bool:
@@ -131,19 +137,19 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def bytes(self) -> int:
-        """What its files take."""
+        """Size of its files, in bytes."""
         return sum(file.size for file in self.files)
 
 
 def moved(job: Job, state: State, **changes: object) -> Job:
-    """Give the job in another state. IllegalMoveError where the table has no way."""
+    """Return the job in another state. Raise `IllegalMoveError` if the transition table does not allow it."""
     if state not in MOVES[job.state]:
         raise IllegalMoveError(f"{job.id}: {state} does not follow {job.state}")
     return replace(job, state=state, due=changes.pop("due", None), away=False, **changes)
 
 
 def shown(job: Job) -> dict[str, Any]:
-    """Give a job as the API shows it: OpenAI's fields, and ours beside them."""
+    """Return a job as a row of the API: OpenAI's fields, and additional ones."""
     wanted = job.wanted
     return {
         "id": job.id,

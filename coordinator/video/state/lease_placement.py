@@ -1,8 +1,8 @@
-"""Which node the head of the line asks for memory, and what it waits for if none. Pure.
+"""Chooses the node that the first queued job asks for memory, or the reason for its wait. Pure.
 
-The coordinator only chooses the node; the node alone grants. It asks first where `wire.capacity.arithmetic.judge` says
-that the lease fits beside everything else, then where it could fit once idle models have made room (the node knows
-which those are). A node that refused is left alone for as long as it said.
+The coordinator only chooses the node; the node alone grants. First choice is a node where the lease fits now, by
+`wire.capacity.arithmetic.judge`. Second choice is a node where it could fit after idle models are unloaded; the node
+knows these models. A node that refused is skipped for its stated time.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,7 +24,7 @@ class Standing(IntEnum):
     """How near a node is to taking a job; higher is nearer."""
 
     NEVER = 0
-    """It could not, whatever it gave back."""
+    """The lease could not fit even after every release."""
     ABSENT = 1
     """It could if it were here and well."""
     BUSY = 2
@@ -38,7 +38,7 @@ class Standing(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A node for a job: how it stands, why not, and its headroom (bytes)."""
+    """Suitability of a node for a job: class, reason against it, and headroom in bytes."""
 
     node: str
     name: str
@@ -57,7 +57,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """Nobody can be asked now."""
+    """No node can be asked now."""
 
     job: Job
     phase: str
@@ -65,7 +65,7 @@ class Waiting:
 
 
 def profile_of(package: VideoPackage, profiles: Profiles) -> Profile:
-    """Give what is known of a package's memory."""
+    """Return the memory profile of a package."""
     return profiles.get(key_of(package)) or first_profile(package)
 
 
@@ -81,13 +81,15 @@ def packages_of(view: ClusterView, model: str, labels: Iterable[str] = ()) -> It
 
 
 def video_models(view: ClusterView) -> dict[str, VideoPackage]:
-    """Give every model that makes videos somewhere, by name."""
+    """Return every video model of any node, by name."""
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
 def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: float) -> Choice | Waiting | None:
-    """Say whom the head of the line asks; None when nobody stands in it, or a node has yet to answer. `now` in Unix
-    seconds as the board's times, `at` on the clock of `NodeView.heard_at`."""
+    """Choose the node for the first queued job. Return None if the queue is empty, or a node has yet to answer.
+
+    `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.heard_at`.
+    """
     job = board.head
     if job is None:
         return None
@@ -107,7 +109,7 @@ def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: 
 def candidate(
     board: Board, node: NodeView, package: VideoPackage, job: Job, profiles: Profiles, now: float, at: float
 ) -> Candidate:
-    """Say how a node stands to a job."""
+    """Classify a node for a job."""
     memory, held = node.memory, board.held(node.id)
     room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
@@ -135,7 +137,7 @@ def candidate(
 
 
 def could_ever(node: NodeView, size: int) -> bool:
-    """Say whether a lease of this size would fit on a node where nothing else ran; one that never reported might."""
+    """Return whether a lease of this size fits on the node without other load. A node without a report might."""
     return not node.memory.cap or size <= most_bytes(node.memory)
 
 
@@ -147,7 +149,7 @@ def video_denied(node: NodeView) -> str:
 
 
 def _absent(node: NodeView, at: float) -> str:
-    """Say why a node that has the package cannot take a job now; empty when it can."""
+    """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == "paused":
         return f"it is paused: {node.sharing.why}"
     if node.state != "ready" or at - node.heard_at > FRESH_SECONDS:
@@ -171,7 +173,7 @@ def _phase(job: Job, best: Candidate | None) -> str:
 def fits_nowhere(
     view: ClusterView, model: str, tokens: int, size: int, profiles: Profiles
 ) -> tuple[VideoPackage, str] | None:
-    """Say why no known node could ever take a job of this model, and the nearest package; None if one could."""
+    """Return why no known node could ever take a job of this model, with the nearest package; None if a node could."""
     reasons: list[tuple[int, VideoPackage, str]] = []
     for node, package in packages_of(view, model):
         need = profile_of(package, profiles).need(tokens)
@@ -189,6 +191,6 @@ def fits_nowhere(
 
 
 def guard_off(nodes: Iterable[NodeView]) -> bool:
-    """Say whether every one of these nodes has its guard off: then no memory is lent anywhere."""
+    """Return whether every one of these nodes has its guard off, in which case no node leases memory."""
     found = list(nodes)
     return bool(found) and not any(node.memory.guard for node in found)

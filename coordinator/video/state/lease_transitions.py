@@ -1,4 +1,4 @@
-"""What nodes say of the memory that they lend, and their silence, on the board. Pure."""
+"""Transitions of the video job table for nodes' messages about leases, and for their silence. Pure."""
 
 from dataclasses import replace as changed
 
@@ -13,13 +13,13 @@ from wire.video import LeaseState
 
 COMPLETED = "completed"
 MISSES = 2
-"""Reports in a row that have to be silent about a lease before it is taken for gone: the first may have crossed it."""
+"""Consecutive reports without a lease after which the lease counts as gone. The first may have crossed the request."""
 LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 
 def said(turn: Turn, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
-    """Take a node's word about a lease."""
+    """Apply a node's frame about a lease."""
     hold = turn.holds.get(frame.lease)
     if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
         return
@@ -64,7 +64,7 @@ def _ended(turn: Turn, node: str, frame: LeaseEnded) -> None:
         return
     job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_text(frame.made))
     if frame.code == COMPLETED:
-        if job.state == State.LEASING:  # its grant was not heard
+        if job.state == State.LEASING:  # its grant was not received
             job = moved(job, State.IN_PROGRESS)
         if job.state == State.IN_PROGRESS:
             job = moved(job, State.FINALIZING, progress=FETCHING, phase="fetching")
@@ -84,7 +84,7 @@ def _ended(turn: Turn, node: str, frame: LeaseEnded) -> None:
 
 
 def _fetching(turn: Turn, frame: LeaseEnded) -> Job | None:
-    """Give the job whose end is told once more while its files are fetched: by then it holds nothing."""
+    """Return the job of a repeated lease end whose files are being fetched. It has no hold any more."""
     return next(
         (
             job for job in turn.jobs.values()
@@ -102,7 +102,7 @@ def _text(made: bytes) -> str:
 
 
 def reported(turn: Turn, event: Reported) -> None:
-    """Take a node's report: what it tells of its leases, and what it does not tell any more."""
+    """Apply a node's report: its listed leases, and the leases that it no longer lists."""
     told = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
@@ -124,8 +124,10 @@ def _files_told(turn: Turn, job: Job, present: bool) -> None:
 
 
 def _keeps(turn: Turn, state: LeaseState) -> bool:
-    """Whether a lease that no job runs on any more is all the same to be kept by its node: its files are fetched, or
-    it was told already to give it back."""
+    """Return whether the node shall keep a lease without a running job.
+
+    Either its files are being fetched, or its release was already requested.
+    """
     if state.phase == "ending" or state.lease in turn.holds:
         return True
     return any(job.lease == state.lease and job.state == State.FINALIZING for job in turn.jobs.values())
@@ -162,7 +164,7 @@ def _told(turn: Turn, hold: Hold, present: bool) -> None:
 
 
 def away(turn: Turn, node: str) -> None:
-    """A node's link has ended: wait for what runs there, ask elsewhere for what did not."""
+    """Apply the end of a node's link: wait for its running job, and retry a job that has not begun on another node."""
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == State.LEASING:
             turn.holds.pop(job.lease, None)

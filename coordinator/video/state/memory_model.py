@@ -1,16 +1,15 @@
-"""What a video takes: its clip rounded as the engine rounds it, its peak in bytes, and the limits. Pure.
+"""Memory model of video jobs: rounds a clip as the engine does, predicts its peak in bytes, checks the limits. Pure.
 
-Theory. The denoiser's weights and the runtime around them stay, and one thing grows: the slices that the decoder works
-on, with the pixels of a frame. Measured on a 14-billion-parameter pair of experts at 8 bits in low-memory mode, one of
-the two resident (the project's first case): `peak = 17.5 + 0.0029 × spatial tokens` GiB, where a token is a square of
-16 × 16 pixels (8 of the decoder times 2 of a patch), with 6 GiB kept as margin. Frames and steps did not matter up to
-121 and 50. What is not in that formula is bounded by the limits below, and by the worker's watchdog, which ends a job
-that leaves its lease.
+The denoiser's weights and the runtime are constant. One part grows with the pixels of a frame: the slices that the
+decoder works on. Measured on a 14-billion-parameter pair of experts at 8 bits in low-memory mode, with one expert
+loaded (the project's first case): `peak = 17.5 + 0.0029 × spatial tokens` GiB. A token is a square of 16 × 16 pixels (8
+of the decoder times 2 of a patch). The margin is 6 GiB. Frames and steps had no effect up to 121 and 50. Other
+influences are bounded by the limits below, and by the worker's watchdog, which ends a job that exceeds its lease.
 
-Of the 17.5 GiB, 14.35 are the resident expert. So a package of another size has `its expert + 3.15 GiB` as its base,
-and an engine from 0.18.17 on holds an expert that is stored at 8 bits in 16 (it says so when it loads): almost twice.
-Every pair of package, engine version and quantization has a profile of its own; until a job was measured there it is
-called uncalibrated. A measured peak above the line moves it up, and nothing moves it down.
+Of the 17.5 GiB, 14.35 are the loaded expert. A package of another size therefore has `its expert + 3.15 GiB` as its
+base. An engine from 0.18.17 on holds an expert that is stored at 8 bits in 16 bits (logged when it loads): almost twice
+the size. Every combination of package, engine version and quantization has its own profile, which is uncalibrated until
+a job was measured. A measured peak above the prediction raises the base; nothing lowers it.
 """
 
 import math
@@ -25,20 +24,20 @@ RUNTIME = int(3.15 * GIB)
 SLOPE = 0.0029 * GIB
 MARGIN = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
-"""The first engine that holds weights stored at 8 bits in 16 (read in its sources, and seen by loading both)."""
+"""First engine that holds weights stored at 8 bits in 16. Source: its code, and loads with both versions."""
 WIDENED_BITS = 8
 WIDENED = 16 / 8.5
-"""By how much such weights grow: 8 bits and half a bit of scales to 16."""
+"""Growth factor of such weights: from 8 bits plus half a bit of scales to 16 bits."""
 LEAST_FPS, MOST_FPS = 4, 60
 LEAST_SIDE, MOST_SIDE = 32, 4096
 USUAL_SIZE = (480, 272)
 USUAL_SECONDS = 3
 DRIFTS_FROM = 81
-"""Frames on which the model was trained; a longer clip may run back and forth at its end."""
+"""Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
 
 class ProfileKey(NamedTuple):
-    """What a profile belongs to."""
+    """Key of a profile."""
 
     package: str
     engine: str
@@ -46,35 +45,36 @@ class ProfileKey(NamedTuple):
 
 
 def key_of(package: VideoPackage) -> ProfileKey:
-    """Give the key of a node's package."""
+    """Return the profile key of a node's package."""
     return ProfileKey(package.name, package.engine, package.bits)
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`base + slope × tokens` is the expected peak in bytes, `margin` what is kept beside it. `measured` counts the
-    jobs whose peaks were compared with it."""
+    """Predicted memory of a package: peak in bytes is `base + slope × tokens`."""
 
     base: int
     slope: float
     margin: int = MARGIN
+    """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
+    """Number of jobs whose measured peak was compared with the prediction."""
 
     @property
     def calibrated(self) -> bool:
-        """Whether a job was ever measured."""
+        """Whether a job was measured."""
         return self.measured > 0
 
     def peak(self, tokens: int) -> int:
-        """Give the expected peak of a frame of so many tokens."""
+        """Return the predicted peak in bytes for a frame of `tokens` tokens."""
         return math.ceil(self.base + self.slope * tokens)
 
     def need(self, tokens: int) -> int:
-        """Give the peak with its margin: what has to fit into a lease."""
+        """Return the peak plus the margin: the size that a lease must have."""
         return self.peak(tokens) + self.margin
 
     def after(self, tokens: int, peak: int) -> "Profile":
-        """Take in the measured peak of a job: a higher one than expected moves the line up."""
+        """Return the profile after a measured peak. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
@@ -83,14 +83,14 @@ SEED = Profile(EXPERT + RUNTIME, SLOPE)
 
 
 def version_of(engine: str) -> tuple[int, ...]:
-    """Read a version's numbers; what cannot be read counts as new, for new engines take more."""
+    """Parse a version. An unreadable version counts as new, because new engines need more memory."""
     parts = engine.split(".")[:3]
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
 def first_profile(package: VideoPackage) -> Profile:
-    """Give the profile of a package that nobody measured; one that does not say how large its expert is, is taken for
-    the project's first case."""
+    """Return the profile of a package without measurements. Without a stated expert size, use that of the project's
+    first case."""
     stored = package.expert or EXPERT
     widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
     return Profile(RUNTIME + (math.ceil(stored * WIDENED) if widened else stored), SLOPE)
@@ -98,7 +98,7 @@ def first_profile(package: VideoPackage) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most that a clip may be: frames, denoising steps, pixels of a frame."""
+    """Limits of a clip: frames, denoising steps, pixels of a frame."""
 
     frames: int = 121
     steps: int = 50
@@ -107,7 +107,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a request says of its clip; None where it says nothing. Sides in pixels."""
+    """Clip parameters of a request; None for an absent parameter. `size` is in pixels."""
 
     size: tuple[int, int] | None = None
     seconds: int | None = None
@@ -118,7 +118,7 @@ class Wish:
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """What will really be made, and what is to be told of it; `tokens` are the spatial tokens of a frame."""
+    """The clip that will be generated, and the warnings for the client. `tokens` are the spatial tokens of a frame."""
 
     width: int
     height: int
@@ -130,36 +130,36 @@ class Clip:
 
     @property
     def seconds(self) -> float:
-        """How long it lasts."""
+        """Duration in seconds."""
         return self.frames / self.fps
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """Why a clip cannot be: the parameter to change, and a sentence with the numbers."""
+    """Reason against a clip: the parameter to change, and a message with the numbers."""
 
     param: str
     message: str
 
 
 def rounded_side(pixels: int, token: int) -> int:
-    """Round a side up to whole tokens, as the engine does."""
+    """Round a side up to complete tokens, as the engine does."""
     return -(-pixels // token) * token
 
 
 def rounded_frames(frames: int, step: int) -> int:
-    """Round up to one frame more than a multiple of `step`, which is what the decoder can make."""
+    """Round up to one frame more than a multiple of `step`, the lengths that the decoder can produce."""
     return max(step, step * math.ceil((frames - 1) / step)) + 1
 
 
 def fitting_fps(seconds: int, most: int, step: int) -> int | None:
-    """Give the highest rate at which so many seconds have at most `most` frames; None where none does."""
+    """Return the highest frame rate at which `seconds` have at most `most` frames; None if there is none."""
     fps = ((most - 1) // step * step + 1) // seconds
     return fps if fps >= LEAST_FPS else None
 
 
 def plan(wish: Wish, limits: Limits, package: VideoPackage, steps: int) -> Clip | Impossible:
-    """Round a wish as the package does and hold it against the limits; `steps` where it names none."""
+    """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
     fps = package.fps if wish.fps is None else wish.fps
     if not LEAST_FPS <= fps <= MOST_FPS:
         return Impossible("fps", f"fps must be {LEAST_FPS} to {MOST_FPS}, not {fps}")
@@ -225,7 +225,7 @@ def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:
 
 
 def too_large(profile: Profile, clip: Clip, lease: int) -> str | None:
-    """Say with all numbers that a clip's predicted peak is above the lease; None when it fits."""
+    """Return a message with all numbers if a clip's predicted peak exceeds the lease; None if it fits."""
     if profile.need(clip.tokens) <= lease:
         return None
     known = f"measured on {profile.measured} jobs" if profile.calibrated else "uncalibrated"

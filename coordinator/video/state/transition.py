@@ -1,6 +1,6 @@
-"""One step of the board while it is taken: the board as it becomes, and what is to be done. Pure.
+"""One transition of the job table in progress: the new table and the actions. Pure.
 
-What several events have in common is here: a job that fails, is lost, or is put back into the line.
+It has the steps shared by several events: a job fails, is lost, or returns to the queue.
 """
 
 from msgspec.structs import replace
@@ -11,7 +11,7 @@ from coordinator.video.state.jobs import Fault, Job, State, moved
 
 PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
 NOT_STARTED = "start_failed"
-"""The code of a job whose worker never began, on either side of the link."""
+"""Code of a job whose worker never started, on both sides of the link."""
 
 
 class Turn:
@@ -23,7 +23,7 @@ class Turn:
         self.actions: list[Action] = []
 
     def board(self) -> Board:
-        """Give the board as it is now."""
+        """Return the current table."""
         return Board(self.rules, self.jobs, self.holds, self.pauses)
 
     def put(self, job: Job, *, save: bool = True) -> Job:
@@ -34,7 +34,7 @@ class Turn:
         return job
 
     def job_of(self, lease: str, generation: int) -> Job | None:
-        """Give the job that this lease is the newest of."""
+        """Return the job whose newest lease this is."""
         hold = self.holds.get(lease)
         job = None if hold is None else self.jobs.get(hold.job)
         if job is None or job.lease != lease or job.generation != generation:
@@ -42,7 +42,7 @@ class Turn:
         return job
 
     def give_back(self, lease: str, cause: str) -> None:
-        """Tell the node of a hold; the hold stays until the node says so."""
+        """Request the release of a hold from its node. The hold remains until the node confirms."""
         hold = self.holds.get(lease)
         if hold is not None:
             self.actions.append(GiveBack(hold.node, lease, hold.generation, cause))
@@ -52,14 +52,15 @@ class Turn:
         self.put(moved(job, State.FAILED, fault=Fault(code, message), phase="failed", ended=self.now))
 
     def again(self, job: Job, phase: str) -> None:
-        """Put a job back where it stood in the line. Its generation grows: what is still said of the lease is late."""
+        """Return a job to its position in the queue. Its generation grows, and later messages about the old lease are
+        ignored."""
         self.put(moved(
             job, State.QUEUED, generation=job.generation + 1, lease="", node="", progress=0, step=0, phase=phase,
             started=None,
         ))  # fmt: skip
 
     def room_by(self, job: Job) -> float:
-        """Return when this job fails for want of room: `room_seconds` after the first time that it found none."""
+        """Return when this job fails for lack of room: `room_seconds` after it first found none."""
         return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
 
     def found_no_room(self, job: Job) -> bool:
@@ -74,7 +75,7 @@ class Turn:
             self.fail(job, code, message)
 
     def not_begun(self, job: Job, code: str, message: str) -> None:
-        """A job whose worker never began is tried again, so many times."""
+        """Retry a job whose worker never started, up to the limit of attempts."""
         self.pause(job.node, PAUSE_LEAST * 5)
         if job.attempts < self.rules.attempts:
             self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
@@ -82,5 +83,5 @@ class Turn:
             self.fail(job, code, message)
 
     def pause(self, node: str, seconds: float) -> None:
-        """Ask a node nothing for so long."""
+        """Do not ask a node for memory for `seconds`."""
         self.pauses[node] = self.now + max(PAUSE_LEAST, min(PAUSE_MOST, seconds))

@@ -1,7 +1,7 @@
-"""Moves the board on: `advance(board, event, now) → (board, actions)`. Pure.
+"""State machine of the video job table: `advance(board, event, now) → (board, actions)`. Pure.
 
-The theory and the rules that nobody may break stand in `coordinator.video.state.job_table`; what nodes say is taken in
-`coordinator.video.state.lease_transitions`.
+`coordinator.video.state.job_table` has the concepts and invariants. `coordinator.video.state.lease_transitions` handles
+messages of nodes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -37,7 +37,7 @@ from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Turn
 
 
 def advance(board: Board, event: Event, now: float) -> tuple[Board, Actions]:
-    """Take an event at `now` (Unix seconds); give the board after it and what is to be done, in this order."""
+    """Apply an event at `now` (Unix seconds). Return the new table and the actions in order."""
     turn = Turn(board, now)
     match event:
         case Submitted(job):
@@ -121,8 +121,10 @@ def _cancelled(turn: Turn, name: str, message: str) -> None:
 
 
 def _restarted(turn: Turn) -> None:
-    """What was asked and not answered is asked anew; what ran is looked for on its node. All else that a node holds is
-    not known here, and is given back when it tells of it."""
+    """Repeat unanswered lease requests, and look for running jobs on their nodes.
+
+    Any other lease of a node is unknown here, and is released when the node reports it.
+    """
     turn.holds.clear()
     for job in list(turn.jobs.values()):
         if job.state == State.LEASING:
