@@ -164,7 +164,7 @@ class ClusterView:
         return self._of_names(lambda _: True)
 
     def served(self) -> dict[str, Model]:
-        """Return every model that some member has loaded or can load, by name; of several fingerprints the served one."""
+        """Return every model that some member has loaded or can load, by name; of several fingerprints the served."""
         return self._of_names(lambda model: not model.cause)
 
     def loaded(self) -> dict[str, Model]:

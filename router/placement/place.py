@@ -1,9 +1,9 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is the sum of the KV of the whole prompt and of the
-expected output for every choice, the transient of a chunk, and the weights where the model is not loaded
-(`wire.capacity.arithmetic.request_need`). A node is feasible only if all of this holds:
+Theory. `need` is the memory that the request adds on a node. It is a sum
+(`wire.capacity.arithmetic.request_need`): the KV of the whole prompt and of the expected output for every choice, the
+transient of a chunk, and the weights where the model is not loaded. A node is feasible only if all of this holds.
 
 - The node is ready, not cordoned, not draining and has a fresh report, and its engine runs.
 - The node serves the model with a context that is long enough.
@@ -19,12 +19,12 @@ waiting is useless and the request ends with the cause.
 
 The balanced order is:
 
-1. room for two such requests or more (full marks), else room for one
-2. the shortest time
-3. the fewest requests in flight relative to the decode speed
-4. the largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time
-5. the larger share of headroom
-6. chance
+1. room for two such requests or more (full marks), else room for one.
+2. the shortest time.
+3. the fewest requests in flight relative to the decode speed.
+4. the largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time.
+5. the larger share of headroom.
+6. chance.
 
 An idle node with the model loaded gets full marks wherever the request fits. Otherwise it would lose to a node with
 more room that has to load the model. Ranking by plain bytes sends everything to the largest machine (simulated: median
@@ -33,7 +33,7 @@ wait 6.4 s instead of 3.1 s at 40 % load).
 The time of a node is its expected time to the first token plus two costs. The first cost is the added wait of the
 prompts queued behind it. The second, with less weight, is the duration of its answer next to the running rows, and the
 time for which those rows stall. Prompts on a node alternate between the shortest and the oldest, and prefill is slower
-while rows decode. A short prompt therefore does not wait for a long one, and its time is not the sum of all prompts in
+while rows decode. A short prompt therefore does not wait for a long one. Its time is not the sum of all prompts in
 front of it (simulated, a household: the median wait falls from 10.8 s to 3.9 s). When all decode rows are taken, enough
 requests have to end first, and they end one at a time.
 
@@ -502,7 +502,7 @@ def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId,
 
 
 def _missing(serving: list[NodeView], request: Demand) -> str:
-    """Name the features that no member offers with this model, in any state; empty when one member offers all of them."""
+    """Name the features that no member offers with this model, in any state; empty when one member offers all."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
         return ""
