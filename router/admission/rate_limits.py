@@ -89,7 +89,7 @@ class _Bucket:
         self.at = now
 
     def wait_for(self, wanted: float) -> float:
-        """Return the seconds until `wanted` is available, 0 when it is; more than a minute's worth needs a full bucket."""
+        """Return the seconds until `wanted` is available; more than a minute's worth needs a full bucket."""
         missing = min(wanted, float(self.rate)) - self.level
         return max(0.0, missing) * MINUTE / self.rate
 
@@ -242,7 +242,7 @@ def _prompt(demand: Demand) -> int:
 
 
 def _kept(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
-    """Return the bucket filled up to now if its rate is unchanged, a full bucket for a new rate, None without a rate."""
+    """Return the bucket filled up to now if its rate is unchanged, a full one for a new rate, None without a rate."""
     if rate is None:
         return None
     if bucket is None or bucket.rate != rate:
