@@ -27,7 +27,7 @@ async def beside(work: Callable[[], T]) -> T:
 
 
 def encoded_list(items: Iterable[object]) -> msgspec.Raw:
-    """Encode a JSON list in slices, because one large list of objects or one long encoding call would block the loop."""
+    """Encode a JSON list in slices, because one long encoding call would block the event loop."""
     return msgspec.Raw(b"[" + b",".join(_slices(iter(items))) + b"]")
 
 

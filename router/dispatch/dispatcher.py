@@ -14,8 +14,8 @@ A node is lost or an engine crashes: its requests resume elsewhere from the rece
 `resume`. The text that the client has received stays valid. A request without room waits in the queue before all new
 requests. It ends with the reason if the deadline passes. It ends at once where no other node has that model.
 
-A node drains, or its silence lasts longer than a resume elsewhere would take: its requests are migrated while the node
-is alive, as far as there is room elsewhere. The remaining requests continue on their node.
+A node drains, or its silence lasts longer than a resume elsewhere would take. Its requests are migrated while the node
+is alive, if another node has room. The remaining requests continue on their node.
 
 An engine fails repeatedly: its node gets no requests for a while (`breaker`).
 
@@ -122,7 +122,7 @@ STOPPING = "the coordinator is stopping: send it again"
 class Dispatcher:
     """Dispatcher of one router.
 
-    - `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
+    - `send` writes a frame to a node's link and returns whether there is a link.
 
     - `numbers` returns the next request number and sequence number.
     - `draw` returns numbers in [0, 1) for ties.
@@ -760,7 +760,7 @@ class Dispatcher:
     def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
 
-        That is the case where many prompt tokens are ahead of it and its key asks for far more than its share. A resumed
+        This applies where many prompt tokens are ahead of it and its key asks for far more than its share. A resumed
         answer never waits for that.
         """
         model = chosen.model
@@ -775,8 +775,7 @@ class Dispatcher:
         return (chosen.headroom or 0) - chosen.need < SPARE * (chosen.most - loaded)
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
-        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether that settled
-        the request.
+        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
         It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """

@@ -1,6 +1,6 @@
 """Answer a request in any dialect: submit, wait, send the answer, and close every ticket.
 
-Every ticket that is opened here is closed here, in whatever way the request ends: answered, refused, failed or
+Every ticket that is opened here is closed here, however the request ends: answered, refused, failed or
 cancelled by its client.
 """
 

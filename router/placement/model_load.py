@@ -75,10 +75,8 @@ def _here(node: NodeView, name: str) -> bool:
 def _rank(candidate: Candidate) -> tuple[int, ...]:
     """Rank a node for a load; 0 excludes it.
 
-    - 4: the model is loaded.
-    - 3: the model is loading.
-    - 2: the node is large enough once emptied.
-    - 1: an earlier load failed.
+    The rank is 4 if the model is loaded, 3 if it is loading. It is 2 if the node is large enough once emptied, and 1 if
+    an earlier load failed.
     """
     model, code = candidate.model, candidate.code
     if model is None:

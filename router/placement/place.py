@@ -2,13 +2,12 @@
 node.
 
 Theory. `need` is the memory that the request adds on a node. It is a sum
-(`wire.capacity.arithmetic.request_need`): the KV of the whole prompt and of the expected output for every choice, the
-transient of a chunk, and the weights where the model is not loaded. A node is feasible only if all of this holds.
+(`wire.capacity.arithmetic.request_need`). Its terms are the KV of the whole prompt and of the expected
+output for every choice, the transient of a chunk, and the weights where the model is not loaded. A node is feasible only if all of this holds.
 
-- The node is ready, not cordoned, not draining and has a fresh report, and its engine runs.
-- The node serves the model with a context that is long enough.
-- The node has not refused this request since its last report.
-- `wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of the bytes reserved
+The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model with a context that is long enough. The
+node has not refused this request since its last report.
+`wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of the bytes reserved
   there since the report.
 
 No policy can override that filter: a policy only orders the feasible nodes.
@@ -17,14 +16,14 @@ A model that is not loaded costs its weights and its load time. While a node loa
 counts them. A node that cannot load a model is treated like a node without that model. When no node can load it,
 waiting is useless and the request ends with the cause.
 
-The balanced order is:
+The balanced order compares in turn:
 
-1. room for two such requests or more (full marks), else room for one.
-2. the shortest time.
-3. the fewest requests in flight relative to the decode speed.
-4. the largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time.
-5. the larger share of headroom.
-6. chance.
+1. Room for two such requests or more (full marks), else room for one.
+2. The shortest time.
+3. The fewest requests in flight relative to the decode speed.
+4. The largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time.
+5. The larger share of headroom.
+6. Chance.
 
 An idle node with the model loaded gets full marks wherever the request fits. Otherwise it would lose to a node with
 more room that has to load the model. Ranking by plain bytes sends everything to the largest machine (simulated: median

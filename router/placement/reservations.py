@@ -133,9 +133,8 @@ class Ledger:
     ) -> None:  # fmt: skip
         """Reserve memory, prefill and decode rows on a node for a request.
 
-        - `need`: bytes, of which `weights` are for a load.
-        - `tokens`: prompt tokens to prefill, which take `seconds`.
-        - `rows`: decode rows, one for each choice.
+        `need` is in bytes, of which `weights` are for a load. `tokens` is the number of prompt tokens to prefill, which
+        take `seconds`. `rows` is the number of decode rows, one for each choice.
 
         Raise LedgerError when the request already holds a reservation.
         """

@@ -180,7 +180,7 @@ def params_of(
     one_call: bool = False,
     grammar: Grammar | None = None,
 ) -> Params:
-    """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities at all."""
+    """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities."""
     top_k = body.top_k
     return Params(
         grammar=grammar,

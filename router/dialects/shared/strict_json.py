@@ -97,7 +97,7 @@ def _values(text: bytes) -> int:
 def write(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
-    Return a 400 that names the part if it has more than `longest` bytes, is nested too deeply, or holds a non-finite
+    Return a 400 that names the part if it has more than `longest` bytes, exceeds DEEPEST levels, or holds a non-finite
     number.
     """
     if _too_deep(value):
