@@ -1,14 +1,14 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum
-(`wire.capacity.arithmetic.request_need`). Its terms are the KV of the whole prompt and of the expected
-output for every choice, the transient of a chunk, and the weights where the model is not loaded. A node is feasible only if all of this holds.
+Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). Its
+terms are the KV of the whole prompt and of the expected output for every choice, the transient of a chunk, and the
+weights where the model is not loaded. A node is feasible only if all of this holds.
 
-The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model with a context that is long enough. The
-node has not refused this request since its last report.
+The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
+with a context that is long enough. The node has not refused this request since its last report.
 `wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of the bytes reserved
-  there since the report.
+there since the report.
 
 No policy can override that filter: a policy only orders the feasible nodes.
 

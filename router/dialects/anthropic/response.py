@@ -44,7 +44,7 @@ def event(kind: str, **parts: object) -> bytes:
 
 
 class MessageChunks:
-    """Encoder of one stream. `prompt_tokens` is the count known at its start; without `thoughts` no reasoning is sent."""
+    """Encoder of one stream. `prompt_tokens` is the initial count; without `thoughts` no reasoning is sent."""
 
     def __init__(self, job: Job, prompt_tokens: int, thoughts: bool) -> None:
         self._job = job

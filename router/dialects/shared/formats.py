@@ -225,7 +225,8 @@ def with_calls(
 ) -> Grammar | Problem | None:
     """Add the constraints on tool calls to a grammar.
 
-    `word` is none, auto or required. The tools are `names`, of which one may be `named`. The flag `strict` requires that the arguments of one tool follow its schema.
+    `word` is none, auto or required. The tools are `names`, of which one may be `named`. The flag `strict` requires
+    that the arguments of one tool follow its schema.
     """
     known = set(names)
     if word == "required" and not known:
