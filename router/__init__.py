@@ -1,1 +1,1 @@
-"""The single endpoint: queue, placement, dispatch, and the dialects that clients speak."""
+"""Router: the single endpoint with queue, placement, dispatch and client dialects."""

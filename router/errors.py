@@ -1,7 +1,7 @@
-"""Every refusal and failure as an HTTP answer in OpenAI's shape: status, headers, body, or an event in a stream.
+"""HTTP form of every refusal and failure, in OpenAI's shape: status, headers, body, or an event in a stream.
 
-The only place beside the hint in `wire/refusals.py` that knows HTTP status codes. The memory numbers of a verdict are
-one object, `error.memory`, with the verdict's field names.
+Only this module and the hint in `wire/refusals.py` know HTTP status codes. The memory numbers of a verdict are one
+object, `error.memory`, with the verdict's field names.
 """
 
 import math
@@ -32,15 +32,18 @@ _FAILED: dict[str, int] = {
     "node_stopping": 503,
     GRAMMAR_FAILED: 400,
 }
-"""Status of a failure by its code, 500 for all others; it is seen only when nothing was sent yet."""
+"""Status of a failure by its code, 500 for any other code; used only when nothing was sent yet."""
 
 _ONCE = frozenset({HTTPStatus.CONFLICT, HTTPStatus.INTERNAL_SERVER_ERROR})
-"""The client libraries send these again by themselves. A request that was in a crash must not come back, and a model
-whose files are broken stays broken: the header that they obey says so."""
+"""Statuses that client libraries retry on their own.
+
+A request that was in a crash must not come back, and a model with broken files stays broken. A header that the
+libraries obey forbids the retry.
+"""
 
 
 _PREFIXES = frozenset({"v1", "api", "openai", "v1beta"})
-"""What wrong base URLs have too much of."""
+"""Path prefixes that a wrong base URL repeats."""
 
 
 _ROUTES: Mapping[str, str] = MappingProxyType(
@@ -52,12 +55,12 @@ _ROUTES: Mapping[str, str] = MappingProxyType(
         **dict.fromkeys(("chat", "generate", "tags", "show", "ps", "version"), "/api/"),
     }
 )
-"""What stands before the names of routes."""
+"""Path prefix of each route name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One error answer. `retry_after` in seconds, `allow` the methods of a 405."""
+    """One error answer."""
 
     status: int
     code: str
@@ -65,23 +68,25 @@ class Problem:
     param: str | None = None
     memory: Numbers | None = None
     retry_after: float | None = None
+    """Retry-After in seconds."""
     allow: str = ""
+    """Allowed methods of a 405."""
 
     @property
     def type(self) -> str:
-        """OpenAI's error type: whose fault it is."""
+        """OpenAI's error type, which names the side at fault."""
         return _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
     def body(self, request_id: str) -> bytes:
-        """Give the JSON body."""
+        """Render the JSON body."""
         return msgspec.json.encode({"error": self._error(request_id)})
 
     def event(self, request_id: str) -> bytes:
-        """Give the SSE event that ends a stream that has begun; no `[DONE]` follows it."""
+        """Render the SSE event that ends a running stream; no `[DONE]` follows it."""
         return b"data: " + self.body(request_id) + b"\n\n"
 
     def headers(self) -> list[Header]:
-        """Give the headers that belong to this problem alone."""
+        """Return the headers that are specific to this problem."""
         found: list[Header] = []
         if self.retry_after is not None:
             found.append((b"retry-after", str(whole_seconds(self.retry_after)).encode()))
@@ -107,12 +112,12 @@ class Problem:
 
 
 def whole_seconds(seconds: float) -> int:
-    """Round up to what clients honour: 1 to 60 seconds."""
+    """Round up to the range that clients honour: 1 to 60 seconds."""
     return max(1, min(60, math.ceil(seconds))) if math.isfinite(seconds) else 60
 
 
 def from_refused(refused: Refused, param: str | None = None) -> Problem:
-    """Give the answer for a refusal; whatever may be retried says when, and nothing else does."""
+    """Build the answer for a refusal; only a retryable refusal has a Retry-After."""
     status = refused.status
     wait = None if refused.final else refused.retry_after
     if wait is None and status in (HTTPStatus.SERVICE_UNAVAILABLE, HTTPStatus.TOO_MANY_REQUESTS):
@@ -123,13 +128,13 @@ def from_refused(refused: Refused, param: str | None = None) -> Problem:
 
 
 def failed(code: str, message: str) -> Problem:
-    """Give the answer for a request that was begun and broke."""
+    """Build the answer for a request that failed after it had begun."""
     status = _FAILED.get(code, 500)
     return Problem(status, code, message, retry_after=1.0 if status == HTTPStatus.SERVICE_UNAVAILABLE else None)
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_request") -> Problem:
-    """Give a 400 that names the parameter."""
+    """Build a 400 that names the parameter."""
     return Problem(400, code, message, param)
 
 
@@ -139,14 +144,16 @@ WRONG_KEY = Problem(401, "invalid_api_key", "this API key is not known here, or 
 
 
 def missing_scope(scope: str) -> Problem:
-    """Give the 403 of a key that may do other things."""
+    """Build the 403 of a key without the scope."""
     return Problem(403, "insufficient_scope", f"this API key has no scope {scope!r}: make one with "
                    f"`cluster key create NAME --scope {scope}`")  # fmt: skip
 
 
 def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
-    """Return the 404 of a path that does not exist. Where a client has a wrong base URL it says the right one; `server`
-    is scheme and host of the request."""
+    """Build the 404 of a path that does not exist, with the right base URL where the client's is wrong.
+
+    `server` is scheme and host of the request.
+    """
     parts = [part for part in path.split("/") if part]
     before = list(takewhile(_PREFIXES.__contains__, parts))
     meant = "/".join(parts[len(before) :])
@@ -154,16 +161,16 @@ def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
     text = f"there is nothing at {path[:200]}"
     if route is None or path == route + meant:
         return Problem(404, "not_found", text)
-    # a client that asks /v1/v1/... puts /v1 before the names itself, one that asks without does not
+    # a client that sends /v1/v1/... adds /v1 on its own; a client that sends no /v1 does not
     base = server if route == "/api/" or before.count("v1") > 1 else f"{server}/v1"
     return Problem(404, "not_found", f"{text}, but at {route}{meant[:80]}: set the client's base URL to {base}")
 
 
 def wrong_method(method: str, allow: str) -> Problem:
-    """Give the 405 that names the methods that are there."""
+    """Build the 405 with the allowed methods."""
     return Problem(405, "method_not_allowed", f"{method} is not possible here, only {allow}", allow=allow)
 
 
 def too_long(limit: int) -> Problem:
-    """Give the 413 of a body above the limit (bytes)."""
+    """Build the 413 of a body above the limit in bytes."""
     return Problem(413, "request_too_large", f"the body is larger than {limit} bytes")

@@ -1,8 +1,8 @@
-"""The one thread beside the loop: it parses long bodies and writes long answers.
+"""Worker thread next to the event loop: parses long bodies and encodes long answers.
 
-One thread and not several, because Python runs one at a time anyway, and each more makes the loop wait longer for its
-turn. Each call into C that it makes must be short: a call holds the interpreter's lock until it returns, and the loop
-with it. The bounds in `router.admission.request_limits` see to that for bodies, and `encoded_list` for answers.
+There is one thread and not several, because Python runs one thread at a time. Each additional thread would make the
+event loop wait longer. Each C call of the thread must be short: it holds the interpreter's lock until it returns, and
+blocks the loop. The limits in `router.admission.request_limits` ensure that for bodies, and `encoded_list` for answers.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ _encode = msgspec.json.Encoder().encode
 
 
 async def beside(work: Callable[[], T]) -> T:
-    """Run work in the thread beside the loop; return its result."""
+    """Run work in the worker thread; return its result."""
     return await asyncio.get_running_loop().run_in_executor(_thread, work)
 
 
 def encoded_list(items: Iterable[object]) -> msgspec.Raw:
-    """Encode a JSON list in slices, so that neither the objects nor the call that encodes them become large."""
+    """Encode a JSON list in slices, because one long encoding call would block the event loop."""
     return msgspec.Raw(b"[" + b",".join(_slices(iter(items))) + b"]")
 
 

@@ -1,7 +1,7 @@
-"""API keys: made once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
+"""API keys: created once, shown once, stored as HMAC-SHA256(pepper, key), compared in constant time on bytes.
 
-The id in a key is no secret: it finds the digest to compare with. An unknown id costs the same comparison as a wrong
-secret, so neither tells a caller which ids exist.
+The id in a key is not secret: it selects the digest to compare with. An unknown id costs the same comparison as a wrong
+secret. Neither therefore reveals which ids exist.
 """
 
 import base64
@@ -19,35 +19,38 @@ _PREFIX = b"mp_"
 _SECRET_BYTES = 32
 _LONGEST = 256
 _NO_DIGEST = bytes(32)
-"""What is compared with where no key has the id."""
+"""Digest compared with when no key has the id."""
 SESSION = b"x-session-id"
 LONGEST_SESSION = 200
+"""Maximum bytes of a session name."""
 
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One key without its secret. Times in seconds since 1970; `expires` None means never."""
+    """One API key without its secret."""
 
     id: str
     name: str
     scopes: frozenset[str]
     digest: bytes
     created: float
+    """Creation time in seconds since 1970."""
     expires: float | None = None
+    """Expiry in seconds since 1970; None means never."""
     limits: KeyLimits | None = None
 
     def allows(self, scope: str) -> bool:
-        """Say whether the key may do this; `admin` may do everything."""
+        """Return whether the key has a scope; `admin` includes every scope."""
         return scope in self.scopes or "admin" in self.scopes
 
 
 def nobody_known(now: float) -> ApiKey:
-    """Give the key of those who show none: it may ask models, and nothing else."""
+    """Return the key of clients without a key: it may only query models."""
     return ApiKey("anonymous", "anonymous", frozenset({"infer"}), b"", now)
 
 
 def digest_of(pepper: bytes, key: bytes) -> bytes:
-    """Give what is stored of a key."""
+    """Return the stored digest of a key."""
     return hmac.digest(pepper, key, "sha256")
 
 
@@ -67,9 +70,9 @@ def new_key(
     expires: float | None = None,
     limits: KeyLimits | None = None,
 ) -> tuple[ApiKey, str]:
-    """Make a key; give its record and its text `mp_<id>_<43 characters>`, which is shown once and kept nowhere.
+    """Create a key; return its record and its text `mp_<id>_<43 characters>`, which is shown once and stored nowhere.
 
-    Raises ValueError for a scope that is not one of infer, admin, metrics, or when none is given.
+    Raise ValueError for a scope other than infer, admin, metrics, or without any scope.
     """
     wanted = frozenset(scopes)
     if not wanted or not wanted <= SCOPES:
@@ -80,7 +83,7 @@ def new_key(
 
 
 class KeyRing:
-    """The keys in force, in memory on the loop; the coordinator persists them."""
+    """Valid API keys in memory on the event loop; the coordinator persists them."""
 
     def __init__(self, pepper: bytes, clock: Callable[[], float] = time.time) -> None:
         self._pepper = pepper
@@ -89,46 +92,47 @@ class KeyRing:
         self._salt = secrets.token_bytes(_SECRET_BYTES)
         self._proven: dict[bytes, ApiKey] = {}
         self.refused = 0
-        """Keys that were shown and not known, or expired."""
+        """Number of presented keys that were unknown or expired."""
         self.anonymous: ApiKey | None = None
-        """Who a caller is that shows no key of ours; None: nobody, and it gets nothing."""
+        """Identity of a client without a Macpool key; None refuses such a client."""
 
     def put(self, key: ApiKey) -> None:
-        """Let a key in, in place of one with the same id."""
+        """Add a key, or replace the one with the same id."""
         self._proven.clear()
         self._keys[key.id.encode()] = key
 
     def drop(self, key_id: str) -> bool:
-        """Revoke a key at once; False when there was none."""
+        """Revoke a key at once; return False when there was none."""
         self._proven.clear()
         return self._keys.pop(key_id.encode(), None) is not None
 
     def list(self) -> list[ApiKey]:
-        """Give all keys, oldest first."""
+        """Return all keys, oldest first."""
         return sorted(self._keys.values(), key=lambda key: key.created)
 
     def names(self) -> dict[str, str]:
-        """Return the name of every key in force by its id, the one of clients without a key included."""
+        """Return the names of all valid keys by id, including the key of clients without a key."""
         names = {key.id: key.name for key in self._keys.values()}
         return names if self.anonymous is None else {**names, self.anonymous.id: self.anonymous.name}
 
     def of(self, key_id: str) -> ApiKey | None:
-        """Return a key by its id, the one of clients without a key included; None where there is none."""
+        """Return a key by its id, including the key of clients without a key; None for an unknown id."""
         key = self._keys.get(key_id.encode())
         return self.anonymous if key is None and self.anonymous and self.anonymous.id == key_id else key
 
     def limits(self, key_id: str) -> KeyLimits | None:
-        """Give the limits of a key in force, None where it has none."""
+        """Return the limits of a valid key, None where it has none."""
         key = self._keys.get(key_id.encode())
         return None if key is None else key.limits
 
     def check(self, presented: bytes | str) -> ApiKey | None:
-        """Give the key that a client presented, None when it is unknown, wrong or expired.
+        """Return the key that a client presented, None when it is unknown, wrong or expired.
 
-        What was proven before is known again by a salted hash of its whole text, which costs a tenth of the HMAC.
+        A key that was verified before is recognized by a salted hash of its whole text, which costs a tenth of the
+        HMAC.
         """
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
-        if self.anonymous is not None and not text.startswith(_PREFIX):  # libraries insist on sending something
+        if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
         known = self._find(text) if len(text) <= _LONGEST else None
         if known is None or self._expired(known):
@@ -137,7 +141,8 @@ class KeyRing:
         return known
 
     def _find(self, text: bytes) -> ApiKey | None:
-        """Return the key with this text. Each key has one, so no more is remembered than there are keys."""
+        """Return the key with this text. Each key has one text; the cache is therefore no larger than the number of
+        keys."""
         seen = hashlib.blake2b(text, key=self._salt).digest()
         known = self._proven.get(seen) or self._prove(text)
         if known is not None:
@@ -145,7 +150,7 @@ class KeyRing:
         return known
 
     def knows(self, presented: bytes) -> bool:
-        """Return whether a key is one of ours and in force, without counting a wrong one."""
+        """Return whether a key is known and valid, without counting a wrong key."""
         known = self._prove(presented) if len(presented) <= _LONGEST else None
         return known is not None and not self._expired(known)
 
@@ -160,7 +165,7 @@ class KeyRing:
 
 
 def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Take the key out of lower-case raw headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
+    """Extract the key from lower-case raw headers: `Authorization: Bearer KEY`, else `x-api-key: KEY`."""
     other: bytes | None = None
     for name, value in headers:
         if name == b"authorization":
@@ -173,5 +178,5 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def session_of(value: bytes | None) -> str:
-    """Read the header that names a conversation; empty where there is none, or it is too long to be a name."""
+    """Parse the header that names a conversation; return an empty text if it is absent or longer than a name."""
     return "" if value is None or len(value) > LONGEST_SESSION else value.decode("latin-1").strip()

@@ -1,8 +1,8 @@
 """Bound the long request bodies that are received and parsed at once, for each API key.
 
-Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body takes its
-announced length before its first byte is read. Where its key has no room left it waits unread, in order of arrival, so
-that bodies which are being received always complete and no other key waits.
+Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
+announced length before its first byte is read. Without room in its key's share it waits in order of arrival, before its
+first byte is read. Bodies that are being received therefore always complete, and no other key waits.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class _Lane:
-    """The bytes that a key's bodies take, and the bodies that wait."""
+    """Bytes reserved by a key's bodies, and its waiting bodies."""
 
     taken: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque[tuple[int, asyncio.Future[None]]])
 
 
 class Intake:
-    """A room of `most` bytes for each API key; a single body always fits."""
+    """Room of `most` bytes for each API key; a single body always fits."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -31,7 +31,8 @@ class Intake:
         return frozenset(self._lanes)
 
     async def take(self, key: str, size: int) -> None:
-        """Take `size` bytes of a key's room, waiting first; `release` must follow unless this call is cancelled."""
+        """Reserve `size` bytes of a key's room, after waiting if needed; `release` must follow unless this call is
+        cancelled."""
         lane = self._lanes.setdefault(key, _Lane())
         if not lane.waiting and self._fits(lane, size):
             lane.taken += size
@@ -43,13 +44,13 @@ class Intake:
         except asyncio.CancelledError:
             if turn.cancelled():
                 lane.waiting.remove((size, turn))
-            else:  # it got its turn in the same step of the loop
+            else:  # admitted in the same step of the loop
                 lane.taken -= size
             self._admit(key, lane)
             raise
 
     def release(self, key: str, size: int) -> None:
-        """Return what `take` took."""
+        """Release the bytes that `take` reserved."""
         lane = self._lanes[key]
         lane.taken -= size
         self._admit(key, lane)

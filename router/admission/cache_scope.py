@@ -1,7 +1,7 @@
-"""Whose cached prefixes a request may reuse: those of its own API key, and of system prompts that all keys share.
+"""Scopes of cached prefixes: a request reuses those of its own API key, and of system prompts that all keys share.
 
-A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the node that is chosen. Reused
-for another key it would answer "has any key asked this before?", word by word.
+A cached prefix shows in `usage.cached_tokens`, in the time to the first token and in the chosen node. Reused for
+another key it would answer "has any key asked this before?", word by word.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from wire.frames import SHARED_SCOPE, Message
 from wire.units import MIB
 
 MAX_PROMPT_BYTES = MIB
-"""Longest file of a shared system prompt."""
+"""Maximum bytes of a file with a shared system prompt."""
 SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
@@ -39,7 +39,7 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 
 
 class CacheScopes:
-    """Decides for each request. `prompts` are the texts of the shared system prompts."""
+    """Cache scope of each request. `prompts` are the texts of the shared system prompts."""
 
     def __init__(self, share: str = "key", prompts: Iterable[str] = ()) -> None:
         self._pool = share == "pool"
@@ -47,7 +47,7 @@ class CacheScopes:
 
     @property
     def scope(self) -> str:
-        """Return the scope that a node is sent; empty: the request's own key."""
+        """Scope sent to a node; empty stands for the request's own key."""
         return SHARED_SCOPE if self._pool else ""
 
     def of(self, key: str) -> str:
@@ -62,7 +62,7 @@ class CacheScopes:
 
 
 def open_scopes(settings: CacheSettings) -> CacheScopes:
-    """Read the files of shared system prompts; SettingsError where one cannot be used."""
+    """Read the files of shared system prompts; raise SettingsError for an unusable file."""
     prompts: set[str] = set()
     for name in settings.shared_prompts:
         text = _text(Path(name).expanduser())

@@ -1,4 +1,4 @@
-"""What of the cluster a key may see: the models that it may use, on the nodes that have its labels. Pure."""
+"""Visible part of the cluster for an API key: its permitted models on the nodes that have its labels. Pure."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from router.placement.cluster_view import ClusterView, NodeView
 
 
 def visible(view: ClusterView, limits: KeyLimits | None) -> ClusterView:
-    """Return the cluster as far as a key with these limits may use it."""
+    """Return the part of the cluster that a key with these limits may use."""
     if limits is None or not (limits.models or limits.labels):
         return view
     labels = frozenset(limits.labels)

@@ -1,25 +1,28 @@
-"""What each key asks for, summed up as requests come and go: who asks for far more than its part of the work."""
+"""Requested work of each API key in tokens, updated as requests come and go; finds keys far above their share."""
 
 from wire.capacity.fairness import Owner
 
 HOG = 2
-"""So many times its part of the work must a key ask for to wait in line before nodes are full of its requests, and to
-be refused there while others have something open. Of two keys of one priority none ever does: one household, one long
-prompt. One of low priority does beside one of normal from two fifths of the work."""
+"""Multiple of its share of the work from which a key is greedy.
+
+Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
+requests. Of two keys with equal priority, neither ever reaches it: one household, one long prompt. A low-priority key
+next to a normal one reaches it from two fifths of the work.
+"""
 
 _NOTHING = 0, 0
 
 
 class Asked:
-    """The work of all requests that are here, in tokens by key. A key's part of it is by its weight beside others."""
+    """Work of all open requests in tokens by key. A key's share of it depends on its weight."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, tuple[int, int]] = {}
-        """By key, with its weight."""
+        """Tokens and weight by key."""
         self._whole = self._parts = 0
 
     def add(self, owner: Owner, tokens: int) -> None:
-        """A request came."""
+        """Add a new request."""
         name, weight = owner.name, owner.weight
         here, before = self._tokens.get(name, _NOTHING)
         self._tokens[name] = here + tokens, weight
@@ -27,7 +30,7 @@ class Asked:
         self._parts += weight - before
 
     def drop(self, owner: Owner, tokens: int) -> None:
-        """It is gone: with as many as it came with."""
+        """Remove a request with the tokens of its `add`."""
         here, weight = self._tokens[owner.name]
         self._whole -= tokens
         if here > tokens:
@@ -37,6 +40,6 @@ class Asked:
             self._parts -= weight
 
     def much(self, name: str) -> bool:
-        """Whether a key asks for far more than its part."""
+        """Return whether a key asks for far more than its share."""
         here, weight = self._tokens.get(name, _NOTHING)
         return here * self._parts > HOG * self._whole * weight

@@ -1,15 +1,15 @@
-"""The bounded line before placement: who waits, in which order they are tried, and when they must give up.
+"""Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
-Theory. Nothing is placed at the door and kept: an entry is placed at the moment it is tried, on fresh numbers. Between
-keys the line is a deficit round robin over tokens: every key earns QUANTUM times its weight in its turn, so a key with
-long prompts or with many requests gets no more than its share of work, and nobody starves. Within a key it is first in,
-first out, except that an entry that does not fit now does not block the ones behind it. So that a large request is not
-overtaken for ever, room is kept for it (`keep` of an attempt) after MOST_OVERTAKES or PATIENCE seconds.
+Theory. A queued request has no node: an entry is placed when it is tried, with current numbers. Between keys the queue
+is a deficit round robin over tokens: every key earns QUANTUM times its weight per round. A key with long prompts or
+with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
+out, but an entry that does not fit now does not block the entries behind it. After MOST_OVERTAKES or PATIENCE seconds,
+room is held for a large request (`keep` of an attempt), because it would otherwise be overtaken without end.
 
-The line is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer line only
-turns a refusal now into a refusal after the deadline. So a key that waits alone may have three quarters of it as long
-as all of them get their turn in time at the pace of late (simulated, bursts of thirty by one key: a third fewer are
-refused).
+The queue is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer queue
+only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
+as long as the recent pace serves all its entries in time. Simulated, bursts of thirty by one key: a third fewer are
+refused.
 """
 
 import math
@@ -21,32 +21,41 @@ from typing import Generic, TypeVar
 from wire.refusals import Code, Refused
 
 QUANTUM = 256
-"""Tokens that a key of weight 1 earns in its turn: with normal priority, whose weight is 4, a common request."""
+"""Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
 MOST_OVERTAKES = 8
+"""Number of overtakes after which room is held for a request."""
 PATIENCE = 5.0
-"""Seconds in line after which room is kept for a request."""
+"""Seconds in the queue after which room is held for a request."""
 LEAST_LIMIT = 64
+"""Minimum length of the queue."""
 PER_NODE = 4
+"""Entries per node."""
 SHARE = 4
-"""One key may hold one part in this many of the line."""
+"""Divisor of the queue's length for the share of one key."""
 LEAST_SHARE = 16
+"""Minimum share of one key."""
 PACES = 4
-"""Rounds over which the pace of the line is averaged."""
+"""Rounds over which the pace of the queue is averaged."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
 class Entry(Generic[T]):
-    """One request in line. `cost` in tokens, times in monotonic seconds, `number` in order of arrival."""
+    """One queued request."""
 
     item: T
     key: str
     cost: int
+    """Work in tokens."""
     arrived: float
+    """Arrival in monotonic seconds."""
     deadline: float
+    """Deadline in monotonic seconds."""
     number: int
+    """Number in order of arrival."""
     overtaken: int = 0
+    """Number of later entries that were placed before."""
 
 
 @dataclass(slots=True)
@@ -57,7 +66,7 @@ class _Lane(Generic[T]):
 
 
 class AdmissionQueue(Generic[T]):
-    """The line. It knows nothing of nodes: the caller says for each entry whether it could be placed."""
+    """Queue of requests. It knows no nodes: the caller reports for each entry whether it was placed."""
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
@@ -71,28 +80,30 @@ class AdmissionQueue(Generic[T]):
         return self._count
 
     def oldest(self, now: float) -> float:
-        """Give for how many seconds the one in line waits that came first; 0 while nobody does."""
+        """Return the seconds that the oldest entry waits; 0 when the queue is empty."""
         return max((now - lane.entries[0].arrived for lane in self._lanes.values()), default=0.0)
 
     def depth(self, key: str) -> int:
-        """Give how many requests of one key wait."""
+        """Return the number of queued requests of one key."""
         return len(self._lanes[key].entries) if key in self._lanes else 0
 
     def limit(self, nodes: int) -> int:
-        """Give how many may wait in a cluster of this many nodes."""
+        """Return the maximum length of the queue in a cluster of this many nodes."""
         return self._limit or max(LEAST_LIMIT, PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
-        """Give how many may wait for one key."""
+        """Return the maximum number of entries of one key."""
         return max(LEAST_SHARE, self.limit(nodes) // SHARE)
 
     def offer(
         self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int, *, weight: int = 1,
         share: int | None = None, begun: bool = False,
     ) -> Entry[T] | Refused:  # fmt: skip
-        """Take a place in line, or be refused: over the key's share (429) or the line is full (503). `weight` is the
-        key's part beside the others' when all have something in line, `share` the most that it may have there. What was
-        `begun` already is never refused: it had been let in."""
+        """Enqueue an item, or refuse it: over the key's share (429) or full queue (503).
+
+        `weight` is the key's weight against the other queued keys. `share` overrides the key's maximum number of
+        entries. A `begun` item was admitted before and is never refused.
+        """
         if begun:
             return self._enter(item, key, cost, now, deadline, weight)
         most = self.share(nodes) if share is None else share
@@ -105,8 +116,11 @@ class AdmissionQueue(Generic[T]):
         return self._enter(item, key, cost, now, deadline, weight)
 
     def _lends(self, key: str, nodes: int, now: float, deadline: float) -> bool:
-        """Whether a key may have places beyond its share: nobody else waits, a share's worth is left for others, and at
-        the pace of late the line is through with all before it by its deadline."""
+        """Return whether a key may have entries beyond its share.
+
+        No other key may be waiting, and a share's worth of entries must stay free. At the recent pace all entries
+        before the new one must leave by its deadline.
+        """
         alone = self.depth(key) == self._count < self.limit(nodes) - self.share(nodes)
         return alone and self._wait(self._count + 1, now) <= deadline - now
 
@@ -120,17 +134,19 @@ class AdmissionQueue(Generic[T]):
         return entry
 
     def _patience(self, before: int, now: float) -> float:
-        """Give seconds until so many have left at the pace of late; until something is known of that, until the oldest
-        must have left. At least 1, at most 60."""
+        """Return the seconds until `before` entries have left at the recent pace, at least 1 and at most 60.
+
+        Without a known pace it is half the time until the earliest deadline.
+        """
         oldest = min((lane.entries[0].deadline for lane in self._lanes.values()), default=now)
         return min(60.0, max(1.0, (oldest - now) / 2 if self._pace is None else self._wait(before, now)))
 
     def _wait(self, places: int, now: float) -> float:
-        """Give the seconds until so many have left at the pace of late, infinite before anybody has."""
+        """Return the seconds until `places` entries have left at the recent pace, infinite without a known pace."""
         return math.inf if self._pace is None else places * max(self._pace, now - self._left_at)
 
     def _note_leaving(self, left: int, now: float) -> None:
-        """Keep the pace, in seconds for each that was placed, of the last few times."""
+        """Update the average pace, in seconds per placed entry."""
         if left and self._left_at:
             pace = (now - self._left_at) / left
             self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACES
@@ -138,7 +154,7 @@ class AdmissionQueue(Generic[T]):
             self._left_at = now
 
     def remove(self, entry: Entry[T]) -> bool:
-        """Leave the line; False when the entry is not in it (any more)."""
+        """Remove an entry; return False when it is not queued."""
         lane = self._lanes.get(entry.key)
         if lane is None or entry not in lane.entries:
             return False
@@ -153,16 +169,17 @@ class AdmissionQueue(Generic[T]):
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
-        """Take out everybody whose deadline has passed, oldest first."""
+        """Remove and return all items whose deadline has passed, oldest first."""
         late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)
         return [entry.item for entry in late]
 
     def wake(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
-        """Try everybody once in fair order; give how many left the line.
+        """Try every entry once in fair order; return the number of entries that were placed.
 
-        `attempt(item, keep)` places the item or answers False; with `keep` it should keep room for what did not fit.
+        `attempt(item, keep)` places the item or returns False. With `keep` it should hold room for an item that does
+        not fit.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
         passed: list[Entry[T]] = []
@@ -184,17 +201,19 @@ class AdmissionQueue(Generic[T]):
         return left
 
     def overdue(self, entry: Entry[T], now: float) -> bool:
-        """Say whether room must now be kept for an entry."""
+        """Return whether room must now be held for an entry."""
         return entry.overtaken >= MOST_OVERTAKES or now - entry.arrived >= PATIENCE
 
     def overtake(self) -> None:
-        """Note that somebody who did not wait was placed before all who do."""
+        """Count a placement that bypassed the queue for every queued entry."""
         for entry in self.entries():
             entry.overtaken += 1
 
     def _turn(self, untried: dict[str, deque[Entry[T]]]) -> tuple[Entry[T], int] | None:
-        """Give the entry whose turn it is, and how many rounds every key must earn first. Changes nothing: a turn that
-        ends without a place has cost nobody anything."""
+        """Return the next entry, and the number of rounds that every key must earn first.
+
+        Nothing changes: a turn without a placement costs no key anything.
+        """
         heads = [untried[key][0] for key in self._lanes if untried.get(key)]
         if not heads:
             return None
@@ -205,8 +224,8 @@ class AdmissionQueue(Generic[T]):
         return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
     def _pay(self, entry: Entry[T], rounds: int, untried: dict[str, deque[Entry[T]]]) -> None:
-        """Let every key that is in the running earn its rounds, and this one pay; it stays at the front until it has
-        spent what it earned."""
+        """Credit `rounds` to every competing key and charge the entry's key; that key stays at the front until its
+        credit is spent."""
         if entry.key not in self._lanes:
             return
         for key in list(self._lanes):

@@ -1,12 +1,12 @@
-"""What each API key may take: models, nodes, requests and tokens per minute, requests at once. Pure.
+"""Limits of each API key: models, nodes, requests and tokens per minute, concurrent requests. Pure.
 
-Every key, with limits or without, has bounds on what it has under way: requests, prompt tokens and prompt bytes
-(`router.key_*`). They are far above what a household needs and keep one key from filling the coordinator's memory.
+Every key, with or without limits, has bounds on its open requests, prompt tokens and prompt bytes (`router.key_*`).
+They are far above the needs of a household and keep one key from filling the coordinator's memory.
 
 Theory. Requests and tokens per minute are buckets that fill evenly: one minute's worth may come at once after a quiet
-minute. A request takes its tokens by estimate when it comes, prompt and the answer that it may write, and at its end
-the difference to what it really took is given back or taken; so a key cannot outrun its rate by asking before it has
-been answered. A request larger than a whole minute's tokens is let through when the bucket is full, and leaves a debt.
+minute. A request is charged an estimate on arrival: its prompt and the longest answer it may get. At its end the
+difference to the tokens used is refunded or charged. A key can therefore not exceed its rate by sending requests before
+the first answers. A request larger than a whole minute's tokens is admitted when the bucket is full, and leaves a debt.
 """
 
 import fnmatch
@@ -25,36 +25,38 @@ from wire.units import show_size
 
 MINUTE = 60.0
 ANSWER = 256
-"""Tokens of an answer whose length the client has not bounded."""
+"""Tokens of an answer without a limit by the client."""
 BYTES_PER_TOKEN = 4
 VIDEO_RETRY_SECONDS = 30.0
-"""Seconds after which a key that has all its videos under way may ask again."""
+"""Retry-After in seconds for a key that has all its videos under way."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
-"""A key's part of the queue beside others, by its priority (`queue`)."""
+"""Weight of a key in the queue by its priority (`queue`)."""
 
 PerMinute = Annotated[int, Meta(ge=1, le=10**9)]
 Name = Annotated[str, Meta(min_length=1, max_length=200)]
 
 
 class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a key may use; None: no bound. `models` are names or patterns (`qwen*`), empty: all; `labels` are those that
-    a node must have; `waiting` is the most requests that may wait in line."""
+    """Limits of a key; None means unlimited."""
 
     models: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
+    """Names or patterns of models (`qwen*`); empty allows all."""
     labels: Annotated[tuple[Name, ...], Meta(max_length=16)] = ()
+    """Labels that a node must have."""
     requests_per_minute: PerMinute | None = None
     tokens_per_minute: PerMinute | None = None
     concurrency: Annotated[int, Meta(ge=1, le=10_000)] | None = None
     waiting: Annotated[int, Meta(ge=0, le=10_000)] | None = None
+    """Maximum queued requests."""
     priority: Literal["low", "normal", "high"] = "normal"
 
     def allows(self, model: str) -> bool:
-        """Say whether the key may use a model."""
+        """Return whether the key may use a model."""
         return not self.models or any(fnmatch.fnmatchcase(model, pattern) for pattern in self.models)
 
     @property
     def weight(self) -> int:
-        """The key's part in the queue."""
+        """Weight of the key in the queue."""
         return WEIGHTS[self.priority]
 
 
@@ -62,18 +64,21 @@ NO_LIMITS = KeyLimits()
 
 
 class Rate(NamedTuple):
-    """Where a key stands with one of its rates: of `what`, the `limit` a minute, how many are left, and seconds until
-    all are."""
+    """State of one rate of a key."""
 
     what: str
+    """Unit of the rate: requests or tokens."""
     limit: int
+    """Amount per minute."""
     remaining: int
+    """Amount left now."""
     reset: float
+    """Seconds until the whole amount is available."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """So many a minute. `level` may be below 0: a debt."""
+    """Token bucket that fills at `rate` per minute. A `level` below 0 is a debt."""
 
     rate: int
     level: float
@@ -84,7 +89,7 @@ class _Bucket:
         self.at = now
 
     def wait_for(self, wanted: float) -> float:
-        """Give seconds until `wanted` are there, 0 when they are; more than a minute's worth is asked of a full one."""
+        """Return the seconds until `wanted` is available; more than a minute's worth needs a full bucket."""
         missing = min(wanted, float(self.rate)) - self.level
         return max(0.0, missing) * MINUTE / self.rate
 
@@ -99,8 +104,10 @@ class _Meter:
 
 
 class Quotas:
-    """The meters of all keys: one without limits may be given some while its requests run. `limits_of` gives a key's
-    limits by its id, None where it has none."""
+    """Meters of all keys; a key without limits may get some while its requests run.
+
+    `limits_of` returns a key's limits by its id, None where it has none.
+    """
 
     def __init__(
         self,
@@ -112,12 +119,14 @@ class Quotas:
         self._meters: dict[str, _Meter] = {}
 
     def limits(self, key: str) -> KeyLimits:
-        """Give a key's limits."""
+        """Return a key's limits."""
         return self._limits_of(key) or NO_LIMITS
 
     def take(self, key: str, demand: Demand, now: float) -> int | Refused:
-        """Let a request in, and give the tokens that it was charged; `settle` must follow. Or say which limit it is
-        over, and until when."""
+        """Admit a request and return its charge in tokens, or the refusal with the exceeded limit and the wait.
+
+        After an admission `settle` must follow.
+        """
         limits = self.limits(key)
         if not limits.allows(demand.model):
             return not_allowed(demand.model, limits)
@@ -140,9 +149,11 @@ class Quotas:
         return charge
 
     def take_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
-        """Count a video that a key asks for, which has `open_videos` under way, of these `queued` in line; return the
-        limit that it is over, None where it is within all. Videos use no tokens, and end hours later: they are counted
-        apart from requests for text."""
+        """Count a new video of a key that has `open_videos` under way, of these `queued` in the queue.
+
+        Return the refusal for the exceeded limit, None within all limits. Videos use no tokens and end hours later.
+        They are therefore counted apart from requests for text.
+        """
         limits = self.limits(key)
         if not limits.allows(model):
             return not_allowed(model, limits)
@@ -161,7 +172,7 @@ class Quotas:
         return None
 
     def _crowded(self, meter: _Meter, limits: KeyLimits, demand: Demand) -> str:
-        """Return which bound a request would exceed beside those of its key under way; empty where it fits."""
+        """Return the bound that a request would exceed together with its key's open requests; empty where it fits."""
         most, settings = limits.concurrency or self._settings.key_requests, self._settings
         if meter.running >= most:
             return f"this API key may have {most} requests at once"
@@ -174,7 +185,7 @@ class Quotas:
         return ""
 
     def rates(self, key: str, now: float) -> tuple[Rate, ...]:
-        """Return where a key stands with its rates; nothing for a key without any."""
+        """Return the state of a key's rates; empty for a key without any."""
         meter = self._filled(key, self.limits(key), now)
         return tuple(
             Rate(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
@@ -183,7 +194,7 @@ class Quotas:
         )
 
     def settle(self, key: str, demand: Demand, charged: int, used: int, now: float) -> None:
-        """Count the end of a request that was let in with this demand: it used so many tokens."""
+        """Record the end of an admitted request with the tokens that it used."""
         meter = self._meters[key]
         meter.running -= 1
         meter.prompt_tokens -= _prompt(demand)
@@ -205,24 +216,24 @@ class Quotas:
         return meter
 
     def running(self, key: str) -> int:
-        """Give how many requests of a key are here."""
+        """Return the number of open requests of a key."""
         meter = self._meters.get(key)
         return 0 if meter is None else meter.running
 
 
 def not_allowed(model: str, limits: KeyLimits) -> Refused:
-    """Give the refusal of a model that a key may not use."""
+    """Return the refusal of a model that a key may not use."""
     text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
     return Refused(Code.NOT_ALLOWED, text)
 
 
 def estimate(demand: Demand) -> int:
-    """Give the tokens that a request may take: its prompt, and for each choice what it may write."""
+    """Return the maximum tokens of a request: its prompt, and for each choice the longest answer."""
     return _prompt(demand) + demand.choices * (demand.max_tokens or ANSWER)
 
 
 def work(demand: Demand) -> int:
-    """Give the tokens that a request probably takes, to be weighed beside others: few answers use all they may."""
+    """Return the probable tokens of a request, to compare with other requests: few answers use their whole limit."""
     return _prompt(demand) + demand.choices * min(demand.max_tokens or ANSWER, ANSWER)
 
 
@@ -231,7 +242,7 @@ def _prompt(demand: Demand) -> int:
 
 
 def _kept(bucket: _Bucket | None, rate: int | None, now: float) -> _Bucket | None:
-    """Keep a bucket whose rate is as it was, filled up to now; begin a full one where the rate is new."""
+    """Return the bucket filled up to now if its rate is unchanged, a full one for a new rate, None without a rate."""
     if rate is None:
         return None
     if bucket is None or bucket.rate != rate:

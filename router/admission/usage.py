@@ -1,4 +1,4 @@
-"""Who used how much: tokens and requests by key and model, counted as requests end, drained into the database."""
+"""Usage by API key and model: tokens and requests, counted as requests end, drained into the database."""
 
 from collections.abc import Mapping
 
@@ -6,16 +6,17 @@ import msgspec
 
 
 class Used(msgspec.Struct, gc=False):
-    """Totals. `cached_tokens` are those of `prompt_tokens` that were not read anew."""
+    """Totals of one key and model."""
 
     requests: int = 0
     failed: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
+    """Tokens of `prompt_tokens` that came from the prefix cache."""
     completion_tokens: int = 0
 
     def add(self, other: "Used") -> None:
-        """Add another's totals to these."""
+        """Add the totals of `other`."""
         self.requests += other.requests
         self.failed += other.failed
         self.prompt_tokens += other.prompt_tokens
@@ -24,19 +25,19 @@ class Used(msgspec.Struct, gc=False):
 
 
 class Usage:
-    """What was used since the last `drain`, by (key, model)."""
+    """Usage since the last `drain`, by (key, model)."""
 
     def __init__(self) -> None:
         self._used: dict[tuple[str, str], Used] = {}
 
     def of(self, key: str, model: str) -> Used:
-        """Give the totals to count in."""
+        """Return the totals of a key and model, for updates."""
         found = self._used.get((key, model))
         if found is None:
             found = self._used[key, model] = Used()
         return found
 
     def drain(self) -> Mapping[tuple[str, str], Used]:
-        """Give all that was counted, and begin anew."""
+        """Return all totals and start from zero."""
         used, self._used = self._used, {}
         return used

@@ -1,1 +1,1 @@
-"""Client dialects: bodies in, frames out; frames in, bodies out."""
+"""Client dialects: translate request bodies to frames and frames to answers."""

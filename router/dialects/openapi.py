@@ -1,4 +1,4 @@
-"""The OpenAPI description of the routes that are plain ASGI, for the control app to merge into its own."""
+"""OpenAPI description of the plain ASGI routes, for the control app to merge into its own."""
 
 from http import HTTPStatus
 from typing import Any
@@ -18,9 +18,9 @@ _KEPT = "/v1/responses"
 _REF = "#/components/schemas/{model}"
 _KEYS: list[dict[str, list[str]]] = [{"key": []}]
 _EARLY = frozenset({400, 403, 421, 431})
-"""Statuses that may be told before the route is known, and then in OpenAI's shape whatever the dialect."""
+"""Statuses that may be sent before the route is known, and then in OpenAI's shape for every dialect."""
 ALWAYS = (400, 401, 403, 405, 421, 431)
-"""Statuses that every route with a key may answer with."""
+"""Statuses of every route with a key."""
 _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
 _ERROR: dict[str, Any] = {
@@ -98,7 +98,7 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
                       NDJSON),
     "/api/show": (OllamaShowBody, "ollama_show", "Show one model in Ollama's shape", ""),
 }  # fmt: skip
-"""Routes that take a body: its model, the operation, what it does, and the content type of its stream, if any."""
+"""Routes with a body: its model, the operation, its summary, and the content type of its stream, if any."""
 
 
 _FORM = "multipart/form-data"
@@ -107,7 +107,7 @@ _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/character
 
 
 def told(path: str, status: int) -> dict[str, Any]:
-    """Describe an error of a route: why, and in which shapes."""
+    """Describe an error of a route: its reason and its shapes."""
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
         own = "OllamaError"
@@ -117,7 +117,7 @@ def told(path: str, status: int) -> dict[str, Any]:
 
 
 def openapi_paths() -> dict[str, Any]:
-    """Give the path items; they refer to the schemas of `openapi_schemas`."""
+    """Return the path items; they refer to the schemas of `openapi_schemas`."""
     return {
         **{path: {"post": _posted(path, *about)} for path, about in _BODIES.items()},
         "/v1/models": {
@@ -208,7 +208,7 @@ def _posted(path: str, body: type[BaseModel], name: str, summary: str, stream: s
 
 
 def openapi_schemas() -> dict[str, Any]:
-    """Give the component schemas that the path items refer to."""
+    """Return the component schemas that the path items refer to."""
     _, found = models_json_schema([(body, "validation") for body in _bodies()], ref_template=_REF)
     return {**found.get("$defs", {}), "Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR, "OllamaError": _OLLAMA_ERROR}
 

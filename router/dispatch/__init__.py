@@ -1,1 +1,1 @@
-"""Dispatch: the life of a request between placement and its last token."""
+"""Dispatch: the path of a request from placement to its last token."""

@@ -1,6 +1,6 @@
-"""What a request leaves behind when it has ended: its key's usage and quota, the counts, its story.
+"""Accounting of ended requests: usage and quota of the API key, counters, history.
 
-A request that ended early used what was read and written until then: leaving is no way around a limit.
+A request that ends early is charged for the tokens processed until then: disconnecting is no way around a limit.
 """
 
 import structlog
@@ -16,20 +16,20 @@ from wire.refusals import Code, Refused
 
 log = structlog.get_logger("router.dispatch.accounting")
 TEMPLATE_TOKENS = 4096
-"""Tokens that a chat template may add to a prompt, beside MESSAGE_TOKENS for each message."""
+"""Tokens that a chat template may add to a prompt, in addition to MESSAGE_TOKENS for each message."""
 MESSAGE_TOKENS = 32
 UNSENT_TOKENS = 8
-"""Tokens of one choice that are generated and never sent: its end, and what was held back for a stop string."""
+"""Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
     Code.INVALID: "its grammar, or a value of it, is not valid for this model; the client's answer has the details",
     Code.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
     Code.TEMPLATE: "the model's template or tokenizer failed on this conversation; the client's answer has the details",
 }
-"""What is kept of refusals whose message may quote the request: it is sent to its client, and kept nowhere."""
+"""Stored text for refusals whose message may quote the request: the message goes to the client and is not stored."""
 
 
 class Endings:
-    """Writes an end into all the books; a key gets back what it was charged and did not use."""
+    """Recorder of ended requests; refunds a key's unused charge."""
 
     def __init__(self, counters: Counters, usage: Usage, history: History) -> None:
         self._counters = counters
@@ -37,7 +37,7 @@ class Endings:
         self._history = history
 
     def ended(self, ticket: Ticket, outcome: Outcome, model: str, quotas: Quotas, now: float) -> None:
-        """Count a request that ended `now`, for a model that some member has (empty: for none)."""
+        """Record a request that ended at `now`. `model` is a name that some member has, empty for an unknown one."""
         seconds = now - ticket.arrived
         if ticket.charged is not None:
             used, job = self._account(ticket, outcome, model), ticket.job
@@ -46,7 +46,7 @@ class Endings:
         self._history.stories.append(_story(ticket, outcome, seconds))
 
     def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> int:
-        """Count what a request used for its key, and return its tokens: at least those that were sent."""
+        """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
         prompt, cached, written = _took(ticket, outcome)
         used = self._usage.of(ticket.job.key, model)
         used.requests += 1
@@ -60,15 +60,17 @@ class Endings:
 
 
 def most_prompt(ticket: Ticket) -> int:
-    """Return the most prompt tokens that a node may count for a request: no byte is more than one token."""
+    """Return the maximum prompt tokens that a node may count for a request: no byte is more than one token."""
     demand, messages = ticket.job.demand, ticket.job.messages
     text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 
 def credible(ticket: Ticket, frame: Finished) -> Finished:
-    """Return what a node says that a request used, within what its client asked for: a node that lies can neither use
-    up a key's quota nor its usage."""
+    """Return a node's usage numbers, limited to the bounds of the client's request.
+
+    A false report can therefore exhaust neither a key's quota nor its usage.
+    """
     params = ticket.job.params
     unbounded = max(ANSWER * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
     prompt = min(frame.prompt_tokens, most_prompt(ticket))
@@ -84,7 +86,7 @@ def credible(ticket: Ticket, frame: Finished) -> Finished:
 
 
 def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
-    """Give the prompt's tokens, those of them that were cached, and the tokens that were written."""
+    """Return the prompt tokens, the cached tokens among them, and the generated tokens."""
     if isinstance(outcome, Finished):
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
     return (*ticket.read, ticket.wrote)
@@ -103,7 +105,7 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
 
 
 def _worth_keeping(outcome: Refused | Failure) -> str:
-    """Return the message of an end for administrators: not one that may quote what its client wrote."""
+    """Return the stored message of an end: never a message that may quote the client's request."""
     quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
     return quoting or outcome.message
 

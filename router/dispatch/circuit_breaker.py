@@ -1,21 +1,22 @@
-"""Keeps requests away from a node whose engine keeps failing, and finds out with one of them when it is well again.
+"""Circuit breakers: stop sending requests to a node whose engine keeps failing, and probe it with one request later.
 
-A breaker is for faults alone: an engine that died or broke a request. A refusal is an answer, a lost link is
-membership's affair, a client that left says nothing.
+A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, a lost link belongs to
+membership, and a cancelled request shows nothing.
 
     closed ──FAULTS faults in a row──► open ──its time is over──► half open: one request, the probe
       ▲                                 ▲                             │
-      └──────── the probe is well ──────┼─────────────────────────────┤
+      └────── the probe succeeds ───────┼─────────────────────────────┤
                                         └── it fails: twice as long ──┘
 
 Rules
-- Faults within TOGETHER seconds are one: a dead engine fails all that it had.
-- In a row means without a good answer and without WITHIN seconds of peace in between.
-- Only the probe closes or opens a breaker that is not closed: what was begun before says nothing about now.
-- A probe that is refused, cancelled or moved has shown nothing, and the next request is the probe. One that runs for
-  LONG seconds is well.
+- Faults within TOGETHER seconds count as one: a dead engine fails all its requests.
+- Faults are in a row without a good answer and without WITHIN seconds of quiet between them.
+- Only the probe closes or reopens a breaker that is not closed: a request sent earlier says nothing about the current
+  state.
+- A probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
+  LONG seconds succeeds.
 
-Times in seconds of `now`, which never goes back.
+Times are in seconds of `now`, which never goes back.
 """
 
 from collections.abc import Hashable
@@ -23,25 +24,32 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 FAULTS = 3
+"""Faults in a row that open a breaker."""
 TOGETHER = 1.0
+"""Seconds within which faults count as one."""
 WITHIN = 60.0
+"""Seconds of quiet after which the count of faults starts again."""
 SHORTEST, LONGEST = 5.0, 120.0
-"""Seconds for which a breaker is open, the first time and at most."""
+"""First and maximum open time of a breaker, in seconds."""
 LONG = 10.0
+"""Running time in seconds after which a probe succeeds."""
 
 N = TypeVar("N", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """A breaker that is not closed. `state`: `open` until `until`; then `half open` until a request goes there, which
-    is the probe, and `probing` until that shows something. `why` is what the last fault said, `opened` how often in a
-    row it opened."""
+    """State of a breaker that is not closed."""
 
     state: str
+    """`open` until `until`; then `half open` until a request is sent, which is the probe; then `probing` until its
+    result."""
     why: str
+    """Message of the last fault."""
     until: float
+    """End of the open time."""
     opened: int
+    """Number of openings in a row."""
 
 
 @dataclass(slots=True)
@@ -57,15 +65,15 @@ class _Breaker:
 
 
 class Breakers(Generic[N]):
-    """The breakers of all nodes `N`; a node without faults has none. Requests are known by their numbers."""
+    """Breakers of all nodes `N`; a node without faults has none. Requests are identified by their numbers."""
 
     def __init__(self) -> None:
         self._nodes: dict[N, _Breaker] = {}
         self.opened = 0
-        """How often any has opened."""
+        """Number of openings of all breakers."""
 
     def barred(self, now: float) -> list[N]:
-        """List the nodes that get nothing now: open, or half open with a probe under way."""
+        """List the nodes that take no request now: open, or half open with a running probe."""
         return [node for node in self._nodes if self._bars(node, now)]
 
     def _bars(self, node: N, now: float) -> bool:
@@ -80,14 +88,16 @@ class Breakers(Generic[N]):
         return breaker.probe is not None
 
     def tried(self, node: N, request: int, now: float) -> None:
-        """Note that a request was sent to a node: where the breaker is half open, it is the probe. Where the breaker is
-        closed this decides nothing, and opening it forgets it."""
+        """Record that a request was sent to a node; at a half-open breaker it is the probe.
+
+        At a closed breaker the record has no effect, and opening the breaker removes it.
+        """
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe is None:
             breaker.probe, breaker.probed = request, now
 
     def standing(self, node: N, now: float) -> Standing | None:
-        """Say how a node's breaker stands; None where it is closed."""
+        """Return the state of a node's breaker; None where it is closed."""
         breaker = self._nodes.get(node)
         barred = breaker is not None and self._bars(node, now)
         if breaker is None or breaker.until is None:
@@ -96,7 +106,7 @@ class Breakers(Generic[N]):
         return Standing(state, breaker.why, breaker.until, breaker.opened)
 
     def fault(self, node: N, request: int, now: float, why: str = "") -> None:
-        """Note that a node broke a request, and what it said of that."""
+        """Record that a node broke a request, with the node's message."""
         breaker = self._nodes.setdefault(node, _Breaker())
         breaker.why = why or breaker.why
         if breaker.until is not None:
@@ -116,17 +126,17 @@ class Breakers(Generic[N]):
         self.opened += 1
 
     def good(self, node: N, request: int) -> None:
-        """Note that a node ended a request as it should."""
+        """Record that a node finished a request."""
         breaker = self._nodes.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self._nodes[node]
 
     def let_go(self, node: N, request: int) -> None:
-        """Note that a request left a node without saying anything about it."""
+        """Record that a request left a node without a result."""
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe == request:
             breaker.probe = None
 
     def forget(self, node: N) -> None:
-        """Forget a node that is gone for good."""
+        """Remove the breaker of a node that has left."""
         self._nodes.pop(node, None)

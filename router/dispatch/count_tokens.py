@@ -1,7 +1,7 @@
-"""Exact counts of prompts, by a node that has the model's tokenizer; nothing is generated, promised or loaded.
+"""Exact prompt token counts by a node that has the model's tokenizer. Nothing is generated, reserved or loaded.
 
-A count has the limits of any request of its key: models, labels, requests and tokens a minute, requests at once. Its
-tokens are held while it is under way and given back at its end, because nothing is generated.
+A count has the limits of any request of its key: models, labels, requests and tokens per minute, concurrency. Its
+tokens are charged while it runs and refunded at its end, because nothing is generated.
 """
 
 import asyncio
@@ -20,12 +20,12 @@ from wire.frames import Count, Finished, Params
 from wire.refusals import FINAL, Code, Refused
 
 LONGEST = 30.0
-"""Seconds for which a node is waited for: a tokenizer reads some megabytes of text in a second."""
+"""Timeout of a node's count in seconds: a tokenizer processes some megabytes of text per second."""
 _ELSEWHERE = frozenset({Code.NO_MODEL, Code.LOAD_FAILED})
 
 
 async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem:
-    """Count a prompt within the limits of its key; return the tokens, or why they cannot be counted."""
+    """Count the tokens of a prompt within the limits of its key; return the count or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
     asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
@@ -40,7 +40,7 @@ async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem
 
 
 async def _counted(dispatcher: Dispatcher, asked: Count, limits: KeyLimits) -> int | Problem:
-    """Ask one node after the other, those first that have the model loaded."""
+    """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
     for node in _able(dispatcher, asked.model, limits):
         away = dispatcher.away(node)

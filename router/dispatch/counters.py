@@ -1,10 +1,9 @@
-"""What the router counts. Plain numbers on one loop; the coordinator exports them.
+"""Counters of the router: plain numbers on one event loop, exported by the coordinator.
 
 Rules
-- A model's name is one that some member has; what clients make up, and models beyond MOST_MODELS, are one row, OTHER.
-  Codes that nodes make up are one outcome, FAILED. So neither can grow a table.
-- Nothing is counted for each token: gaps between tokens are observed once for each step of a node, for all of its
-  streams at once.
+- A model's name is one that some member has. Invented names, and models beyond MOST_MODELS, share the row OTHER.
+  Unknown codes of nodes share the outcome FAILED. Neither can therefore grow a table.
+- Nothing is counted per token: gaps between tokens are observed once per decode step of a node, for all its streams.
 """
 
 from collections.abc import Container
@@ -19,23 +18,25 @@ ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15
 E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
-"""All in seconds."""
+"""Bounds of the histograms, all in seconds."""
 MOST_MODELS = 64
+"""Maximum number of models with a row of their own."""
 MOST_PACES = 4096
-"""Pairs of node and model of which the last step is remembered; beyond them all are forgotten, and one gap of each."""
+"""Maximum pairs of node and model with a remembered last step. Beyond it all are removed, which loses one gap of each.
+"""
 MAX_KEY_MODELS = 1024
-"""Pairs of key and model that are counted; tokens of further pairs are left out."""
+"""Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
 OTHER = "other"
 FAILED = "failed"
 OUTCOMES = frozenset({
     "ok", "cancelled", "slow_client", "node_lost", "engine_crashed", "engine_lost", "node_stopping", "link_lost",
     "shutting_down", "answer_too_long", "memory_pressure", FAILED, *(code.value for code in Code),
 })  # fmt: skip
-"""How a request can end: well, given up by its client, broken, or refused by a code."""
+"""Outcomes of a request: success, cancelled by its client, failed, or refused with a code."""
 
 
 class ModelCounts:
-    """One model's totals. Times in seconds."""
+    """Totals of one model. Times in seconds."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "e2e", "itl", "outcomes", "prompt_tokens", "ttft")
 
@@ -47,14 +48,14 @@ class ModelCounts:
         self.e2e = Buckets(E2E_BOUNDS)
 
     def used(self, prompt: int, cached: int, written: int) -> None:
-        """Count what a request took, as far as a node can be believed."""
+        """Add a request's tokens, as far as the node's numbers are credible."""
         self.prompt_tokens += max(0, prompt)
         self.cached_tokens += max(0, cached)
         self.completion_tokens += max(0, written)
 
 
 class NodeCounts:
-    """Totals of one node, counted as its frames arrive; times in seconds."""
+    """Totals of one node, counted as its frames arrive. Times in seconds."""
 
     __slots__ = ("first_token_seconds", "first_tokens", "generated_tokens", "prompt_tokens")
 
@@ -65,25 +66,25 @@ class NodeCounts:
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start; `seconds` and `tokens` are sums, divide by their counts for a mean."""
+    """Totals since the start; `seconds` and `tokens` are sums: divide by their counts for a mean."""
 
     requests: dict[str, int] = field(default_factory=dict[str, int])
     """Ended requests by outcome: `ok`, `cancelled`, or the code of the refusal or failure."""
     answers: dict[int, int] = field(default_factory=dict[int, int])
-    """HTTP answers of the model routes by status; 499 is a client that left before one."""
+    """HTTP answers of the model routes by status; 499 is a client that left before an answer."""
     refusals: dict[str, int] = field(default_factory=dict[str, int])
     """Refusals by nodes, by code; a request may meet several and still be answered."""
     attempts: int = 0
     retries: int = 0
-    """Attempts beyond the first of a request."""
+    """Attempts after the first attempt of a request."""
     nodes_lost: int = 0
     """Requests that were on a node when it was lost."""
     resumes: int = 0
-    """Answers that were begun and went on on another node."""
+    """Answers that resumed on another node."""
     moves: int = 0
-    """Requests taken off a node that drains or fell silent, or that others had their hands free for."""
+    """Requests moved off a node that drains or fell silent, or moved to an idle node."""
     swaps: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0})
-    """Turns in which a node made room for a model, `done` and `dropped`."""
+    """Model swaps, `done` and `dropped`."""
     slow_clients: int = 0
     queue_entries: int = 0
     queue_seconds: float = 0.0
@@ -103,13 +104,13 @@ class Counters:
     """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
     queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
     placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
-    """How long it took to decide."""
+    """Duration of placement decisions."""
     _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]
     )
 
     def model(self, name: str) -> ModelCounts:
-        """Give a model's totals; empty is a name that no member has."""
+        """Return a model's totals; an empty name stands for a model that no member has."""
         found = self.models.get(name or OTHER)
         if found is None:
             name = name if name and len(self.models) < MOST_MODELS else OTHER
@@ -124,17 +125,17 @@ class Counters:
         return found
 
     def used_by(self, key: str, model: str, tokens: int) -> None:
-        """Count the tokens of a key's request; an empty model is one that no member has."""
+        """Add the tokens of a key's request; an empty `model` is one that no member has."""
         pair = key, model if model in self.models else OTHER
         if pair in self.keys or len(self.keys) < MAX_KEY_MODELS:
             self.keys[pair] = self.keys.get(pair, 0) + max(0, tokens)
 
     def forget_keys(self, known: Container[str]) -> None:
-        """Drop the totals of keys that are not `known` any more."""
+        """Remove the totals of keys that are not `known` any more."""
         self.keys = {pair: tokens for pair, tokens in self.keys.items() if pair[0] in known}
 
     def ended(self, outcome: str, model: str, seconds: float) -> None:
-        """Count one ended request and how long it took."""
+        """Count one ended request and its duration."""
         outcome = outcome if outcome in OUTCOMES else FAILED
         self.requests[outcome] = self.requests.get(outcome, 0) + 1
         self.durations += 1
@@ -144,7 +145,7 @@ class Counters:
         counts.e2e.observe(seconds)
 
     def swapped(self, *, done: bool) -> None:
-        """Count the end of a turn."""
+        """Count the end of a model swap."""
         self.swaps["done" if done else "dropped"] += 1
 
     def answered(self, status: int) -> None:
@@ -166,7 +167,7 @@ class Counters:
         self.model(model).ttft.observe(seconds)
 
     def left_line(self, seconds: float) -> None:
-        """Count the wait of one that leaves the queue, by whatever way."""
+        """Record the queue time of a request that leaves the queue."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
 
@@ -175,8 +176,11 @@ class Counters:
         self.placements[node] = self.placements.get(node, 0) + 1
 
     def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
-        """Count the step of a node that gave so many streams of a model their next tokens: one gap for all of them, if
-        the first of them, the `leader`, was so in the last step too. Else nobody waited for as long."""
+        """Record a decode step of a node that extended `streams` streams of a model.
+
+        It counts as one gap for all streams if the first of them, the `leader`, also led the last step. Otherwise no
+        stream waited that long.
+        """
         key = node, model
         last = self._paces.get(key)
         if last is None and len(self._paces) >= MOST_PACES:
@@ -186,7 +190,7 @@ class Counters:
             self.model(model).itl.observe(now - last[1], streams)
 
     def forget(self, node: NodeId) -> None:
-        """Forget a node that is no member any more."""
+        """Remove the totals of a departed node."""
         self.placements.pop(node, None)
         self.nodes.pop(node, None)
         for key in [key for key in self._paces if key[0] == node]:

@@ -1,9 +1,8 @@
-"""What became of the newest requests: every step with its time, every decision with all its numbers, and its end.
+"""History of recent requests: every step with its time, every placement decision with all its numbers, and the outcome.
 
-Kept in bounded rings, so that a person can ask why a request went where it went (`cluster explain`), and so that the
-decisions of a day can be written to a file and taken again by another policy (`replay`). A request that was refused
-before it had a place in the queue, because its body was wrong, has a ring of its own: a client that sends nothing else
-evicts no other request.
+The history is kept in bounded rings. `cluster explain` shows why a request was placed on its node. The decisions of a
+day can be written to a file and evaluated with another policy (`replay`). A request refused before it was queued,
+because its body was invalid, has a separate ring. A client that sends only such requests evicts no other request.
 """
 
 import re
@@ -19,19 +18,24 @@ from wire.identity import NodeId
 from wire.refusals import Refused
 
 STORIES_KEPT = 1000
+"""Ended requests in the history."""
 REFUSALS_KEPT = 500
+"""Invalid requests in the history."""
 DECISIONS_KEPT = 1000
+"""Placement decisions in the history."""
 ROWS_KEPT = 16
-"""Nodes kept of each decision: enough to explain, bounded in a large cluster."""
+"""Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
 LONGEST_LINE = 4 * 2**20
+"""Maximum bytes of a line for `read_line`."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
 
 class Decision(msgspec.Struct, frozen=True, gc=False):
-    """One placement as it was made. `at` in monotonic seconds; `nodes` is how many the cluster had."""
+    """One placement decision."""
 
     at: float
+    """Time in monotonic seconds."""
     request_id: str
     key: str
     demand: Demand
@@ -39,35 +43,39 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
     chosen: NodeId | None = None
     refused: Refused | None = None
     nodes: int = 0
+    """Number of nodes in the cluster."""
 
     def rows(self) -> list[dict[str, object]]:
-        """Give every node's arithmetic as plain rows."""
+        """Return every node's arithmetic as plain rows."""
         return explain(self.candidates, self.chosen)
 
 
 class Story(msgspec.Struct, frozen=True, gc=False):
-    """A request from its arrival (monotonic seconds) to its end, `seconds` later. `steps`: seconds after it came, what,
-    on which node. `timings` are its last node's; `ignored` are the fields and tools
-    of its body that changed nothing."""
+    """History of one request from its arrival to its end."""
 
     request_id: str
     key: str
     model: str
     stream: bool
     arrived: float
+    """Arrival in monotonic seconds."""
     seconds: float
+    """Duration of the request."""
     outcome: str
     message: str
     steps: tuple[tuple[float, str, str], ...]
+    """Steps as (seconds after arrival, event, node)."""
     prompt_tokens: int | None = None
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
+    """Timings of its last node."""
     ignored: tuple[str, ...] = ()
+    """Fields and tools of its body that had no effect."""
 
 
 class History:
-    """The rings."""
+    """Rings of ended requests, invalid requests and placement decisions."""
 
     def __init__(self) -> None:
         self.stories: deque[Story] = deque(maxlen=STORIES_KEPT)
@@ -77,7 +85,7 @@ class History:
     def decided(
         self, at: float, request_id: str, key: str, demand: Demand, result: Placement | NoPlacement, nodes: int
     ) -> None:
-        """Keep a decision; of a large cluster the node that was chosen and some others."""
+        """Record a decision; in a large cluster with the chosen node and some other candidates."""
         kept = result.candidates
         if isinstance(result, NoPlacement):
             self.decisions.append(Decision(at, request_id, key, demand, kept[:ROWS_KEPT], None, result.refused, nodes))
@@ -88,7 +96,7 @@ class History:
         self.decisions.append(Decision(at, request_id, key, demand, kept, chosen.node, None, nodes))
 
     def refused(self, at: float, request_id: str, key: str, problem: Problem) -> None:
-        """Keep a request that was refused for what it is, `at` in monotonic seconds."""
+        """Record a request that was refused as invalid, `at` in monotonic seconds."""
         reason = unquoted(problem.message, problem.param or "")
         self.refusals.append(Story(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
@@ -98,33 +106,34 @@ class History:
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
     def told(self, request_id: str) -> list[Story]:
-        """Give the kept stories of a request id, oldest first: a client may use one id twice."""
+        """Return the stored requests with a request id, oldest first: a client may use one id twice."""
         return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
 
     def decided_on(self, request_id: str) -> list[Decision]:
-        """Give the kept decisions about one request, oldest first."""
+        """Return the stored decisions about one request, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
     def lines(self) -> Iterator[bytes]:
-        """Give every kept decision as a line of JSON."""
+        """Return every stored decision as a line of JSON."""
         return (msgspec.json.encode(decision) + b"\n" for decision in tuple(self.decisions))
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """How another policy would have decided: `same` of `decisions` alike, and every node that would have been taken
-    instead, with what was."""
+    """Comparison of recorded decisions with another policy."""
 
     decisions: int
+    """Number of decisions."""
     same: int
+    """Number of decisions in which both policies agree."""
     refused: int
     instead: tuple[tuple[str, str, str], ...]
-    """(request id, node taken, node that the other policy takes)"""
+    """Disagreements as (request id, node taken, node of the other policy)."""
     waits: tuple[float, float]
-    """Mean of the expected seconds to the first token as decided, and by the other policy."""
+    """Mean expected seconds to the first token as decided, and with the other policy."""
 
 
 def unquoted(message: str, param: str) -> str:
-    """Return a message without what it quotes of a request, but names: a prompt in a wrong place is not kept."""
+    """Return a message without quoted request text except names: a prompt in a wrong place is not stored."""
     for step in re.split(r"[.\[\]]+", param):
         if step and not _NAME.fullmatch(step):
             message = message.replace(step, "…")
@@ -132,7 +141,7 @@ def unquoted(message: str, param: str) -> str:
 
 
 def read_line(line: bytes) -> Decision:
-    """Read one line of `History.lines`. ValueError says what is wrong with it."""
+    """Parse one line of `History.lines`; raise ValueError with the reason when it is invalid."""
     if len(line) > LONGEST_LINE:
         raise ValueError(f"the line has {len(line)} bytes, at most {LONGEST_LINE} are read")
     try:
@@ -142,8 +151,10 @@ def read_line(line: bytes) -> Decision:
 
 
 def replay(decisions: Iterable[Decision], policy: Policy, draw: Callable[[], float]) -> Replayed:
-    """Take every decision again, each on what was known then; what other decisions would have changed later is not
-    modelled (`cluster simulate` does that)."""
+    """Evaluate every decision with another policy, each on the state known at that time.
+
+    Effects on later decisions are not modelled (`cluster simulate` does that).
+    """
     count = same = refused = 0
     instead: list[tuple[str, str, str]] = []
     was: list[float] = []

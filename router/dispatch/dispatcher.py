@@ -1,21 +1,27 @@
-"""The loop's owner of view, queue and ledger: places, sends, follows and ends every request.
+"""Dispatcher: owner of view, queue and ledger on the event loop; places, sends, tracks and ends every request.
 
-All methods run on one event loop and none awaits, so a decision and its reservation are one step without locks. A
-request is in exactly one of three places: in the line (`entry`), on a node (`_live`, by the number of this attempt), or
-ended (`outcome`). Every attempt gets numbers of its own, so what a node still says about an earlier one is unknown here
-and ignored; a node is heard only about requests that are on it.
+All methods run on one event loop and none awaits. A decision and its reservation are therefore one step without locks.
+A request has exactly one of three places: in the queue (`entry`), on a node (`_live`, by the number of this attempt),
+or ended (`outcome`). Every attempt gets new numbers. Late frames about an earlier attempt are unknown here and ignored;
+a node is believed only about requests that are on it.
 
-What happens when
-- a node refuses: the reservation is freed, its headroom is corrected until it reports again, the next node is asked at
-  once (four in a row at most, then the line). A refusal is never a failure.
-- a node is lost or an engine crashes: its requests go on elsewhere from the token ids that were heard, by the rules of
-  `resume`; what the client has got stays as it is. Who finds no room waits in line before all newcomers, and ends with
-  the reason if the deadline passes; where nobody else has that model it ends at once.
-- a node drains, or is silent for so long that writing anew is quicker: its requests are moved while it still lives,
-  those for which there is room elsewhere; the others go on where they are.
-- an engine fails again and again: its node gets nothing for a while (`breaker`).
-- no node can load the model: the request ends with the cause, also when it stood in line.
-- a reader falls behind: its stream alone is ended and cancelled.
+Events
+
+A node refuses: the reservation is released and the node's headroom is corrected until its next report. The next node is
+asked at once, at most four in a row, then the request is queued. A refusal is never a failure.
+
+A node is lost or an engine crashes: its requests resume elsewhere from the received token ids, by the rules of
+`resume`. The text that the client has received stays valid. A request without room waits in the queue before all new
+requests. It ends with the reason if the deadline passes. It ends at once where no other node has that model.
+
+A node drains, or its silence lasts longer than a resume elsewhere would take. Its requests are migrated while the node
+is alive, if another node has room. The remaining requests continue on their node.
+
+An engine fails repeatedly: its node gets no requests for a while (`breaker`).
+
+No node can load the model: the request ends with the cause, also when it was queued.
+
+A reader falls behind: only its stream is ended and cancelled.
 """
 
 import asyncio
@@ -82,35 +88,46 @@ from wire.refusals import FINAL, Code, Refused
 from wire.report import Model
 
 WORTH_KNOWING = 1024
-"""Bytes of a prompt from which it matters where its beginning was read: less is read anew in a blink."""
+"""Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
 LARGE = 32
-"""Nodes above which arrays find the best one sooner."""
+"""Number of nodes above which array ranking is faster."""
 MOST_IN_A_ROW = 4
-"""Nodes asked at once for one request before it waits in line."""
+"""Maximum nodes asked at once for one request before it is queued."""
 BACKLOG = 5.0
-"""Seconds of prompts in front of a request on the best node from which it waits in line if its key asks for far more
-than its part. Nodes are fair between owners, but their memory is promised to who comes first: without this such a key
-fills it, and others find none (simulated)."""
+"""Seconds of queued prompts on the best node from which a request of a greedy key is queued.
+
+A greedy key is one that asks for far more than its share. Nodes are fair between keys, but their memory is reserved in
+order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
+"""
 SPARE = 0.5
-"""Share of a node's memory for prompts and answers that is kept for others then: at its deadline such a request is sent
-if that stays free, else refused."""
+"""Share of a node's memory for prompts and answers that is kept free of such a key's requests.
+
+At its deadline such a request is sent if that share stays free, else refused.
+"""
 FAILING = "failing"
-"""The state that placement sees of a node whose breaker is open."""
+"""State that placement sees for a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
+"""Names of node states."""
 LINKED = frozenset({READY, SUSPECT, DRAINING})
-"""States that placement and moves tell apart; in all others a node has no link that serves."""
+"""States that placement and moves distinguish; in all other states a node has no usable link."""
 SWEEP_SECONDS = 0.25
+"""Maximum interval between two sweeps, in seconds."""
 ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
-"""Final on one node, not in the cluster: another may be larger."""
+"""Refusals that are final on one node, not in the cluster: another node may be larger."""
 ABOUT_ONE = Finished, Admitted, Refusal, Failed
-"""What a node says of one request."""
+"""Frames of a node about one request."""
 STOPPING = "the coordinator is stopping: send it again"
 
 
 class Dispatcher:
-    """See the module. `send` writes a frame to a node's link and says whether there is one, without calling back in
-    here; `numbers` gives the next request number and seq; `draw` gives numbers in [0, 1) for ties; `policy` is one that
-    the settings cannot name."""
+    """Dispatcher of one router.
+
+    - `send` writes a frame to a node's link and returns whether there is a link.
+
+    - `numbers` returns the next request number and sequence number.
+    - `draw` returns numbers in [0, 1) for ties.
+    - `policy` overrides the policy of the settings.
+    """
 
     def __init__(
         self,
@@ -146,7 +163,7 @@ class Dispatcher:
         self._endings = Endings(self.counters, self.usage, self.history)
         self.orders = Orders(send, lambda: numbers()[0])
         self.on_trouble: Callable[[Ticket, str], None] = _nobody_told
-        """Told of a request that broke on its node, and of the code."""
+        """Callback for a request that broke on its node, with the failure code."""
         self._corrections: dict[NodeId, Correction] = {}
         self._live: dict[int, Ticket] = {}
         self._open: dict[int, Ticket] = {}
@@ -164,10 +181,10 @@ class Dispatcher:
         self._interval = min(SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4,
                              settings.slow_client_seconds / 4)  # fmt: skip
 
-    # what the cluster tells
+    # cluster events
 
     def set_view(self, view: ClusterView) -> None:
-        """Take a new picture: settle what the reports acknowledge, then try those in line on the nodes that changed."""
+        """Apply a new view: settle acknowledged reservations, then retry queued requests on the changed nodes."""
         old = {node.id: node for node in self.view.nodes}
         self.view = view
         self._follow(view)
@@ -190,13 +207,13 @@ class Dispatcher:
             asyncio.get_running_loop().call_soon(self.move, node_id)
 
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
-        """Let a node that was away have again what was lost with it."""
+        """Allow a node that is ready again to serve the requests that were lost with it."""
         if node.state == READY and before is not None and before.state not in LINKED:
             for ticket in self._open.values():
                 ticket.lost.discard(node.id)
 
     def _follow(self, view: ClusterView) -> None:
-        """Keep the arrays of a large cluster. They are imported here: a household need not carry numpy."""
+        """Update the arrays of a large cluster. They are imported here: a household does not need numpy."""
         if self._columns is None and len(view.nodes) > LARGE:
             from router.placement.vectorized import Columns
 
@@ -205,7 +222,7 @@ class Dispatcher:
             self._columns.follow(view)
 
     def _read_in(self, node: NodeView) -> None:
-        """Count the weights of a load once: now that the report has them, no request promises them any more."""
+        """Release the reserved weights of a load, now that the node's report counts them."""
         reading = {model.name for model in node.models.values() if node.reads(model)}
         if reading:
             for ticket in self._live.values():
@@ -213,7 +230,7 @@ class Dispatcher:
                     self.ledger.read_in(ticket.request)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
-        """Take a frame about requests or orders from a node; what is about none that is open there is ignored."""
+        """Apply a frame from a node about a request or command; a frame about neither is ignored."""
         if type(frame) is Deltas:
             self._deltas(node, frame)
             return
@@ -232,7 +249,7 @@ class Dispatcher:
             self._failed(ticket, node, frame)
 
     def _failed(self, ticket: Ticket, node: NodeId, frame: Failed) -> None:
-        """Follow a request that broke on its node: by itself, or because the engine died with it or beside it."""
+        """Handle a request that broke on its node, alone or because the engine died."""
         if is_fault(frame.code):
             self.breakers.fault(node, frame.request, self._clock(), frame.message)
         self.on_trouble(ticket, frame.code)
@@ -245,12 +262,12 @@ class Dispatcher:
                 ticket.lost.add(node)
             self._fell(ticket, fall, Failure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
             return
-        ticket.refused[node] = self._heard_at(node)  # its last report still calls the engine ready, or shows the room
+        ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room
         code = frame.code if fall is Fall.MEMORY else "engine_crashed"
         self._fell(ticket, fall, Failure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """Follow the end of a node's link: what was there goes on elsewhere."""
+        """Handle the end of a node's link: its requests resume elsewhere."""
         self.orders.node_gone(node, reason)
         self._corrections.pop(node, None)
         self._silent.pop(node, None)
@@ -263,7 +280,7 @@ class Dispatcher:
             self._fell(ticket, Fall.NODE, why)
 
     def forget(self, node: NodeId) -> None:
-        """Forget all that is known of a node that is no member any more. Whatever is kept by node is dropped here."""
+        """Remove all state of a departed node. All state kept by node is removed here."""
         self.affinity.forget(node)
         self.breakers.forget(node)
         self.counters.forget(node)
@@ -279,8 +296,11 @@ class Dispatcher:
                 tried.pop(node, None)
 
     async def emptied(self, node: NodeId, seconds: float) -> int:
-        """Take the requests off a node and wait until it has none, for `seconds` at most; those for which nobody has
-        room are moved when somebody has, or end there. Give how many are left."""
+        """Move the requests off a node and wait until it has none, for at most `seconds`.
+
+        A request without room elsewhere is moved once there is room, or ends on the node. Return the number of requests
+        left.
+        """
         empty = asyncio.Event()
         self._emptying.setdefault(node, []).append(empty)
         self.move(node)
@@ -298,17 +318,19 @@ class Dispatcher:
 
     @property
     def tickets(self) -> tuple[Ticket, ...]:
-        """Requests that are not closed, with those that have ended."""
+        """Requests that are not closed, including ended ones."""
         return tuple(self._open.values())
 
     def under_way(self) -> list[Ticket]:
-        """List the requests that are here, the oldest first."""
+        """List the requests that have not ended, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
 
     def move(self, node: NodeId) -> int:
-        """Take the requests off a node that still lives, so that nobody notices that it goes: they go on elsewhere from
-        where they are. Give how many stay, because nobody else has room for them now; they run on, and may be moved
-        later."""
+        """Migrate the requests of a live node to other nodes, where their answers continue without a gap.
+
+        Return the number of requests that stay, because no other node has room for them now. They continue on the node
+        and may be moved later.
+        """
         return sum(not self._moved(ticket) for ticket in self._on(node))
 
     def _on(self, node: NodeId) -> list[Ticket]:
@@ -316,7 +338,7 @@ class Dispatcher:
         return sorted((one for one in self._live.values() if one.node == node), key=lambda one: one.number)
 
     def _fell(self, ticket: Ticket, fall: Fall, why: Failure) -> None:
-        """Go on elsewhere with a request that its node let fall, if that is allowed and possible; else end it."""
+        """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
         ticket.mark(self._clock(), f"dropped: {why.message}", ticket.node_name)
         self._leave_node(ticket)
         if fall in (Fall.NODE, Fall.MEMORY):
@@ -333,8 +355,10 @@ class Dispatcher:
         self._place(ticket)
 
     def _continues(self, ticket: Ticket) -> bool:
-        """Say whether any node could go on with a request, now or later. One that nobody has read a word of begins anew
-        where nobody has the model that began it."""
+        """Return whether any node could continue a request, now or later.
+
+        A request of which the client has received nothing restarts where no other node has the model that began it.
+        """
         others = self._others(ticket)
         if ticket.resumable and any(one.fingerprint == ticket.fingerprint for one in others):
             ticket.demand = replace(ticket.demand, written=ticket.written)
@@ -346,7 +370,7 @@ class Dispatcher:
         return True
 
     def _named(self, ticket: Ticket, why: Failure) -> Failure:
-        """Add to a failure that other nodes have the name of the model, but another model."""
+        """Add to a failure that other nodes hold a different model under the same name."""
         if not ticket.fingerprint or all(one.fingerprint == ticket.fingerprint for one in self._others(ticket)):
             return why
         text = f"the other nodes hold another model under the name {ticket.demand.model} (`cluster models`)"
@@ -359,8 +383,11 @@ class Dispatcher:
         return [node.models[name] for node in nodes if name in node.models]
 
     def _moved(self, ticket: Ticket, silent: float | None = None) -> bool:
-        """Go on with a request elsewhere, if another node has room for it, and only then let go of its node. Where that
-        has only been `silent` for some seconds, it must be worth it."""
+        """Move a request to another node with room for it, and only then cancel it on its node; return whether it
+        moved.
+
+        Where the node has been `silent` for some seconds, the move must also pay.
+        """
         nothing = ticket.heard and not ticket.written and not ticket.begun
         if not (nothing or ticket.resumable) or not survives(Fall.NODE, ticket.losses + 1, 0):
             return False
@@ -371,7 +398,8 @@ class Dispatcher:
         return True
 
     def _moved_to(self, others: ClusterView, ticket: Ticket, worth: Callable[[Candidate], bool]) -> bool:
-        """Send a request to the best of other nodes if it is worth that, and then let go of its own."""
+        """Send a request to the best of `others` if `worth` allows it, then cancel it on its node; return whether it
+        moved."""
         where = ticket.request, ticket.node, ticket.node_name
         node, asked = where[1], replace(ticket.demand, written=ticket.written)
         result = self._judged(ticket, others, asked)
@@ -389,10 +417,10 @@ class Dispatcher:
         self._send(node, Cancel(where[0]))
         return True
 
-    # what clients ask
+    # client requests
 
     def submit(self, job: Job) -> Ticket:
-        """Take a request: place it now, put it in line, or end it with the refusal. Always `close` the ticket."""
+        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the ticket."""
         self._count += 1
         kind = StreamTicket if job.stream else WholeTicket
         limits = self.quotas.limits(job.key)
@@ -401,7 +429,7 @@ class Dispatcher:
             job = replace(job, demand=replace(job.demand, model=name))
         owner = Owner(job.key, limits.weight)
         ticket = kind(job, owner, self._count, self._clock())
-        if job.params.seed is None:  # else what one node draws no other could go on with
+        if job.params.seed is None:  # without a seed no other node could resume the answer with the same draws
             ticket.params = replace(job.params, seed=random.getrandbits(53))
         if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
             ticket.chain = chain = self._chain(job)
@@ -438,7 +466,7 @@ class Dispatcher:
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: Ticket) -> None:
-        """Let go of a ticket; if it has not ended, its client is gone and the node is told."""
+        """Close a ticket; if it has not ended, its client is gone and the node gets a cancel."""
         if ticket.outcome is None:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
@@ -448,26 +476,26 @@ class Dispatcher:
             self._quiet.set()
 
     def preview(self, demand: Demand) -> Placement | NoPlacement:
-        """Decide without acting, for `cluster place` and for health."""
+        """Compute a placement without acting, for `cluster place` and for health."""
         now = self._clock()
         return place(self._seen(self.view, now), demand, self.ledger, now=now, draw=self._draw,
                      policy=self._policy, corrections=self._corrections,
                      trials=self._one_model(FIRST, demand.model))  # fmt: skip
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
-        """Say which node should load a model, after those that have refused to."""
+        """Return the node that should load a model, after those in `tried`, which have refused."""
         now = self._clock()
         return choose(self._seen(self.view, now), model, self.ledger, now=now, draw=self._draw,
                       policy=self._policy, corrections=self._corrections, tried=tried,
                       fingerprint=self._one_model(FIRST, model).fingerprint)  # fmt: skip
 
     def away(self, node: NodeView) -> Refused | None:
-        """Say why a node can be given nothing now; None when it can."""
+        """Return the refusal of a node that takes no request now; None when it takes requests."""
         why, code = away(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
     def servable(self) -> str:
-        """Say why no request could be served now; empty when one could."""
+        """Return why no request could be served now; empty when one could."""
         if self._closing:
             return STOPPING
         models = self.view.models()
@@ -482,29 +510,28 @@ class Dispatcher:
         return refused
 
     def leaks(self) -> int:
-        """Count reservations of requests that are on no node, and room kept for those that are not in line: 0, or a bug
-        of ours."""
+        """Count reservations of requests that are on no node, and holds of requests that are not open: 0, or a bug."""
         return len(self.ledger.promised() - self._live.keys()) + len(self.ledger.holders() - self._open.keys())
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is here: what a drain waits for."""
+        """Whether no request is open: the end of a drain."""
         return not self._open
 
     def now(self) -> float:
-        """Give the time of the clock that all times here are of."""
+        """Return the time of the clock of all times here."""
         return self._clock()
 
     def in_flight(self, node: NodeId) -> int:
-        """Give how many requests are on a node."""
+        """Return the number of requests on a node."""
         return self.ledger.in_flight(node)
 
     def waiting(self) -> int:
-        """Give how many requests wait for a node."""
+        """Return the number of queued requests."""
         return len(self.queue)
 
     async def drain(self, seconds: float) -> None:
-        """Take nothing new, let what runs end for at most `seconds`, then end the rest."""
+        """Refuse new requests, wait at most `seconds` for running ones, then end the rest."""
         self._closing = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -512,7 +539,7 @@ class Dispatcher:
         self.shutdown()
 
     def shutdown(self, message: str = STOPPING) -> None:
-        """End everything; nodes are told to stop."""
+        """End all requests; nodes get a cancel."""
         self.orders.shutdown(message)
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
@@ -522,10 +549,10 @@ class Dispatcher:
             self._timer.cancel()
             self._timer = None
 
-    # the way to a node
+    # placement and sending
 
     def _place(self, ticket: Ticket) -> None:
-        """Ask nodes in turn until one link takes the request; else it waits in line or ends."""
+        """Ask nodes in turn until one link takes the request; else queue or end it."""
         result = self._decide(ticket, self.view)
         while isinstance(result, Placement) and ticket.in_a_row < MOST_IN_A_ROW:
             if self._crowded(ticket, result.chosen):
@@ -543,12 +570,14 @@ class Dispatcher:
         self._wait(ticket, result)
 
     def _ask(self, ticket: Ticket, ask: Candidate | None) -> bool:
-        """Ask the node that only itself can know, unless it makes room for another model; return whether it was."""
+        """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
         return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
 
     def _ask_for_share(self, ticket: Ticket, result: NoPlacement) -> bool:
-        """Send a request to a node that is full of another key's requests: its engine preempts one of them where that
-        key holds more than its share. Return whether it was sent."""
+        """Send a request to a node that is full of another key's requests; return whether it was sent.
+
+        Its engine preempts one of those requests where that key holds more than its share.
+        """
         if ticket.in_a_row >= MOST_IN_A_ROW:
             return False
         full = [
@@ -582,8 +611,10 @@ class Dispatcher:
         return result
 
     def _one_model(self, trials: Trials, name: str) -> Trials:
-        """Restrict a request to one of several models of a name: the one that began the answer, or the one that is
-        served by the nodes that the request has not lost."""
+        """Restrict a request to one fingerprint of a name with several.
+
+        It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
+        """
         if trials.fingerprint:
             return trials
         view = self._seen(self.view, self._clock())
@@ -593,20 +624,20 @@ class Dispatcher:
         return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
 
     def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
-        """Keep a decision, to be explained later."""
+        """Record a decision for later explanation."""
         job = ticket.job
         self.history.decided(self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes))
         return result
 
     def _seen(self, view: ClusterView, now: float) -> ClusterView:
-        """Give the view as placement may see it: nodes whose breakers are open get nothing."""
+        """Return the view for placement, in which nodes with an open breaker are not ready."""
         barred = self.breakers.barred(now)
         if not barred:
             return view
         return ClusterView(tuple(seen_as(node, FAILING) if node.id in barred else node for node in view.nodes))
 
     def _start(self, ticket: Ticket, chosen: Candidate, need: int) -> bool:
-        """Reserve `need` bytes and send; False when the link is gone, which the next view will say too."""
+        """Reserve `need` bytes and send the request; return False without a link, as the next view will show."""
         job = ticket.job
         request, seq = self._numbers()
         ticket.attempts += 1
@@ -645,13 +676,13 @@ class Dispatcher:
         return sent
 
     def _leave_node(self, ticket: Ticket) -> None:
-        """Take the request off its node."""
+        """Remove the request from its node."""
         if ticket.node is not None:
             self._free(ticket.node, ticket.request)
             ticket.node = None
 
     def _free(self, node: NodeId, request: int) -> None:
-        """Forget an attempt: the one place where a reservation ends."""
+        """End an attempt: the only place where a reservation is released."""
         self._live.pop(request, None)
         self.ledger.release(request)
         self.breakers.let_go(node, request)
@@ -664,10 +695,10 @@ class Dispatcher:
         seen = self.view.node(node)
         return -1.0 if seen is None else seen.heard_at
 
-    # the line
+    # queue
 
     def _wait(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
-        """Put it in line, or end it."""
+        """Queue a request, or end it."""
         now = self._clock()
         ticket.in_a_row = 0
         if ticket.deadline is None:
@@ -687,7 +718,7 @@ class Dispatcher:
             self._keep(ticket, result)
 
     def _wake_soon(self, node: NodeId) -> None:
-        """Try those in line on this node before anything else comes in; several changes make one try."""
+        """Schedule a retry of the queued requests on this node before any new frame; several changes make one retry."""
         if not len(self.queue) and not self.ledger.turns:
             return
         self._changed.add(node)
@@ -704,7 +735,7 @@ class Dispatcher:
         self.queue.wake(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
 
     def _attempt(self, ticket: Ticket, keep: bool, changed: ClusterView) -> bool:
-        """Try one in line on the nodes that changed: on all others it did not fit before."""
+        """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
         result = self._judged(ticket, changed, ticket.demand)
         if isinstance(result, Placement):
             return self._go(ticket)
@@ -715,7 +746,8 @@ class Dispatcher:
         return False
 
     def _go(self, ticket: Ticket) -> bool:
-        """Send it to the best of all nodes, not of those that changed, unless it is better off in line."""
+        """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
+        sent."""
         result = self._judged(ticket, self.view, ticket.demand)
         if not isinstance(result, Placement) or self._crowded(ticket, result.chosen):
             return False
@@ -726,22 +758,27 @@ class Dispatcher:
         return True
 
     def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
-        """Whether a request has to wait in line for a node that has room for it: much is to be read there before, and
-        its key asks for far more than its part. An answer that was begun waits for no turn."""
+        """Return whether a request must be queued although a node has room for it.
+
+        This applies where many prompt tokens are ahead of it and its key asks for far more than its share. A resumed
+        answer never waits for that.
+        """
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
         return chosen.ahead > BACKLOG * model.prefill_speed and self._asked.much(ticket.job.key)
 
     def _scarce(self, chosen: Candidate) -> bool:
-        """Whether a request takes of the last half of what its node has for prompts and answers."""
+        """Return whether a request would use the last half of its node's memory for prompts and answers."""
         node = self.view.node(chosen.node)
         loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
         return (chosen.headroom or 0) - chosen.need < SPARE * (chosen.most - loaded)
 
     def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
-        """Look at all nodes where those that changed say that waiting may be of no use: the model can no longer be
-        loaded there, or only after others were given back."""
+        """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
+
+        It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
+        """
         if part.ask is None and part.refused.code is not Code.LOAD_FAILED:
             return False
         whole = self._decide(ticket, self.view)
@@ -756,8 +793,10 @@ class Dispatcher:
         return True
 
     def _keep(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
-        """Keep room on the node that lacks least, unless some is kept already on a node that is still ready. Where a
-        model is in the way there is none to keep before that one's slice has ended."""
+        """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
+
+        Where a model is in the way, nothing can be held before the slice of that model has ended.
+        """
         held = self.ledger.held_on(ticket.number)
         if held is not None and any(node.id == held and node.state == "ready" for node in self.view.nodes):
             return
@@ -795,7 +834,7 @@ class Dispatcher:
     # model swaps
 
     def _swap(self, now: float) -> None:
-        """Follow the turns under way and begin those that are due."""
+        """Advance the model swaps under way and begin those that are due."""
         if not len(self.queue) and not self.ledger.turns:
             return
         entries = sorted(self.queue.entries(), key=lambda entry: entry.item.arrived)
@@ -824,7 +863,7 @@ class Dispatcher:
         self._wake_soon(turn.node)
 
     def _take_turn(self, ask: Ask) -> None:
-        """Send the request that a node has made room for."""
+        """Send the request for which a node has unloaded models."""
         ticket = self._open[ask.turn.ticket]
         entry = ticket.entry
         if entry is not None and self._start(ticket, ask.candidate, ask.candidate.need):
@@ -833,7 +872,7 @@ class Dispatcher:
             self._left_line(ticket)
 
     def _wait_for_swap(self, entry: Entry[Ticket], waits: Mapping[str, Turn | None], now: float) -> None:
-        """Let the deadline of a request stand still while it waits for a swap, and remember what it waits for."""
+        """Extend the deadline of a request while it waits for a swap, and record the swap."""
         ticket, model = entry.item, entry.item.demand.model
         if ticket.entry is not entry:
             return
@@ -857,7 +896,7 @@ class Dispatcher:
         trials = self._one_model(ticket.trials(), ticket.demand.model)
         return consider(node, ticket.demand, self.ledger, self._clock(), self._corrections, trials, ticket.warm)
 
-    # what nodes say of requests
+    # frames about requests
 
     def _deltas(self, node: NodeId, frame: Deltas) -> None:
         live = self._live
@@ -935,10 +974,10 @@ class Dispatcher:
             self._send(ticket.node, Cancel(ticket.request))
 
     def _deny(self, ticket: Ticket, refused: Refused) -> None:
-        """End a request that no node takes: refused, or, when its client has read a part of the answer, as broken."""
+        """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
         fallen = ticket.fallen
         if refused.code is Code.NO_MODEL and self.quotas.limits(ticket.job.key).models:
-            # the nearest names are of models that the key may not use
+            # the message names similar models, which the key may not use
             refused = replace(refused, message=f"no node serves the model {ticket.demand.model[:256]!r}")
         if fallen is None or not ticket.begun:
             self._end(ticket, refused)
@@ -946,7 +985,7 @@ class Dispatcher:
             self._end(ticket, Failure(fallen.code, f"{fallen.message}; nobody could go on with it: {refused.message}"))
 
     def _end(self, ticket: Ticket, outcome: Outcome) -> None:
-        """Take a request out of wherever it is and tell its reader: the one way to end."""
+        """Remove a request from its place and notify its reader: the only way to end."""
         if ticket.outcome is not None:
             return
         if ticket.entry is not None:
@@ -959,8 +998,10 @@ class Dispatcher:
         ticket.end(outcome)
 
     def _model_of(self, ticket: Ticket) -> str:
-        """Name the model that a request is counted for: none where no member has heard of it, for a name that a client
-        makes up must not make a row in the database."""
+        """Return the model name for a request's counters; empty for a name that no member has.
+
+        An invented name must not add a row to the database.
+        """
         model = ticket.job.demand.model
         known = ticket.attempts or any(model in node.models for node in self.view.nodes)
         return model if known else ""
@@ -986,7 +1027,7 @@ class Dispatcher:
             self._timer = asyncio.get_running_loop().call_later(self._interval, self.sweep)
 
     def sweep(self) -> None:
-        """Look at everybody who is here a few times a second, instead of a timer for each."""
+        """Check all open requests a few times per second, instead of a timer for each."""
         self._timer = None
         now = self._clock()
         self._swap(now)
@@ -1000,8 +1041,11 @@ class Dispatcher:
         self._arm()
 
     def _leave_silent(self, now: float) -> None:
-        """Move requests off nodes that are silent for too long; at the second look only, so that after a stall of our
-        own loop what waits in the sockets is read first."""
+        """Migrate requests off nodes that are silent for too long.
+
+        A migration starts at the second check only. After a stall of this event loop, the waiting socket data is
+        processed first.
+        """
         silent = {node.id: node.heard_at for node in self.view.nodes if node.state == SUSPECT}
         for node, heard_at in silent.items():
             if self._silent.setdefault(node, now) < now:
@@ -1011,7 +1055,7 @@ class Dispatcher:
             del self._silent[node]
 
     def _relieve(self, now: float) -> None:
-        """Give nodes that have their hands free what waits elsewhere. Those in line go before."""
+        """Rebalance: move requests that wait on other nodes to idle nodes. Queued requests go first."""
         waiting = [] if len(self.queue) or self._closing else work_stealing.waiting(self._live.values(), now)
         if not waiting:
             return
@@ -1032,7 +1076,7 @@ class Dispatcher:
             ticket.seen_takes, ticket.still = ticket.takes, 0.0
             return
         if ticket.node is None and ticket.outcome is None and not ticket.opened and not ticket.swap:
-            ticket.still = 0.0  # in line, and a clean 503 is still possible
+            ticket.still = 0.0  # queued, and a clean 503 is still possible
             return
         ticket.still += self._interval
         if ticket.blocked and ticket.opened:

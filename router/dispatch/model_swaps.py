@@ -1,28 +1,34 @@
-"""When a node swaps models: a model that waiting requests need gets its turn on a node whose memory others fill.
+"""Model swaps of a node: load a model that waiting requests need, by unloading models that other requests use.
 
-Theory. An engine evicts idle models for a load, never one in use, so beside steady traffic another model would never be
-loaded. A turn closes that gap: the router sends a node no new requests for the models in the way, lets the running ones
-end, and then sends the waiting request; the engine evicts what is idle by then. Nothing that runs is cut.
+Theory. An engine evicts idle models for a load, never a model in use. Next to steady traffic another model would
+therefore never be loaded. A swap (turn) closes that gap. The router sends the node no new requests for the models in
+the way, lets the running requests end, and then sends the waiting request. The engine then evicts the idle models. No
+running request is aborted.
 
     waiting ─► turn (draining) ─► asked ─► done: the node's report shows the model
-                   └ dropped: nobody waits any more, the node is away, the memory no longer suffices, too long
+                   └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
-A request waits for a swap if every node that could hold it must unload models for that: memory alone is in the way
-(`Code.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits beside all loaded
-models it waits for rows to end, in the ordinary way, and no node swaps for it.
+A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
+(`Code.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits next to all loaded
+models it waits for rows to end, as usual, and no node swaps for it.
 
 Rules
-- One turn per node, and one per model, at a time. A pinned (preloaded) model never leaves.
-- Idle models leave at once. A model in use leaves for a request that has waited PATIENCE seconds, once its own slice
-  has ended, and after every request for it that has waited longer.
-- A slice begins when the model is loaded. It lasts LEAST_SLICE plus SLICE_LOADS times the load, because each slice
-  costs a load, and up to KEYS times as long if so many more keys (by priority) use the model that leaves; at most a
-  quarter of the longest wait.
-- The oldest request goes first. It gets the node where the fewest keys lose the last node with their model, and among
-  these the one that is ready soonest: running answers, then the load.
-- A turn ends: it is dropped after the longest wait, and the models that were to leave begin another slice.
 
-Pure: `step` reads one picture and returns actions; the dispatcher carries them out.
+One turn per node, and one per model, at a time. A pinned (preloaded) model is never unloaded.
+
+Idle models are unloaded at once. A model in use is unloaded for a request that has waited PATIENCE seconds, once the
+slice of that model has ended. Every request for the model in use that has waited longer goes first.
+
+A slice begins when the model is loaded. It lasts LEAST_SLICE plus SLICE_LOADS times the load, because each slice costs
+a load. It lasts up to KEYS times as long in proportion to the keys (by priority) that use the model to unload. It lasts
+at most a quarter of the longest wait.
+
+The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
+it gets the node that is ready soonest: running answers, then the load.
+
+A turn is dropped after the longest wait, and the models to unload begin another slice.
+
+Pure: `step` reads one picture and returns actions; the dispatcher executes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -41,93 +47,102 @@ from wire.refusals import Code
 from wire.report import ROW_COST, Model
 
 PATIENCE = 5.0
-"""Seconds that a request waits before a model in use leaves for it."""
+"""Seconds that a request waits before a model in use is unloaded for it."""
 LEAST_SLICE = 5.0
-"""Seconds."""
+"""Minimum slice, in seconds."""
 SLICE_LOADS = 8
+"""Load times added to the minimum slice."""
 KEYS = 4
+"""Maximum factor of a slice for a model that more keys use."""
 SLICES = 4
-"""A slice is at most one part in this many of the longest wait."""
+"""Divisor of the longest wait that bounds a slice."""
 MAX_LOOKS, MAX_NODES = 4, 32
-"""Oldest requests of each model that are looked at, and nodes that each of them is judged at."""
+"""Oldest requests examined for each model, and nodes examined for each request."""
 
 
 class Use(msgspec.Struct, frozen=True, gc=False):
-    """A request on a node. `seconds`: how long it should still take."""
+    """Request on a node."""
 
     ticket: int
     owner: Owner
     seconds: float
+    """Expected remaining seconds."""
 
 
 class Waiting(msgspec.Struct, frozen=True, gc=False):
-    """A queued request, since `since` (monotonic seconds), and the arithmetic of the nodes that serve its model. Those
-    in `refused` have refused it and have not reported since."""
+    """Queued request with the arithmetic of the nodes that serve its model."""
 
     ticket: int
     owner: Owner
     model: str
     since: float
+    """Arrival, in monotonic seconds."""
     candidates: tuple[Candidate, ...]
     refused: frozenset[NodeId] = frozenset()
+    """Nodes that have refused the request and have not reported since."""
 
 
 class Picture(msgspec.Struct, frozen=True, gc=False):
-    """What a step reads. `waiting` holds the oldest few requests of each model, oldest first; `keys` the weight of
-    every key that waits for a model, and `running` the requests of every node by model."""
+    """Input of one step."""
 
     nodes: Mapping[NodeId, NodeView]
     waiting: Sequence[Waiting]
+    """Oldest few requests of each model, oldest first."""
     keys: Mapping[str, Mapping[str, int]]
+    """Weight of every key that waits for a model."""
     running: Mapping[NodeId, Mapping[str, Sequence[Use]]]
+    """Requests of every node by model."""
     turns: Mapping[NodeId, Turn]
 
 
 class Begun(msgspec.Struct, frozen=True, gc=False):
-    """A node begins a turn, or a turn that was begun is now for another request. `hold` bytes are kept for it beside
-    what the leaving models give back."""
+    """Action: begin a turn, or assign a running turn to another request."""
 
     turn: Turn
     hold: int
+    """Bytes to hold for the request in addition to the memory of the models to unload."""
 
 
 class Ask(msgspec.Struct, frozen=True, gc=False):
-    """Nothing is in the way any more: send the request."""
+    """Action: send the request, because no model is in the way any more."""
 
     turn: Turn
     candidate: Candidate
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """A turn is over; `why` it was dropped, empty when the model has come."""
+    """Action: end a turn."""
 
     turn: Turn
     why: str = ""
+    """Reason why the turn was dropped; empty when the model is loaded."""
 
 
 Action = Begun | Ask | Ended
 
 
 class Plan(msgspec.Struct, frozen=True, gc=False):
-    """What to do now, and the models whose requests wait for a swap, with the turn that is under way for them."""
+    """Result of one step."""
 
     actions: tuple[Action, ...]
+    """Actions to execute now."""
     waits: Mapping[str, Turn | None]
+    """Models whose requests wait for a swap, each with its turn if one is under way."""
 
 
 class Swaps:
-    """See the module. `longest`: seconds that a request may wait for a swap."""
+    """Planner of model swaps. `longest` is the maximum wait of a request for a swap, in seconds."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest
         self._came: dict[tuple[NodeId, str], float] = {}
 
     def forget(self, node: NodeId) -> None:
-        """Forget a node that is no longer a member."""
+        """Remove the state of a departed node."""
         self._came = {where: at for where, at in self._came.items() if where[0] != node}
 
     def follow(self, nodes: Iterable[NodeView], now: float) -> None:
-        """Record since when each node has had its models."""
+        """Record the time since which each node has each model loaded."""
         for node in nodes:
             for model in node.models.values():
                 if model.loaded:
@@ -136,7 +151,7 @@ class Swaps:
                     self._came.pop((node.id, model.name), None)
 
     def step(self, picture: Picture, now: float) -> Plan:
-        """Return what to do now."""
+        """Compute the actions for now."""
         actions: list[Action] = []
         turns = dict(picture.turns)
         for turn in picture.turns.values():
@@ -166,7 +181,7 @@ class Swaps:
         return Plan(tuple(actions), waits)
 
     def _follow(self, turn: Turn, picture: Picture, now: float) -> Begun | Ended:
-        """Return a turn as it goes on, or its end."""
+        """Return the turn with its current request, or its end."""
         node = picture.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
         if node is None or model is None or away(node, now)[0]:
@@ -198,7 +213,7 @@ class Swaps:
         return Begun(turn, _hold(best.node, best.candidate, best.leaving))
 
     def _allowed(self, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
-        """Return whether the models in use may leave a node for a request now."""
+        """Return whether the models in use may be unloaded from a node for a request now."""
         if not option.busy:
             return True
         if now - one.since < PATIENCE or not all(self._served(name, one, option, picture, now) for name in option.busy):
@@ -207,12 +222,12 @@ class Swaps:
         return not any(_at(other, option.node.id) for other in older)
 
     def _served(self, name: str, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
-        """Return whether a model has had its slice on a node."""
+        """Return whether the slice of a model on a node has ended."""
         came = self._came.get((option.node.id, name))
         return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, picture)
 
     def slice_seconds(self, name: str, coming: str, node: NodeView, picture: Picture) -> float:
-        """Return how long a model stays on a node at least, beside requests for the `coming` one."""
+        """Return the minimum seconds that a model stays on a node while requests for the `coming` model wait."""
         load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
         mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
         mine |= picture.keys.get(name, {})
@@ -221,23 +236,26 @@ class Swaps:
 
 
 class _Option(msgspec.Struct, frozen=True, gc=False):
-    """A node that could swap for a request. `cost`: keys (by priority) that lose their last node, then seconds."""
+    """Node that could swap for a request."""
 
     node: NodeView
     candidate: Candidate
     leaving: frozenset[str]
     busy: frozenset[str]
     cost: tuple[int, float]
+    """Keys (by priority) that lose their last node, then seconds."""
 
 
 def fits_beside(node: NodeView, candidate: Candidate) -> bool:
-    """Return whether a request fits on a node beside all models that are there, once their requests have ended."""
+    """Return whether a request fits on a node next to all its models, once their requests have ended."""
     return _spare(node, candidate, frozenset()) >= candidate.need
 
 
 def _needs_none(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> bool:
-    """Return whether a request fits somewhere beside all models that are there, now or once others have ended, or its
-    model is on its way to a node."""
+    """Return whether a request needs no swap.
+
+    It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
+    """
     for candidate in one.candidates:
         node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
         if not candidate.why:
@@ -273,7 +291,7 @@ def _options(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> "l
 
 
 def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
-    """Return the bytes that a request could have on a node without the leaving models and without any other rows."""
+    """Return the bytes available to a request on a node without the `leaving` models and without any other rows."""
     memory, model = node.memory, candidate.model
     stays = sum(
         one.weights
@@ -285,7 +303,7 @@ def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int
 
 
 def _in_the_way(node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[Use]]) -> frozenset[str] | None:
-    """Return the fewest models that must leave a node for a request, idle ones first; None if that is not enough."""
+    """Return the fewest models to unload from a node for a request, idle models first; None if that is not enough."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
         uses = running.get(model.name, ())
@@ -305,14 +323,14 @@ def _in_the_way(node: NodeView, candidate: Candidate, running: Mapping[str, Sequ
         missing -= model.weights
     if missing > 0:
         return None
-    for name, weights in reversed(taken.copy().items()):  # a later, larger one may have made an earlier one needless
+    for name, weights in reversed(taken.copy().items()):  # a later, larger model may make an earlier one unnecessary
         if missing + weights <= 0:
             missing += taken.pop(name)
     return frozenset(taken)
 
 
 def _sole(node: NodeView, busy: frozenset[str], picture: Picture) -> int:
-    """Return the weight of the keys that use models in use here which no other node has."""
+    """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
         if not any(
@@ -324,18 +342,18 @@ def _sole(node: NodeView, busy: frozenset[str], picture: Picture) -> int:
 
 
 def _at(one: Waiting, node: NodeId) -> Candidate | None:
-    """Return the arithmetic of one node, if memory at most keeps the request out there."""
+    """Return the arithmetic of one node, unless something other than memory excludes the node."""
     return next((at for at in one.candidates if at.node == node and at.code in (None, Code.NO_ROOM)), None)
 
 
 def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
-    """Return the bytes to keep for a request beside what the leaving models give back."""
+    """Return the bytes to hold for a request in addition to the memory of the models to unload."""
     gives = sum(node.models[name].weights for name in leaving if name in node.models and node.models[name].loaded)
     return max(0, candidate.need - gives)
 
 
 def _ready(turn: Turn, picture: Picture) -> Candidate | None:
-    """Return the arithmetic to send a turn's request by, once it fits in place of the models that nobody uses."""
+    """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
     one = next((one for one in picture.waiting if one.ticket == turn.ticket), None)
     if turn.asked_at is not None or one is None:
         return None
@@ -359,8 +377,11 @@ def picture_of(
     ledger: Ledger,
     judge: Callable[[Ticket, NodeView], Candidate],
 ) -> Picture:
-    """Return the picture for a step. `queued` requests are given oldest first, `live` ones are on nodes; `judge` makes
-    the arithmetic of a node for a request."""
+    """Build the picture for a step.
+
+    `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
+    for a request.
+    """
     nodes = {node.id: node for node in view.nodes}
     served: dict[str, list[NodeView]] = {}
     keys: dict[str, dict[str, int]] = {}
@@ -387,13 +408,13 @@ def picture_of(
 
 
 def _rank(model: str, ledger: Ledger, node: NodeView) -> tuple[bool, bool, int]:
-    """Rank a node for a look: turns first, then nodes that have the model, then the least busy."""
+    """Rank a node for examination: nodes with a turn first, then nodes with the model, then the least busy."""
     here = node.models[model]
     return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
 
 
 def _seconds_left(ticket: Ticket, node: NodeView, ledger: Ledger) -> float:
-    """Return how long a request on a node should still take; 0 where nothing is known of its speed."""
+    """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
     model, account = node.models.get(ticket.demand.model), ledger.account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0

@@ -1,7 +1,7 @@
-"""Several tickets of one exchange, read as one: the choices of the second stand after those of the first.
+"""Several tickets of one exchange, read as one request with consecutive choices.
 
-Who reads it sees one request: it has ended when all have, or when one of them failed. Whoever opened the tickets closes
-them, so the others end with the first that fails.
+The combined request ends when all tickets have ended, or when one of them fails. The code that opened the tickets
+closes them. The remaining tickets therefore end with the first failure.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ K = TypeVar("K", bound=Ticket)
 
 
 class Confluence(Generic[K]):
-    """Base of both kinds."""
+    """Base of the streamed and the whole answer of several tickets."""
 
     def __init__(self, tickets: Sequence[K]) -> None:
         first = tickets[0]
@@ -35,37 +35,37 @@ class Confluence(Generic[K]):
 
     @property
     def demand(self) -> Demand:
-        """What the first of them needs."""
+        """Demand of the first ticket."""
         return self._tickets[0].demand
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the first one's model."""
+        """Fingerprint of the first ticket's model."""
         return self._tickets[0].fingerprint
 
     @property
     def rates(self) -> tuple[Rate, ...]:
-        """Where the key stands with its rates after the last of them."""
+        """Rate state of the key after the last ticket."""
         return self._tickets[-1].rates
 
     @property
     def node_name(self) -> str:
-        """The nodes, in order, each once."""
+        """Names of the nodes in order, without duplicates."""
         return ",".join(dict.fromkeys(ticket.node_name for ticket in self._tickets if ticket.node_name))
 
     @property
     def waits_for(self) -> str:
-        """Return what a client is shown of a wait."""
+        """Reason of a wait, for the client; empty when there is none."""
         return next((ticket.waits_for for ticket in self._tickets if ticket.waits_for), "")
 
     @property
     def attempts(self) -> int:
-        """How often nodes were asked."""
+        """Number of attempts of all tickets."""
         return sum(ticket.attempts for ticket in self._tickets)
 
     @property
     def outcome(self) -> Outcome | None:
-        """How all of them ended, or the first that failed; None before."""
+        """Outcome of all tickets, or of the first failed one; None before."""
         ends = [ticket.outcome for ticket in self._tickets]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
@@ -74,7 +74,7 @@ class Confluence(Generic[K]):
         return _sum(finished, self._choices) if len(finished) == len(ends) else None
 
     def wait(self) -> asyncio.Future[None]:
-        """Give a Future that is done when any of them has something new."""
+        """Return a Future that is done when any ticket has something new."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
@@ -86,7 +86,7 @@ class Confluence(Generic[K]):
 
 
 class Stream(Confluence[StreamTicket]):
-    """Read as it comes; see `StreamTicket`."""
+    """Streamed answer of several tickets; see `StreamTicket`."""
 
     @property
     def opened(self) -> bool:
@@ -100,7 +100,7 @@ class Stream(Confluence[StreamTicket]):
 
     @property
     def blocked(self) -> bool:
-        """Whether the client reads too slowly."""
+        """Whether the client cannot keep up."""
         return self._tickets[0].blocked
 
     @blocked.setter
@@ -110,23 +110,23 @@ class Stream(Confluence[StreamTicket]):
 
     @property
     def nudged(self) -> bool:
-        """Whether a sign of life is due."""
+        """Whether a keep-alive is due."""
         return any(ticket.nudged for ticket in self._tickets)
 
     @property
     def pending(self) -> bool:
-        """Whether any holds deltas."""
+        """Whether any ticket holds deltas."""
         return any(ticket.pending for ticket in self._tickets)
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take: deltas, the end, or a nudge to show a sign of life."""
+        """Whether a ticket has deltas, its end or a keep-alive to send."""
         return any(ticket.ready and (ticket.pending or ticket.nudged) for ticket in self._tickets) or (
             self.outcome is not None
         )
 
     def take(self) -> list[Delta]:
-        """Give what has come of each, its choices counted through."""
+        """Return the pending deltas of all tickets with consecutive choice numbers."""
         taken: list[Delta] = []
         for at, ticket in enumerate(self._tickets):
             base = at * self._choices
@@ -136,16 +136,16 @@ class Stream(Confluence[StreamTicket]):
 
 
 class Whole(Confluence[WholeTicket]):
-    """Read once, at the end; see `WholeTicket`."""
+    """Whole answer of several tickets, read once at the end; see `WholeTicket`."""
 
     async def outcome_of(self) -> Outcome:
-        """Wait for the end."""
+        """Wait for the outcome."""
         while (outcome := self.outcome) is None:
             await self.wait()
         return outcome
 
     def answer(self) -> Answer:
-        """Give all that was said, choices counted through."""
+        """Return the whole answer with consecutive choice numbers."""
         answers = [ticket.answer() for ticket in self._tickets]
         texts = {
             (at * self._choices + choice, channel): text
@@ -160,7 +160,7 @@ class Whole(Confluence[WholeTicket]):
 
 
 def _sum(ends: Sequence[Finished], choices: int) -> Finished:
-    """Give one end for all: reasons and stop strings in order, tokens added up."""
+    """Combine the ends: reasons and stop strings in order, tokens added up."""
 
     def each(of: Sequence[str], default: str) -> tuple[str, ...]:
         return (tuple(of) + (default,) * choices)[:choices]

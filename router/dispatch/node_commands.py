@@ -1,9 +1,9 @@
-"""Orders to a node's engine that somebody waits for: load a model, give one back, measure one, count a prompt. Beside
-the dispatcher, on its loop.
+"""Commands to a node's engine with an awaited result: load, unload or measure a model, count a prompt.
 
-An order is open from its frame until the node's Finished, Refusal or Failed of that number, the end of the node, the
-end of this process, or LONGEST; whoever gave it hears how it ended, once. A load that nobody waits for any more goes
-on: half a model in memory is of no use to anybody.
+The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
+Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or LONGEST.
+The caller gets the result exactly once. A load continues after its caller has left, because half a model in
+memory is useless.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from wire.identity import NodeId
 from wire.refusals import Code, Refused
 
 MOST_OPEN = 64
-"""Orders about models at a time, and as many counts."""
+"""Maximum open commands about models, and maximum open counts."""
 MAX_COUNTS_OF_A_KEY = 16
-"""Counts at a time of one API key, so that others find room beside them."""
+"""Maximum open counts of one API key: the rest is for other keys."""
 LONGEST = 3600.0
-"""Seconds: half a terabyte from a slow disk. An engine that hangs is found by its agent long before."""
+"""Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
 _DIED = frozenset({"engine_crashed", "engine_lost"})
 
 Ended = Finished | Refused | Failure
@@ -45,13 +45,16 @@ class _Order:
 
     @property
     def doing(self) -> str:
-        """Say what the node was doing, after its name."""
+        """Text for the node's activity, to follow its name."""
         return f"while it {_DID[self.kind]} {self.model}"
 
 
 class Orders:
-    """See the module. `send` writes a frame to a node's link and says whether there is one; `number` gives the next
-    request number, from the same source as all others."""
+    """Open commands. Constructor parameters:
+
+    `send` writes a frame to a node's link and returns whether there is a link. `number` returns the next request
+    number, from the source of all request numbers.
+    """
 
     def __init__(self, send: Callable[[NodeId, Frame], bool], number: Callable[[], int]) -> None:
         self._send = send
@@ -63,12 +66,12 @@ class Orders:
         return len(self._open)
 
     async def give(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
-        """Send an order and wait for its end. `name` is the node's, for people."""
+        """Send a command and wait for its result. `name` is the node's display name."""
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
     async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
-        """Send a prompt to a node to be counted; its number is given here."""
+        """Send a prompt to a node for counting and wait for the result; assigns the request number of `asked`."""
         number, key = self._number(), asked.owner.name
         mine = sum(one.kind is Count and one.key == key for one in self._open.values())
         if mine >= MAX_COUNTS_OF_A_KEY:
@@ -102,7 +105,7 @@ class Orders:
                 self._send(node, Cancel(number))
 
     def receive(self, node: NodeId, frame: Admitted | Finished | Refusal | Failed) -> None:
-        """Take what a node says; what is about no open order of that node is ignored."""
+        """Apply a frame of a node; a frame without an open command on that node is ignored."""
         order = self._open.get(frame.request)
         if order is None or order.node != node:
             return
@@ -117,13 +120,13 @@ class Orders:
             order.end(Failure("engine_crashed" if died else frame.code, f"{what} {order.doing}: {frame.message}"))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
-        """End the orders of a node that is lost."""
+        """End the commands of a lost node."""
         for order in self._open.values():
             if order.node == node:
                 order.end(Failure("node_lost", f"{order.name} was lost {order.doing} ({reason})"))
 
     def shutdown(self, message: str) -> None:
-        """End all of them, and take no more."""
+        """End all commands and accept no more."""
         self._closed = message
         for order in self._open.values():
             order.end(Failure("shutting_down", message))

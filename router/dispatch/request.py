@@ -1,8 +1,8 @@
-"""One request from the door to its end, as its two sides see it: the dispatcher adds and flushes, one reader takes.
+"""State of one request from arrival to its end, shared by the dispatcher, which adds deltas, and one reader.
 
-Deltas of one frame are added, then every touched ticket is flushed once: a stream's sink is called, or a reader that
-waits is woken through one Future. No clock is read, no task is made and nothing is counted per token as long as the
-reader keeps up; `takes` tells the dispatcher's sweep whether it does.
+The deltas of one frame are added, then every touched ticket is flushed once. A flush calls a stream's sink or wakes a
+waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and no
+counting. `takes` shows the dispatcher's sweep whether the reader keeps up.
 """
 
 import asyncio
@@ -22,49 +22,56 @@ from wire.identity import NodeId
 from wire.refusals import Refused
 
 MOST_STEPS = 64
+"""Maximum recorded steps of a request."""
 DELTA_BYTES = 256
-"""What one waiting delta, and one kept tool call, costs besides its text."""
+"""Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
 LOGPROB_BYTES = 96
-"""What one token's log probability, or one alternative, costs besides the token."""
+"""Bytes charged for one token's log probability, or one alternative, in addition to the token."""
 MOST_TAKEN = 256
-"""Deltas given out at once, so that a reader who is slow but reads shows progress."""
+"""Maximum deltas returned at once: a slow reader that still reads then shows progress."""
 LONGEST_WHOLE = 32 * 1024 * 1024
-"""Characters of one answer that is not streamed; log probabilities count as what they cost."""
+"""Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
 
 
 class Job(msgspec.Struct, frozen=True, gc=False):
-    """What a dialect asks for: the parts of Generate, whose it is, and how it will be read. `created` in seconds since
-    1970, `session` the conversation's name if its client gave one, `ignored` the fields and tools of its body that
-    change nothing."""
+    """Request as parsed by a dialect: the parts of Generate, its API key, and the way in which it is read."""
 
     demand: Demand
     key: str
+    """Id of the API key."""
     request_id: str
     messages: tuple[Message, ...]
     params: Params
     created: int
+    """Time of arrival in seconds since 1970."""
     stream: bool
+    """Whether the answer is streamed."""
     tools: str = ""
     template: str = ""
     include_usage: bool = False
     text: str = ""
     ids: tuple[int, ...] = ()
     session: str = ""
+    """Name of the conversation, if its client gave one."""
     ignored: tuple[str, ...] = ()
+    """Fields and tools of its body that have no effect."""
 
 
 class Answer(msgspec.Struct, frozen=True, gc=False):
-    """What was said of an answer that is not streamed: texts by choice and channel, tool calls (the nodes' JSON) and
-    log probabilities by choice, and the fingerprint of the model that said it."""
+    """Complete answer that is not streamed."""
 
     texts: Mapping[tuple[int, int], str]
+    """Texts by choice and channel."""
     calls: Mapping[int, Sequence[str]]
+    """Tool calls by choice, in the nodes' JSON."""
     logprobs: Mapping[int, Sequence[Logprob]]
+    """Log probabilities by choice."""
     fingerprint: str = ""
+    """Fingerprint of the model that generated the answer."""
 
 
 class Failure(msgspec.Struct, frozen=True, gc=False):
-    """A request that was begun and broke: a machine-readable code and a sentence."""
+    """Failure of a request that had begun: a machine-readable code and a sentence."""
 
     code: str
     message: str
@@ -77,7 +84,7 @@ SLOW = Failure("slow_client", "the client did not read its stream")
 
 
 class Ticket:
-    """Base of both kinds: where the request is, what it has met, how it ended."""
+    """Base of both kinds of tickets: place, attempts and outcome of a request."""
 
     __slots__ = (
         "arrived", "asked", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
@@ -97,15 +104,15 @@ class Ticket:
         self.sink: Callable[[], None] | None = None
         self.chain: Chain | None = None
         self.warm = NOWHERE
-        # where it is
+        # place
         self.request = 0
         self.node: NodeId | None = None
         self.node_name = ""
         self.entry: Entry[Ticket] | None = None
         self.queued_at = 0.0
-        self.swap = ""  # which model swap it waits for in the queue
+        self.swap = ""  # model swap that the request waits for in the queue
         self.deadline: float | None = None
-        # what it has met
+        # attempts
         self.attempts = 0
         self.in_a_row = 0
         self.losses = 0
@@ -115,14 +122,14 @@ class Ticket:
         self.lost: set[NodeId] = set()
         self.fallen: Failure | None = None
         self.first_at: float | None = None
-        # what was heard of each choice, and of which model: what another node needs to go on
+        # token ids of each choice and their model, for a resume on another node
         self.params = job.params
         self.heard: list[list[int]] = [[] for _ in range(max(1, job.params.n))]
         self.fingerprint = ""
-        # what it took, whoever ends it: the prompt's tokens and those of them that a cache had, ids not remembered
+        # usage for any outcome: prompt tokens, cached tokens among them, and the number of discarded ids
         self.read: tuple[int, int] = (0, 0)
         self.forgotten = 0
-        # its reader
+        # reader
         self.opened = False
         self.begun = False
         self.held = 0
@@ -132,69 +139,69 @@ class Ticket:
         self.rates: tuple[Rate, ...] = ()
 
     def mark(self, now: float, what: str, node: str = "") -> None:
-        """Remember a step of its way, `now` in monotonic seconds; the first and the last of too many."""
+        """Record a step at `now` (monotonic seconds). Beyond MOST_STEPS the middle step is removed."""
         if len(self.steps) >= MOST_STEPS:
             del self.steps[MOST_STEPS // 2]
         self.steps.append((now - self.arrived, what, node))
 
     def trials(self) -> Trials:
-        """Give what placement must know of earlier attempts."""
-        if not self.attempts and self.entry is None:  # who waits must not be kept out by the room kept for it
+        """Return the earlier attempts, for placement."""
+        if not self.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
         return Trials(self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else "")
 
     @property
     def waits_for(self) -> str:
-        """Return what a client is shown of a wait: neither nodes nor models, which its key may not use."""
+        """Reason of a wait, for the client: without nodes and models, which its key may not use."""
         return SWAP if self.swap else ""
 
     @property
     def written(self) -> int:
-        """Tokens of the longest answer that were heard."""
+        """Generated tokens received of the longest choice."""
         return max(map(len, self.heard), default=0)
 
     @property
     def wrote(self) -> int:
-        """Tokens of all choices that were heard."""
+        """Generated tokens received of all choices."""
         return self.forgotten + sum(map(len, self.heard))
 
     @property
     def resumable(self) -> bool:
-        """Whether another node that has the same model could go on with the answer."""
+        """Whether another node that has the same model could resume the answer."""
         return bool(self.fingerprint) and self.written > 0
 
     def known(self) -> tuple[tuple[int, ...], ...]:
-        """Give the ids heard of each choice; nothing while none was."""
+        """Return the token ids received of each choice; empty before the first token."""
         return tuple(map(tuple, self.heard)) if self.written else ()
 
     def hears(self, delta: Delta) -> None:
-        """Remember a delta's ids. A choice that nobody asked for spoils them: the answer cannot be resumed."""
+        """Store a delta's token ids. An unknown choice invalidates them: the answer cannot be resumed."""
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
             self.spoil(delta)
 
     def spoil(self, delta: Delta | None = None) -> None:
-        """Remember no ids any more, only how many there were."""
+        """Discard the stored token ids and keep only their number."""
         self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
         self.heard = []
 
     def bound(self) -> None:
-        """Remember no more than was asked for: a node that says more is not to be believed anyway."""
+        """Discard the token ids of a node that sent more tokens than requested: such a node is not credible."""
         if self.written > (self.params.max_tokens or MOST_KNOWN):
             self.spoil()
 
     def add(self, delta: Delta) -> bool:
-        """Take one delta from the node; True when `flush` must follow after the last of its frame."""
+        """Store one delta from the node; return True when `flush` must follow after the last delta of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
-        """Forget what was said; nothing of it has gone out, and it begins anew."""
+        """Discard the answer, of which the client has received nothing, before a restart."""
         self.forgotten = 0
         self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
-        """Call the sink, or wake a reader that waits."""
+        """Call the sink, or wake a waiting reader."""
         if self.sink is not None:
             self.sink()
             return
@@ -205,19 +212,19 @@ class Ticket:
                 waiter.set_result(None)
 
     def end(self, outcome: Outcome) -> None:
-        """Set how it ended, once, and tell the reader."""
+        """Set the outcome once and notify the reader."""
         if self.outcome is None:
             self.outcome = outcome
             self.flush()
 
     def wait(self) -> asyncio.Future[None]:
-        """Give a Future that is done at the next flush."""
+        """Return a Future that is done at the next flush."""
         self.waiter = asyncio.get_running_loop().create_future()
         return self.waiter
 
 
 class StreamTicket(Ticket):
-    """Read as it comes. `held` are the bytes that wait for a reader that is `blocked`."""
+    """Ticket of a streamed answer. `held` is the number of bytes that wait for a `blocked` reader."""
 
     __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
@@ -232,12 +239,12 @@ class StreamTicket(Ticket):
 
     @property
     def ready(self) -> bool:
-        """Whether there is something to take: deltas, the end, or a nudge to show a sign of life."""
+        """Whether there are deltas, an outcome or a keep-alive to send."""
         return bool(self.pending) or self.outcome is not None or self.nudged
 
     def add(self, delta: Delta) -> bool:
-        """Put one delta where the reader finds it."""
-        try:  # as `hears` does, without the call: every token of a stream passes here
+        """Append one delta to the pending deltas of the reader."""
+        try:  # as in `hears`, without the call: this runs for every token of a stream
             self.heard[delta.choice] += delta.ids
         except IndexError:
             self.spoil(delta)
@@ -248,7 +255,7 @@ class StreamTicket(Ticket):
         return len(pending) == 1
 
     def take(self) -> list[Delta]:
-        """Give what has come, in order; the rest stays when it is much. Clears a nudge."""
+        """Return the pending deltas in order, at most MOST_TAKEN, and clear a keep-alive."""
         self.takes += 1
         self.nudged = False
         taken = self.pending
@@ -264,18 +271,18 @@ class StreamTicket(Ticket):
         return taken
 
     def discard(self) -> None:
-        """Forget what was said and not taken."""
+        """Discard the answer and its pending deltas."""
         super().discard()
         self.drop()
 
     def drop(self) -> None:
-        """Forget what waits for a reader who does not read; it was written all the same."""
+        """Discard the deltas that wait for a reader that does not read; their tokens still count as generated."""
         self.pending = []
         self.held = 0
 
 
 class WholeTicket(Ticket):
-    """Read once, at the end. `held` are the characters collected."""
+    """Ticket of an answer that is read once, at the end. `held` is the number of characters collected."""
 
     __slots__ = ("_calls", "_logprobs", "_texts")
 
@@ -284,7 +291,7 @@ class WholeTicket(Ticket):
         self._empty()
 
     def add(self, delta: Delta) -> bool:
-        """Collect what was asked for; deltas themselves are not kept."""
+        """Collect the requested parts of a delta; the deltas themselves are not stored."""
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
@@ -305,12 +312,12 @@ class WholeTicket(Ticket):
         return False
 
     def answer(self) -> Answer:
-        """Give all that was said."""
+        """Return the whole answer."""
         return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs,
                       self.fingerprint)  # fmt: skip
 
     def discard(self) -> None:
-        """Forget what was said."""
+        """Discard the answer."""
         super().discard()
         self._empty()
 
@@ -321,7 +328,7 @@ class WholeTicket(Ticket):
         self.held = 0
 
     async def outcome_of(self) -> Outcome:
-        """Wait for the end."""
+        """Wait for the outcome."""
         while self.outcome is None:
             await self.wait()
         return self.outcome

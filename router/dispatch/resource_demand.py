@@ -1,4 +1,4 @@
-"""What a request asks of a node, the same whichever reader took it."""
+"""Demand of a request on a node, the same for every dialect."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,7 @@ _PLAIN: frozenset[str] = frozenset()
 
 
 def demand_of(model: str, messages: Iterable[Message], params: Params, tools: str = "") -> Demand:
-    """Give the demand; `tools` is the JSON text that goes into the prompt, empty when there are none."""
+    """Compute the demand of a conversation; `tools` is the JSON text that goes into the prompt, empty without tools."""
     size = len(tools.encode())
     for message in messages:
         content = message.content
@@ -21,7 +21,7 @@ def demand_of(model: str, messages: Iterable[Message], params: Params, tools: st
 
 
 def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: Params) -> Demand:
-    """Give the demand of a prompt that no template writes: a text, or (then counted exactly) token ids."""
+    """Compute the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
     return Demand(model, size, tokens, params.max_tokens, params.n, features_of(params))
 
@@ -32,7 +32,8 @@ def _besides(message: Message) -> int:
 
 
 def features_of(params: Params, tools: str = "") -> frozenset[str]:
-    """Name what a model must offer beyond plain sampling (`Model.features`), by what has an effect."""
+    """Return the features that a model must offer beyond plain sampling (`Model.features`), from the parameters with an
+    effect."""
     sampling = (
         params.top_k or params.min_p or params.presence_penalty or params.frequency_penalty
         or params.repetition_penalty != 1 or params.logit_bias

@@ -1,8 +1,8 @@
-"""The front door: plain ASGI for the routes that models answer, everything else to the control app.
+"""ASGI app of the router: serves the routes that models answer and passes everything else to the control app.
 
-No framework and no middleware on these routes: a token's way is dispatcher → ticket → one `send`. Keys are checked
-before a body is read, a body is bounded before it is parsed, and a request that leaves by any way closes its ticket, so
-its reservation is freed and its node is told.
+These routes have no framework and no middleware: a token passes from dispatcher to ticket to one `send`. Keys are
+checked before a body is read, and a body is bounded before it is parsed. A request that leaves in any way closes its
+ticket, which releases its reservation and notifies its node.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ __all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
 
 
 class FrontDoor:
-    """The ASGI app. `control` gets every other path, websockets and the lifespan; `clock` is seconds since 1970."""
+    """ASGI app. `control` gets every other path, websockets and the lifespan; `clock` returns seconds since 1970."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class FrontDoor:
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one connection scope."""
+        """Serve one connection scope."""
         if scope["type"] != "http":
             await self._control(scope, receive, send)
             return
@@ -125,7 +125,7 @@ class FrontDoor:
     def _allowed(self, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
         return allowed(self._keys, exchange, methods, scope)
 
-    # what models answer
+    # generation
 
     async def _generate(self, exchange: Exchange, dialect: Dialect) -> None:
         key = self._allowed(exchange, ("POST",), "infer")
@@ -145,14 +145,14 @@ class FrontDoor:
         await respond.generate(exchange, self._dispatcher, asked, jobs)
 
     async def _refuse(self, exchange: Exchange, key: ApiKey, problem: Problem) -> None:
-        """Refuse a request for what it is; `cluster explain` finds it."""
+        """Refuse an invalid request and record it for `cluster explain`."""
         self._dispatcher.history.refused(self._dispatcher.now(), exchange.request_id, key.id, problem)
         await exchange.refuse(problem)
 
     async def _asked(
         self, exchange: Exchange, key: ApiKey, parse: Callable[[bytes], P | Problem]
     ) -> P | Problem | None:
-        """Read and parse a body, within its key's room when it is long; None when the client left."""
+        """Read and parse a body, within its key's room when it is long; return None when the client left."""
         taken = 0
 
         async def room(size: int) -> Problem | None:
@@ -179,7 +179,7 @@ class FrontDoor:
         text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
         return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
 
-    # the rest
+    # other routes
 
     async def _count(self, exchange: Exchange) -> None:
         key = self._allowed(exchange, ("POST",), "infer")
@@ -263,7 +263,7 @@ class FrontDoor:
 
 
 def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: str) -> ApiKey | Problem:
-    """Give the key of a request that may use one of these methods; else why not."""
+    """Return the key of a request that may use one of these methods; else the problem."""
     if exchange.method not in methods:
         return wrong_method(exchange.method, ", ".join(methods))
     presented = credential(exchange.headers)
@@ -274,7 +274,7 @@ def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: 
 
 
 async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:
-    """Stand in for the control app: nothing at any other path, and a lifespan that only says yes."""
+    """Serve in place of the control app: 404 at any other path, and a lifespan without work."""
     if scope["type"] == "lifespan":
         with contextlib.suppress(KeyError):
             while True:

@@ -1,10 +1,10 @@
-"""Runs a coroutine by hand: its first step at once, the next ones when the Future it waits for is done.
+"""Driver of a coroutine without a Task: runs the first step at once, later steps when the awaited Future is done.
 
-A Task costs its own step for every wake-up, and the frames of all callers above it are touched each time; for one token
-of one stream that is more than the rest of our work. ASGI's `send` almost never waits (only when the transport is
-full) and `receive` waits once, so both are run from callbacks on the loop. What is run here must wait for asyncio
-Futures only and must not ask for the current task; that holds for the server's own `send` and `receive`, so no
-middleware may stand between it and the front door.
+A Task costs a step of its own for every wake-up, and touches the frames of all callers each time. For one token of one
+stream that is more than the rest of the router's work. ASGI's `send` almost never waits (only when the transport is
+full) and `receive` waits once. Both are therefore run from callbacks on the event loop. A driven coroutine must wait
+for asyncio Futures only and must not ask for the current task. That holds for the server's own `send` and `receive`; no
+middleware may therefore stand between the server and the ASGI app.
 """
 
 import asyncio
@@ -15,8 +15,11 @@ Step = Coroutine[Any, Any, Any]
 
 
 class Stepper:
-    """Runs one coroutine at a time. `ended` is called with its value when it ends later than at once; None after an
-    exception, which the loop's exception handler is told."""
+    """Driver of one coroutine at a time.
+
+    `ended` is called with the coroutine's value when it ends after its first step. After an exception the value is
+    None, and the loop's exception handler gets the exception.
+    """
 
     __slots__ = ("_coroutine", "_ended", "_future")
 
@@ -26,23 +29,26 @@ class Stepper:
         self._future: asyncio.Future[Any] | None = None
 
     def wait_for(self, coroutine: Step, future: "asyncio.Future[Any] | None") -> None:
-        """Go on with a coroutine, whose first step gave this Future, when the Future is done."""
+        """Continue a coroutine, whose first step returned `future`, when that Future is done."""
         self._coroutine = coroutine
-        if future is None:  # a bare yield: at the next turn of the loop
+        if future is None:  # a bare yield: continue at the next iteration of the loop
             asyncio.get_running_loop().call_soon(self._step)
             return
-        future._asyncio_future_blocking = False  # as a Task does with what it waits for
+        future._asyncio_future_blocking = False  # as a Task does with an awaited Future
         self._future = future
         future.add_done_callback(self._step)
 
     def run(self, coroutine: Step) -> None:
-        """Run a coroutine; `ended` is called in any case, perhaps before this returns."""
+        """Run a coroutine; `ended` is always called, perhaps before this method returns."""
         self._coroutine = coroutine
         self._step()
 
     def close(self) -> None:
-        """Give up what is under way; `ended` is not called. Lets go of it too: a ring of references would have to wait
-        for the collector, at every request."""
+        """Abort the running coroutine without calling `ended`.
+
+        This also drops the reference to `ended`: at every request a reference cycle would have to wait for the garbage
+        collector.
+        """
         self._ended = _nobody
         coroutine, self._coroutine = self._coroutine, None
         if self._future is not None:

@@ -1,4 +1,4 @@
-"""One HTTP request and the one answer that it gets, over plain ASGI."""
+"""HTTP exchange: one request and its single answer over plain ASGI."""
 
 import asyncio
 import itertools
@@ -16,20 +16,20 @@ from wire.identity import valid_request_id
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Room = Callable[[int], Awaitable[Problem | None]]
-"""Waits for room for so many bytes of a body; returns why there is none."""
+"""Waits for room for `int` bytes of a body; returns the problem when there is none."""
 
 _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
 """Request ids are unique, not secret."""
 INLINE_BYTES = 64 * 1024
-"""Longest body that is parsed on the loop."""
+"""Maximum body that is parsed on the event loop, in bytes."""
 GONE = 499
-"""Counted, never sent: the client left before an answer."""
+"""Status for counters, never sent: the client left before an answer."""
 
 
 class Exchange:
-    """See the module. `style` says how problems are told."""
+    """One HTTP request and its answer. `style` selects the dialect of errors."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, style: Style = OPENAI) -> None:
         self.method: str = scope["method"]
@@ -42,34 +42,34 @@ class Exchange:
         self.status = GONE
 
     def header(self, name: bytes) -> bytes | None:
-        """Give a request header (lower-case name); None when it is not there."""
+        """Return a request header by its lower-case name; None when it is absent."""
         return next((value for known, value in self.headers if known == name), None)
 
     def named(self) -> list[Header]:
-        """Give the headers that tell the request's id."""
+        """Return the headers with the request's id."""
         return [(name, self.request_id.encode()) for name in self.style.names]
 
     async def answer(self, body: bytes, status: int = 200, headers: list[Header] | None = None) -> None:
-        """Send a whole JSON answer; HEAD gets its headers alone."""
+        """Send a whole JSON answer; HEAD gets only its headers."""
         self.status = status
         head: list[Header] = [_JSON, (b"content-length", str(len(body)).encode()), *self.named()]
         await self.send({"type": "http.response.start", "status": status, "headers": head + (headers or [])})
         await self.send({"type": "http.response.body", "body": b"" if self.method == "HEAD" else body})
 
     async def refuse(self, problem: Problem, headers: list[Header] | None = None) -> None:
-        """Send a problem."""
+        """Send a problem as the answer."""
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
     async def tell(self, found: bytes | Problem) -> None:
-        """Send what was found, or why nothing was."""
+        """Send a body, or the problem in its place."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
     async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
-        """Read a body up to the limit; None when the client left before its end.
+        """Read a body up to the limit; return None when the client left before its end.
 
-        When more than INLINE_BYTES have arrived, `room` is awaited once with the most bytes that the body can have. Its
-        Problem ends the reading.
+        When more than INLINE_BYTES have arrived, `room` is awaited once with the maximum size of the body. A problem
+        that `room` returns ends the reading.
         """
         limit = settings.body_bytes
         length = self.header(b"content-length")
@@ -104,7 +104,7 @@ def _request_id(headers: list[Header]) -> str:
 
 
 async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -> bool | Problem | None:
-    """Read into `body` until it has ended (True) or has more than `pause` bytes (False); None when the client left."""
+    """Read into `body` until its end (True) or beyond `pause` bytes (False); return None when the client left."""
     while True:
         part = await receive()
         if part["type"] != "http.request":
@@ -119,7 +119,7 @@ async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -
 
 
 class Watch:
-    """Calls `gone` when the client leaves."""
+    """Watcher that calls `gone` when the client leaves."""
 
     __slots__ = ("_gone", "_receive", "_stepper")
 
@@ -130,7 +130,7 @@ class Watch:
         self._stepper.run(self._receive())
 
     def close(self) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._gone = _nothing
         self._stepper.close()
 

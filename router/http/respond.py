@@ -1,7 +1,7 @@
-"""The one way in which models answer a request, whatever its dialect: submit, follow, tell, and let go of everything.
+"""Answer a request in any dialect: submit, wait, send the answer, and close every ticket.
 
-Every ticket that is opened here is closed here, by whatever way the request ends: answered, refused, broken, given up
-by its client.
+Every ticket that is opened here is closed here, however the request ends: answered, refused, failed or
+cancelled by its client.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,13 @@ from router.worker_thread import beside
 from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
+"""Header that names ignored fields and tools."""
 Streamed = StreamTicket | multi_prompt.Stream
 Collected = WholeTicket | multi_prompt.Whole
 
 
 async def generate(exchange: Exchange, dispatcher: Dispatcher, asked: Asked, jobs: Sequence[Job]) -> None:
-    """Answer a request whose body was understood."""
+    """Answer a request with a valid body."""
     tickets: list[Ticket] = []
 
     def let_go() -> None:
@@ -91,7 +92,7 @@ def _about(ticket: Streamed | Collected) -> list[Header]:
 
 
 def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
-    """Return the headers that few answers have: what was ignored, and where a key with rates stands with them."""
+    """Return the optional headers: ignored fields and tools, and the state of the key's rates."""
     if not ticket.rates:
         return named(ticket.job.ignored)
     return named(ticket.job.ignored) + [
@@ -104,5 +105,5 @@ def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
 
 
 def named(ignored: Sequence[str]) -> list[Header]:
-    """Return the header that names the fields and tools of a request that change nothing; none for none."""
+    """Return the header that names the ignored fields and tools of a request; empty without any."""
     return [(IGNORED, ", ".join(ignored).encode("ascii", "replace"))] if ignored else []

@@ -1,8 +1,8 @@
-"""The seam where server-sent events leave the router, and the pump that fills it.
+"""Server-sent events: output of a stream, and the pump that fills it from a ticket.
 
-A token's way: `Dispatcher.receive` → `StreamTicket.flush` → `Pump.pump` → `EventStream.push` → the transport, in one
-synchronous call. When the transport is full, `push` leaves the rest to a callback and deltas wait in the ticket, whose
-bound ends a stream that is not read.
+A token passes through `Dispatcher.receive` → `StreamTicket.flush` → `Pump.pump` → `EventStream.push` → the transport,
+in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait in the
+ticket, whose bound ends a stream that is not read.
 """
 
 import asyncio
@@ -25,56 +25,56 @@ _HEADERS: list[Header] = [
 
 
 class Events(Protocol):
-    """Where a pump sends its events."""
+    """Output of a pump."""
 
     busy: bool
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever a push that waited has left."""
+        """Call `then` whenever a delayed push has been sent."""
         ...
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; False when they wait for the transport. Not while `busy`."""
+        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`."""
         ...
 
     def abandon(self) -> None:
-        """Give up a push that waits, and the stream with it."""
+        """Abort a delayed push and the stream."""
         ...
 
 
 class Flow(Protocol):
-    """What a pump empties: a `StreamTicket`, or several that are read as one."""
+    """Input of a pump: a `StreamTicket`, or several that are read as one."""
 
     sink: Callable[[], None] | None
     blocked: bool
 
     @property
     def waits_for(self) -> str:
-        """Return what a client is shown of a wait; empty when there is nothing to show."""
+        """Reason of a wait, for the client; empty without one."""
         ...
 
     @property
     def nudged(self) -> bool:
-        """Whether a sign of life is due."""
+        """Whether a keep-alive is due."""
         ...
 
     @property
     def pending(self) -> Sequence[Delta] | bool:
-        """True when there are deltas to take."""
+        """Whether there are deltas to take."""
         ...
 
     @property
     def outcome(self) -> Outcome | None:
-        """How it ended; None before."""
+        """Outcome of the request; None before its end."""
         ...
 
     def take(self) -> list[Delta]:
-        """Give what has come, in order. Clears a nudge."""
+        """Return the pending deltas in order, and clear a keep-alive."""
         ...
 
 
 class EventStream:
-    """A 200 answer of events. `busy` while a push waits for the transport."""
+    """Streamed answer with status 200. `busy` while a push waits for the transport."""
 
     __slots__ = ("_last", "_ready", "_send", "_stepper", "busy", "done")
 
@@ -92,7 +92,7 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": head})
 
     def push(self, events: bytes, *, last: bool = False) -> bool:
-        """Send whole events now; False when they wait for the transport. Not while `busy`."""
+        """Send whole events now; return False when they wait for the transport. Not allowed while `busy`."""
         self._last = last
         step = self._send({"type": "http.response.body", "body": events, "more_body": not last})
         try:
@@ -109,11 +109,11 @@ class EventStream:
         return False
 
     def when_ready(self, then: Callable[[], None]) -> None:
-        """Call `then` whenever a push that waited has left."""
+        """Call `then` whenever a delayed push has been sent."""
         self._ready = then
 
     def abandon(self) -> None:
-        """Give up a push that waits, and the stream with it."""
+        """Abort a delayed push and the stream."""
         self._finish()
 
     def _left(self, _value: object) -> None:
@@ -135,7 +135,7 @@ class EventStream:
 
 
 class Pump:
-    """Turns what a ticket holds into events of its stream, whenever there is something and the stream takes it."""
+    """Pump from a ticket's deltas to the events of its stream, as fast as the stream accepts them."""
 
     __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 
@@ -151,7 +151,7 @@ class Pump:
         self.pump()
 
     def pump(self) -> None:
-        """Send what there is: deltas, the end, or a sign of life. Every token of a stream passes here."""
+        """Send the pending deltas, the end, or a keep-alive. Every token of a stream passes here."""
         if not self._stream.busy:
             self._send()
             while self._ticket.pending and not self._stream.busy:
@@ -187,7 +187,7 @@ class Pump:
 
 
 def problem_of(outcome: Outcome) -> Problem | None:
-    """Give what to tell the client of an end that is no answer; None when nobody is there to be told."""
+    """Return the problem to send for an unsuccessful end; None when no client is there to receive it."""
     if outcome is CANCELLED or outcome is SLOW or isinstance(outcome, Finished):
         return None
     return from_refused(outcome) if isinstance(outcome, Refused) else failed(outcome.code, outcome.message)

@@ -1,1 +1,1 @@
-"""Placement: the node that takes a request. Pure."""
+"""Placement: choice of the node for a request. Pure."""

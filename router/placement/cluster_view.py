@@ -1,9 +1,10 @@
-"""The cluster as the router sees it when it decides: one immutable picture, rebuilt at every report.
+"""Immutable view of the cluster for one placement decision, rebuilt at every report.
 
-A report is what a node says of itself, so it may be wrong. `view_of` turns it into numbers that the arithmetic of
-placement can stand: no NaN, no infinity, nothing negative. A lie never makes a node look roomier than an honest report
-could: an impossible footprint reads as unreadable (nothing is placed there), a model with an impossible size is left
-out. The node's own gate remains the judge of what runs. Texts are bounded and printable: people read them in terminals.
+A report is a node's own claim and may be wrong. `view_of` turns a report into numbers that the placement arithmetic can
+use: no NaN, no infinity, no negative number. A false report never makes a node look roomier than an honest report
+could. An impossible footprint counts as unreadable, and nothing is placed on that node. A model with an impossible size
+is left out. The node's own gate still decides which requests run. Texts are bounded and printable, because people read
+them in terminals.
 """
 
 import dataclasses
@@ -23,31 +24,39 @@ from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Lev
 from wire.video import LeaseState, VideoPackage, VideoState
 
 LEFT = "left"
-"""The state of a member that was removed or said goodbye for good."""
+"""State of a member that was removed or left for good."""
 FRESH_SECONDS = 3.0
-"""A report older than this places nothing: three idle heartbeats, the time after which a node is suspect."""
+"""Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
 UNMEASURED_PREFILL = 200.0
-"""Tokens per second of a node that has not measured its prefill: slow, so that measured nodes go first."""
+"""Prefill speed of a node without a measurement, in tokens per second: slow, because measured nodes go first."""
 UNMEASURED_DECODE = 20.0
+"""Decode speed of a node without a measurement, in tokens per second."""
 UNMEASURED_RATIO = 4.0
-"""Bytes of request text per prompt token until the node has measured it: English prose."""
+"""Bytes of request text per prompt token until the node has measured the ratio: English prose."""
 LONGEST_CONTEXT = 100_000_000
+"""Maximum context of a model, in tokens."""
 LONGEST_LOAD = 600.0
+"""Maximum load time of a model and maximum age of a reading, in seconds."""
 LATEST = 2.0**33
-"""Unix seconds until which a pause may last: the year 2242."""
+"""Latest end of a pause, in Unix seconds: the year 2242."""
 MOST_EXPECTED = 32_768
+"""Maximum expected output of a model, in tokens."""
 MOST_MODELS = 512
-"""Models of one node that are looked at."""
+"""Maximum number of models read from one report."""
 LONGEST_TEXT = 300
+"""Maximum characters of a text in a report."""
 MOST_BYTES = 2**60
-"""A sum of a few sizes must stay an integer of 64 bits."""
+"""Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
 MOST_EVICTED, MOST_HASH = 64, 32
-"""Evictions of a node's prefix cache that are looked at, and bytes of the hash of each."""
+"""Maximum evictions of a node's prefix cache read from one report, and maximum bytes of each hash."""
 MOST_WARNINGS = 8
+"""Maximum warnings read from one report."""
 MOST_PREFIXES = 3
-"""Parts before a model's name that may be taken off: `openrouter/qwen/MODEL` has two."""
+"""Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
 MOST_STEP = 65_536
+"""Maximum `kv_step` of a model."""
 MOST_PACKAGES, MOST_LEASES = 64, 16
+"""Maximum video packages and leases read from one report."""
 MOST_SIDE, MOST_FRAMES, MOST_FPS = 1024, 64, 1000
 _LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
@@ -55,14 +64,16 @@ _RATIOS = (0.25, 64.0)
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node. `heard_at` is when its newest report came (monotonic seconds), `epoch` counts its links."""
+    """State of one node."""
 
     id: NodeId
     name: str
     state: str
     cordoned: bool = False
     heard_at: float = 0.0
+    """Time at which the newest report arrived, in monotonic seconds."""
     epoch: int = 0
+    """Number of the node's link; each new link has another number."""
     memory: Memory = field(default_factory=Memory)
     engine: EngineState = field(default_factory=EngineState)
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
@@ -73,33 +84,36 @@ class NodeView:
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
     video_allowed: bool = False
-    """Whether an administrator allows it to make videos."""
+    """Whether an administrator allows the node to make videos."""
     sharing: Sharing = field(default_factory=Sharing)
 
     @cached_property
     def room(self) -> int | None:
-        """Its headroom in bytes, by its report alone; None where its memory cannot be read."""
+        """Headroom of the node in bytes according to its report; None where its memory cannot be read."""
         memory = self.memory
         return headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
 
     @property
     def life(self) -> int:
-        """A number that changes when its engine is another process."""
+        """Identifier of the engine process; changes when the engine restarts."""
         return hash((self.epoch, self.engine.restarts, self.engine.recycles))
 
     def reads(self, model: Model) -> bool:
-        """Whether this node is reading a model in, so that its report counts the weights. Loads go one by one: of
-        several nobody knows which has begun."""
+        """Return whether the node is loading `model` and its report already counts the weights.
+
+        Loads run one at a time. Where several models are loading, the report does not show which load has begun.
+        """
         return model.loading and not any(one.loading and one.name != model.name for one in self.models.values())
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What one name stands for: the `fingerprint` that new requests go to, and how many members hold each
-    fingerprint."""
+    """Fingerprints that members hold under one model name."""
 
     fingerprint: str = ""
+    """Fingerprint that serves new requests."""
     holders: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Number of members that hold each fingerprint."""
 
     @property
     def conflict(self) -> bool:
@@ -109,25 +123,31 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """Every member, also those that sleep or are lost: they count for "could ever fit"."""
+    """All members, including sleeping and lost members: they count for "could ever fit"."""
 
     nodes: tuple[NodeView, ...] = ()
     _identities: dict[str, Identity] = field(default_factory=dict[str, Identity], init=False, repr=False, compare=False)
 
     def identity(self, name: str) -> Identity:
-        """Return what a name stands for. Of several fingerprints the one that most members hold is served, of equals
-        the lexicographically smallest; one that no member can serve now gives way to one that some member can.
+        """Return the fingerprint that serves a name, and the number of members of each fingerprint.
 
-        Sleeping members count, so that the choice changes only when the last member that can serve it goes
-        (docs/decisions/0020-one-name-one-model.md)."""
+        Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
+        fingerprint that some member can serve now comes before a fingerprint that no member can serve.
+
+        Sleeping members count. The choice therefore changes only when the last member that can serve it goes
+        (docs/decisions/0020-one-name-one-model.md).
+        """
         found = self._identities.get(name)
         if found is None:
             found = self._identities[name] = _identity(self.nodes, name)
         return found
 
     def canonical_name(self, name: str) -> str:
-        """Return the model that a client means: of this name, else of the same but for its case, else of the name
-        without a provider before it (`openai/`). A name that nothing has is returned as it is."""
+        """Return the name of the model that a client means.
+
+        An exact match comes first, then a match without regard to case, then a match without provider parts
+        (`openai/`). An unknown name is returned unchanged.
+        """
         if any(name in node.models for node in self.nodes):
             return name
         folded = {known.casefold(): known for known in sorted(self.models(), reverse=True)}
@@ -140,15 +160,15 @@ class ClusterView:
         return sorted(name for name in self.served() if self.identity(name).conflict)
 
     def models(self) -> dict[str, Model]:
-        """Return every model that some member knows, by name; of several the one that is served."""
+        """Return every model that some member knows, by name; of several fingerprints the served one."""
         return self._of_names(lambda _: True)
 
     def served(self) -> dict[str, Model]:
-        """Return every model that some member has loaded or can load, by name; of several the one that is served."""
+        """Return every model that some member has loaded or can load, by name; of several fingerprints the served."""
         return self._of_names(lambda model: not model.cause)
 
     def loaded(self) -> dict[str, Model]:
-        """Return every model that some member has loaded, by name; of several the one that is served."""
+        """Return every model that some member has loaded, by name; of several fingerprints the served one."""
         return self._of_names(lambda model: model.loaded)
 
     def _of_names(self, counts: Callable[[Model], bool]) -> dict[str, Model]:
@@ -160,7 +180,7 @@ class ClusterView:
         return found
 
     def node(self, node: NodeId) -> NodeView | None:
-        """Give one node, None when it is not a member."""
+        """Return one node; None when it is not a member."""
         return next((seen for seen in self.nodes if seen.id == node), None)
 
 
@@ -178,12 +198,12 @@ def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
 
 
 def _serves(node: NodeView) -> bool:
-    """Return whether a node takes new requests, now or after a hiccup of a few seconds."""
+    """Return whether a node takes new requests, now or after an interruption of a few seconds."""
     return node.state in ("ready", "suspect") and not (node.cordoned or node.draining or node.engine.state == "failed")
 
 
 def seen_as(node: NodeView, state: str) -> NodeView:
-    """Give a node in another state."""
+    """Return a copy of a node's view with another state."""
     return dataclasses.replace(node, state=state)
 
 
@@ -199,7 +219,7 @@ def view_of(
     labels: frozenset[str] = frozenset(),
     video_allowed: bool = False,
 ) -> NodeView:
-    """Make a node's view from its report and what membership knows of it."""
+    """Build a node's view from its report and its membership record."""
     return NodeView(
         id=node,
         name=name if valid_name(name) else str(node),
@@ -222,7 +242,7 @@ def view_of(
 
 
 def honest_video(video: VideoState) -> VideoState:
-    """Give what a node says of its video without what cannot be."""
+    """Return a node's video state without impossible values."""
     packages = tuple(_honest_package(one) for one in video.packages[:MOST_PACKAGES] if _possible_package(one))
     leases = tuple(_honest_lease(one) for one in video.leases[:MOST_LEASES] if _LEASE_NAME.fullmatch(one.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
@@ -257,7 +277,7 @@ def _honest_lease(lease: LeaseState) -> LeaseState:
 
 
 def honest_memory(memory: Memory) -> Memory:
-    """Give the reading without impossible numbers; a negative footprint is one that could not be read."""
+    """Return a memory reading without impossible numbers; a negative footprint becomes unreadable (None)."""
     phys = memory.phys
     return replace(
         memory,
@@ -340,7 +360,7 @@ def _size(size: int | None) -> int | None:
 
 
 def _printable(text: str) -> str:
-    """Take the sting out of a node's words: no control characters, no escape sequences, no endless text."""
+    """Return a node's text without control characters and escape sequences, cut to LONGEST_TEXT characters."""
     text = text[:LONGEST_TEXT]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 

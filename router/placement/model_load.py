@@ -1,9 +1,12 @@
-"""Which node loads a model that a person wants in memory. Pure; the arithmetic is placement's, for one token.
+"""Choice of the node that loads a model on an administrator's order. Pure; uses placement's arithmetic for one token.
 
-The node that would answer first is asked, among those that have not got the model yet and can hold it. Is there none,
-one that has it already, or is loading it, will do. Then a node that is full but large enough for the weights, without
-the margin that a request needs (`wire.capacity.arithmetic.judge_load`): its engine may unload idle models, and only it
-knows. A node that could not load it before comes last: an order by name tries again.
+Candidates, in this order:
+
+1. Nodes that do not have the model yet and can hold it; the node that would answer first is chosen.
+2. A node that has the model loaded or is loading it.
+3. A full node that is large enough for the weights, without the margin that a request needs
+   (`wire.capacity.arithmetic.judge_load`). Its engine may unload idle models, and only the engine can know that.
+4. A node that could not load the model before, because an order by name tries again.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,11 +25,12 @@ _MEMORY = frozenset({Code.NO_ROOM, Code.TOO_LARGE})
 
 
 class Choice(msgspec.Struct, frozen=True, gc=False):
-    """A node to ask. `loaded`: by its report it has the model already."""
+    """Node chosen for a load."""
 
     node: NodeId
     name: str
     loaded: bool = False
+    """Whether the node has the model already, according to its report."""
 
 
 def choose(
@@ -41,8 +45,11 @@ def choose(
     tried: Mapping[NodeId, Refused],
     fingerprint: str = "",
 ) -> Choice | Refused:
-    """Return the node that should load a model, or why there is none. `tried` are those that have refused; only the
-    model of the `fingerprint` counts, empty: any."""
+    """Return the node that should load a model, or the refusal if there is none.
+
+    `tried` maps the nodes that have refused this load to their refusals. Only a model with this `fingerprint` counts;
+    an empty fingerprint allows any.
+    """
 
     def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
         return place(ClusterView(nodes), Demand(model, 0, 1, 1), ledger, now=now, draw=draw, policy=policy,
@@ -66,7 +73,11 @@ def _here(node: NodeView, name: str) -> bool:
 
 
 def _rank(candidate: Candidate) -> tuple[int, ...]:
-    """Rank what is left: loaded, on its way, large enough when emptied, broken before; 0 for the rest."""
+    """Rank a node for a load; 0 excludes it.
+
+    The rank is 4 if the model is loaded, 3 if it is loading. It is 2 if the node is large enough once emptied, and 1 if
+    an earlier load failed.
+    """
     model, code = candidate.model, candidate.code
     if model is None:
         return (0,)
@@ -78,7 +89,7 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
 
 
 def _explained(whole: NoPlacement, model: str) -> Refused:
-    """Give placement's refusal in the words of somebody who has no prompt to shorten."""
+    """Rewrite a placement refusal for a load, which has no prompt to shorten."""
     refused = whole.refused
     offers = [candidate for candidate in whole.candidates if candidate.model is not None]
     if refused.code not in _MEMORY or not offers:

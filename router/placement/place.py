@@ -1,33 +1,44 @@
-"""Which node takes a request: filter, score, pick over one immutable view. The answer keeps why every other did not.
+"""Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
+node.
 
-Theory. `need` is what the request will add on that node: KV of the whole prompt and the expected output for every
-choice, the transient of a chunk, and the weights where the model is not loaded
-(`wire.capacity.arithmetic.request_need`). A node is feasible only if it is ready, not cordoned, not draining, freshly
-heard, its engine runs, it serves the model with a context long enough, it has not refused this very request since its
-last report, and `wire.capacity.arithmetic.judge` (the arithmetic of the node's own gate) says that `need` fits beside
-what was promised there since. No policy can override that filter: a policy only orders the feasible ones.
+Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). Its
+terms are the KV of the whole prompt and of the expected output for every choice, the transient of a chunk, and the
+weights where the model is not loaded. A node is feasible only if all of this holds.
 
-A model that is not loaded costs its weights and the time of its load; while a node reads them in, its report counts
-them already. Where a model cannot be loaded its node serves it no more than one that never heard of it; when that is
-so everywhere, waiting helps nobody and the request ends with the cause.
+The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
+with a context that is long enough. The node has not refused this request since its last report.
+`wire.capacity.arithmetic.judge`, the arithmetic of the node's own gate, accepts `need` on top of the bytes reserved
+there since the report.
 
-The balanced order is: room for two such requests or more (full marks), else for one; then the shortest time; then the
-least in flight for the speed of its answers; then what was read before (`affinity`, which has shortened the time
-already); then the larger share of headroom; then chance. An idle node that has the model loaded gets full marks
-wherever the request fits: otherwise it would lose to a node with more room that has to load the model. Ranking by plain
-bytes sends everything to the largest machine
-(simulated: median wait 6.4 s instead of 3.1 at 40 % load).
+No policy can override that filter: a policy only orders the feasible nodes.
 
-Its time is the expected time to the first token, and what else it costs: by how much the prompts behind it wait
-longer, and, with less weight, how long its answer takes beside those that are there, and how long these stand still. A
-node's prompts take turns, the shortest and the oldest, slower beside rows that decode; so a short one does not wait for
-a long one, and the sum of all that are in front of it is not its time (simulated, a household: the median wait falls
-from 10.8 s to 3.9). Where as many requests are as decode at once, so many of them have to end first, and they end one
-by one.
+A model that is not loaded costs its weights and its load time. While a node loads the weights, its report already
+counts them. A node that cannot load a model is treated like a node without that model. When no node can load it,
+waiting is useless and the request ends with the cause.
 
-Before a node has counted the prompt, tokens are an estimate: bytes of text by the model's measured ratio, at most its
-context. "Can never fit" is said only with an exact count, and only if no member could hold the request, the sleeping
-and the absent ones included.
+The balanced order compares in turn:
+
+1. Room for two such requests or more (full marks), else room for one.
+2. The shortest time.
+3. The fewest requests in flight relative to the decode speed.
+4. The largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time.
+5. The larger share of headroom.
+6. Chance.
+
+An idle node with the model loaded gets full marks wherever the request fits. Otherwise it would lose to a node with
+more room that has to load the model. Ranking by plain bytes sends everything to the largest machine (simulated: median
+wait 6.4 s instead of 3.1 s at 40 % load).
+
+The time of a node is its expected time to the first token plus two costs. The first cost is the added wait of the
+prompts queued behind it. The second, with less weight, is the duration of its answer next to the running rows, and the
+time for which those rows stall. Prompts on a node alternate between the shortest and the oldest, and prefill is slower
+while rows decode. A short prompt therefore does not wait for a long one. Its time is not the sum of all prompts in
+front of it (simulated, a household: the median wait falls from 10.8 s to 3.9 s). When all decode rows are taken, enough
+requests have to end first, and they end one at a time.
+
+Before a node has counted the prompt, its tokens are an estimate: bytes of text divided by the model's measured ratio,
+at most its context. "Can never fit" needs an exact count. It also requires that no member could hold the request,
+including sleeping and absent members.
 """
 
 import difflib
@@ -61,51 +72,61 @@ from wire.units import show_size
 FULL_MARKS = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
 WARM = 0.5
-"""A node that has read this share of the prompt before gets full marks wherever the request fits at all: most of what
-it needs there may be in the cache that makes room for it."""
+"""Cached share of the prompt from which a node gets full marks wherever the request fits.
+
+Most of the memory that such a request needs may already be in the cache, which makes room for it.
+"""
 LOAD_LEFT = 0.1
-"""Share of a load that is left at least until the model is there: kernels and a first profile follow the weights."""
+"""Minimum share of a load that is left until the model is loaded: kernels and a first profile follow the weights."""
 TTFT_STEP = 0.05
-"""Seconds: a smaller difference in expected time is noise of the measured speed and decides nothing."""
+"""Resolution of the expected time in seconds: a smaller difference is noise of the measured speed."""
 BESIDE_ROWS = 1.6
-"""By how much a prompt takes longer while rows decode, which keep their share of the machine."""
+"""Factor by which prefill slows down while rows decode, because the rows keep their share of the machine."""
 BUSY_STEPS = 4
-"""Steps to a doubling of what is in flight for a node's speed: machines of nearly the same speed count as equal."""
+"""Steps per doubling of in-flight requests relative to speed: machines of nearly the same speed count as equal."""
 ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
-"""What a second counts beside one until the first token: of its own answer, and of a row that stands still meanwhile
-(simulated: with more the slowest wait longer than need be, with less all answers end later)."""
+"""Weights of a second of the request's own answer and of a second for which another row stalls.
+
+A second until the first token has weight 1. Simulated: larger weights make the slowest requests wait longer than
+necessary, smaller weights delay the end of all answers.
+"""
 RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+"""Minimum and maximum of an estimated Retry-After, in seconds."""
 RETRY_UNKNOWN = 2.0
-"""Seconds after which to try again where nothing says when it will be better."""
+"""Retry-After in seconds where no estimate exists."""
 TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
-"""What a request may ask for that not every model offers, `Demand.features` and `Model.features`."""
+"""Optional features of a model that a request may need; used in `Demand.features` and `Model.features`."""
 _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
 
 
 class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
-    """What a request asks of a node. `prompt_tokens` is None until a node has counted them; `labels` are those that
-    its key wants on a node; `written` are the tokens of its longest answer that are known already, because it was
-    begun elsewhere."""
+    """Resources and features that a request needs on a node."""
 
     model: str
     prompt_bytes: int = 0
     prompt_tokens: int | None = None
+    """Exact prompt tokens; None until a node has counted them."""
     max_tokens: int | None = None
     choices: int = 1
     features: frozenset[str] = frozenset()
     labels: frozenset[str] = frozenset()
+    """Node labels that the API key requires."""
     written: int = 0
+    """Generated tokens of the longest choice that are already known, because the answer began on another node."""
 
     def tokens_on(self, model: Model) -> int:
-        """Give the prompt's tokens: exact, or estimated and then never more than the context."""
+        """Return the prompt tokens: exact, or estimated and then never more than the context."""
         if self.prompt_tokens is not None:
             return self.prompt_tokens
         estimate = math.ceil(self.prompt_bytes / model.bytes_per_token)
         return min(estimate, model.context) if model.context else estimate
 
     def output_on(self, model: Model, tokens: int) -> int:
-        """Give the output tokens to reserve for each choice: what this model usually writes, or less if asked, and no
-        more than the context leaves after `tokens` of prompt."""
+        """Return the output tokens to reserve for each choice.
+
+        That is the model's usual output, or `max_tokens` if that is less, and at most the context left after `tokens`
+        of prompt.
+        """
         usual = model.expected_output
         if self.written:
             usual = max(usual, self.written + GROWTH)
@@ -116,32 +137,39 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
-    """One node's arithmetic for one request. `why` is empty when it is feasible, `code` the matching refusal;
-    `withheld` are the bytes that were promised there since the reading, `weights` what of `need` a load takes, `warm`
-    the share of the prompt that the node has probably read before, `reading` the tokens of it that are to be read and
-    `ahead` those in front of them. In seconds: `expected_ttft`, `expected_answer` from the first token to the last, and
-    `delay`, what others lose by it."""
+    """Placement arithmetic of one node for one request."""
 
     node: NodeId
     name: str
     state: str
     why: str = ""
+    """Reason why the node is infeasible; empty when it is feasible."""
     code: Code | None = None
+    """Refusal code of that reason."""
     need: int = 0
+    """Bytes that the request needs on the node."""
     headroom: int | None = None
     withheld: int = 0
+    """Bytes reserved on the node since its reading."""
     memory: Memory = Memory()
     prompt_tokens: int = 0
     output_tokens: int = 0
     expected_ttft: float = 0.0
+    """Expected seconds to the first token."""
     in_flight: int = 0
     model: Model | None = None
     weights: int = 0
+    """Part of `need` that a load takes, in bytes."""
     warm: float = 0.0
+    """Share of the prompt that is probably in the node's prefix cache, 0 to 1."""
     ahead: int = 0
+    """Queued tokens in front of this request."""
     reading: int = 0
+    """Tokens of this request to prefill."""
     expected_answer: float = 0.0
+    """Expected seconds from the first token to the last."""
     delay: float = 0.0
+    """Seconds by which this request delays the other requests of the node."""
 
     @property
     def feasible(self) -> bool:
@@ -150,16 +178,16 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def idle(self) -> bool:
-        """Whether the node has the model loaded and nothing to do."""
+        """Whether the node has the model loaded and no work."""
         return self.model is not None and self.model.loaded and not self.in_flight and not self.ahead
 
     @property
     def most(self) -> int:
-        """The bytes that the node could give a request that is alone on it."""
+        """Bytes that the node could give a request that runs alone on it."""
         return most_bytes(self.memory)
 
     def numbers(self) -> Numbers:
-        """Give the verdict's numbers, `error.memory` of an answer."""
+        """Return the numbers of the verdict, `error.memory` of an answer."""
         memory = self.memory
         now = occupied(memory)
         reserved = memory.reserved + self.withheld
@@ -169,57 +197,66 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """This node, and what was found at every node."""
+    """Chosen node, with the arithmetic of every node."""
 
     chosen: Candidate
     candidates: tuple[Candidate, ...]
 
 
 class NoPlacement(msgspec.Struct, frozen=True, gc=False):
-    """No node now. `ask`: a node to ask all the same, promising nothing, because only it can know. By the estimate no
-    member could ever hold the request, and this one can count it exactly; or the model is loaded nowhere, and this one
-    may give idle models back for it."""
+    """Refusal: no node can take the request now."""
 
     refused: Refused
     candidates: tuple[Candidate, ...]
     ask: Candidate | None = None
+    """Node to ask all the same, without a reservation, because only that node can know.
+
+    There are two cases. By the estimate no member could ever hold the request, and this node can count it exactly. Or
+    the model is loaded nowhere, and this node may unload idle models for it.
+    """
 
 
 class Trials(msgspec.Struct, frozen=True, gc=False):
-    """What this request has met so far: nodes that refused it (with the time of the report that they refused under),
-    nodes that said they could never hold it, and nodes that were lost with it. Only the model of this `fingerprint`
-    may take it: the one that began the answer, or the one that is served under a name with several. Empty: any."""
+    """Earlier attempts of this request."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
+    """Nodes that refused the request, with the arrival time of the report under which they refused."""
     never: Mapping[NodeId, Refused] = msgspec.field(default_factory=dict[NodeId, Refused])
+    """Nodes that answered that they could never hold the request, with their refusals."""
     lost: Collection[NodeId] = ()
+    """Nodes that were lost with the request."""
     waiting: int = -1
+    """Number of the waiting request, whose own hold does not count against it; -1 for none."""
     fingerprint: str = ""
+    """Fingerprint of the only model that may take the request; empty allows any.
+
+    It is the model that began the answer, or the served model of a name with several.
+    """
 
 
 FIRST = Trials()
 
 
 class Correction(msgspec.Struct, frozen=True, gc=False):
-    """A node refused although the view said yes: until its next report its headroom is at most this (bytes)."""
+    """Maximum headroom in bytes of a node that refused although the view had room; valid until its next report."""
 
     heard_at: float
     headroom: int
 
 
 class Policy(Protocol):
-    """Orders feasible nodes: the smallest tuple wins, chance decides between equals."""
+    """Order of feasible nodes: the smallest tuple wins, chance decides between equal tuples."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Give the rank of one feasible node for one request."""
+        """Return the rank of one feasible node for one request."""
         ...
 
 
 class Balanced:
-    """Saturating headroom first, then the shortest time, with what others lose in it (see the theory above)."""
+    """Policy: saturating headroom first, then the shortest time, which includes the delay of other requests."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
-        """Rank by marks, time, requests in flight for its speed, share of the prompt known there, share of headroom."""
+        """Rank by marks, time, requests in flight relative to speed, cached share of the prompt, share of headroom."""
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = FULL_MARKS
         if candidate.warm < WARM and room < FULL_MARKS * need and not candidate.idle:
@@ -232,7 +269,7 @@ class Balanced:
 
 
 class MostHeadroom:
-    """The plain rule: most bytes of headroom wins."""
+    """Policy: most bytes of headroom wins."""
 
     def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
         """Rank by headroom in bytes, then requests in flight."""
@@ -254,10 +291,10 @@ def place(
     trials: Trials = FIRST,
     warm: Mapping[NodeId, float] = NOWHERE,
 ) -> Placement | NoPlacement:
-    """Pick a node for a request, or say why there is none.
+    """Pick a node for a request, or return the refusal with the reason.
 
-    `now` is monotonic seconds of the same clock as `heard_at`; `draw` gives numbers in [0, 1) for ties; `warm` says
-    which share of the prompt a node has read before.
+    `now` is in monotonic seconds of the clock of `heard_at`. `draw` returns numbers in [0, 1) for ties. `warm` maps
+    nodes to the share of the prompt in their prefix cache.
     """
     seen = tuple([consider(node, request, ledger, now, corrections, trials, warm) for node in view.nodes])
     feasible = [candidate for candidate in seen if not candidate.why]
@@ -278,7 +315,7 @@ def consider(
     trials: Trials,
     warm: Mapping[NodeId, float],
 ) -> Candidate:
-    """Make one node's arithmetic for a request, and say why it may not be picked if so."""
+    """Compute one node's arithmetic for a request, with the reason if the node is infeasible."""
     if not request.labels <= node.labels:
         lacking = ", ".join(sorted(request.labels - node.labels))
         return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
@@ -296,13 +333,13 @@ def consider(
     if node.id in corrections:
         withheld += _withheld(node, ledger, corrections[node.id])
     why, code = _unfit(node, model, request, now, trials)
-    memory, room = node.memory, node.room  # `judge` would say the same: the reading is the same until the next report
+    memory, room = node.memory, node.room  # as in `judge`: the reading is constant until the next report
     if room is not None and memory.guard and need <= room - withheld:
         room -= withheld
     else:
         verdict = judge(memory, need, unacknowledged=withheld, node=node.name)
         if isinstance(verdict, Fits):
-            room = need  # its guard is off
+            room = need  # the node's guard is off
         else:
             room = verdict.numbers.headroom if verdict.numbers is not None else None
             if not why:
@@ -319,7 +356,7 @@ def consider(
         ttft *= BESIDE_ROWS
         delay += ROW_WEIGHT * engine.running * reading / speed
     if not model.loaded:
-        read = model.progress or 0.5  # where nothing is told of a load under way, half is left on average
+        read = model.progress or 0.5  # without a reported progress, half of the load is left on average
         ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
     taken, most = account.rows, engine.rows
     answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
@@ -330,11 +367,15 @@ def consider(
 
 
 def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:
-    """Give the seconds until a prompt of `reading` tokens has been read, and those that others wait for it, on a node
-    whose prompts take turns, the shortest and the oldest. In front of it are `ahead` tokens in all: what is left of the
-    account's unread prompts, and if that is not all then of others, which are taken as long ones."""
+    """Return the seconds until a prompt of `reading` tokens is prefilled, and the wait in seconds that it adds for
+    other prompts.
+
+    The prompts of a node alternate between the shortest and the oldest. `ahead` is the number of tokens in front. It
+    covers the rest of the account's unfinished prompts; any surplus belongs to unknown prompts, which count as long
+    ones.
+    """
     mine, others, known = reading / speed, ahead / speed, account.unread_tokens
-    if not known or others < TTFT_STEP / 2:  # the order of so little decides nothing
+    if not known or others < TTFT_STEP / 2:  # below the noise of the measured speed
         return mine + others, 0.0
     left = min(1.0, ahead / known)
     shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
@@ -349,7 +390,7 @@ def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[flo
 
 
 def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
-    """Give the bytes by which the view still overstates a node that has just refused."""
+    """Return the bytes by which the view still overstates a node that has just refused."""
     if correction.heard_at != node.heard_at:
         return 0
     memory = node.memory
@@ -362,7 +403,7 @@ _FIT: tuple[str, Code | None] = ("", None)
 
 
 def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Trials) -> tuple[str, Code | None]:
-    """Say why a node may not be picked whatever its memory; nothing when it may."""
+    """Return the reason and code why a node is infeasible regardless of memory; an empty reason when it is feasible."""
     why = away(node, now)
     if why is not _FIT:
         return why
@@ -378,7 +419,7 @@ def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Tr
 
 
 def away(node: NodeView, now: float) -> tuple[str, Code | None]:
-    """Say why a node can be given nothing now, whatever it is; nothing when it can."""
+    """Return the reason and code why a node takes no request at all now; an empty reason when it does."""
     if node.state == "paused":
         return f"is paused: {node.sharing.why}", Code.DRAINING
     if node.state != "ready":
@@ -417,7 +458,7 @@ def _too_long(model: Model, request: Demand) -> bool:
     return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context
 
 
-# why there is none
+# refusals
 
 
 def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
@@ -445,7 +486,7 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
 
 
 def _broken(node: NodeView, request: Demand, trials: Trials) -> str:
-    """Say why a node cannot load the model, by its report or by what it answered to this request; empty if it can."""
+    """Return why a node cannot load the model, by its report or its answer to this request; empty if it can."""
     told = trials.never.get(node.id)
     if told is not None and told.code is Code.LOAD_FAILED:
         return told.message.removeprefix(f"{request.model} cannot be loaded: ")
@@ -460,7 +501,7 @@ def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId,
 
 
 def _missing(serving: list[NodeView], request: Demand) -> str:
-    """Name what no member offers with this model, whatever its state; empty when one offers all of it."""
+    """Name the features that no member offers with this model, in any state; empty when one member offers all."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
         return ""
@@ -482,7 +523,7 @@ def _no_model(view: ClusterView, request: Demand) -> Refused:
 
 
 def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Refused | None:
-    """Say that no member could ever hold the request; None as long as one could."""
+    """Return the refusal if no member could ever hold the request; None as long as one could."""
     if any(_ever(node, request, trials) for node in serving):
         return None
     longest = max(node.models[request.model].context for node in serving)
@@ -518,7 +559,7 @@ def _alone(candidate: Candidate, request: Demand) -> int:
 
 
 def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:
-    """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all is idle."""
+    """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all are idle."""
     if any(_ever(node, request, trials) for node in serving):
         return None
     able = [
@@ -528,8 +569,10 @@ def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], 
 
 
 def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -> Candidate | None:
-    """Choose a node that could hold the model if it gave back others that nobody uses: idle, and large enough. None
-    while some node that is here has the model, for there it is only a matter of time."""
+    """Choose an idle, large enough node that could hold the model after unloading unused models.
+
+    Return None while some present node has the model loaded or loading, because the request then only has to wait.
+    """
     if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
         return None
     idle = {
@@ -575,7 +618,7 @@ def _nobody(request: Demand, offers: list[Candidate]) -> Refused:
 
 
 def retry_after(candidate: Candidate) -> float:
-    """Estimate seconds until a node that is full has room: until one of its requests should end, 1 to 60."""
+    """Estimate the seconds until a full node has room: until one of its requests should end, 1 s to 60 s."""
     model = candidate.model
     if model is None or candidate.in_flight == 0:
         return RETRY_UNKNOWN
@@ -584,7 +627,7 @@ def retry_after(candidate: Candidate) -> float:
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:
-    """Give a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
+    """Render a whole decision as plain rows, one per node, for `cluster place` and `cluster explain`."""
     return [_row(candidate, candidate.node == chosen) for candidate in candidates]
 
 

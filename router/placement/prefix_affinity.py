@@ -1,21 +1,21 @@
-"""Where a prompt was read before: the router's guess at what the nodes' prefix caches hold. Pure.
+"""Index of recent prompts by node: an estimate of the contents of the nodes' prefix caches. Pure.
 
-Theory. A conversation's next turn begins with all of the last one, so the node that read that one has most of it in its
-cache and answers sooner. What a request shares with earlier ones is found by a chain of hashes: one for every beginning
-of its text that ends with a message, or with a block of BLOCK characters inside a long one. The deepest hash that is
-known for a node says which share of the prompt need not be read there again. That only shortens the *time* expected
-there (`placement`): memory is counted as if nothing were cached, and where the queue in front of a warm node costs more
-than the cache saves, another node is sooner. So a guess that is wrong costs time, never safety.
+Theory. The next turn of a conversation begins with all of the last turn. The node that served the last turn has most of
+it in its cache and answers sooner. A chain of hashes finds the part that a request shares with earlier requests. There
+is one hash for every beginning of its text that ends with a message, or with a block of BLOCK characters inside a long
+message. The deepest hash known for a node gives the share of the prompt that needs no prefill there. That only shortens
+the *time* expected there (`placement`): memory is counted as if nothing were cached. Where the queue of a warm node
+costs more than the cache saves, another node is sooner. A wrong estimate therefore costs time, never safety.
 
-Nodes reuse a prefix only for the key that sent it, and chains belong to a key, too (`cache_scope`). So where one key's
-prompts went changes no placement of another key.
+Nodes reuse a prefix only for the key that sent it, and chains belong to a key as well (`cache_scope`). The prompts of
+one key therefore change no placement of another key.
 
-A client that names its conversation (`x-session-id`, `prompt_cache_key`, `user`) is believed where the chain knows
-nothing: then the share is what the last prompt of that name was of this one, times a trust that every answer corrects,
-because some clients send one `user` for everything.
+A client may name its conversation (`x-session-id`, `prompt_cache_key`, `user`). The name is used where the chain finds
+nothing. The share is then the size of the last prompt of that name relative to this one, times a trust factor. Every
+answer corrects the factor, because some clients send one `user` for everything.
 
-What is known is bounded (ENTRIES), the least recently used goes first. It is dropped when the node tells that it has
-evicted the prompt, and all of a node's when its engine is another one or the node is gone.
+The index is bounded (ENTRIES) and removes the least recently used entry first. An entry is removed when the node
+reports that it evicted the prompt. All entries of a node are removed when its engine restarts or the node is gone.
 """
 
 from collections import OrderedDict
@@ -31,39 +31,47 @@ from wire.identity import NodeId
 BLOCK = 2048
 """Characters of one message between two hashes."""
 MOST_LINKS = 64
-"""Hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
+"""Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
 ENTRIES = 50_000
+"""Maximum entries of the index."""
 LEAST_TRUST = 0.05
-"""Below this a session's name is not believed any more."""
+"""Trust factor below which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
+"""Shares of a prompt that no node has cached."""
 
 
 class Chain(msgspec.Struct, frozen=True, gc=False):
-    """A prompt as the index sees it: hashes with the characters up to each, shortest first, and the hash of the
-    session that the client named, 0 if it named none."""
+    """Hashes of a prompt."""
 
     links: tuple[tuple[int, int], ...]
+    """Hashes with the number of characters up to each, shortest first."""
     size: int
+    """Characters of the whole prompt."""
     session: int = 0
+    """Hash of the session that the client named, 0 if it named none."""
 
 
 @dataclass(slots=True)
 class _Session:
-    """Where a named conversation was answered, with how many characters of prompt, and how far that is worth
-    believing."""
+    """Node of a named conversation."""
 
     node: NodeId
     engine: int
     size: int
+    """Characters of its last prompt."""
     trust: float = 1.0
+    """Trust factor of the name, 0 to 1."""
 
 
 def chain_of(
     root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
 ) -> Chain:
-    """Return the chain of a prompt. `root` is what changes all of it: model and fingerprint, tools, template; `session`
-    names the conversation. Both belong to `scope`, the key that may reuse what was cached; where the first message is
-    `shared` by all keys, the links of that message alone belong to all."""
+    """Compute the chain of a prompt.
+
+    `root` holds everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
+    conversation. Both belong to `scope`, the key that may reuse the cached tokens. Where the first message is `shared`
+    by all keys, the links of that message alone belong to all keys.
+    """
     links: list[tuple[int, int]] = []
     link, size = hash(root) if shared else hash((root, scope)), 0
     for place, message in enumerate(messages):
@@ -85,8 +93,8 @@ def chain_of(
 
 
 class Affinity:
-    """The index. One engine's life on a node has a number (`engine`), by which everything of an earlier one is
-    forgotten at once."""
+    """Index of prompts by node. Each engine process of a node has a number (`engine`), which invalidates all entries of
+    an earlier process at once."""
 
     def __init__(self, entries: int = ENTRIES) -> None:
         self._most = entries
@@ -101,7 +109,7 @@ class Affinity:
         return len(self._links) + len(self._sessions) + len(self._prompts)
 
     def shares(self, chain: Chain) -> Mapping[NodeId, float]:
-        """Say which share of a prompt each node has read before, 0 to 1; nodes that have read nothing are left out."""
+        """Return the cached share of a prompt on each node, 0 to 1; nodes without any are left out."""
         found: dict[NodeId, float] = {}
         for link, size in reversed(chain.links):
             nodes = self._links.get(link)
@@ -117,8 +125,8 @@ class Affinity:
         return found or NOWHERE
 
     def read(self, chain: Chain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int) -> None:
-        """Take in that a node has read a prompt, and how much of it was in its cache. Without a `prompt_hash` it keeps
-        nothing."""
+        """Record that a node has prefilled a prompt, and how many tokens were cached. Without a `prompt_hash` the node
+        caches nothing."""
         if not prompt_hash or not chain.size:
             return
         engine = self._engines.setdefault(node, self._new_life(node))
@@ -146,8 +154,10 @@ class Affinity:
             self._sessions.popitem(last=False)
 
     def heard(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
-        """Follow a report: `life` changes when the engine was started anew; `evicted` are the hashes of the newest
-        evictions, the last of them number `evictions`."""
+        """Apply a report: `life` changes when the engine restarts.
+
+        `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`.
+        """
         if self._lives.setdefault(node, life) != life:
             self._lives[node] = life
             self._engines[node] = self._new_life(node)
@@ -159,7 +169,7 @@ class Affinity:
             self._engines[node] = self._new_life(node)
 
     def _drop(self, node: NodeId, prompt_hash: bytes) -> None:
-        """Forget one prompt: its beginnings too, where no other prompt was read that has them."""
+        """Remove one prompt, and its beginnings where no other prompt has them."""
         for link in self._prompts.pop((node, prompt_hash), ()):
             nodes = self._links.get(link)
             if nodes is not None and node in nodes and nodes[node][1] == prompt_hash:
@@ -171,7 +181,7 @@ class Affinity:
         return self._engines.get(node, 0) + 1
 
     def forget(self, node: NodeId) -> None:
-        """Forget everything about a node: it was removed."""
+        """Remove all entries of a removed node."""
         for nodes in self._links.values():
             nodes.pop(node, None)
         for link in [link for link, nodes in self._links.items() if not nodes]:

@@ -1,23 +1,25 @@
-"""What the router has promised on each node and the node's report does not contain yet.
+"""Reservations of the router on each node that the node's report does not contain yet.
 
-Theory. A report shows the memory of a moment that is past. Between two reports the router may place many requests, so
-it adds what it promised since (simulated under bursts: 67-99 % of first tries refused without this, 0.15 % with it).
-A promise goes through three states:
+Theory. A report shows the memory of a past moment. Between two reports the router may place many requests and adds its
+reservations since then. Simulated under bursts: 67-99 % of first attempts are refused without this, 0.15 % with it. A
+reservation has three states:
 
     claim ──► promised ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
                   └──────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
-Promised bytes count in `unacknowledged`; settled ones do not, because `memory.reserved` of the report contains them;
-both count in `in_flight`. `Admitted` is asked for besides `acked_seq` because prompts are counted out of order: a short
-later one may be committed, and acknowledged, before a long earlier one. Rules that nobody may break: a request holds at
-most one promise, every promise is freed exactly once, and an end that comes twice frees nothing the second time.
+Promised bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
+Both count in `in_flight`. `Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
+A short later prompt may be committed and acknowledged before a long earlier one.
 
-What a request promises includes the weights of a model that it makes its node load; from the report on that shows the
-load under way they count there, and no longer here.
+Invariants: a request holds at most one reservation, and every reservation is released exactly once. A duplicate end
+releases nothing.
 
-A hold keeps room for a request that still waits in the queue, so that smaller ones behind it do not take all of it. A
-node has one at most, and so has a key: two that wait would keep each other out of a node that is empty, and a key with
-many that wait would keep everybody else out of all nodes.
+A reservation includes the weights of a model that the request makes its node load. From the first report that shows the
+running load, that report counts the weights and the reservation does not.
+
+A hold reserves room for a request that still waits in the queue, because smaller requests behind it would take all of
+it. A node has at most one hold, because two waiting requests would keep each other out of an empty node. A key has at
+most one hold, because a key with many waiting requests would keep all other keys out of all nodes.
 """
 
 from dataclasses import dataclass, field
@@ -28,10 +30,12 @@ from wire.identity import NodeId
 
 
 class LedgerError(AssertionError):
-    """The books do not balance: a bug, never a consequence of what a node or a client did."""
+    """Inconsistent reservations: a bug, never a consequence of a node's or client's action."""
 
 
 class _Promise(msgspec.Struct, gc=False):
+    """Reservation of one request on one node."""
+
     node: NodeId
     seq: int
     need: int
@@ -43,27 +47,35 @@ class _Promise(msgspec.Struct, gc=False):
 
 
 class Unread(msgspec.Struct, frozen=True, gc=False):
-    """A prompt that a node has still to read: so many tokens of it, which take so many seconds there."""
+    """Prompt that a node has not prefilled yet."""
 
     tokens: int
+    """Tokens left to prefill."""
     seconds: float
+    """Expected prefill time on that node."""
 
 
 @dataclass(slots=True)
 class Account:
-    """What is open on one node: bytes and prompt tokens that its report does not contain, all requests on it and the
-    rows that they decode in, and the prompts of those of which no token was heard yet, with the sum of their tokens."""
+    """Open requests and reservations of one node."""
 
     need: int = 0
+    """Reserved bytes that the node's report does not contain."""
     tokens: int = 0
+    """Prompt tokens that the node's report does not contain."""
     rows: int = 0
+    """Decode rows of all requests on the node."""
     requests: set[int] = field(default_factory=set[int])
+    """All requests on the node."""
     promised: set[int] = field(default_factory=set[int])
+    """Requests whose reservation the report does not contain."""
     unread: dict[int, Unread] = field(default_factory=dict[int, Unread])
+    """Prompts of the requests without a first token."""
     unread_tokens: int = 0
+    """Sum of the tokens in `unread`."""
 
     def has_read(self, request: int) -> None:
-        """Take a prompt off those that are unread; it may be off already."""
+        """Remove a prompt from the prompts left to prefill, if present."""
         prompt = self.unread.pop(request, None)
         if prompt is not None:
             self.unread_tokens -= prompt.tokens
@@ -73,34 +85,34 @@ _EMPTY = Account()
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """A node that makes room for a model: it gets no new requests for those in the way, and loads no third one."""
+    """Model swap on a node: no new requests for the models in the way, and no load of a third model."""
 
     node: NodeId
     name: str
-    """The node's."""
+    """Name of the node."""
     model: str
-    """The model that comes."""
+    """Model to load."""
     leaving: frozenset[str]
-    """The models in the way."""
+    """Models to unload."""
     ticket: int
-    """The number of the waiting request."""
+    """Number of the waiting request."""
     began: float
-    """Monotonic seconds."""
+    """Start of the swap, in monotonic seconds."""
     asked_at: float | None = None
-    """When the request was sent to the node; None before."""
+    """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
     def bars(self, model: str, loaded: bool) -> bool:
-        """Return whether the node takes no new request for a model during this turn."""
+        """Return whether the node takes no new request for a model during this swap."""
         return model != self.model and (model in self.leaving or not loaded)
 
     @property
     def models(self) -> str:
-        """What goes and what comes."""
+        """Models to unload and model to load, as text."""
         return f"{', '.join(sorted(self.leaving))} -> {self.model}"
 
 
 class Ledger:
-    """The books of one router. Bytes and prompt tokens, by request and by node."""
+    """Reservations of one router in bytes and prompt tokens, by request and by node."""
 
     def __init__(self) -> None:
         self._promises: dict[int, _Promise] = {}
@@ -108,10 +120,10 @@ class Ledger:
         self._holds: dict[int, tuple[NodeId, int]] = {}
         self._touched: set[NodeId] = set()
         self.turns: dict[NodeId, Turn] = {}
-        """The nodes that swap models now (`router.dispatch.model_swaps`)."""
+        """Nodes with a model swap under way (`router.dispatch.model_swaps`)."""
 
     def take_touched(self) -> set[NodeId]:
-        """Give the nodes whose account has changed since the last call."""
+        """Return the nodes whose account has changed since the last call."""
         touched, self._touched = self._touched, set()
         return touched
 
@@ -119,8 +131,13 @@ class Ledger:
         self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0, seconds: float = 0.0,
         rows: int = 1,
     ) -> None:  # fmt: skip
-        """Promise `need` bytes, `weights` of them for a load, and `tokens` of prefill, which take `seconds`, on a node,
-        and a row for each choice. LedgerError when the request already holds some."""
+        """Reserve memory, prefill and decode rows on a node for a request.
+
+        `need` is in bytes, of which `weights` are for a load. `tokens` is the number of prompt tokens to prefill, which
+        take `seconds`. `rows` is the number of decode rows, one for each choice.
+
+        Raise LedgerError when the request already holds a reservation.
+        """
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
         self._promises[request] = _Promise(node, seq, need, tokens, weights, rows)
@@ -137,19 +154,19 @@ class Ledger:
         account.promised.add(request)
 
     def admitted(self, request: int) -> None:
-        """Note that the node has committed the request; unknown requests are ignored."""
+        """Record that the node has committed the request; unknown requests are ignored."""
         promise = self._promises.get(request)
         if promise is not None:
             promise.admitted = True
 
     def read(self, request: int) -> None:
-        """Note that the node has read the prompt, or that it is no prompt whose first token will be waited for."""
+        """Record that the node has prefilled the prompt, or that no first token is expected for it."""
         promise = self._promises.get(request)
         if promise is not None:
             self._accounts[promise.node].has_read(request)
 
     def acknowledge(self, node: NodeId, acked_seq: int) -> None:
-        """Settle what a report already counts: admitted promises up to `acked_seq`."""
+        """Settle the reservations that a report already counts: admitted ones up to `acked_seq`."""
         account = self._accounts.get(node)
         if account is None:
             return
@@ -159,7 +176,7 @@ class Ledger:
                 self._settle(account, request, promise)
 
     def read_in(self, request: int) -> None:
-        """Note that the node's report counts the weights that this request promised."""
+        """Release the weights of a request's reservation, because the node's report counts them now."""
         promise = self._promises.get(request)
         if promise is None or promise.settled:
             return
@@ -169,7 +186,7 @@ class Ledger:
         promise.weights = 0
 
     def release(self, request: int) -> bool:
-        """End a promise, whatever its state. False when there is none (any more)."""
+        """Release a reservation in any state; return False when the request holds none."""
         promise = self._promises.pop(request, None)
         if promise is None:
             return False
@@ -183,7 +200,7 @@ class Ledger:
         return True
 
     def forget(self, node: NodeId) -> None:
-        """Forget the account of a node that is no member any more and has nothing open, and what is kept there."""
+        """Remove the account of a departed node without open requests, and the holds on that node."""
         if not self.in_flight(node):
             self._accounts.pop(node, None)
         for waiting in [waiting for waiting, (where, _) in self._holds.items() if where == node]:
@@ -199,60 +216,61 @@ class Ledger:
         account.promised.discard(request)
 
     def hold(self, waiting: int, node: NodeId, need: int) -> None:
-        """Keep room on a node for a request that waits, in place of what was kept for it before."""
+        """Reserve room on a node for a queued request, in place of its earlier hold."""
         self.drop_hold(waiting)
         self._touched.add(node)
         self._holds[waiting] = (node, need)
 
     def drop_hold(self, waiting: int) -> None:
-        """Keep nothing for it any more."""
+        """Release the hold of a queued request."""
         kept = self._holds.pop(waiting, None)
         if kept is not None:
             self._touched.add(kept[0])
 
     def holder(self, node: NodeId) -> int | None:
-        """Give who has room kept on a node."""
+        """Return the number of the queued request that has a hold on a node."""
         return next((who for who, (where, _) in self._holds.items() if where == node), None)
 
     def held_on(self, waiting: int) -> NodeId | None:
-        """Give the node where room is kept for it."""
+        """Return the node on which a queued request has a hold."""
         kept = self._holds.get(waiting)
         return None if kept is None else kept[0]
 
     def unacknowledged(self, node: NodeId, waiting: int = -1) -> int:
-        """Give the bytes promised on a node that its report does not contain, and those held there for others."""
+        """Return the reserved bytes on a node that its report does not contain, including holds of requests other than
+        `waiting`."""
         need = self._accounts.get(node, _EMPTY).need
         if not self._holds:
             return need
         return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
 
     def account(self, node: NodeId) -> Account:
-        """Give what is open on a node, to read only."""
+        """Return the account of a node, read-only."""
         return self._accounts.get(node, _EMPTY)
 
     def unacknowledged_tokens(self, node: NodeId) -> int:
-        """Give the prompt tokens sent to a node that its report does not count as queued yet."""
+        """Return the prompt tokens sent to a node that its report does not count as queued yet."""
         return self._accounts.get(node, _EMPTY).tokens
 
     def in_flight(self, node: NodeId) -> int:
-        """Give how many of this router's requests are on a node."""
+        """Return the number of this router's requests on a node."""
         return len(self._accounts.get(node, _EMPTY).requests)
 
     def rows(self, node: NodeId) -> int:
-        """Give how many rows they decode in, or will."""
+        """Return the number of decode rows of a node's requests, running or expected."""
         return self._accounts.get(node, _EMPTY).rows
 
     def promised(self) -> set[int]:
-        """Give the requests that hold a promise."""
+        """Return the requests that hold a reservation."""
         return set(self._promises)
 
     def holders(self) -> set[int]:
-        """Give who has room kept somewhere."""
+        """Return the queued requests that have a hold."""
         return set(self._holds)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing is promised or held anywhere."""
+        """Whether no reservation, hold or swap exists."""
         return (
             not self._promises
             and not self._holds
@@ -261,7 +279,7 @@ class Ledger:
         )
 
     def check(self) -> None:
-        """Raise LedgerError unless every account is the sum of its promises."""
+        """Raise LedgerError unless every account is the sum of its reservations."""
         for node, account in self._accounts.items():
             mine = {number: promise for number, promise in self._promises.items() if promise.node == node}
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}

@@ -1,13 +1,13 @@
-"""Placement in a large cluster: a first look at all nodes by arrays, then the exact rule for the one that leads.
+"""Placement in a large cluster: rank all nodes with arrays, then apply the exact rule to the leader.
 
-Theory. `placement.place` looks at every node, 5 us each: right for a household, 5 ms for a thousand machines. Here a
-table per model keeps what that rule reads of each node as columns; a report or a promise rewrites one row. A request
-ranks all rows at once, approximately: what it needs is taken as a straight line of its length. The leader is then
-examined by the exact rule. Feasible: it is taken, so no request goes where `place` would not let it. Not: the next one
-is, LOOKS times in all; after that, or where no row seems to fit, `place` decides. So arrays save time and nothing else:
-no request is refused by an approximation.
+Theory. `placement.place` examines every node at 5 us each: acceptable for a household, 5 ms for a thousand machines.
+Here a table per model keeps the inputs of that rule as columns; a report or a reservation rewrites one row. A request
+ranks all rows at once, approximately: its need is a linear function of its length. The exact rule then examines the
+leader. A feasible leader is taken, and no request goes to a node that `place` would not allow. Otherwise the next
+leader is examined, LOOKS times in all. After that, or where no row seems to fit, `place` decides. Arrays therefore only
+save time: no request is refused by an approximation.
 
-Equal nodes are told apart by a little noise that starts at another row each time.
+A small noise with a random offset separates equal nodes.
 """
 
 import math
@@ -47,13 +47,16 @@ from wire.identity import NodeId
 from wire.report import ROW_COST, Model
 
 LOOKS = 8
-"""Leaders that are examined before all are."""
+"""Leaders to examine before `place` examines all nodes."""
 _SHORT, _LONG, _ANSWER = 256, 4096, 64
-"""Prompts and answer between which a need is taken as a straight line, in tokens."""
+"""Prompt lengths and answer length between which a need is linear, in tokens."""
 
 _MARK, _STEP, _KNOWN, _FRACTION = 1e10, 1e4, 5e3, 1e3
-"""Weights of what decides, each above all that comes after it: room for one more such request, a step of time, what
-was read, the fraction free. A row without room for one is therefore behind all that have it."""
+"""Weights of the ranking criteria, each above all that follow it.
+
+The order is: room for one more such request, a step of time, the cached share, the free fraction. A row without room
+for one request is therefore behind all rows with room.
+"""
 _NOTHING = (0.0, 0.0, 1.0, 0.0)
 
 Column = NDArray[np.float64]
@@ -61,18 +64,22 @@ Column = NDArray[np.float64]
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """What a policy may rank by, one number per node: bytes needed and of headroom, the seconds that count, share of
-    the ceiling that is free, noise below 1."""
+    """Columns that a policy may rank by, one number per node."""
 
     need: Column
+    """Bytes needed."""
     room: Column
+    """Bytes of headroom."""
     time: Column
+    """Weighted seconds of the policy."""
     fraction: Column
+    """Share of the ceiling that is free."""
     noise: Column
+    """Noise below 1."""
 
 
 def rank_balanced(rows: Rows) -> Column:
-    """Rank as `placement.Balanced`: the smallest number leads."""
+    """Rank like `placement.Balanced`: the smallest number leads."""
     marks = rows.room / rows.need
     np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
     marks *= _MARK
@@ -86,38 +93,44 @@ def rank_balanced(rows: Rows) -> Column:
 
 
 def rank_most_headroom(rows: Rows) -> Column:
-    """Rank as `placement.MostHeadroom`."""
+    """Rank like `placement.MostHeadroom`."""
     return rows.noise - rows.room
 
 
 RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
     {POLICIES["balanced"]: rank_balanced, POLICIES["most_headroom"]: rank_most_headroom}
 )
-"""A policy that is not here is asked about every node."""
+"""Array ranking of each policy; for other policies `place` examines every node."""
 
 
 class _Table:
-    """One model's columns. `fixed` and `slope` give the bytes needed by tokens, `wait` the seconds before a prompt,
-    `token` those for each of its tokens, `answer` those for each of its answer's. `read` has what the report says of
-    room, wait, ceiling and an answer's token, before promises and beside nobody; `full` how many decode at once, and
-    the seconds from one usual answer's end to the next where all of them do. `resting`: by its report the node has the
-    model loaded and no prompt to read; `idle`: nor was anything promised there since."""
+    """Columns of one model, one row per node."""
 
     def __init__(self, count: int) -> None:
         self.room: Column = np.zeros(count)
+        """Bytes of headroom."""
         self.fixed: Column = np.ones(count)
+        """Constant part of the bytes needed."""
         self.slope: Column = np.zeros(count)
+        """Bytes needed per token."""
         self.wait: Column = np.zeros(count)
+        """Seconds before a prompt starts."""
         self.token: Column = np.zeros(count)
+        """Seconds per prompt token."""
         self.answer: Column = np.zeros(count)
+        """Seconds per generated token."""
         self.fraction: Column = np.zeros(count)
         self.read: list[tuple[float, float, float, float]] = [_NOTHING] * count
+        """Room, wait, ceiling and seconds per generated token from the report, without reservations and other rows."""
         self.full: list[tuple[int, float]] = [(0, 0.0)] * count
+        """Decode rows, and the seconds between two ends of usual answers when all rows are taken."""
         self.resting = np.zeros(count, dtype=np.bool_)
+        """Whether the node has the model loaded and no queued prompt, according to its report."""
         self.idle = np.zeros(count, dtype=np.bool_)
+        """Whether the node is resting and nothing was reserved there since the report."""
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
-        """Take in a report."""
+        """Apply a report to a row."""
         memory = node.memory
         room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
         self.resting[row] = model.loaded and not node.engine.queued_tokens
@@ -141,7 +154,7 @@ class _Table:
         self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
 
     def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
-        """Take off what was promised since the report, in bytes and prompt tokens; so many rows are taken."""
+        """Subtract the reservations since the report: `need` in bytes, `tokens` of prompt, and `taken` decode rows."""
         room, wait, ceiling, answer = self.read[row]
         self.answer[row] = answer * (1.0 + ROW_COST * taken)
         self.room[row] = room = max(0.0, room - need)
@@ -154,7 +167,7 @@ class _Table:
 
 
 class Columns:
-    """The tables of one router; it must `follow` every view."""
+    """Tables of one router; every new view must pass through `follow`."""
 
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
@@ -175,7 +188,7 @@ class Columns:
         trials: Trials = FIRST,
         warm: Mapping[NodeId, float] = NOWHERE,
     ) -> Placement | NoPlacement:
-        """Pick a node like `placement.place`. Of the candidates only those that were examined are told."""
+        """Pick a node like `placement.place`. The result holds only the examined candidates."""
         ranks = RANKS.get(policy)
         if view is self._view and ranks is not None and request.choices == 1:
             self._settle()
@@ -220,10 +233,10 @@ class Columns:
             rank[row] = np.inf
         return None
 
-    # keeping up
+    # updates
 
     def follow(self, view: ClusterView) -> None:
-        """Take a new picture: rewrite the rows of the nodes that changed."""
+        """Apply a new view: rewrite the rows of the nodes that changed."""
         old, self._view = self._view, view
         if len(view.nodes) != len(old.nodes):
             self._begin(view)
@@ -244,7 +257,7 @@ class Columns:
         self._noise = np.random.default_rng(len(view.nodes)).random(2 * len(view.nodes))
 
     def _settle(self) -> None:
-        """Take off what was promised, and put back what was released, since the last placement."""
+        """Apply the reservations and releases since the last placement."""
         for node in self._ledger.take_touched():
             row = self._index.get(node)
             if row is not None:

@@ -1,4 +1,5 @@
-"""`/v1/messages`: Anthropic's body into the parts of a Generate frame, and `/v1/messages/count_tokens` into a Count."""
+"""`/v1/messages` and `/v1/messages/count_tokens`: convert Anthropic's bodies to the parts of a Generate or a Count
+frame."""
 
 from typing import NamedTuple
 
@@ -20,21 +21,21 @@ ANTHROPIC = Style(error_of, names=(b"request-id", b"x-request-id"))
 
 
 class MessagesRequest(Request, frozen=True, gc=False):
-    """A body that was understood. `thoughts`: the client wants to see them."""
+    """Parsed messages body. `thoughts`: the client wants to see the reasoning."""
 
     thoughts: bool = True
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
         return message(job, answer, finished, self.thoughts)
 
     def chunks(self, reader: Reader) -> MessageChunks:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
         return MessageChunks(reader.job, reader.demand.prompt_tokens or 0, self.thoughts)
 
 
 class Messages:
-    """The route; `strict` refuses unknown fields."""
+    """Messages route; `strict` refuses unknown fields."""
 
     style = ANTHROPIC
 
@@ -42,20 +43,20 @@ class Messages:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         found = MESSAGES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
 
 
 class Counted(NamedTuple):
-    """A prompt to count, and what of its body changes nothing."""
+    """Prompt to count, with the ignored fields of its body."""
 
     asked: Count
     ignored: tuple[str, ...]
 
 
 def count(body: bytes, created: int, *, strict: bool = False) -> Counted | Problem:
-    """Read the body of a count; `created` in seconds since 1970."""
+    """Parse the body of a count; `created` is in seconds since 1970."""
     found = COUNT.read(body, strict=strict)
     if isinstance(found, Problem):
         return found
@@ -100,7 +101,7 @@ def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> M
 
 
 def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], Tools, str] | Problem:
-    """Return what makes the prompt: messages, tools, and the template's variables."""
+    """Return the parts of the prompt: messages, tools, and the template's variables."""
     messages = messages_of(body.system, body.messages)
     if isinstance(messages, Problem):
         return messages
@@ -118,7 +119,7 @@ def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], Tools
 
 
 def _prefilled(messages: list[Message]) -> bool:
-    """Whether the answer has been begun by the client: then the model goes on with it."""
+    """Return whether the client has begun the answer: the model then continues it."""
     last = messages[-1]
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
@@ -130,7 +131,7 @@ def _thinks(thinking: Thinking | None) -> bool | None:
 
 
 def _grammar(body: CountBody, tools: Tools) -> Grammar | Problem | None:
-    """Return what the answer has to be like, and what is asked of calls: that there is one, and which."""
+    """Return the grammar of the answer: its format and its forced calls."""
     asked = body.output_config.format if body.output_config is not None else None
     form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
     if isinstance(form, Problem):

@@ -1,9 +1,9 @@
-"""Anthropic's messages into those of a Generate frame.
+"""Conversion of Anthropic's messages to those of a Generate frame.
 
-There a turn is a list of blocks; here a message has one text, one thought and its calls, and each result of a tool is a
-message of its own. Neighbours of one role become one, as Anthropic says they do: many templates know only turns that
-take turns. What the system says at the beginning, in `system` or in messages, is one message; what it says later stays
-where it is.
+Anthropic's turn is a list of blocks. A frame's message has one text, one reasoning and its calls, and each tool result
+is a separate message. Neighbours of one role are merged, as Anthropic documents, because many templates accept only
+alternating roles. System texts at the beginning, in `system` or in messages, become one message. Later system texts
+keep their position.
 """
 
 from collections.abc import Iterable, Sequence
@@ -29,7 +29,7 @@ _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
 def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicMessage]) -> list[Message] | Problem:
-    """Give the messages, or say which block stands where it cannot."""
+    """Convert the messages, or return the problem with the misplaced block."""
     messages: list[Message] = []
     if system:
         messages.append(Message("system", joined(system, _JOINT["system"])))
@@ -42,12 +42,12 @@ def messages_of(system: str | list[TextBlock] | None, found: Iterable[AnthropicM
 
 
 def joined(content: str | Sequence[TextBlock] | None, joint: str = "\n") -> str:
-    """Give the text of a content that has nothing else."""
+    """Return the text of a content that consists of text only."""
     return content if isinstance(content, str) else joint.join(block.text for block in content or ())
 
 
 def _runs(messages: list[Message]) -> Iterable[tuple[str, Iterable[Message]]]:
-    """Group neighbours of one role; each result of a tool stays alone."""
+    """Group neighbours of one role; each tool result stays alone."""
     for role, run in groupby(messages, key=lambda message: message.role):
         if role == "tool":
             yield from ((role, (message,)) for message in run)
@@ -68,7 +68,7 @@ def _merged(role: str, run: list[Message]) -> Message:
 
 
 def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
-    """Give a message's blocks, each as a message."""
+    """Yield a message's blocks, each as a message."""
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return

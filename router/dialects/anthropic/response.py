@@ -1,7 +1,7 @@
-"""`/v1/messages`: deltas and usage into Anthropic's answer, whole or as events; and its shape of an error.
+"""`/v1/messages`: convert deltas and usage to Anthropic's answer, whole or as events; and render its errors.
 
-A stream is a list of blocks, each opened, filled and closed before the next: a thought, a text, a call. The exact count
-of the prompt is in the first event once a node has told it, and in the last in any case.
+A stream is a list of blocks, each opened, filled and closed before the next: reasoning, text, a call. The first event
+has the exact count of the prompt if a node has counted it by then. The last event always has it.
 """
 
 from collections.abc import Iterable
@@ -16,8 +16,11 @@ from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
 
 SIGNATURE = "unsigned"
-"""Anthropic signs what its models think, and clients hand it back unread. Nothing is to be proven here, but a text must
-be there: some clients drop a thought without one."""
+"""Signature of reasoning blocks.
+
+Anthropic signs the reasoning of its models, and clients return the signature unread. Nothing is signed here, but a text
+is required: some clients drop a reasoning block without one.
+"""
 _TYPES: dict[int, str] = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
     413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
@@ -27,7 +30,7 @@ Block = dict[str, object]
 
 
 def error_of(problem: Problem, request_id: str) -> bytes:
-    """Give an error in Anthropic's shape; what else is known of it stands beside its message."""
+    """Render an error in Anthropic's shape; additional fields are next to its message."""
     kind = _TYPES.get(problem.status, "invalid_request_error" if problem.status < 500 else "api_error")
     error: dict[str, object] = {"type": kind, "message": problem.message, "code": problem.code, "param": problem.param}
     if problem.memory is not None:
@@ -36,12 +39,12 @@ def error_of(problem: Problem, request_id: str) -> bytes:
 
 
 def event(kind: str, **parts: object) -> bytes:
-    """Give one event."""
+    """Render one event."""
     return b"event: %s\ndata: %s\n\n" % (kind.encode(), msgspec.json.encode({"type": kind, **parts}))
 
 
 class MessageChunks:
-    """Makes the events of one stream. `prompt_tokens`: as known when it opens; without `thoughts` none are told."""
+    """Encoder of one stream. `prompt_tokens` is the initial count; without `thoughts` no reasoning is sent."""
 
     def __init__(self, job: Job, prompt_tokens: int, thoughts: bool) -> None:
         self._job = job
@@ -52,16 +55,16 @@ class MessageChunks:
         self._open: Channel | None = None
 
     def keepalive(self, why: str) -> bytes:
-        """Return a ping, behind a comment where there is something to say."""
+        """Render a ping, after a comment where there is a reason to report."""
         return (comment(why) if why else b"") + event("ping")
 
     def opening(self) -> bytes:
-        """Give the message without its content."""
+        """Render the message without its content."""
         usage = _usage(self._prompt_tokens, 0, 0)
         return event("message_start", message=_message(self._job, [], None, None, usage))
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give the events of some deltas."""
+        """Render some deltas."""
         events = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -75,18 +78,18 @@ class MessageChunks:
         return events
 
     def closing(self, finished: Finished) -> bytes:
-        """Give why the message ends, what it took, and its end."""
+        """Render the stop reason, the usage, and the end of the message."""
         reason, stop = stop_of(finished, self._pieces.calls)
         usage = _usage(finished.prompt_tokens, finished.cached_tokens, finished.completion_tokens, finished.thought)
         ended = event("message_delta", delta={"stop_reason": reason, "stop_sequence": stop}, usage=usage)
         return self._close() + ended + event("message_stop")
 
     def failing(self, problem: Problem) -> bytes:
-        """Give the event that ends a stream that broke."""
+        """Render the event that ends a failed stream."""
         return b"event: error\ndata: %s\n\n" % error_of(problem, self._job.request_id)
 
     def _called(self, call: Call) -> bytes:
-        """Give a block that is filled by one delta: a call is told when it is finished."""
+        """Render a block with a single delta: a call is sent when it is complete."""
         whole = self._begin(Channel.TOOL_CALL, _use(call, {}))
         return whole + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
 
@@ -112,7 +115,7 @@ class MessageChunks:
 
 
 def message(job: Job, answer: Answer, finished: Finished, thoughts: bool) -> bytes:
-    """Give the whole answer of a request that did not ask for a stream."""
+    """Render the whole answer to a request without a stream."""
     said = spoken(answer)
     content: list[Block] = []
     if said.reasoning and thoughts:
@@ -130,7 +133,7 @@ def _use(call: Call, given: Block) -> Block:
 
 
 def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
-    """Say why it ended, and which stop sequence it was if one did."""
+    """Return the stop reason, and the stop sequence if one ended the answer."""
     reason = finished.reasons[0] if finished.reasons else "stop"
     stop = finished.stops[0] if finished.stops else ""
     if stop:
@@ -154,7 +157,7 @@ def _message(job: Job, content: list[Block], reason: str | None, stop: str | Non
 
 
 def _usage(prompt: int, cached: int, output: int, thought: int = 0) -> Block:
-    """Give the counts: there the input is what was not found in a cache."""
+    """Return the token counts: Anthropic's input excludes cached tokens."""
     return {
         "input_tokens": max(0, prompt - cached),
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape."""
+"""Schema of the bodies of `/v1/messages` and `/v1/messages/count_tokens`: Anthropic's shape."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -51,13 +51,13 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
 
 
 class Cached(Strict):
-    """Base of what may be marked for a cache."""
+    """Base of parts that may be marked for a cache."""
 
     cache_control: Any = None
 
 
 class TextBlock(Cached):
-    """A piece of text."""
+    """Text part."""
 
     type: Literal["text"]
     text: str
@@ -65,7 +65,7 @@ class TextBlock(Cached):
 
 
 class ToolUseBlock(Cached):
-    """A call that the assistant made in an earlier turn."""
+    """Call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
     id: Named
@@ -75,7 +75,7 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """What came of a call; that it went wrong is for its text to say."""
+    """Result of a call. Its text describes an error."""
 
     type: Literal["tool_result"]
     tool_use_id: Named
@@ -84,7 +84,7 @@ class ToolResultBlock(Cached):
 
 
 class ThinkingBlock(Strict):
-    """What the assistant thought in an earlier turn."""
+    """Reasoning of the assistant in an earlier turn."""
 
     type: Literal["thinking"]
     thinking: str
@@ -92,7 +92,7 @@ class ThinkingBlock(Strict):
 
 
 class RedactedThinkingBlock(Strict):
-    """What somebody else's model thought, and nobody here can read."""
+    """Encrypted reasoning of another server's model, which cannot be read here."""
 
     type: Literal["redacted_thinking"]
     data: str
@@ -118,15 +118,17 @@ Content = Annotated[
 
 
 class AnthropicMessage(Strict):
-    """One message. Those of the role system may stand anywhere."""
+    """Message. A message of the role system may be at any position."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
 class Tool(Cached):
-    """A tool that the model may call. Hints for Anthropic's own servers change nothing; With `strict`
-    the input of its calls is as `input_schema` says."""
+    """Tool that the model may call. Hints for Anthropic's own servers have no effect.
+
+    With `strict` the input of its calls follows `input_schema`.
+    """
 
     type: Literal["custom"] | None = None
     name: FunctionName
@@ -150,7 +152,7 @@ AnyTool = Annotated[
 
 
 class ToolChoice(Strict):
-    """Which tools may be called."""
+    """Permitted and forced tools."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: Named | None = None
@@ -158,7 +160,7 @@ class ToolChoice(Strict):
 
 
 class Thinking(Strict):
-    """Whether the model thinks first."""
+    """Reasoning options."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Field(ge=0)] | None = None
@@ -166,21 +168,21 @@ class Thinking(Strict):
 
 
 class JsonFormat(Strict):
-    """JSON of a schema."""
+    """Format: JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
 class OutputConfig(Strict):
-    """How much effort an answer is worth, and what it is like."""
+    """Effort and format of the answer."""
 
     effort: Effort | None = None
     format: JsonFormat | None = None
 
 
 class CountBody(Strict):
-    """The request body of a count."""
+    """Request body of a count."""
 
     model: Named
     messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
@@ -192,7 +194,7 @@ class CountBody(Strict):
 
 
 class MessagesBody(CountBody):
-    """The request body."""
+    """Request body of a message."""
 
     max_tokens: Tokens
     stop_sequences: Stops | None = None
@@ -204,7 +206,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """The conversation's name, if its client gave one that is not too long."""
+        """Name of the conversation, if its client gave one of at most LONGEST_NAME characters."""
         found = (self.metadata or {}).get("user_id")
         return found if isinstance(found, str) and len(found) <= LONGEST_NAME else ""
 

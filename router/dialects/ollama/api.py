@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: Ollama's bodies into the parts of a Generate frame."""
+"""`/api/chat` and `/api/generate`: convert Ollama's bodies to the parts of a Generate frame."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -32,31 +32,33 @@ from router.errors import Problem, invalid
 from wire.frames import Finished, Grammar, Message, Params, ToolCall
 
 MOST_WAITING_CALLS = 2 * MOST_CALLS
-"""Calls without a result to which the results of an Ollama conversation are matched; the newest are kept."""
+"""Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
 
 
 class OllamaRequest(Request, frozen=True, gc=False):
-    """A body that was understood. `chat` says which of the two it was; `text` is a raw prompt."""
+    """Parsed body of either route."""
 
     chat: bool = True
+    """Whether the route is `/api/chat`."""
     text: str = ""
+    """Raw prompt."""
 
     def job(self, key: str, request_id: str, created: int) -> Job:
-        """See `Request`."""
+        """Build the job for the dispatcher; see `Request`."""
         return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
                    self.template, include_usage=True, text=self.text, ignored=self.ignored)  # fmt: skip
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
         return whole(Shape(job, self.chat), answer, finished)
 
     def chunks(self, reader: Reader) -> Lines:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
         return Lines(Shape(reader.job, self.chat))
 
 
 class OllamaChat:
-    """The route of conversations; `strict` refuses unknown fields."""
+    """Route of conversations; `strict` refuses unknown fields."""
 
     style = OLLAMA
 
@@ -64,7 +66,7 @@ class OllamaChat:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         found = CHAT.read(body, strict=self._strict)
         if isinstance(found, Problem):
             return found
@@ -78,7 +80,7 @@ class OllamaChat:
 
 
 class OllamaGenerate:
-    """The route of single prompts; `strict` refuses unknown fields."""
+    """Route of single prompts; `strict` refuses unknown fields."""
 
     style = OLLAMA
 
@@ -86,13 +88,13 @@ class OllamaGenerate:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         found = GENERATE.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
 
 
 def plain_name(model: str) -> str:
-    """Give a model's name as the cluster knows it: Ollama's clients put `:latest` behind what has no tag."""
+    """Return a model's name as the cluster knows it: Ollama's clients append `:latest` to a name without a tag."""
     return model.removesuffix(":latest") or model
 
 
@@ -139,7 +141,7 @@ def _request(
 
 
 def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]] | Problem:
-    """Return how the answer is drawn, and the options that change nothing."""
+    """Return the sampling parameters and the ignored options."""
     found = OPTIONS.understand(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
@@ -171,7 +173,7 @@ def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> Tools | Proble
 
 
 def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
-    """Give the messages. Ollama's calls may be without ids, so results are matched to them by name and order."""
+    """Convert the messages. Ollama's calls may lack ids: results are matched to them by name and order."""
     messages: list[Message] = []
     waiting: dict[str, str] = {}
     for at, message in enumerate(found):

@@ -1,7 +1,7 @@
-"""Ollama's routes about models, for reading: what the cluster serves, in the shapes that its clients list and show.
+"""Ollama's read-only routes about models: the cluster's models in the shapes that Ollama's clients list and show.
 
-Names are ours, without tags. What only files of Ollama's own have (parameters, templates, families) is empty; digests
-are made of our fingerprints, so they change when the weights do.
+Names are Macpool's, without tags. Fields that exist only in Ollama's own files (parameters, templates, families) are
+empty. Digests derive from Macpool's fingerprints and change with the weights.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from router.placement.cluster_view import ClusterView
 from wire.report import Model
 
 SPOKEN = "0.12.6"
-"""The version of Ollama whose shapes these are. Clients compare it; what we are is in `cluster version`."""
+"""Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
 NEVER = "0001-01-01T00:00:00Z"
-"""Ollama's way to write no time: a model leaves when its memory is needed, not at an hour."""
+"""Ollama's form of no time: a model is unloaded when its memory is needed, not at a fixed time."""
 REFUSED = frozenset({
     "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/embed", "/api/embeddings",
 })  # fmt: skip
@@ -27,7 +27,7 @@ Row = dict[str, object]
 
 
 def refused(path: str) -> Problem:
-    """Give the answer to what changes models, or makes no text."""
+    """Build the answer to a route that changes models or generates no text."""
     text = (
         f"{path} is not offered: models lie on the nodes, and `cluster model load` and `cluster model unload` move them"
     )
@@ -37,7 +37,7 @@ def refused(path: str) -> Problem:
 
 
 def version() -> bytes:
-    """Say which Ollama we speak like."""
+    """Render the emulated version of Ollama."""
     return msgspec.json.encode({"version": SPOKEN})
 
 
@@ -57,7 +57,7 @@ def running(view: ClusterView) -> bytes:
 
 
 def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
-    """Show one model."""
+    """Render one model."""
     found = SHOW.read(body)
     if isinstance(found, Problem):
         return found

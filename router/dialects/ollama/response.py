@@ -1,4 +1,4 @@
-"""`/api/chat` and `/api/generate`: deltas and usage into Ollama's answer, whole or a line of JSON at a time."""
+"""`/api/chat` and `/api/generate`: convert deltas and usage to Ollama's answer, whole or as lines of JSON."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ Line = dict[str, object]
 
 
 def error_of(problem: Problem, request_id: str) -> bytes:
-    """Give an error in Ollama's shape: a text; what else is known of it stands beside it."""
+    """Render an error in Ollama's shape: a text, with additional fields next to it."""
     error: Line = {"error": problem.message, "code": problem.code, "param": problem.param, "request_id": request_id}
     if problem.memory is not None:
         error["memory"] = msgspec.structs.asdict(problem.memory)
@@ -28,12 +28,12 @@ OLLAMA = Style(error_of, b"application/x-ndjson")
 
 
 def moment(seconds: int) -> str:
-    """Write a time since 1970 as Ollama does."""
+    """Format a time in seconds since 1970 as Ollama does."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Shape:
-    """How one of the two routes says a piece. `chat`: in a message, else beside the rest."""
+    """Answer format of the two routes. With `chat` a piece is in a message, else at the top level."""
 
     def __init__(self, job: Job, chat: bool) -> None:
         self.job = job
@@ -41,7 +41,7 @@ class Shape:
         self._about: Line = {"model": job.demand.model, "created_at": moment(job.created)}
 
     def line(self, content: str, thinking: str = "", calls: Iterable[Call] = (), end: Line | None = None) -> Line:
-        """Give one answer or one piece of it."""
+        """Return one answer or one piece of it."""
         said: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
             said["thinking"] = thinking
@@ -51,7 +51,7 @@ class Shape:
         return {**self._about, **({"message": said} if self._chat else said), "done": False, **(end or {})}
 
     def end(self, finished: Finished) -> Line:
-        """Give what the last line says besides: why it ended, tokens, and nanoseconds."""
+        """Return the additional fields of the last line: stop reason, tokens, and durations in nanoseconds."""
         timings = finished.timings
         waiting, prefill, decode = map(_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"
@@ -63,22 +63,22 @@ class Shape:
 
 
 class Lines:
-    """Makes the lines of one stream."""
+    """Encoder of one stream."""
 
     def __init__(self, shape: Shape) -> None:
         self._shape = shape
         self._pieces = Pieces()
 
     def keepalive(self, why: str) -> bytes:
-        """Return an empty piece; lines have no comments."""
+        """Render an empty piece; lines have no comments."""
         return _written(self._shape.line(""))
 
     def opening(self) -> bytes:
-        """Nothing stands before the first piece."""
+        """Return nothing: no bytes precede the first piece."""
         return b""
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give a line for each piece."""
+        """Render a line for each piece."""
         lines = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -89,16 +89,16 @@ class Lines:
         return lines
 
     def closing(self, finished: Finished) -> bytes:
-        """Give the last line."""
+        """Render the last line."""
         return _written(self._shape.line("", end=self._shape.end(finished)))
 
     def failing(self, problem: Problem) -> bytes:
-        """Give the line that ends a stream that broke."""
+        """Render the line that ends a failed stream."""
         return error_of(problem, self._shape.job.request_id) + b"\n"
 
 
 def whole(shape: Shape, answer: Answer, finished: Finished) -> bytes:
-    """Give the whole answer of a request that did not want a stream."""
+    """Render the whole answer to a request without a stream."""
     said = spoken(answer)
     return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
 

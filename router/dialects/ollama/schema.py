@@ -1,4 +1,4 @@
-"""The bodies of `/api/chat`, `/api/generate` and `/api/show`: Ollama's shape, and its options."""
+"""Schema of the bodies of `/api/chat`, `/api/generate` and `/api/show`: Ollama's shape and its options."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -77,7 +77,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType({
 
 
 class Options(Strict):
-    """How the answer is drawn."""
+    """Sampling options."""
 
     num_predict: Annotated[int, Field(ge=-2, le=MOST_TOKENS)] | None = None
     stop: StopOrStops | None = None
@@ -92,7 +92,7 @@ class Options(Strict):
 
 
 class CalledFunction(Strict):
-    """A function that the assistant called."""
+    """Function that the assistant called."""
 
     name: Named
     arguments: dict[str, Any]
@@ -100,7 +100,7 @@ class CalledFunction(Strict):
 
 
 class OllamaCall(Strict):
-    """A call that the assistant made in an earlier turn."""
+    """Call that the assistant made in an earlier turn."""
 
     id: Name | None = None
     type: Literal["function"] | None = None
@@ -108,7 +108,7 @@ class OllamaCall(Strict):
 
 
 class OllamaMessage(Strict):
-    """One message."""
+    """Message."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
@@ -141,7 +141,7 @@ Format = Annotated[
 
 
 class Asking(Strict):
-    """What both bodies have."""
+    """Common fields of both bodies."""
 
     model: Named
     stream: bool | None = None
@@ -156,7 +156,7 @@ OllamaTool = Annotated[
 
 
 class OllamaChatBody(Asking):
-    """The request body of `/api/chat`."""
+    """Request body of `/api/chat`."""
 
     messages: Annotated[
         list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
@@ -165,7 +165,7 @@ class OllamaChatBody(Asking):
 
 
 class OllamaGenerateBody(Asking):
-    """The request body of `/api/generate`."""
+    """Request body of `/api/generate`."""
 
     prompt: Annotated[str, Field(min_length=1)]
     system: str | None = None
@@ -173,7 +173,7 @@ class OllamaGenerateBody(Asking):
 
 
 class OllamaShowBody(Strict):
-    """The request body of `/api/show`; `name` is how older clients say `model`."""
+    """Request body of `/api/show`; older clients send `name` instead of `model`."""
 
     model: Named | None = None
     name: Named | None = None

@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: a body in OpenAI's shape into the parts of a Generate frame.
+"""`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-pydantic lives at this edge only (`chat_body`). What is accepted has an effect, or is named as ignored; everything else
-is a 400 that names the parameter.
+Only this edge uses pydantic (`chat_body`). Every accepted field has an effect or is named as ignored. Anything else is
+a 400 that names the parameter.
 """
 
 from functools import lru_cache
@@ -25,26 +25,26 @@ from router.errors import Problem, invalid
 from wire.frames import Finished, Grammar
 
 KNOWN_TOOLS = 64
-"""Lists of tools that are remembered, each of at most `chat_quick.LONGEST` bytes."""
+"""Cached lists of tools, each of at most `chat_quick.LONGEST` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
 class ChatRequest(Request, frozen=True, gc=False):
-    """A body that was understood. `custom` names the custom tools among its functions."""
+    """Parsed chat body. `custom` names the custom tools among its functions."""
 
     custom: frozenset[str] = frozenset()
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
         return completion(job, answer, finished, self.custom)
 
     def chunks(self, reader: Reader) -> ChatChunks:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
         return ChatChunks(reader.job, self.custom, reader.fingerprint)
 
 
 class Chat:
-    """The route; `strict` refuses unknown fields."""
+    """Chat route; `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -52,12 +52,12 @@ class Chat:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ChatRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         return parse(body, strict=self._strict)
 
 
 def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Read a body (UTF-8 JSON), or say which parameter is wrong and why; `strict` refuses unknown fields."""
+    """Parse a body (UTF-8 JSON), or return the problem with the parameter; `strict` refuses unknown fields."""
     plain = chat_fast_parse.read(body, plain_tools)
     if plain is not None:
         return ChatRequest(*plain)
@@ -66,8 +66,10 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
 
 @lru_cache(KNOWN_TOOLS)
 def plain_tools(raw: bytes) -> str | None:
-    """Return the text of a body's tools, which an agent sends with every request; None where there is more to say of
-    them."""
+    """Return the text of a body's tools, which an agent sends with every request.
+
+    Return None for tools that the fast parser cannot handle.
+    """
     found = parse_wholly(_ONLY_TOOLS % raw)
     if isinstance(found, Problem) or not found.tools or found.ignored or found.custom or found.params.grammar:
         return None
@@ -75,13 +77,13 @@ def plain_tools(raw: bytes) -> str | None:
 
 
 def parse_wholly(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
-    """Read any body, also one of which nothing is wrong."""
+    """Parse any body with the complete parser, including a valid one."""
     found = CHAT.read(body, strict=strict)
     return found if isinstance(found, Problem) else _request(found.body, found.asked, found.ignored, strict=strict)
 
 
 def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: bool) -> ChatRequest | Problem:
-    """Put the parts together; `asked` is the body as it was written."""
+    """Build the request; `asked` is the body as JSON."""
     messages = messages_of(body.messages)
     if isinstance(messages, Problem):
         return messages
@@ -124,7 +126,7 @@ def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: b
 
 
 def _grammar(body: ChatBody, tools: Tools) -> Grammar | Problem | None:
-    """Return what the answer has to be like: its format, and the calls that are asked for."""
+    """Return the grammar of the answer: its format and its forced calls."""
     form = body.form()
     if isinstance(form, Problem):
         return form
@@ -135,7 +137,7 @@ def _grammar(body: ChatBody, tools: Tools) -> Grammar | Problem | None:
 
 
 def _tools(body: ChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
-    """Return the tools as they came, without text when there are none or none may be called."""
+    """Return the tools in their order, without text when there are none or none may be called."""
     if not body.tools:
         return NO_TOOLS
     raw = cast("list[Body]", asked["tools"])
@@ -151,5 +153,5 @@ def _offered(tool: Tool | CustomTool, raw: Body) -> Offered:
 
 
 def _asks_usage(usage: object) -> bool:
-    """Return whether OpenRouter's form of `stream_options.include_usage` asks for it."""
+    """Return whether OpenRouter's form of `stream_options.include_usage` is set."""
     return isinstance(usage, dict) and cast("Body", usage).get("include") is True

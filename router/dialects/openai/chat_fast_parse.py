@@ -1,15 +1,15 @@
-"""The common chat body, read in C: plain texts, calls of functions and their results, the usual parameters.
+"""Fast parser of common chat bodies in C: plain texts, function calls and their results, usual parameters.
 
 `router/dialects/openai/chat.py` defines the meaning of a body. This module recognises bodies that are certainly valid,
-several times faster, and returns None for all others. A property test compares both readers: a body that this one
-accepts gives the same request in the other.
+several times faster, and returns None for all others. A property test compares both parsers: a body accepted here gives
+the same request there.
 
-A key that stands twice must be refused, and msgspec takes the last. Each key is followed by a colon, and within a text
-a quote before a colon has a backslash before it. Where as many colons follow a bare quote as keys were read, no key
-stands twice. A null is read as a key that is not there, and so leaves a colon too many.
+A duplicate key must be refused, but msgspec takes the last one. Each key is followed by a colon, and within a text a
+quote before a colon has a backslash before it. Where the number of colons after a bare quote equals the number of
+parsed keys, no key is duplicate. A null counts as a missing key and therefore leaves a surplus colon.
 
-Tools are most of an agent's body and the same in each of its requests: they are left as bytes here, looked up, and cut
-out of what is counted.
+Tools are most of an agent's body and the same in each of its requests. They stay bytes here, are looked up in a cache,
+and are cut out of the counted text.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ from router.placement.place import Demand
 from wire.frames import Message, Params, ToolCall
 
 LONGEST = 64 * 1024
-"""Bytes of a body that may be plain."""
+"""Maximum bytes of a body for this parser."""
 _WHITESPACE = b" \t\n\r"
 _BEGINNING = 64
-"""Bytes by which the tools are found in their body: quotes among them are bare, so no text has the same."""
+"""Bytes that locate the tools in their body: their quotes are bare, and no text contains the same bytes."""
 _INT64 = 2**63 - 1
 
 Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
@@ -47,7 +47,7 @@ Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
 class Plain(NamedTuple):
-    """A body that was understood: the first fields of a `ChatRequest`."""
+    """Parsed body: the first fields of a `ChatRequest`."""
 
     demand: Demand
     messages: tuple[Message, ...]
@@ -105,20 +105,22 @@ _decoder = msgspec.json.Decoder(_Body)
 
 
 def _count_keys(text: bytes) -> int:
-    """Count the keys of a JSON text, each as often as it stands there."""
-    packed = text.translate(None, _WHITESPACE)  # with two counts a quarter of the time that a pattern takes
+    """Count the keys of a JSON text, including duplicates."""
+    packed = text.translate(None, _WHITESPACE)  # two counts take a quarter of the time of a pattern
     return packed.count(b'":') - packed.count(b'\\":')
 
 
 def _without(body: bytes, part: bytes) -> bytes:
-    """Return a body without its tools; the whole body where these stand elsewhere than they seem to."""
+    """Return a body without its tools; the whole body where the tools are not at the first match."""
     at = body.find(part[:_BEGINNING])
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
 
 
 def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | None:
-    """Return what a plain body asks for, None where only the strict reader can say. `plain_tools` returns the text of
-    tools for the model from their JSON, None where something is to be said of them."""
+    """Return the request of a plain body, None where only the complete parser can decide.
+
+    `plain_tools` converts the JSON of tools to their text for the model, None where that needs the complete parser.
+    """
     if len(body) > LONGEST:
         return None
     try:
@@ -163,7 +165,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
 
 
 def _message(one: _Message) -> Message | None:
-    """Return a message that has the fields of its role and no others."""
+    """Return a message that has only the fields of its role, None for any other."""
     role, content = one.role, one.content
     if role == "tool":
         if one.tool_call_id is UNSET or one.tool_calls is not UNSET or not isinstance(content, str):

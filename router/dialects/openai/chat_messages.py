@@ -1,8 +1,8 @@
-"""Messages of a chat body into those of a Generate frame.
+"""Conversion of a chat body's messages to those of a Generate frame.
 
-A tool message must say which call it answers, but the call need not be in the conversation: clients cut long histories
-at any place, and a model reads a result well without its question. Fields that mean nothing in a message of that role
-are refused, unless they are empty: client libraries write all fields of one class into every message.
+A tool message must name its call, but the call may be missing from the conversation. Clients cut long histories at any
+place, and a model understands a result without its call. A field that has no meaning in a message of that role is
+refused, unless it is empty. Client libraries write all fields of one class into every message.
 """
 
 from router.dialects.openai.chat_schema import ChatMessage, MessageCustomCall, MessageToolCall, TextPart
@@ -18,7 +18,7 @@ _ONLY = (
 
 
 def messages_of(found: list[ChatMessage]) -> tuple[Message, ...] | Problem:
-    """Give the messages, or say what is missing or too much in which."""
+    """Convert the messages, or return the problem with the path of a missing or surplus field."""
     messages: list[Message] = []
     for index, message in enumerate(found):
         wrong = _wrong(message, f"messages[{index}]")

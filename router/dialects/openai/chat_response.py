@@ -1,7 +1,7 @@
-"""`/v1/chat/completions`: deltas and usage into OpenAI's answer, whole or as server-sent events.
+"""`/v1/chat/completions`: convert deltas and usage to OpenAI's answer, whole or as server-sent events.
 
-The hot path is `ChatChunks.deltas`: one event per piece of text is a prefix and a suffix that were made once per choice
-and channel, with the text escaped by the C encoder between them. Log probabilities and tool calls leave that path.
+The hot path is `ChatChunks.deltas`. An event for a piece of text is a prefix and a suffix, prepared once per choice and
+channel, with the text escaped by the C encoder between them. Log probabilities and tool calls take a slower path.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class ChatChunks:
-    """Makes the events of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
+    """Encoder of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
 
     def __init__(self, job: Job, custom: Collection[str] = (), fingerprint: str = "") -> None:
         self._custom = custom
@@ -51,16 +51,16 @@ class ChatChunks:
         self._suffix = '},"logprobs":null,"finish_reason":null}]' + self._tail
 
     def keepalive(self, why: str) -> bytes:
-        """Return a comment."""
+        """Render a comment."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Give the chunk that names the role, for every choice."""
+        """Render the chunk with the role, for every choice."""
         delta = '{"role":"assistant","content":""}'
         return "".join(self._choice(choice, delta) for choice in range(self._choices)).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give the events of some deltas; empty when they hold nothing for a client."""
+        """Render some deltas; empty when they hold nothing for a client."""
         prefixes = self._prefixes
         suffix = self._suffix
         events = ""
@@ -77,7 +77,7 @@ class ChatChunks:
         return events.encode()
 
     def closing(self, finished: Finished) -> bytes:
-        """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
+        """Render the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
             self._choice(choice, "{}", reason=f'"{_reason(finished, choice, calls)}"')
             for choice, calls in enumerate(self._calls)
@@ -86,7 +86,7 @@ class ChatChunks:
         return (ends + usage).encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
-        """Give the event that ends a stream that broke; no `[DONE]` follows it."""
+        """Render the event that ends a failed stream; no `[DONE]` follows it."""
         return problem.event(self._request_id)
 
     def _choice(self, choice: int, delta: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -94,8 +94,11 @@ class ChatChunks:
         return self._head + body + self._tail
 
     def _with_logprobs(self, delta: Delta) -> str:
-        """Give the events of a delta with log probabilities: they go with its content, else with its reasoning, else
-        (the text is not final yet, or is a tool call) with an empty content of their own."""
+        """Render a delta with log probabilities.
+
+        They go with its content, else with its reasoning. Otherwise the text is not final yet or is a tool call, and
+        they go with an empty content.
+        """
         choice = delta.choice
         if not 0 <= choice < self._choices:
             return ""
@@ -111,7 +114,7 @@ class ChatChunks:
         return events + "".join(self._call(choice, channel, text) for channel, text in delta.pieces)
 
     def _call(self, choice: int, channel: int, piece: str) -> str:
-        """Give the event of one tool call; nothing when the piece is none."""
+        """Render one tool call; empty when the piece is invalid."""
         if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
             return ""
         call = tool_call(piece, self._custom)
@@ -123,7 +126,7 @@ class ChatChunks:
 
 
 def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | None:
-    """Return a call in OpenAI's shape, of a `custom` tool or of a function; None when it is none."""
+    """Return a call in OpenAI's shape, of a `custom` tool or of a function; None for an invalid piece."""
     call = call_of(piece)
     if call is None:
         return None
@@ -176,7 +179,7 @@ class _Completion(msgspec.Struct, gc=False):
 
 
 def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[str] = ()) -> bytes:
-    """Return the whole answer of a request that did not ask for a stream; `custom` names its custom tools."""
+    """Render the whole answer to a request without a stream; `custom` names its custom tools."""
     choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
     name = f"chatcmpl-{job.request_id}"
     return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished),
@@ -216,7 +219,7 @@ def _json(value: object) -> str:
 
 
 def usage_of(finished: Finished) -> Usage:
-    """Give the exact counts of a finished request."""
+    """Return the exact token counts of a finished request."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
     return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens),
                  _Written(finished.thought))  # fmt: skip

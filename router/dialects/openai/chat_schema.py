@@ -1,8 +1,8 @@
-"""The body of `/v1/chat/completions` as pydantic reads it: OpenAI's shape, and the parameters that its users add.
+"""Schema of the body of `/v1/chat/completions` for pydantic: OpenAI's shape with common extra parameters.
 
-Three tables say what happens to the rest: `NEUTRAL` (not offered, but the values that ask for nothing pass), `HARMLESS`
-(passes, because it changes nothing here), and everything else is refused as unknown. What a model of this cluster may
-lack (`Demand.features`) is accepted here and judged by placement.
+Three tables define the other fields. `NEUTRAL` fields are not offered, but their neutral values pass. `HARMLESS` fields
+pass, because they have no effect here. Any other field is unknown. A feature that some models of this cluster lack
+(`Demand.features`) is accepted here and checked by placement.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType({
     "prediction": "an answer is as fast without it", "moderation": "answers are not filtered",
     "verbosity": "say it in the prompt", "web_search_options": "nothing is searched here: offer a tool that does",
 })  # fmt: skip
-"""Fields that change nothing in the answer of a cluster like this, and why."""
+"""Fields without an effect on the answer of such a cluster, with the reason."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "functions": (None, []),
@@ -53,7 +53,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
     "modalities": (None, ["text"]),
     "audio": (None,),
 })  # fmt: skip
-"""Fields that are not offered, with the values that ask for nothing."""
+"""Fields that are not offered, with their accepted neutral values."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType({
     "prompt_cache_key": SESSION_NOTE,
@@ -77,18 +77,18 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
     **FORMS,
     "include_obfuscation": "nothing is added to the chunks of a stream",
 })  # fmt: skip
-"""What to do instead, where there is something."""
+"""Alternatives, where there are any."""
 
 
 class TextPart(Strict):
-    """One piece of a message's text."""
+    """Text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
 class RefusalPart(Strict):
-    """One piece of what the assistant said when it declined."""
+    """Text part of an assistant's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -104,7 +104,7 @@ Content = Annotated[
 
 
 class CalledFunction(Strict):
-    """A function that the assistant called. `arguments` is JSON text, as far as the model kept to it."""
+    """Function that the assistant called. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     name: Named
     arguments: str
@@ -112,8 +112,10 @@ class CalledFunction(Strict):
 
 
 class MessageToolCall(Strict):
-    """A call that the assistant made in an earlier turn. `index` and `parsed_arguments` are what client libraries leave
-    in the messages that they put together from a stream."""
+    """Call that the assistant made in an earlier turn.
+
+    Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
+    """
 
     id: Named
     type: Literal["function"] = "function"
@@ -122,14 +124,14 @@ class MessageToolCall(Strict):
 
 
 class CalledCustom(Strict):
-    """A custom tool that the assistant called."""
+    """Custom tool that the assistant called."""
 
     name: Named
     input: str
 
 
 class MessageCustomCall(Strict):
-    """A call of a custom tool that the assistant made in an earlier turn."""
+    """Call of a custom tool that the assistant made in an earlier turn."""
 
     id: Named
     type: Literal["custom"]
@@ -144,7 +146,7 @@ MessageCall = Annotated[
 
 
 class ChatMessage(Strict):
-    """One message of the conversation."""
+    """Message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
@@ -161,7 +163,7 @@ class ChatMessage(Strict):
 
 
 class Function(Strict):
-    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
+    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
 
     name: FunctionName
     description: str | None = None
@@ -170,14 +172,14 @@ class Function(Strict):
 
 
 class Tool(Strict):
-    """A tool that the model may call."""
+    """Tool that the model may call."""
 
     type: Literal["function"]
     function: Function
 
 
 class Custom(Strict):
-    """What a custom tool is: it takes a text."""
+    """Custom tool, which takes a text."""
 
     name: FunctionName
     description: str | None = None
@@ -191,7 +193,7 @@ class Custom(Strict):
 
 
 class CustomTool(Strict):
-    """A custom tool that the model may call."""
+    """Custom tool that the model may call."""
 
     type: Literal["custom"]
     custom: Custom
@@ -208,7 +210,7 @@ Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
 class ChatBody(Formed):
-    """The request body. What is not offered is refused with `unsupported_parameter`, what is ignored is named."""
+    """Request body. A field that is not offered is refused with `unsupported_parameter`; ignored fields are named."""
 
     model: Named
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]

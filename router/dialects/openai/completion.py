@@ -1,7 +1,7 @@
-"""`/v1/completions`: one job for each prompt, told as one answer whose choices are counted through.
+"""`/v1/completions`: one job for each prompt, combined into one answer with consecutive choices.
 
-A prompt is text or token ids, and goes to the model as it is. What comes back is text whatever it looks like: neither
-thoughts nor calls are read in it.
+A prompt is text or token ids and goes to the model unchanged. The answer is plain text: neither reasoning nor calls are
+parsed in it.
 """
 
 from collections.abc import Sequence
@@ -22,13 +22,13 @@ from router.errors import Problem, invalid
 from wire.frames import Finished, Params
 
 USUAL_LENGTH = 16
-"""Tokens of an answer where the body does not say: OpenAI's default, which its clients count on."""
+"""Tokens of an answer without `max_tokens`: OpenAI's default, on which its clients rely."""
 
 Prompt = str | tuple[int, ...]
 
 
 class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
-    """A body that was understood; with `echo` every choice begins with its prompt."""
+    """Parsed completion body; with `echo` every choice begins with its prompt."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -40,7 +40,7 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return one job for each prompt; see `router.dialects.shared.interface.Asked`."""
         return [self._job(prompt, key, request_id, created) for prompt in self.prompts]
 
     def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
@@ -50,21 +50,21 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
                    ignored=self.ignored)  # fmt: skip
 
     def _echoes(self) -> list[str]:
-        """Give what stands before each choice."""
+        """Return the text before each choice."""
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
         return completion(job, answer, finished, self._echoes())
 
     def chunks(self, reader: Reader) -> CompletionChunks:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
         return CompletionChunks(reader.job, self._echoes())
 
 
 class Completion:
-    """The route; `strict` refuses unknown fields."""
+    """Completion route; `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -72,7 +72,7 @@ class Completion:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         found = COMPLETION.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored)
 
@@ -103,7 +103,7 @@ def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:
 
 
 def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | None:
-    """Say what does not go together."""
+    """Return the problem of fields that exclude each other, None without one."""
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
         return unsupported("best_of", why=f"best_of {body.best_of} is not supported: only n ({n}) answers are made")

@@ -1,4 +1,4 @@
-"""`/v1/completions`: deltas and usage into OpenAI's older shape, whole or as server-sent events."""
+"""`/v1/completions`: convert deltas and usage to OpenAI's older shape, whole or as server-sent events."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -16,7 +16,7 @@ from wire.frames import Channel, Delta, Finished, Logprob
 
 
 class CompletionChunks:
-    """Makes the events of one stream; `echoes` stand before the text of each choice."""
+    """Encoder of one stream; `echoes` precede the text of each choice."""
 
     def __init__(self, job: Job, echoes: Sequence[str]) -> None:
         self._job = job
@@ -26,16 +26,16 @@ class CompletionChunks:
         self._offsets = [len(echo) for echo in echoes]
 
     def keepalive(self, why: str) -> bytes:
-        """Return a comment."""
+        """Render a comment."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Give the prompts where they are wanted back."""
+        """Render the prompts where `echo` is set."""
         told = (self._event(choice, echo) for choice, echo in enumerate(self._echoes) if echo)
         return "".join(told).encode()
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give the events of some deltas."""
+        """Render some deltas."""
         return "".join(self._delta(delta) for delta in deltas).encode()
 
     def _delta(self, delta: Delta) -> str:
@@ -51,7 +51,7 @@ class CompletionChunks:
         return self._event(choice, text, logprobs) if text or logprobs != "null" else ""
 
     def closing(self, finished: Finished) -> bytes:
-        """Give the reasons of all choices, the usage if it was asked for, and the end of the stream."""
+        """Render the finish reasons of all choices, the usage if requested, and the end of the stream."""
         ends = "".join(
             self._event(choice, "", "null", f'"{reason}"')
             for choice, reason in enumerate(_reasons(finished, len(self._echoes)))
@@ -61,7 +61,7 @@ class CompletionChunks:
         return ends.encode() + DONE
 
     def failing(self, problem: Problem) -> bytes:
-        """Give the event that ends a stream that broke; no `[DONE]` follows it."""
+        """Render the event that ends a failed stream; no `[DONE]` follows it."""
         return problem.event(self._job.request_id)
 
     def _event(self, choice: int, text: str, logprobs: str = "null", reason: str = "null") -> str:
@@ -71,7 +71,7 @@ class CompletionChunks:
 
 
 def completion(job: Job, answer: Answer, finished: Finished, echoes: Sequence[str]) -> bytes:
-    """Give the whole answer of a request that did not ask for a stream."""
+    """Render the whole answer to a request without a stream."""
     reasons = _reasons(finished, len(echoes))
     choices = [
         {
@@ -114,8 +114,10 @@ def _logprobs(job: Job, answer: Answer, choice: int, offset: int) -> Legacy | No
 
 
 def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> Legacy:
-    """Give the shape; `offset` are the characters before the first token. A token that is a part of a character is
-    shown as OpenAI does, by its bytes."""
+    """Convert log probabilities to the older shape; `offset` is the number of characters before the first token.
+
+    A token that is a part of a character is rendered by its bytes, as OpenAI does.
+    """
     known = list(logprobs)
     alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)
     found = Legacy([], [], alternatives, [])

@@ -1,4 +1,4 @@
-"""The body of `/v1/completions`: prompts as they are, without roles and without the model's template."""
+"""Schema of the body of `/v1/completions`: raw prompts, without roles and without the model's template."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -54,7 +54,7 @@ Prompt = Annotated[
 
 
 class CompletionBody(Formed):
-    """The request body."""
+    """Request body of a completion."""
 
     model: Named
     prompt: Prompt

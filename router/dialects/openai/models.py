@@ -1,4 +1,7 @@
-"""`/v1/models`: what the cluster can serve, in OpenAI's shape or Anthropic's, but no model that no node can load."""
+"""`/v1/models`: list the models that the cluster can serve, in OpenAI's or Anthropic's shape.
+
+A model that no node can load is left out.
+"""
 
 from datetime import UTC, datetime
 from itertools import chain
@@ -21,14 +24,14 @@ _BY_FEATURE = {
 
 
 def listing(view: ClusterView, created: int) -> bytes:
-    """Give every model that a member can serve, by name; `created` in seconds since 1970."""
+    """Render every model that a member can serve, by name; `created` is in seconds since 1970."""
     served, loaded = view.served(), view.loaded()
     models = [_model(served[name], created, loaded=name in loaded) for name in sorted(served)]
     return msgspec.json.encode({"object": "list", "data": models})
 
 
 def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Return one model, or the 404 that names it."""
+    """Render one model, or return the 404 that names it."""
     name = view.canonical_name(name)
     found = view.served().get(name)
     if found is not None:
@@ -39,9 +42,12 @@ def one(view: ClusterView, name: str, created: int) -> bytes | Problem:
 
 
 def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
-    """Return a model in OpenAI's shape, with what clients read of other servers: `context_length`, `architecture` and
-    `supported_parameters` as OpenRouter, `max_model_len` as vLLM, `type`, `state`, `max_context_length` and
-    `capabilities` as LM Studio, `meta` as llama.cpp. `size` are the bytes of the weights."""
+    """Return a model in OpenAI's shape, with fields that clients know from other servers.
+
+    OpenRouter has `context_length`, `architecture` and `supported_parameters`, vLLM has `max_model_len`, and llama.cpp
+    has `meta`. LM Studio has `type`, `state`, `max_context_length` and `capabilities`. `size` is the bytes of the
+    weights.
+    """
     length, more = model.context or None, (_BY_FEATURE.get(feature, ()) for feature in model.features)
     return {
         "id": model.name, "object": "model", "created": created, "owned_by": OWNER, "type": "llm",
@@ -56,7 +62,7 @@ def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
 
 
 def anthropic_listing(view: ClusterView, created: int) -> bytes:
-    """Give every model that a member can serve in Anthropic's shape, all on one page."""
+    """Render every model that a member can serve in Anthropic's shape, all on one page."""
     served = view.served()
     models = [_anthropic(served[name], created) for name in sorted(served)]
     ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]} if models else {"first_id": None, "last_id": None}
@@ -64,7 +70,7 @@ def anthropic_listing(view: ClusterView, created: int) -> bytes:
 
 
 def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem:
-    """Return one model in Anthropic's shape, or the 404 that names it."""
+    """Render one model in Anthropic's shape, or return the 404 that names it."""
     found = view.served().get(view.canonical_name(name))
     return msgspec.json.encode(_anthropic(found, created)) if found else one(view, name, created)
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: items into the parts of a Generate frame, after those of a kept answer if one is named."""
+"""`/v1/responses`: convert items to the parts of a Generate frame, after those of a stored answer if one is named."""
 
 import secrets
 from collections.abc import Iterator
@@ -33,22 +33,24 @@ from wire.frames import Finished, Grammar, Message, Params, ToolCall
 
 
 class ResponsesRequest(Request, frozen=True):
-    """A body that was understood. `said` is the conversation without its instructions; `kept` is None where the answer
-    is not to be kept."""
+    """Parsed responses body."""
 
     outline: Outline | None = None
     said: tuple[Message, ...] = ()
+    """Conversation without its instructions."""
     kept: Kept | None = None
+    """Store for the answer; None where the answer is not stored."""
     owner: str = ""
+    """Id of the API key."""
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
         body, said = response(cast("Outline", self.outline), job, answer, finished)
         self._keep(body, said)
         return body
 
     def chunks(self, reader: Reader) -> ResponseChunks:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
         return ResponseChunks(cast("Outline", self.outline), reader.job, self._keep)
 
     def _keep(self, body: bytes, said: Spoken) -> None:
@@ -60,7 +62,7 @@ class ResponsesRequest(Request, frozen=True):
 
 
 class Responses:
-    """The routes, and what is kept for them; `strict` refuses unknown fields."""
+    """Responses routes with their stored answers; `strict` refuses unknown fields."""
 
     style = OPENAI
 
@@ -69,17 +71,17 @@ class Responses:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
-        """See `router.dialects.shared.interface.Dialect`."""
+        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
         found = RESPONSES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
 
     def get(self, key: str, name: str) -> bytes | Problem:
-        """Give an answer that was kept for this key."""
+        """Return a stored answer of this key."""
         kept = self.kept.get(key, name)
         return _unknown(name) if kept is None else kept.body
 
     def delete(self, key: str, name: str) -> bytes | Problem:
-        """Forget an answer that was kept for this key."""
+        """Delete a stored answer of this key."""
         if not self.kept.drop(key, name):
             return _unknown(name)
         return msgspec.json.encode({"id": name, "object": "response", "deleted": True})
@@ -125,7 +127,7 @@ class Responses:
         )
 
     def _said(self, body: ResponsesBody, key: str) -> tuple[Message, ...] | Problem:
-        """Give the conversation: what went before, and what is new."""
+        """Return the conversation: the stored messages, then the new ones."""
         messages = messages_of(body.input)
         before = body.previous_response_id
         if isinstance(messages, Problem) or before is None:
@@ -138,7 +140,7 @@ class Responses:
 
 
 def _grammar(body: ResponsesBody, tools: Tools) -> Grammar | Problem | None:
-    """Return what the answer has to be like: its format, and the calls that are asked for."""
+    """Return the grammar of the answer: its format and its forced calls."""
     asked = body.text.format if body.text is not None else None
     form: Grammar | Problem | None = Grammar("json_object") if isinstance(asked, JsonObject) else None
     if isinstance(asked, SchemaFormat):
@@ -157,7 +159,7 @@ def _tools(body: ResponsesBody, *, strict: bool) -> Tools | Problem:
 
 
 def _offered(tool: FunctionTool | CustomTool | Namespace | Foreign, namespace: str = "") -> Iterator[Offered]:
-    """Return what the model is offered of a tool: of a namespace every tool in it."""
+    """Yield the functions of a tool for the model: of a namespace every tool in it."""
     if isinstance(tool, Namespace):
         for one in tool.tools:
             yield from _offered(one, tool.name)

@@ -1,4 +1,5 @@
-"""Items of `/v1/responses` into messages: what a model thought, said and called in a row is one message."""
+"""Conversion of `/v1/responses` items to messages: consecutive reasoning, text and calls of the model become one
+message."""
 
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -22,7 +23,7 @@ from wire.frames import Message, ToolCall
 
 
 def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
-    """Give the messages, or say which item is one too many."""
+    """Convert the items, or return the problem with the surplus item."""
     if isinstance(found, str):
         return [Message("user", found)]
     messages: list[Message] = []
@@ -41,15 +42,18 @@ def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
 
 
 def _goes_on(turn: Sequence[Message], message: Message, calls: int) -> bool:
-    """Return whether a message belongs to the turn before it: what the model says goes on with what it thought or said,
-    until it has called. A text after a call begins a new turn, and so does one after a text."""
+    """Return whether a message belongs to the turn before it.
+
+    A model's item continues its reasoning or text until a call. A text after a call begins a new turn, and a text after
+    a text as well.
+    """
     if not turn or turn[0].role != "assistant" or message.role != "assistant":
         return False
     return bool(message.tool_calls) or (not calls and not turn[-1].content)
 
 
 def _merged(turn: Sequence[Message]) -> list[Message]:
-    """Join the messages of one turn in linear time; none for no messages."""
+    """Join the messages of one turn in linear time; empty without messages."""
     if len(turn) <= 1:
         return list(turn)
     return [

@@ -1,7 +1,7 @@
-"""`/v1/responses`: deltas and usage into OpenAI's newer answer, whole or as numbered events.
+"""`/v1/responses`: convert deltas and usage to OpenAI's newer answer, whole or as numbered events.
 
-An answer is a list of items: what was thought, what was said, each call. In a stream an item is added, filled and done
-before the next, and the last event holds the whole answer again.
+An answer is a list of items: the reasoning, the text, each call. In a stream an item is added, filled and done before
+the next, and the last event repeats the whole answer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,8 +25,10 @@ _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "
 
 
 class Outline:
-    """What an answer says of its request; `name` is its id without the prefix, `origins` are the tools that the client
-    knows otherwise than the model."""
+    """Request data in an answer. `name` is the answer's id without the prefix.
+
+    `origins` are the tools that the client and the model know in different forms.
+    """
 
     def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, Origin]) -> None:
         self.name = name
@@ -50,7 +52,7 @@ class Outline:
         }
 
     def shape(self, job: Job, status: str, output: list[Shape], **more: object) -> Shape:
-        """Give the whole of an answer in this state."""
+        """Return a whole answer in this state."""
         return {
             "id": f"resp_{self.name}", "object": "response", "created_at": job.created, "status": status,
             "error": None, "incomplete_details": None, "model": job.demand.model, "output": output, "usage": None,
@@ -58,7 +60,7 @@ class Outline:
         }  # fmt: skip
 
     def finished(self, job: Job, output: list[Shape], finished: Finished) -> Shape:
-        """Give the whole of an answer that came to its end."""
+        """Return a whole finished answer."""
         cut = cut_short(finished)
         return self.shape(
             job,
@@ -69,7 +71,7 @@ class Outline:
         )
 
     def call(self, name: str, status: str, call: Call, *, begun: bool = False) -> Shape:
-        """Return the item of a call, as the client knows the tool; without its text where it has only `begun`."""
+        """Return the item of a call as the client knows the tool, without its text where it has only `begun`."""
         origin = self._origins.get(call.name, Origin(call.name))
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
         about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
@@ -78,17 +80,17 @@ class Outline:
         return {"type": "function_call", "arguments": "" if begun else call.arguments, **about}
 
     def item(self, at: int, channel: Channel) -> str:
-        """Give the id of an item by its place."""
+        """Return the id of an item by its position."""
         return f"{_PREFIX[channel]}_{self.name}_{at}"
 
 
 def cut_short(finished: Finished) -> bool:
-    """Say whether the limit of tokens ended the answer."""
+    """Return whether the token limit ended the answer."""
     return bool(finished.reasons) and finished.reasons[0] == "length"
 
 
 def whole_output(outline: Outline, said: Spoken) -> list[Shape]:
-    """Give the items of a whole answer."""
+    """Return the items of a whole answer."""
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, said.reasoning), (Channel.CONTENT, said.content)):
         if text:
@@ -99,7 +101,7 @@ def whole_output(outline: Outline, said: Spoken) -> list[Shape]:
 
 
 def usage_of(finished: Finished) -> Shape:
-    """Give the exact counts of a finished request."""
+    """Return the exact token counts of a finished request."""
     return {
         "input_tokens": finished.prompt_tokens,
         "input_tokens_details": {"cached_tokens": finished.cached_tokens, "cache_write_tokens": 0},
@@ -110,13 +112,13 @@ def usage_of(finished: Finished) -> Shape:
 
 
 def response(outline: Outline, job: Job, answer: Answer, finished: Finished) -> tuple[bytes, Spoken]:
-    """Give the whole answer of a request that did not ask for a stream, and what was said in it."""
+    """Return the whole answer to a request without a stream, and its content."""
     said = spoken(answer)
     return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
 
 
 class ResponseChunks:
-    """Makes the events of one stream. `kept` is told of the answer and of what was said once it is whole."""
+    """Encoder of one stream. `kept` is called with the answer and its content at the end."""
 
     def __init__(self, outline: Outline, job: Job, kept: Callable[[bytes, Spoken], None]) -> None:
         self._outline = outline
@@ -131,16 +133,16 @@ class ResponseChunks:
         self._calls: list[Call] = []
 
     def keepalive(self, why: str) -> bytes:
-        """Return a comment."""
+        """Render a comment."""
         return comment(why)
 
     def opening(self) -> bytes:
-        """Say that there will be an answer."""
+        """Render the events that announce the answer."""
         begun = self._outline.shape(self._job, "in_progress", [])
         return self._event("response.created", response=begun) + self._event("response.in_progress", response=begun)
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give the events of some deltas."""
+        """Render some deltas."""
         events = b""
         for channel, text, call in self._pieces.of(deltas):
             if call is not None:
@@ -153,7 +155,7 @@ class ResponseChunks:
         return events
 
     def closing(self, finished: Finished) -> bytes:
-        """Give the whole answer once more."""
+        """Render the end, which repeats the whole answer."""
         events = self._close("incomplete" if cut_short(finished) else "completed")
         whole = self._outline.finished(self._job, self._output, finished)
         thought, content = ("".join(self._said[one]) for one in (Channel.REASONING, Channel.CONTENT))
@@ -162,7 +164,7 @@ class ResponseChunks:
         return events + self._event(f"response.{whole['status']}", response=whole)
 
     def failing(self, problem: Problem) -> bytes:
-        """Say why there is no more."""
+        """Render the event with the reason of a failure."""
         code = "rate_limit_exceeded" if problem.status == HTTPStatus.TOO_MANY_REQUESTS else "server_error"
         error = {"code": code, "message": problem.message, "type": problem.code}
         whole = self._outline.shape(self._job, "failed", self._output, error=error)
@@ -207,7 +209,7 @@ class ResponseChunks:
         return self._event("response.output_item.done", output_index=len(self._output) - 1, item=item)
 
     def _about(self, kind: str, channel: Channel, parts: Shape) -> bytes:
-        """Give an event about the one part of the item that is open, or was until now."""
+        """Render an event about the single part of the current item."""
         return self._event(kind, item_id=self._id(channel), output_index=len(self._output), content_index=0, **parts)
 
     def _id(self, channel: Channel) -> str:

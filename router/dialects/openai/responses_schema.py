@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages."""
+"""Schema of the body of `/v1/responses`: OpenAI's newer shape, a list of items instead of messages."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -65,7 +65,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType({
 
 
 class InputText(Strict):
-    """A piece of what somebody says."""
+    """Text part of an input message."""
 
     type: Literal["input_text"]
     text: str
@@ -73,7 +73,7 @@ class InputText(Strict):
 
 
 class OutputText(Strict):
-    """A piece of what the model said."""
+    """Text part of a model's message."""
 
     type: Literal["output_text"]
     text: str
@@ -82,7 +82,7 @@ class OutputText(Strict):
 
 
 class Refusal(Strict):
-    """What the model said when it declined."""
+    """Text part of a model's refusal."""
 
     type: Literal["refusal"]
     refusal: str
@@ -102,14 +102,14 @@ Content = Annotated[
 
 
 class Returned(Strict):
-    """Base of items that an answer may have had."""
+    """Base of items that may come from an earlier answer."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
 class MessageItem(Returned):
-    """One message."""
+    """Message."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -118,7 +118,7 @@ class MessageItem(Returned):
 
 
 class CallItem(Returned):
-    """A call that the model made. `arguments` is JSON text, as far as the model kept to it."""
+    """Call that the model made. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     type: Literal["function_call"]
     call_id: Named
@@ -130,7 +130,7 @@ class CallItem(Returned):
 
 
 class OutputItem(Returned):
-    """What came of a call."""
+    """Result of a call."""
 
     type: Literal["function_call_output"]
     call_id: Named
@@ -141,7 +141,7 @@ class OutputItem(Returned):
 
 
 class CustomCallItem(Returned):
-    """A call of a custom tool that the model made."""
+    """Call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
     call_id: Named
@@ -152,7 +152,7 @@ class CustomCallItem(Returned):
 
 
 class CustomOutputItem(Returned):
-    """What came of a call of a custom tool."""
+    """Result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
     call_id: Named
@@ -163,14 +163,14 @@ class CustomOutputItem(Returned):
 
 
 class Thought(Strict):
-    """A piece of reasoning."""
+    """Part of the reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(Returned):
-    """What the model thought. Somebody else's encrypted content is nothing that can be read here."""
+    """Reasoning of the model. The encrypted content of another server cannot be read here."""
 
     type: Literal["reasoning"]
     summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
@@ -202,7 +202,7 @@ Input = Annotated[
 
 
 class FunctionTool(Strict):
-    """A function that the model may call. With `strict` the arguments of its calls are as `parameters` says."""
+    """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
 
     type: Literal["function"]
     name: FunctionName
@@ -215,7 +215,7 @@ class FunctionTool(Strict):
 
 
 class CustomTool(Custom):
-    """A custom tool that the model may call."""
+    """Custom tool that the model may call."""
 
     type: Literal["custom"]
     allowed_callers: Any = None
@@ -223,7 +223,7 @@ class CustomTool(Custom):
 
 
 class Namespace(Strict):
-    """Tools under one name. Its client takes calls by both names."""
+    """Tools under one name. Its client accepts calls by both names."""
 
     type: Literal["namespace"]
     name: FunctionName
@@ -251,7 +251,7 @@ AnyTool = Annotated[
 
 
 class Reasoning(Strict):
-    """How the model thinks."""
+    """Reasoning options."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -261,7 +261,7 @@ class Reasoning(Strict):
 
 
 class SchemaFormat(Schema):
-    """JSON of a schema."""
+    """Format: JSON of a schema."""
 
     type: Literal["json_schema"]
 
@@ -275,13 +275,13 @@ Format = Annotated[
 
 
 class ChosenTool(NamedFunction):
-    """The tool that has to be called."""
+    """Function that must be called."""
 
     type: Literal["function"]
 
 
 class ChosenCustomTool(NamedFunction):
-    """The custom tool that has to be called."""
+    """Custom tool that must be called."""
 
     type: Literal["custom"]
 
@@ -295,20 +295,20 @@ ToolChoice = Annotated[
 
 
 class TextConfig(Strict):
-    """How the answer is written."""
+    """Format options of the answer."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
 class ResponseStreamOptions(Strict):
-    """What a stream carries besides the answer."""
+    """Optional content of a stream."""
 
     include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesBody(Strict):
-    """The request body."""
+    """Request body of a response."""
 
     model: Named
     input: Input

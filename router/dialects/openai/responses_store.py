@@ -1,7 +1,8 @@
-"""Answers of `/v1/responses` that are kept: in memory, for the key that asked, until newer ones need the place.
+"""Stored answers of `/v1/responses`: in memory, per API key, bounded by newer answers.
 
-Bounded by count and by bytes, for each key and in all; the oldest go first, a key's own before those of others. Nothing
-survives the process: an id is a convenience, and a client that must be sure sends the whole conversation.
+The store is bounded by count and by bytes, for each key and in all. The oldest are removed first, those of the same key
+before those of other keys. Nothing survives the process: an id is a convenience, and a client that must be sure sends
+the whole conversation.
 """
 
 from collections import OrderedDict
@@ -12,15 +13,19 @@ from wire.frames import Message
 from wire.units import MIB
 
 MOST_KEPT = 4096
+"""Maximum answers in all."""
 MOST_BYTES = 128 * MIB
+"""Maximum bytes in all."""
 MOST_OF_KEY = 512
+"""Maximum answers of one key."""
 BYTES_OF_KEY = 32 * MIB
+"""Maximum bytes of one key."""
 MESSAGE_BYTES = 256
-"""What a message costs besides its text."""
+"""Bytes charged for a message in addition to its text."""
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One answer as it was told, and the conversation up to it, without the instructions."""
+    """One answer as sent, and the conversation up to it, without the instructions."""
 
     body: bytes
     messages: tuple[Message, ...]
@@ -28,14 +33,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Shelf(msgspec.Struct):
-    """What is kept for one key."""
+    """Stored answers of one key."""
 
     entries: OrderedDict[str, Entry]
     nbytes: int = 0
 
 
 def entry(body: bytes, messages: tuple[Message, ...]) -> Entry:
-    """Make an entry, counting its bytes."""
+    """Build an entry and count its bytes."""
     size = sum(
         MESSAGE_BYTES + len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.tool_calls)
         for one in messages
@@ -44,7 +49,7 @@ def entry(body: bytes, messages: tuple[Message, ...]) -> Entry:
 
 
 class Kept:
-    """See the module. The limits are arguments for tests' sake."""
+    """Store of answers. Its limits are parameters for the tests."""
 
     def __init__(
         self, most: int = MOST_KEPT, nbytes: int = MOST_BYTES, of_key: int = MOST_OF_KEY, key_bytes: int = BYTES_OF_KEY
@@ -59,7 +64,7 @@ class Kept:
         return len(self._order)
 
     def put(self, key: str, name: str, kept: Entry) -> None:
-        """Keep an answer; one that is larger than all that a key may keep is not."""
+        """Store an answer, unless it is larger than the limit of a key."""
         self.drop(key, name)
         if kept.nbytes > min(self._key_bytes, self._most_bytes):
             return
@@ -74,12 +79,12 @@ class Kept:
             self.drop(*next(iter(self._order)))
 
     def get(self, key: str, name: str) -> Entry | None:
-        """Give what was kept for this key."""
+        """Return a stored answer of this key."""
         shelf = self._shelves.get(key)
         return None if shelf is None else shelf.entries.get(name)
 
     def drop(self, key: str, name: str) -> bool:
-        """Forget an answer; False when there was none for this key."""
+        """Delete an answer; return False when this key has none of that name."""
         shelf = self._shelves.get(key)
         gone = None if shelf is None else shelf.entries.pop(name, None)
         if shelf is None or gone is None:

@@ -1,4 +1,4 @@
-"""The body of `POST /v1/videos`, as JSON or as a form whose values are all texts."""
+"""Schema of the body of `POST /v1/videos`, as JSON or as a form whose values are all texts."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from router.dialects.shared.common_fields import Named, Strict
 from router.dialects.shared.field_table import Parameters
 
 LONGEST_PROMPT = 8000
-"""Letters; the text encoder reads 512 tokens."""
+"""Maximum characters of a prompt; the text encoder reads 512 tokens."""
 MOST_SEED = 2**32 - 1
 _WHOLE = re.compile(r"-?[0-9]{1,12}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")
@@ -51,14 +51,14 @@ def _number(value: object) -> object:
 
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(10**12), le=10**12)]
-"""What has limits with reasons elsewhere (`coordinator.video.state.memory_model`)."""
+"""Whole number whose real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
 Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_SEED)]
 Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=LONGEST_PROMPT, pattern=r"\S")]
 
 
 class VideoBody(Strict):
-    """The request body."""
+    """Request body of a video."""
 
     prompt: Prompt
     model: Named | None = None

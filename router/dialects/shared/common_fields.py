@@ -1,4 +1,4 @@
-"""Fields that several dialects' bodies have, as pydantic reads them, and what they mean to a node."""
+"""Fields of several dialects' bodies, as pydantic types, and their conversion to `Params`."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -35,18 +35,18 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType({
     "min_tokens": "an answer ends where its model ends it", "ignore_eos": "an answer ends where its model ends it",
     "num_ctx": "a request takes what it needs, up to the model's context",
 })  # fmt: skip
-"""Fields that steer other servers, and why they change nothing here."""
+"""Fields for other servers, with the reason why they have no effect here."""
 SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
 
 
 class Strict(BaseModel):
-    """Base of all parts: no unknown field, no value turned into another type."""
+    """Base of all parts: no unknown field, no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Foreign(BaseModel):
-    """A part of a type that another server would have to carry out. It is left out, whatever it holds."""
+    """Part of a type that another server would have to execute. It is left out with any content."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -54,13 +54,13 @@ class Foreign(BaseModel):
 
 
 class TextFormat(Strict):
-    """Any text."""
+    """Format: any text."""
 
     type: Literal["text"]
 
 
 class GrammarFormat(Strict):
-    """A grammar that the input of a custom tool follows."""
+    """Grammar for the input of a custom tool."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
@@ -86,8 +86,10 @@ Repetition = Annotated[float, Field(gt=0, le=10)]
 
 
 def by_type(*kinds: str) -> Discriminator:
-    """Choose among parts by their `type`, each marked `<type>_part`; what is none of these is read as the first, whose
-    own type then says what is wrong."""
+    """Return a discriminator by the `type` of a part, with tags `<type>_part`.
+
+    An unknown type is validated as the first kind, whose own `type` field then reports the error.
+    """
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def kind_of(part: object) -> str:
@@ -98,7 +100,7 @@ def by_type(*kinds: str) -> Discriminator:
 
 
 def by_offer(*kinds: str) -> Discriminator:
-    """As `by_type`, but a part of another type is marked `foreign_part`."""
+    """Return a discriminator like `by_type` that tags a part of an unknown type `foreign_part`."""
     marks = {kind: f"{kind}_part" for kind in kinds}
 
     def kind_of(part: object) -> str:
@@ -116,7 +118,7 @@ YIELDING = BeforeValidator(_unchanged)
 """Validator of list items that does not change them.
 
 The interpreter switches threads in Python code only, and pydantic checks a whole list in one native call. With this
-validator, the loop can run between two items.
+validator, the event loop can run between two items.
 """
 
 
@@ -125,7 +127,7 @@ def _content_kind(content: object) -> str:
 
 
 TEXT_OR_PARTS = Discriminator(_content_kind)
-"""Chooses between a text and a list, marked `text` and `parts`."""
+"""Discriminator between a text and a list, tagged `text` and `parts`."""
 
 
 def _stop_kind(stop: object) -> str:
@@ -136,14 +138,14 @@ StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list
 
 
 class StreamOptions(Strict):
-    """What a stream carries besides the text."""
+    """Optional content of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
 class Drawn(Strict):
-    """How OpenAI's older bodies say what is drawn, how often, and where it ends."""
+    """Sampling, choice and stop fields of OpenAI's older bodies."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -166,7 +168,7 @@ class Drawn(Strict):
 
     @property
     def session(self) -> str:
-        """The conversation's name, if its client gave one."""
+        """Name of the conversation, if its client gave one."""
         return self.prompt_cache_key or self.session_id or self.chat_id or self.user or ""
 
 
@@ -178,7 +180,7 @@ def params_of(
     one_call: bool = False,
     grammar: Grammar | None = None,
 ) -> Params:
-    """Give the parameters; `logprobs` alternatives beside each token, None for no log probabilities at all."""
+    """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities."""
     top_k = body.top_k
     return Params(
         grammar=grammar,
@@ -203,12 +205,12 @@ def params_of(
 
 
 def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
-    """Give the stop strings, however they were written."""
+    """Return the stop strings of either form."""
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
 def usage_wanted(body: Drawn) -> bool | Problem:
-    """Say whether a stream's last chunk is to hold the usage; options of a stream without a stream are refused."""
+    """Return whether a stream's last chunk carries the usage; stream options without a stream are refused."""
     options = body.stream_options
     if options is None:
         return False

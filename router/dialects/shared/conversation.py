@@ -1,4 +1,4 @@
-"""A conversation as every dialect understands it in the end."""
+"""Conversation request, the common result of all conversation dialects."""
 
 import msgspec
 
@@ -8,8 +8,7 @@ from wire.frames import Message, Params
 
 
 class Request(msgspec.Struct, frozen=True, gc=False):
-    """A body that was understood. `tools` and `template` as in `wire.frames.Generate`; `session` names the
-    conversation, `ignored` the fields and tools that change nothing."""
+    """Parsed body of a conversation request."""
 
     demand: Demand
     messages: tuple[Message, ...]
@@ -17,15 +16,19 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     stream: bool
     include_usage: bool
     tools: str = ""
+    """Tools as in `wire.frames.Generate`."""
     template: str = ""
+    """Template variables as in `wire.frames.Generate`."""
     session: str = ""
+    """Name of the conversation."""
     ignored: tuple[str, ...] = ()
+    """Fields and tools that have no effect."""
 
     def job(self, key: str, request_id: str, created: int) -> Job:
-        """Give what the dispatcher takes; `created` in seconds since 1970."""
+        """Build the job for the dispatcher; `created` is in seconds since 1970."""
         return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
                    self.template, self.include_usage, session=self.session, ignored=self.ignored)  # fmt: skip
 
     def jobs(self, key: str, request_id: str, created: int) -> tuple[Job, ...]:
-        """See `router.dialects.shared.interface.Asked`."""
+        """Return the single job; see `router.dialects.shared.interface.Asked`."""
         return (self.job(key, request_id, created),)

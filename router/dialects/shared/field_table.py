@@ -1,11 +1,11 @@
-"""What a dialect does with every field of its body, in one table; and the reading of a body by that table.
+"""Table of a body's fields and the parser that applies it.
 
-A field is honoured (it stands in the pydantic model), ignored (it changes nothing here, and the table says why), or
-refused by name, unless it has a value that asks for nothing. A field that stands in no table is ignored, or a 400 with
-`router.unknown_fields = "refuse"`. What was ignored is named in the answer (docs/decisions/0029).
+A field is honoured (it is in the pydantic model), ignored (it has no effect here, and the table has the reason), or
+refused. A refused field is accepted with a neutral value. A field in no table is ignored, or a 400 with
+`router.unknown_fields = "refuse"`. The answer names the ignored fields (docs/decisions/0029).
 
-A name that is nearly that of a field of the table is a typing error: it is refused, because the field that was meant
-would have changed the answer.
+A name that is nearly that of a field in the table is a typing error. It is refused, because the intended field would
+have changed the answer.
 """
 
 import difflib
@@ -29,43 +29,54 @@ _NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
 
 
 class Row(NamedTuple):
-    """One line of the manual's table: the field, `honoured`, `ignored` or `refused`, and what there is to say."""
+    """One row of the manual's table."""
 
     name: str
+    """Name of the field."""
     verdict: str
+    """`honoured`, `ignored` or `refused`."""
     note: str
+    """Explanation of the verdict."""
 
 
 class Understood(NamedTuple, Generic[B]):
-    """A body: as it was understood, as it was written, and the names of what was ignored."""
+    """Parsed body."""
 
     body: B
+    """Body as the pydantic model."""
     asked: Body
+    """Body as JSON, without the fields that have no effect."""
     ignored: tuple[str, ...]
+    """Names of the ignored fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parameters(Generic[B]):
-    """See the module. `neutral` are the values of a refused field that ask for nothing, `instead` what to do."""
+    """Field table of one body."""
 
     body: type[B]
+    """Model of the honoured fields."""
     ignored: Mapping[str, str]
+    """Ignored fields, with the reason."""
     neutral: Mapping[str, tuple[object, ...]]
+    """Refused fields, with their accepted neutral values."""
     instead: Mapping[str, str]
+    """Alternative for a refused field, or note on an honoured one."""
     max_values: int = MAX_VALUES
+    """Maximum values of one body."""
 
     @property
     def known(self) -> frozenset[str]:
-        """Every field that is not unknown."""
+        """Names of all fields in the table."""
         return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
 
     def read(self, raw: bytes, *, strict: bool = False) -> Understood[B] | Problem:
-        """Read a body (UTF-8 JSON), or return the 400 that says why not; `strict` refuses unknown fields."""
+        """Parse a body (UTF-8 JSON), or return the 400 with the reason; `strict` refuses unknown fields."""
         found = read_object(raw, self.max_values)
         return found if isinstance(found, Problem) else self.understand(found, strict=strict)
 
     def understand(self, found: Body, *, strict: bool = False) -> Understood[B] | Problem:
-        """Read a body, or a part of one that has a table of its own, that was read as JSON already."""
+        """Parse a body, or a part with a table of its own, from parsed JSON."""
         asked = self._strip(found)
         if isinstance(asked, Problem):
             return asked
@@ -82,7 +93,7 @@ class Parameters(Generic[B]):
         return Understood(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
 
     def rows(self) -> Iterator[Row]:
-        """Give the table, by name."""
+        """Yield the rows of the table, by name."""
         for name in sorted(self.known):
             if name in self.ignored:
                 yield Row(name, "ignored", self.ignored[name])
@@ -92,7 +103,7 @@ class Parameters(Generic[B]):
                 yield Row(name, "honoured", self.instead.get(name, ""))
 
     def _strip(self, found: Body) -> Body | Problem:
-        """Take out what changes nothing; refuse what is not offered."""
+        """Remove fields without an effect; refuse fields that are not offered."""
         asked: Body = {}
         for name, value in found.items():
             if name in self.neutral:
@@ -104,7 +115,7 @@ class Parameters(Generic[B]):
 
 
 def nameable(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names as a header can carry them: each once, without odd characters, and not too many."""
+    """Return names that fit into a header: without duplicates and odd characters, at most MOST_IGNORED."""
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)
     return found if len(found) <= MOST_IGNORED else (*found[:MOST_IGNORED], f"and-{len(found) - MOST_IGNORED}-more")
@@ -115,7 +126,7 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _mistaken(asked: Body, known: Collection[str]) -> bool:
-    """Return whether a body has too many unknown fields, or one that is too long for a name or a typing error."""
+    """Return whether a body has more than MOST_IGNORED unknown fields, an overlong field name or a typing error."""
     strange = [name for name in asked if name not in known]
     if len(strange) > MOST_IGNORED or any(len(name) > LONGEST_NAME for name in strange):
         return True
@@ -123,7 +134,7 @@ def _mistaken(asked: Body, known: Collection[str]) -> bool:
 
 
 def _extras(part: BaseModel, path: str = "") -> Iterator[str]:
-    """Name the unknown fields of a part and of the parts in it; places in lists are left out of the names."""
+    """Yield the unknown fields of a part and of its parts; list positions are left out of the names."""
     for name in part.model_extra or ():
         yield path + name
     for name in part.model_fields_set.intersection(type(part).model_fields):

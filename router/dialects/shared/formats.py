@@ -1,10 +1,10 @@
-"""What an answer has to be like, however it is asked for: formats, grammars and calls that have to be made.
+"""Answer formats: response formats, grammars and forced tool calls in all their spellings.
 
-OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and the `guided_*`
-fields that it had before are one thing here. A request may ask for one of them; several are a 400 that names them. What
-a schema or a grammar says is the node's to judge: only there is the model's tokenizer.
+OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and its older
+`guided_*` fields become one `Grammar` here. A request may use one of them; several are a 400 that names them. The node
+validates the content of a schema or a grammar, because only the node has the model's tokenizer.
 
-`strict: false` is enforced like `strict: true`: an answer that keeps to its schema is one that need not.
+`strict: false` is enforced like `strict: true`: an answer that follows its schema is valid in both cases.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,18 +29,18 @@ FORMS: Mapping[str, str] = MappingProxyType({
     "guided_whitespace_pattern": "as structured_outputs.whitespace_pattern",
     "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
 })  # fmt: skip
-"""What the manual says of the fields of `Formed`."""
+"""Notes of the manual on the fields of `Formed`."""
 BACKENDS = ("auto", "guidance", "llguidance")
 
 
 class JsonObject(Strict):
-    """Any JSON object."""
+    """Format: any JSON object."""
 
     type: Literal["json_object"]
 
 
 class Schema(Strict):
-    """A JSON schema, and what it is called."""
+    """JSON schema with its name."""
 
     name: str | None = None
     description: str | None = None
@@ -49,7 +49,7 @@ class Schema(Strict):
 
 
 class JsonSchema(Strict):
-    """JSON of a schema, as chats ask for it."""
+    """Format: JSON of a schema, as in chat bodies."""
 
     type: Literal["json_schema"]
     json_schema: Schema
@@ -76,7 +76,7 @@ Choices = Annotated[
 
 
 class StructuredOutputs(Strict):
-    """vLLM's form. Everything but `whitespace_pattern` is another way to say what the answer is like."""
+    """Format in vLLM's shape. All fields but `whitespace_pattern` are alternative forms of the format."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
     regex: str | None = None
@@ -87,7 +87,7 @@ class StructuredOutputs(Strict):
 
 
 class Formed(Drawn):
-    """Bodies of which a format may be asked, in OpenAI's words or in vLLM's, today's and those of before."""
+    """Body with a format, in OpenAI's fields or in vLLM's current or older fields."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -99,7 +99,7 @@ class Formed(Drawn):
     guided_decoding_backend: str | None = None
 
     def form(self) -> Grammar | Problem | None:
-        """Give what the answer has to be like."""
+        """Return the grammar of the answer, None without one."""
         wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
             return wrong
@@ -115,32 +115,32 @@ class Formed(Drawn):
 
 
 class NamedFunction(Strict):
-    """A function by its name."""
+    """Function by its name."""
 
     name: FunctionName
 
 
 class NamedTool(Strict):
-    """The tool that has to be called, as chats name it."""
+    """Tool that must be called, as in chat bodies."""
 
     type: Literal["function"]
     function: NamedFunction
 
     @property
     def name(self) -> str:
-        """The tool's name."""
+        """Name of the tool."""
         return self.function.name
 
 
 class NamedCustomTool(Strict):
-    """The custom tool that has to be called, as chats name it."""
+    """Custom tool that must be called, as in chat bodies."""
 
     type: Literal["custom"]
     custom: NamedFunction
 
     @property
     def name(self) -> str:
-        """The tool's name."""
+        """Name of the tool."""
         return self.custom.name
 
 
@@ -161,7 +161,7 @@ ToolChoice = Annotated[
 
 
 def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Grammar | Problem | None:
-    """Give what a format in OpenAI's shape means; `name` is its field."""
+    """Convert a format in OpenAI's shape to a grammar; `name` is its field."""
     if isinstance(asked, JsonObject):
         return Grammar("json_object")
     if isinstance(asked, JsonSchema):
@@ -170,7 +170,7 @@ def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Gr
 
 
 def of_schema(schema: Body | None, name: str) -> Grammar | Problem:
-    """Give what a schema means; one that is missing is any JSON object."""
+    """Convert a schema to a grammar; a missing schema allows any JSON object."""
     if schema is None:
         return Grammar("json_object")
     text = write(schema, name, GRAMMAR_BYTES)
@@ -178,7 +178,7 @@ def of_schema(schema: Body | None, name: str) -> Grammar | Problem:
 
 
 def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, Grammar | Problem]:
-    """Give everything that is asked for, by the name of its field."""
+    """Convert every given form to a grammar, by the name of its field."""
     found: dict[str, Grammar | Problem] = {}
     if asked.json_ is not None:
         name, schema = f"{prefix}json", asked.json_
@@ -196,7 +196,7 @@ def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") ->
 
 
 def one_of(asked: Mapping[str, Grammar | Problem], whitespace: str | None = None) -> Grammar | Problem | None:
-    """Give the one thing that is asked for; a 400 that names them all where there are several."""
+    """Return the single given grammar; a 400 that names them all where there are several."""
     if len(asked) > 1:
         names = sorted(asked)
         return invalid(f"{', '.join(names)} exclude each other: an answer follows one of them", names[0])
@@ -212,7 +212,7 @@ def one_of(asked: Mapping[str, Grammar | Problem], whitespace: str | None = None
 
 
 def backend(name: str | None, field: str) -> Problem | None:
-    """Refuse a library that is not ours by its name."""
+    """Refuse an unsupported grammar library by its name."""
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
     return invalid(
@@ -223,8 +223,11 @@ def backend(name: str | None, field: str) -> Problem | None:
 def with_calls(
     form: Grammar | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
 ) -> Grammar | Problem | None:
-    """Add what is asked of calls: `word` is none, auto or required, `names` are the tools, of which one may be `named`;
-    `strict` if the arguments of one are to keep to its schema."""
+    """Add the constraints on tool calls to a grammar.
+
+    `word` is none, auto or required. The tools are `names`, of which one may be `named`. The flag `strict` requires
+    that the arguments of one tool follow its schema.
+    """
     known = set(names)
     if word == "required" and not known:
         return invalid("tool_choice asks for a call, and there are no tools", "tool_choice")

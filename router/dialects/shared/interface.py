@@ -1,10 +1,10 @@
-"""The seam between the front door and a dialect: what a route that generates must be able to do.
+"""Interface between the HTTP routes and a dialect.
 
-    body ─ parse ─► Asked ─ jobs ─► dispatcher ─┬─ all of it ─► whole ─► one JSON answer
-                      └ Problem ─ style.error   └─ as it comes ─► chunks ─► opening, deltas …, closing or failing
+    body ─ parse ─► Asked ─ jobs ─► dispatcher ─┬─ whole answer ─► whole ─► one JSON answer
+                      └ Problem ─ style.error   └─ streamed ─► chunks ─► opening, deltas …, closing or failing
 
-The door knows nothing of a dialect but this, and a dialect nothing of sockets and nodes. An `Asked` belongs to one
-request and may remember of it what its answer needs.
+The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. An `Asked` belongs to
+one request and may store state for its answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,81 +19,84 @@ EVENTS = b"text/event-stream; charset=utf-8"
 
 
 def comment(why: str) -> bytes:
-    """Return a server-sent comment: what a stream waits for, or only that it waits."""
+    """Render a server-sent comment with the reason of a wait."""
     return f": {why or 'waiting'}\n\n".encode()
 
 
 class Style(NamedTuple):
-    """How a dialect speaks whatever it says: the body of an error (of a problem and the request's id), the content type
-    of its streams, and the headers that carry the request's id."""
+    """Common format of a dialect's answers."""
 
     error: Callable[[Problem, str], bytes] = Problem.body
+    """Renders the body of an error from a problem and the request's id."""
     stream: bytes = EVENTS
+    """Content type of streams."""
     names: tuple[bytes, ...] = (b"x-request-id",)
+    """Headers that carry the request's id."""
 
 
 OPENAI = Style()
 
 
 class Reader(Protocol):
-    """What is known of a request that is being answered; `demand` holds the exact count of its prompt's tokens once a
-    node has told it."""
+    """State of a request during its answer."""
 
     @property
     def job(self) -> Job:
-        """What was asked for, all choices together."""
+        """Request with all choices together."""
         ...
 
     @property
     def demand(self) -> Demand:
-        """What it needs of a node."""
+        """Demand on a node; holds the exact prompt tokens once a node has counted them."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """The fingerprint of the model's files; empty while no node has the request."""
+        """Fingerprint of the model's files; empty while no node has the request."""
         ...
 
 
 class Chunks(Protocol):
-    """Makes the bytes of one stream."""
+    """Encoder of one stream."""
 
     def keepalive(self, why: str) -> bytes:
-        """Return bytes that no client takes for an answer, with what the request waits for where the format has
-        comments; `why` is empty if that is nothing special."""
+        """Render bytes that no client takes for an answer.
+
+        Where the format has comments they carry `why`, the reason of the wait; it is empty without a special reason.
+        """
         ...
 
     def opening(self) -> bytes:
-        """Give what stands before the first delta."""
+        """Render the bytes before the first delta."""
         ...
 
     def deltas(self, deltas: Iterable[Delta]) -> bytes:
-        """Give what some deltas say to a client; perhaps nothing."""
+        """Render some deltas; the result may be empty."""
         ...
 
     def closing(self, finished: Finished) -> bytes:
-        """Give the end of a stream that came to its end."""
+        """Render the end of a complete stream."""
         ...
 
     def failing(self, problem: Problem) -> bytes:
-        """Give the end of a stream that broke."""
+        """Render the end of a failed stream."""
         ...
 
 
 class Asked(Protocol):
-    """A body that was understood."""
+    """Parsed body."""
 
     def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
-        """Give what the dispatcher takes: one job, or several whose choices are counted through. `created` in seconds
-        since 1970."""
+        """Return the jobs for the dispatcher: one, or several with consecutive choices. `created` is in seconds since
+        1970."""
         ...
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Give the answer to a request that did not ask for a stream."""
+        """Render the answer to a request without a stream."""
         ...
 
     def chunks(self, reader: Reader) -> Chunks:
-        """Begin the stream of a request that did."""
+        """Return the encoder for the stream of a request."""
         ...
 
 
@@ -102,9 +105,9 @@ class Dialect(Protocol):
 
     @property
     def style(self) -> Style:
-        """How it speaks."""
+        """Format of the dialect's answers."""
         ...
 
     def parse(self, body: bytes, key: str) -> Asked | Problem:
-        """Understand a body, or say what is wrong with it. Never raises. `key` is the id of the client's key."""
+        """Parse a body, or return the problem. Never raises. `key` is the id of the client's key."""
         ...

@@ -1,4 +1,4 @@
-"""What a node says of an answer with one choice, checked and bounded, for the dialects that know only one."""
+"""Validated and bounded answer with one choice, for dialects without several choices."""
 
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
@@ -11,7 +11,7 @@ from wire.frames import Channel, Delta
 
 
 class Spoken(NamedTuple):
-    """A whole answer: what was thought, what was said, what is to be called."""
+    """Whole answer: reasoning, content and tool calls."""
 
     reasoning: str
     content: str
@@ -19,13 +19,13 @@ class Spoken(NamedTuple):
 
 
 class Pieces:
-    """Takes a stream apart; `calls` counts the calls that were passed on."""
+    """Splitter of a stream into texts and calls; `calls` counts the calls passed on."""
 
     def __init__(self) -> None:
         self.calls = 0
 
     def of(self, deltas: Iterable[Delta]) -> Iterator[tuple[Channel, str, Call | None]]:
-        """Give what is for a client: a text with its channel, or a call."""
+        """Yield the parts for a client: a text with its channel, or a call."""
         for delta in deltas:
             if delta.choice:
                 continue
@@ -40,14 +40,14 @@ class Pieces:
 
 
 def spoken(answer: Answer) -> Spoken:
-    """Put a whole answer together."""
+    """Assemble a whole answer."""
     calls = [call for call in map(call_of, answer.calls.get(0, ())) if call is not None]
     texts = answer.texts
     return Spoken(texts.get((0, Channel.REASONING), ""), texts.get((0, Channel.CONTENT), ""), calls[:MOST_CALLS])
 
 
 def arguments_of(call: Call) -> dict[str, object]:
-    """Give a call's arguments as an object; an engine writes nothing else, and what is none is empty."""
+    """Return a call's arguments as an object; empty if they are not an object, which an engine never sends."""
     try:
         found: object = msgspec.json.decode(call.arguments)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

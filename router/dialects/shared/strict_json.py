@@ -1,10 +1,10 @@
-"""A request body as JSON, read strictly: what two readers could understand differently is refused.
+"""Strict JSON parser for request bodies: refuses any text that two parsers could read differently.
 
 No duplicate keys, no NaN or Infinity, no lone surrogates, UTF-8 only, an object at the top.
 
-A body is counted before it is parsed: `[[],[],...` takes 24 times its size as Python objects, and a text with one
-character beyond U+FFFF four times its length. The counts are a handful of passes in C over the bytes, at most 60 ms for
-8 MiB, and never parse a value.
+A body is counted before it is parsed. `[[],[],...` takes 24 times its size as Python objects, and a text with one
+character beyond U+FFFF takes four times its length. The counts are a handful of passes in C over the bytes, at most 60
+ms for 8 MiB, and never parse a value.
 """
 
 import json
@@ -17,21 +17,21 @@ from router.errors import Problem, invalid
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 _BEYOND_BMP = bytes(range(0xF0, 0xF5))
-"""Bytes of UTF-8 that begin a character beyond U+FFFF."""
+"""UTF-8 bytes that begin a character beyond U+FFFF."""
 _CONTINUATION = bytes(range(0x80, 0xC0))
-"""Bytes of UTF-8 that begin no character."""
+"""UTF-8 bytes that begin no character."""
 _ESCAPE_BYTES = 6
-"""Of one `\\uXXXX`."""
+r"""Bytes of one `\\uXXXX`."""
 
 Body = dict[str, Any]
 
 
 class _UnusableError(ValueError):
-    """The text is JSON that we do not take."""
+    """Valid JSON that is refused."""
 
 
 def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
-    """Read one JSON object of at most `max_values` values; the 400 says where and why not."""
+    """Parse one JSON object of at most `max_values` values; the 400 names the place and the reason."""
     refused = _too_wide(body) or _too_many(body, max_values)
     if refused is not None:
         return refused
@@ -54,7 +54,10 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
 
 
 def _too_wide(body: bytes) -> Problem | None:
-    """Bound the memory of a JSON text as Python text, which has 4 bytes for each character where one needs them."""
+    """Refuse a JSON text that takes more than MAX_TEXT_BYTES as Python text.
+
+    Python text has 4 bytes for each character where one character needs them.
+    """
     if len(body) * 4 <= MAX_TEXT_BYTES:
         return None
     wide = not body.isascii() and len(body.translate(None, _BEYOND_BMP)) < len(body)
@@ -71,8 +74,8 @@ def _too_wide(body: bytes) -> Problem | None:
 def _too_many(body: bytes, max_values: int) -> Problem | None:
     """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
 
-    Strings are found by their quotes, after escaped backslashes and quotes are taken out. A text that is no JSON is
-    counted right up to its first error, which is where a parser stops, because a backslash outside a string is one.
+    Strings are found by their quotes, after escaped backslashes and quotes are removed. A text that is not JSON is
+    counted correctly up to its first error, where a parser stops: a backslash outside a string is an error.
     """
     if len(body) <= max_values or (_values(body) <= max_values and body.count(b'"') // 2 <= MAX_TEXTS):
         return None  # even if every comma and bracket stood outside of texts
@@ -87,13 +90,16 @@ def _too_many(body: bytes, max_values: int) -> Problem | None:
 
 
 def _values(text: bytes) -> int:
-    """Count commas and opening brackets, in one pass however dense they are."""
+    """Count commas and opening brackets in one pass, regardless of their density."""
     return len(text) - len(text.translate(None, b",[{"))
 
 
 def write(value: object, name: str, longest: int) -> str | Problem:
-    """Write a part of a body as compact JSON for another reader; a 400 that names it when it is more than `longest`
-    bytes, nested too deeply, or holds a number that is none."""
+    """Encode a part of a body as compact JSON for another parser.
+
+    Return a 400 that names the part if it has more than `longest` bytes, exceeds DEEPEST levels, or holds a non-finite
+    number.
+    """
     if _too_deep(value):
         return invalid(f"{name} is nested more than {DEEPEST} deep", name)
     try:
@@ -138,7 +144,7 @@ _decoder = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_consta
 
 
 def _has_lone_surrogate(found: object) -> bool:
-    """Look at every key and text; the reader has already joined proper pairs."""
+    """Return whether any key or text has a lone surrogate; the parser has already joined proper pairs."""
     waiting: list[Any] = [found]
     while waiting:
         one = waiting.pop()

@@ -1,7 +1,7 @@
-"""Variables of a model's chat template: which of them a client may set, and what the dialects' own words mean to it.
+"""Variables of a model's chat template: the allowed names, and the effect of the dialects' own fields on them.
 
-A template comes with its model, never with a request: one of a client's could run for ever. Variables are an
-allow-list, because whatever is named goes into the call that renders, where a name may mean something to the program.
+A template comes with its model, never with a request: a client's template could run without end. Variables are an
+allow-list, because each name becomes an argument of the render call, where a name may mean something to the program.
 """
 
 from collections.abc import Mapping
@@ -21,12 +21,14 @@ VARIABLES = frozenset({
     "reasoning_strategy", "role", "system_message", "system_prompt", "task", "think", "thinking", "thinking_budget",
     "thinking_mode", "tools_in_user_message", "xml_tools",
 })  # fmt: skip
-"""What the chat templates of the models that we know look for."""
+"""Variables used by the chat templates of known models."""
 
 
 def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem:
-    """Write the template's variables as `wire.frames.Generate` has them; what is `given` by name goes before what
-    another parameter `meant`, and None means nothing."""
+    """Encode the template's variables for `wire.frames.Generate`.
+
+    A variable `given` by name overrides the value `meant` by another parameter. None means no value.
+    """
     given = given or {}
     strange = sorted(given.keys() - VARIABLES)
     if strange:
@@ -37,17 +39,21 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
 
 
 class Steered(NamedTuple):
-    """How a client wants the model to think, in whichever words: the effort, whether at all, and what was not
-    understood."""
+    """Requested reasoning of a client, in any spelling."""
 
     effort: str | None
+    """Reasoning effort."""
     thinks: bool | None
+    """Whether the model thinks; None without a choice."""
     ignored: tuple[str, ...] = ()
+    """Fields without a known meaning."""
 
 
 def steered(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> Steered:
-    """Read what other servers take beside `reasoning_effort` and `enable_thinking`: `thinking`, `think` and
-    `reasoning`, by their names. A plain switch or effort takes precedence."""
+    """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
+
+    The fields are `thinking`, `think` and `reasoning`. A plain switch or effort takes precedence.
+    """
     ignored: list[str] = []
     for name in ("thinking", "think"):
         found = _switch(said[name])
@@ -78,5 +84,5 @@ def _switch(said: object) -> bool | None:
 
 
 def thinking(effort: str | None) -> dict[str, object]:
-    """Give what an effort means to a template: `none` also turns thinking off where that is a switch."""
+    """Return the template variables of an effort: `none` also turns thinking off where that is a switch."""
     return {"reasoning_effort": effort, "enable_thinking": False if effort == "none" else None}

@@ -1,5 +1,7 @@
-"""Tool calls and log probabilities of an answer in OpenAI's shape. A node is not trusted: what it says is checked,
-bounded and made finite here, and what is none is left out."""
+"""Tool calls and log probabilities of an answer in OpenAI's shape.
+
+A node is not trusted: its data is checked, bounded and made finite here, and invalid data is left out.
+"""
 
 import math
 from collections.abc import Iterable
@@ -13,19 +15,19 @@ from router.worker_thread import encoded_list
 from wire.frames import Logprob
 
 MOST_CALLS = 1024
-"""Tool calls of one choice that are passed on."""
+"""Maximum tool calls of one choice that are passed on."""
 LONGEST_CALL = 1024 * 1024
-"""Characters of one call, as the node writes it."""
+"""Maximum characters of one call, in the node's JSON."""
 LONGEST_TOKEN = 1024
-"""Bytes of a token; no real vocabulary comes near."""
+"""Maximum bytes of a token; no real vocabulary comes near."""
 UNLIKELY = -9999.0
-"""OpenAI's sign for a probability that cannot be told."""
+"""OpenAI's value for an unknown log probability."""
 
 _Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
 class Call(msgspec.Struct, gc=False):
-    """One call. The node's `index` is not read: a call's place is that in which it came, so none repeats or misses."""
+    """One tool call. The node's `index` is unused: the order of arrival counts, without duplicates and gaps."""
 
     id: _Named
     name: _Named
@@ -36,7 +38,7 @@ _calls = msgspec.json.Decoder(Call)
 
 
 def call_of(piece: str) -> Call | None:
-    """Read a piece of the channel TOOL_CALL; None when it is none."""
+    """Parse a piece of the channel TOOL_CALL; return None when it is invalid."""
     if len(piece) > LONGEST_CALL:
         return None
     try:
@@ -66,8 +68,10 @@ class Logprobs(msgspec.Struct, gc=False):
 
 
 def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
-    """Give the shape, with at most `top` alternatives beside each token. A token may be a part of a character: `bytes`
-    is exact, `token` what can be shown of it."""
+    """Convert log probabilities to OpenAI's shape, with at most `top` alternatives per token.
+
+    A token may be a part of a character: `bytes` is exact, `token` is its printable form.
+    """
     return Logprobs(encoded_list(
         _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
         for one in logprobs
@@ -75,14 +79,17 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
 
 def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """Give what can be shown of a token, a finite log probability, and the token's bytes."""
+    """Return a token's printable form, a finite log probability, and the token's bytes."""
     kept = token[:LONGEST_TOKEN]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
 
 
 def finish_reason(reason: str, calls: int) -> str:
-    """Give a reason that clients know, and `tool_calls` only where there are some, but then for every answer that ended
-    by itself: also for one that a stop string, or the limit of one call, ended."""
+    """Return OpenAI's finish reason.
+
+    `tool_calls` needs at least one call. It then applies to every answer not cut by its length, including one ended by
+    a stop string or the limit of one call.
+    """
     if reason == "length":
         return reason
     return "tool_calls" if calls else "stop"

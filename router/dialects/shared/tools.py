@@ -1,9 +1,9 @@
-"""Tools that a model may call, as every dialect writes them in the end: functions in OpenAI's JSON, in their order.
+"""Tools that a model may call, in the common form of all dialects: functions in OpenAI's JSON, in their order.
 
-A client offers functions, custom tools (their input is a text), and namespaces that group both. A model is offered
-functions alone: a custom tool becomes a function with the one parameter `input`, and its calls are turned back. Tools
-of any other type (`web_search`, `local_shell`, `mcp`, ...) would have to run on the server. They are left out, and
-named in the answer; `router.unknown_fields = "refuse"` makes them a 400.
+A client offers functions, custom tools (their input is a text), and namespaces that group both. A model only gets
+functions. A custom tool becomes a function with the one parameter `input`, and its calls are converted back. Tools of
+any other type (`web_search`, `local_shell`, `mcp`, ...) would have to run on the server. They are left out and named in
+the answer; `router.unknown_fields = "refuse"` makes them a 400.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,15 +19,15 @@ from router.dialects.shared.validation import unsupported
 from router.errors import Problem, invalid
 
 NO_PARAMETERS: Body = {"type": "object", "properties": {}}
-"""What a function without parameters takes; templates look for them."""
+"""Schema of a function without parameters; templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
-"""What a custom tool takes."""
+"""Schema of a custom tool's input."""
 LONGEST_FUNCTION_NAME = 64
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
 class Origin(NamedTuple):
-    """A tool as its client knows it, where that differs from the function that the model is offered."""
+    """Tool as its client knows it, where that differs from the model's function."""
 
     name: str
     custom: bool = False
@@ -35,7 +35,7 @@ class Origin(NamedTuple):
 
 
 class Offered(NamedTuple):
-    """One tool as the model is offered it. `origin` is None where the client knows it as the same function."""
+    """One tool as the model gets it. `origin` is None where the client knows it as the same function."""
 
     body: Body
     strict: bool = False
@@ -43,33 +43,37 @@ class Offered(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The function's name."""
+        """Name of the function."""
         return str(self.body["function"]["name"])
 
 
 class Tools(NamedTuple):
-    """All tools of a request: the text of `wire.frames.Generate`, their names, whether one is strict, those that the
-    client knows otherwise, and those that were left out."""
+    """All tools of a request."""
 
     text: str = ""
+    """Text for `wire.frames.Generate`."""
     names: tuple[str, ...] = ()
+    """Names of the functions."""
     strict: bool = False
+    """Whether one of them is strict."""
     origins: Mapping[str, Origin] = {}
+    """Tools that the client knows in another form, by function name."""
     left_out: tuple[str, ...] = ()
+    """Tools that were left out."""
 
 
 NO_TOOLS = Tools()
 
 
 def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
-    """Return one function; what is None is left out."""
+    """Build one function without its None values."""
     named = {"name": name, "description": description, **more}
     named["parameters"] = NO_PARAMETERS if parameters is None else parameters
     return {"type": "function", "function": {key: value for key, value in named.items() if value is not None}}
 
 
 def custom(name: str, description: str | None, form: TextFormat | GrammarFormat | None) -> Body:
-    """Return the function of a custom tool; a grammar of its input is told to the model and not enforced."""
+    """Build the function of a custom tool; a grammar of its input is shown to the model and not enforced."""
     told = [description] if description else []
     if isinstance(form, GrammarFormat):
         told.append(f"The input follows this {form.syntax} grammar:\n{form.definition}")
@@ -77,14 +81,16 @@ def custom(name: str, description: str | None, form: TextFormat | GrammarFormat 
 
 
 def as_written(tool: Body) -> Body:
-    """Return a function in OpenAI's shape without its empty and unknown parts; its keys keep their order: templates
-    print them."""
+    """Return a function in OpenAI's shape without its empty and unknown parts.
+
+    Its keys keep their order, because templates print them.
+    """
     given = {key: value for key, value in tool["function"].items() if value is not None and key in _FUNCTION}
     return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}
 
 
 def left_out(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
-    """Find the tools that would have to run on a server, also in namespaces: where each one stands, and its type."""
+    """Yield the tools that would have to run on a server, also in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
         if isinstance(one, Foreign):
             yield f"{path}[{at}].type", one.type
@@ -94,7 +100,7 @@ def left_out(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tu
 def gathered(
     offered: Iterable[Offered], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
 ) -> Tools | Problem:
-    """Put the tools of a request together; checked, but without text, where the model is not `told` of them."""
+    """Check and combine the tools of a request; the result has no text where the model is not `told` of them."""
     without = tuple(left_out(foreign))
     if strict and without:
         where, kind = without[0]
@@ -113,7 +119,7 @@ def gathered(
 
 
 def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:
-    """Put the namespace before the name of a tool whose name another one has already."""
+    """Add the namespace as a prefix to a tool whose name is already taken."""
     seen: set[str] = set()
     for one in offered:
         origin, name = one.origin, one.name
@@ -124,7 +130,7 @@ def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:
 
 
 def input_of(call: Call) -> str:
-    """Return the input of a call of a custom tool; arguments of another shape are given as they are."""
+    """Return the input of a custom tool's call; arguments of another shape are returned unchanged."""
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
@@ -132,7 +138,7 @@ def input_of(call: Call) -> str:
 
 
 def arguments_for(text: str) -> str:
-    """Return the arguments with which a model called the function of a custom tool."""
+    """Encode the arguments of a model's call to a custom tool's function."""
     return msgspec.json.encode(_Input(text)).decode()
 
 

@@ -1,6 +1,7 @@
-"""What pydantic found wrong with a body, as the one 400 that names the parameter.
+"""Conversion of pydantic's errors into one 400 that names the parameter.
 
-A body may be wrong in many places; what is not offered is said first, because no correction of the rest would help.
+A body may be wrong in many places. A field that is not offered is reported first, because no correction of the rest
+would help.
 """
 
 import difflib
@@ -20,7 +21,7 @@ _NOTHING: Mapping[str, str] = MappingProxyType({})
 _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
 _FORMS = frozenset({"format", "output_config", "response_format", "structured_outputs", "text"})
-"""Fields that say what an answer is like: what is unknown in them would change it."""
+"""Fields that define the format of an answer: an unknown field in them would change the answer."""
 _LONGEST = 64
 
 
@@ -32,14 +33,14 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 
 def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
-    """Give the 400 for what no model here offers, with what to do instead."""
+    """Build the 400 for a field that no model here offers, with the alternative."""
     text = why or f"{param} is not offered by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
-    """Give the 400. `known` are the fields of the body, `instead` what to do where one is not offered."""
+    """Build the 400. `known` are the fields of the body, `instead` the alternatives of fields that are not offered."""
     found = _errors(error)
     later = next((problem for one in found if (problem := _later(one, instead)) is not None), None)
     if later is not None:
@@ -52,8 +53,11 @@ def from_validation(error: ValidationError, known: Collection[str], instead: Map
 
 
 def asks_only_for_more(error: ValidationError) -> bool:
-    """Return whether nothing is wrong with a body but fields that it should not have: none that other servers or other
-    dialects take as a part of the question, and none that says what the answer is like."""
+    """Return whether the only errors of a body are unknown fields that may be ignored.
+
+    A field that other servers or dialects treat as a part of the question, or that defines the answer's format, may
+    not.
+    """
     return all(
         one.type == "extra_forbidden"
         and one.loc[-1] not in _LATER
@@ -70,7 +74,7 @@ def _errors(error: ValidationError) -> list[_Error]:
 
 
 def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
-    """Give the problem if this error asks for something that is not offered; None when it is plainly wrong."""
+    """Return the problem if this error requests something that is not offered; None for any other error."""
     path = _path(error.loc)
     if error.loc[-1] in _LATER:
         return unsupported(path, instead)
@@ -88,8 +92,10 @@ def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
 
 
 def _path(loc: tuple[str | int, ...]) -> str:
-    """Write `messages[0].content[1].text` without the names of union branches and marks of keys. The branches of parts
-    end in `_part`, which no field does."""
+    """Render `messages[0].content[1].text` without the names of union branches and marks of keys.
+
+    The branches of parts end in `_part`, which no field does.
+    """
     path = ""
     before: str | int = ""
     for step in loc:
