@@ -122,8 +122,7 @@ STOPPING = "the coordinator is stopping: send it again"
 class Dispatcher:
     """Dispatcher of one router.
 
-    - `send` writes a frame to a node's link and returns whether there is a link.
-
+    - `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
     - `numbers` returns the next request number and sequence number.
     - `draw` returns numbers in [0, 1) for ties.
     - `policy` overrides the policy of the settings.

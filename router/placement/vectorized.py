@@ -79,7 +79,7 @@ class Rows:
 
 
 def rank_balanced(rows: Rows) -> Column:
-    """Rank like `placement.Balanced`: the smallest number leads."""
+    """Rank like `place.Balanced`: the smallest number leads."""
     marks = rows.room / rows.need
     np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
     marks *= _MARK

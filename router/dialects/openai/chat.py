@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-Only this edge uses pydantic (`chat_body`). Every accepted field has an effect or is named as ignored. Anything else is
+Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. Anything else is
 a 400 that names the parameter.
 """
 
@@ -25,7 +25,7 @@ from router.errors import Problem, invalid
 from wire.frames import Finished, Grammar
 
 KNOWN_TOOLS = 64
-"""Cached lists of tools, each of at most `chat_quick.LONGEST` bytes."""
+"""Cached lists of tools, each of at most `chat_fast_parse.LONGEST` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
