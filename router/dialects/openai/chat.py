@@ -1,6 +1,6 @@
 """`/v1/chat/completions`: convert a body in OpenAI's shape to the parts of a Generate frame.
 
-Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. Anything else is
+Only this edge uses pydantic (`chat_schema`). Every accepted field has an effect or is named as ignored. All else is
 a 400 that names the parameter.
 """
 
