@@ -64,7 +64,7 @@ class Failure(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a node until it is told to stop; give the exit code."""
+    """Run a node until it is stopped, and return the exit code."""
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
@@ -237,7 +237,7 @@ async def _serve(
 
 
 def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, anew: bool) -> int | None:
-    """Say what follows from a coordinator's final no: an exit code, or None where a token makes a new identity."""
+    """Return the exit code after a coordinator's final denial, or None where a token makes a new identity."""
     if error.reason in DENIED and (options.leave or (anew and not welcomed)):
         forget(options.state / "node" / "identity")
         if options.leave:
@@ -248,7 +248,7 @@ def _after(error: Expelled, options: argparse.Namespace, *, welcomed: bool, anew
 
 
 def _forget(node: Path) -> None:
-    """Remove the identity of a node that leaves on purpose, and note that it left."""
+    """Remove the identity of a node that leaves on purpose, and record that it left."""
     mark_left(node)
     forget(node / "identity")
 
@@ -352,7 +352,7 @@ def _show_code(code: str, seconds: float) -> None:
 
 
 def _code(error: Exception) -> int:
-    """Give the exit code of a failed enrolment."""
+    """Return the exit code of a failed enrollment."""
     if isinstance(error, PinMismatch):
         return 9
     if isinstance(error, EnrolDenied):

@@ -1,7 +1,7 @@
-"""Everything that can be set on a node, with its default and meaning beside it, and the checks that need two values.
+"""Settings of a node with their defaults and descriptions, and the checks that need two values.
 
-The tree holds what a person wrote ("96GiB", "auto"); what follows from it on this machine is `node/memory/cap`'s
-answer. `resolve` refuses an impossible value by the key that holds it, before anything is started.
+The tree holds values as written by a person ("96GiB", "auto"). `node/memory/cap` resolves them for this machine.
+`resolve` refuses an impossible value and names its key, before any process is started.
 """
 
 import re
@@ -258,8 +258,10 @@ def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozens
 
 
 def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
-    """Give an explicit cap its tier, `custom`. SettingsError where a person set both and they contradict each other:
-    a setting that is ignored is worse than one that is refused."""
+    """Set the tier of an explicit cap to `custom`.
+
+    Raises SettingsError where both are set and contradict, because an ignored setting is worse than a refused one.
+    """
     memory, tier_from = settings.memory, origins.get("memory.tier")
     if memory.cap == AUTO:
         if memory.tier == CUSTOM:
@@ -334,7 +336,7 @@ def _leaf(settings: NodeSettings, key: str) -> object:
 
 
 def node_name(settings: NodeSettings, host: str) -> str:
-    """Give the node's friendly name: the one that was set, else the host name made safe to print and to label with."""
+    """Return the node's name: the configured one, else the host name made safe for printing and labels."""
     if settings.node.name:
         return settings.node.name
     plain = re.sub(r"[^A-Za-z0-9 ._-]+", "-", host.removesuffix(".local"))[:63].strip(" ._-")

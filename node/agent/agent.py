@@ -1,16 +1,20 @@
-"""The agent: this Mac's long-lived loop to the coordinator.
+"""Agent of a Mac: its long-lived connection to the coordinator.
 
-Covers: staying connected for ever (remembered addresses, then Bonjour by cluster id, jittered back-off), reports,
-handing requests to the engine and its frames back, certificate renewal by a second link, a clean goodbye.
-Does not cover: the engine's process (`supervise`), limits and readings (`memory`), enrolment (`enrol`).
+Covers: reconnecting (remembered addresses, then Bonjour by cluster id, jittered back-off), reports, and forwarding of
+frames to and from the engine. It also renews the certificate over a second link and sends a goodbye. Does not cover:
+the engine's process (`node.engine_process.supervisor`), limits and readings (`node.memory`), enrollment
+(`node.agent.enrollment`).
 
 Rules
-- A request belongs to the link it came on. When that link ends the request is cancelled, and nothing of it is ever
-  sent on another link, so the coordinator may place it elsewhere without hearing two answers.
+- A request belongs to the link that it came on. When that link ends, the agent cancels the request.
+- No frame of a request is sent on another link. The coordinator may therefore place the request on another node without
+  receiving two answers.
 - The end of a link never unloads a model.
-- Of two coordinators of our cluster that of the higher generation counts: we stay with no other once we have seen it.
-- While its owner wants the Mac for himself (`sharing`) nothing is taken that begins anything, whoever asks for it.
-- A renewed certificate opens a second link that takes over; the first is closed when its last request is done.
+- Of two coordinators of the cluster, the one with the higher generation is valid. After the agent has seen a
+  generation, it leaves every coordinator of a lower one.
+- While the owner has paused the Mac (`node.sharing`), every frame that begins work is refused.
+- A renewed certificate opens a second link that replaces the first. The first is closed when its last request has
+  ended.
 """
 
 import asyncio
@@ -80,30 +84,30 @@ from wire.report import Enforcement, Hardware, Memory, Model, Sharing, System
 from wire.video import VideoState
 
 SILENCE = 10.0
-"""Seconds without a frame after which the link is given up."""
+"""Seconds without a frame after which the link is aborted."""
 BACK_OFF = (0.5, 30.0)
-"""First and longest wait between two rounds of dialling, in seconds; each is jittered by half."""
+"""First and longest wait between two rounds of dialing, in seconds. Each wait is jittered by half."""
 SLUMBER_SECONDS = 60.0
-"""Seconds awake after which the coordinator is dialled again though nobody told of a wake: the sleep was called off."""
+"""Seconds awake after which the agent dials again without a wake event, because the sleep was called off."""
 GOODBYE_SECONDS = 0.2
-"""For a goodbye to leave this machine before it sleeps."""
+"""Seconds for a goodbye to leave this machine before it sleeps."""
 CHANGE_GAP = 0.2
-"""Least seconds between two reports that are sent because something changed."""
+"""Minimum seconds between two reports that are sent because of a change."""
 MAX_LINE_BYTES = 1024 * 1024
-"""Length up to which a log's first line that is cut is left out."""
+"""Maximum bytes of a partial first line of a log that are skipped."""
 ANSWER_PIECE = 32 * 1024
 FIND_SECONDS = 3.0
-"""How long Bonjour is asked for a coordinator whose address changed."""
+"""Timeout in seconds of a Bonjour search for a coordinator whose address changed."""
 OUTGROWN_SECONDS = 30.0
-"""For how long an address is left alone at which a coordinator is that the cluster has left behind."""
+"""Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
-"""The reason of a coordinator that learned from our Hello that it is not the cluster's any more."""
+"""Denial reason of a coordinator that learned from our Hello that it is superseded."""
 
 log = structlog.get_logger("node.agent.agent")
 
 
 class Expelled(Exception):
-    """The coordinator will not have this node; the text says why and what a person can do."""
+    """The coordinator denied this node for good. The text names the reason and the next step for a person."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)
@@ -111,7 +115,7 @@ class Expelled(Exception):
 
 
 class Agent:
-    """Owns the links of this node. `run` ends after `stop`, or raises Expelled."""
+    """Links of this node to the coordinator. `run` ends after `stop`, or raises Expelled."""
 
     def __init__(
         self, identity: Identity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
@@ -151,12 +155,12 @@ class Agent:
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
         self.on_ready: Callable[[str], None] = lambda address: None
-        """Called with the coordinator's address whenever this node is linked and its engine is up."""
+        """Called with the coordinator's address whenever this node is linked and its engine is ready."""
 
     # -- staying connected ---------------------------------------------------
 
     async def run(self) -> None:
-        """Stay connected until `stop`. Raises Expelled when the coordinator says no for good."""
+        """Stay connected until `stop`. Raises Expelled when the coordinator denies the node for good."""
         wait = BACK_OFF[0]
         while not self._stopped.is_set():
             link = await self._connect_unless_stopped()
@@ -174,7 +178,7 @@ class Agent:
                 wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
 
     async def _connect_unless_stopped(self) -> Link | None:
-        """Connect; a coordinator that cannot be reached does not hold up `stop`."""
+        """Connect, or return None at `stop`. An unreachable coordinator does not delay `stop`."""
         connecting = asyncio.ensure_future(self._connect(takeover=False))
         stopped = asyncio.ensure_future(self._stopped.wait())
         try:
@@ -186,7 +190,7 @@ class Agent:
             await asyncio.gather(connecting, stopped, return_exceptions=True)
 
     async def _slumber(self) -> None:
-        """Dial nobody while the machine sleeps; a sleep that never came ends by itself."""
+        """Wait without dialing until the machine wakes, `stop`, or `SLUMBER_SECONDS` awake."""
         stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
         try:
             await asyncio.wait({stopped, awake}, timeout=SLUMBER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
@@ -197,7 +201,7 @@ class Agent:
             await asyncio.gather(stopped, awake, return_exceptions=True)
 
     async def _pause(self, seconds: float) -> None:
-        """Wait before the next round of dialling; only `stop` cuts it short, for a link may end again and again."""
+        """Wait before the next round of dialing. Only `stop` ends the wait early, because a link may end repeatedly."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._stopped.wait()
@@ -258,7 +262,7 @@ class Agent:
         if link is self._link:
             self._link = None
             if self._stopped.is_set():
-                log.info("link ended", reason=reason, cancelled=len(link.requests))  # as it should: we said goodbye
+                log.info("link ended", reason=reason, cancelled=len(link.requests))  # expected: we sent a goodbye
             else:
                 log.warning("link lost", reason=reason, cancelled=len(link.requests))
         elif self._link is not None:
@@ -267,8 +271,10 @@ class Agent:
         self._woken.set()
 
     def fall_asleep(self, said: Callable[[], None]) -> None:
-        """Say goodbye because this machine goes to sleep; `said` is called once that is on its way. What runs here goes
-        on elsewhere, and nobody is alarmed."""
+        """Send a goodbye before this machine sleeps, and call `said` after `GOODBYE_SECONDS`.
+
+        The coordinator resumes the requests of this node on another node, and raises no alarm.
+        """
         self._awake.clear()
         if self._link is not None:
             self._link.send(Goodbye("asleep"))
@@ -278,7 +284,8 @@ class Agent:
         asyncio.get_running_loop().call_later(GOODBYE_SECONDS, said)
 
     def wake_up(self, slept: float) -> None:
-        """Dial at once after so many seconds of sleep: what a link from before it would say is no longer true."""
+        """Abort all links after `slept` seconds of sleep and dial at once. Frames from before the sleep are
+        outdated."""
         for link in tuple(self._links):
             link.abort(f"this machine slept for {slept:.0f} s")
         self._awake.set()
@@ -338,7 +345,7 @@ class Agent:
             self.report()
 
     def _lend(self, frame: Lease | Release | AllowVideo) -> None:
-        """Hand on what is about video."""
+        """Forward a frame about video to the lender or to Ray."""
         assert self.lender is not None  # noqa: S101  set before the first link
         assert self.ray is not None  # noqa: S101  set with it
         match frame:
@@ -372,7 +379,7 @@ class Agent:
             link.close()
 
     def _outgrow(self, link: Link) -> None:
-        """Turn away from a coordinator that the cluster has left behind; another one is looked for."""
+        """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._outgrown[link.address] = asyncio.get_running_loop().time()
         self._identity = outgrow(self._identity, link.address)
@@ -392,8 +399,10 @@ class Agent:
     # -- frames from the engine -------------------------------------------------
 
     def from_engine(self, tag: int, encoded: bytes, request: int) -> None:
-        """Forward what the engine says of a request to the link that it came on, and a step to the links it is for.
-        That it was admitted is good to know, but nobody waits for it."""
+        """Forward a frame of a request to its link, and a `Deltas` step to every link with a request in it.
+
+        An `Admitted` frame is not urgent. It is sent together with the next frame.
+        """
         kind = TAGS.get(tag)
         if kind is Deltas:
             self._forward_step(encoded)
@@ -429,7 +438,10 @@ class Agent:
             self.sharer.wake()
 
     def changed(self) -> None:
-        """Report soon when a request came or ended or the engine's state changed; bytes written can wait."""
+        """Schedule a report when a request began or ended, or when the engine's state changed.
+
+        Generated tokens cause no report.
+        """
         if self.poll is not None:
             self.poll.changed()
         if self.lender is not None:
@@ -438,11 +450,12 @@ class Agent:
         self._report_soon()
 
     def video_changed(self) -> None:
-        """Report soon when a lease, an environment, a package or Ray is another than before."""
+        """Schedule a report when a lease, an environment, a package or Ray changed."""
         self._report_soon()
 
     def tell(self, frame: Frame) -> None:
-        """Send a frame to the coordinator; without a link nobody hears it, and a report says how things stand."""
+        """Send a frame to the coordinator. Without a link the frame is discarded, and the next report carries the
+        state."""
         if self._link is not None:
             self._link.send(frame)
 
@@ -452,7 +465,7 @@ class Agent:
             self._next_report.sooner(max(now, self._reported_at + CHANGE_GAP))
 
     def _tellable(self) -> tuple[object, ...]:
-        """Give what is worth a report of its own."""
+        """Return the values whose change causes a report."""
         assert self.supervisor is not None  # noqa: S101  it calls us
         state, snapshot = self.supervisor.state, self.supervisor.report
         ceiling = snapshot.memory.ceiling if snapshot else 0
@@ -481,7 +494,7 @@ class Agent:
     # -- reports -----------------------------------------------------------------
 
     def report(self) -> None:
-        """Send a report now and plan the next."""
+        """Send a report now and schedule the next."""
         self._next_report.cancel()
         supervisor, link = self.supervisor, self._link
         if supervisor is None or link is None:
@@ -511,7 +524,7 @@ class Agent:
             )
         )
         settings = self._settings.node
-        # When idle the coordinator's ping sets the beat; this timer only steps in when a ping is late.
+        # When idle the coordinator's ping triggers reports; this timer fires only when a ping is late.
         due = settings.report_busy if self.busy() else settings.report_idle * 1.5
         self._next_report.set(loop.time() + due)
 
@@ -521,13 +534,16 @@ class Agent:
         return self._settings
 
     def busy(self) -> bool:
-        """Say whether anything runs or waits here, or memory is lent to a video."""
+        """Return whether a request runs or is queued here, or memory is leased to a video job."""
         state = self.supervisor.state if self.supervisor is not None else None
         works = state is not None and state.running + state.waiting > 0
         return works or (self.lender is not None and self.lender.holding)
 
     def _memory(self, supervisor: Supervisor) -> Memory:
-        """Give what the engine's gate judges by; without an engine the limits alone, and nothing fits there."""
+        """Return the memory values of the engine's gate.
+
+        Without an engine only the limits are set, and no request fits.
+        """
         snapshot = supervisor.report
         if snapshot is not None and snapshot.memory.cap and supervisor.reported_at is not None:
             return replace(snapshot.memory, age=time.monotonic() - supervisor.reported_at)
@@ -551,27 +567,29 @@ class Agent:
         return self.sharer is not None and not self.sharer.standing.shared
 
     def _not_now(self) -> Refused:
-        """Say why nothing is begun here now. The code is one that every coordinator knows."""
-        assert self.sharer is not None  # noqa: S101  it is what says no
+        """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
+        assert self.sharer is not None  # noqa: S101  the sharer caused the refusal
         text = f"this Mac takes nothing new: {self.sharer.standing.why}"
         return Refused(Code.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
 
     def _resting_models(self) -> tuple[Model, ...]:
-        """Give the models that this Mac could serve while its engine is replaced for the sake of its memory: they are
-        not gone, and who asks for one is told to wait and not that nobody has it."""
+        """Return the models that this Mac can serve again after its engine was replaced to release memory.
+
+        A request for such a model is asked to retry later, instead of failing as an unknown model.
+        """
         if not self._paused:
             return ()
         return tuple(replace(one, loaded=False, loading=False, groups=()) for one in self._models)
 
     def sharing_changed(self) -> None:
-        """Tell everybody whom it concerns whether this Mac takes work."""
+        """Notify the local listener and the coordinator whether this Mac accepts work."""
         assert self.sharer is not None  # noqa: S101  it calls us
         standing = self.sharer.standing
         self.on_sharing("" if standing.shared else standing.why)
         self.report()
 
     def holds(self) -> Holds:
-        """Say what is still on this Mac."""
+        """Return the open requests, whether memory is leased, and whether the engine rests."""
         return Holds(
             sum(len(link.requests) for link in self._links),
             self.lender is not None and self.lender.holding,
@@ -579,7 +597,7 @@ class Agent:
         )
 
     def act(self, act: Act, standing: Standing) -> None:
-        """Give the memory back, step by step, or take work again."""
+        """Execute one step of releasing memory, or accept work again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
             case Act.END_REQUESTS:
@@ -594,7 +612,8 @@ class Agent:
                 self.supervisor.wake()
 
     def _let_go(self, why: str) -> None:
-        """End what nobody else had room for; the coordinator may still go on with it elsewhere."""
+        """Cancel the requests that no other node had room for. The coordinator may still resume them on another
+        node."""
         for link in tuple(self._links):
             for request in tuple(link.requests):
                 self._to_engine(Cancel(request))
@@ -639,7 +658,7 @@ class Agent:
     # -- the end ---------------------------------------------------------------------
 
     async def stop(self, drain: float, reason: str = "stopping") -> None:
-        """Take no more work, let running requests end for at most `drain` seconds, say goodbye and hang up."""
+        """Refuse new work, wait at most `drain` seconds for running requests, send a goodbye and close the links."""
         self._draining = True
         self.report()
         loop = asyncio.get_running_loop()
@@ -656,7 +675,10 @@ class Agent:
 
 
 def within_bounds(report: Report) -> Report:
-    """Return a report that the coordinator accepts: at most MAX_MODELS, loaded ones first, in MAX_REPORT_BYTES."""
+    """Return a report that the coordinator accepts: at most MAX_MODELS models and MAX_REPORT_BYTES bytes.
+
+    Loaded models come first.
+    """
     if len(report.models) <= MAX_MODELS and len(encode(report)) <= MAX_REPORT_BYTES:
         return report
     models = sorted(report.models, key=lambda model: not model.loaded)[:MAX_MODELS]
@@ -667,8 +689,7 @@ def within_bounds(report: Report) -> Report:
 
 
 def _line_start(file: BinaryIO, position: int) -> int:
-    """Return the first start of a line at or after a position of a log; the position itself where none begins
-    there."""
+    """Return the first start of a line at or after `position` of a log, or `position` where no line begins."""
     if position <= 0:
         return 0
     file.seek(position - 1)
@@ -678,14 +699,15 @@ def _line_start(file: BinaryIO, position: int) -> int:
 
 
 def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
-    """Yield a window of a file as answers, read as they are sent; with `lines` its end begins with a whole line."""
+    """Yield a window of a file as answers, read while they are sent. With `lines` a window at the end begins with a
+    whole line."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
             start = max(0, size + ask.offset) if ask.offset < 0 else ask.offset
             if lines and ask.offset < 0:
                 start = _line_start(file, start)
-            start = 0 if start > size else start  # a new file began, after what was asked for last
+            start = 0 if start > size else start  # the log was rotated since the last request
             end = min(size, start + ask.limit)
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):

@@ -1,4 +1,4 @@
-"""The node's end of the link: one TLS connection that the node dialled."""
+"""Node's end of the link: one TLS connection that the node dialed."""
 
 import asyncio
 import ssl
@@ -9,15 +9,15 @@ from node.agent.identity import proves_coordinator
 from wire.link.endpoint import Endpoint
 
 DIAL_SECONDS = 5.0
-"""Longest wait for TCP, and again for TLS, before the next address is tried."""
+"""Timeout in seconds of the TCP connection, and again of the TLS handshake."""
 
 
 class NotTheCoordinator(ConnectionError):
-    """The other end has no certificate of our cluster's coordinator."""
+    """The remote end has no certificate of our cluster's coordinator."""
 
 
 class Link(Endpoint):
-    """One connection. `take(link, tag, body)` and `gone(link, reason)` are called on the loop."""
+    """One connection to the coordinator. `take(link, tag, body)` and `gone(link, reason)` are called on the loop."""
 
     def __init__(
         self, cluster: str, take: Callable[["Link", int, bytes], None], gone: Callable[["Link", str], None]
@@ -31,24 +31,24 @@ class Link(Endpoint):
         self.address = ""
         self.heard_at = self._loop.time()
         self.requests: set[int] = set()
-        """Requests that came over this link and are not finished; they are cancelled with it."""
+        """Open requests that came over this link. They are cancelled when the link ends."""
 
     def received(self, tag: int, body: bytes) -> None:
-        """Hand on."""
+        """Pass a frame to `take`."""
         self._take(self, tag, body)
 
     def data_received(self, data: bytes) -> None:
-        """Note when the coordinator was heard."""
+        """Record the time of the coordinator's last bytes and parse them once the link is verified."""
         self.heard_at = self._loop.time()
         if self.verified:
             super().data_received(data)
 
     def lost(self, reason: str) -> None:
-        """Tell the owner."""
+        """Pass the end of the connection to `gone`."""
         self._gone(self, reason)
 
     def verify(self) -> None:
-        """Check that the certificate at the other end is our coordinator's; NotTheCoordinator otherwise."""
+        """Check that the remote certificate is our coordinator's. Raises NotTheCoordinator otherwise."""
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
             self.abort("the other end is not our coordinator")
@@ -57,7 +57,10 @@ class Link(Endpoint):
 
 
 async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) -> Link:
-    """Connect to `host:port` and verify who answers. OSError, ssl.SSLError, TimeoutError or NotTheCoordinator."""
+    """Connect to `host:port` and verify the coordinator.
+
+    Raises OSError, ssl.SSLError, TimeoutError or NotTheCoordinator.
+    """
     host, _, port = address.rpartition(":")
     async with asyncio.timeout(2 * DIAL_SECONDS):
         _, protocol = await asyncio.get_running_loop().create_connection(

@@ -1,8 +1,8 @@
-"""Finds coordinators on the LAN, and Macs that have not joined.
+"""Discovery of coordinators on the LAN, and of Macs that have not joined.
 
-A record is a hint from anybody: its texts are made printable, its addresses are only candidates, and the coordinator
-is believed when its certificate proves it. A zeroconf failure is logged once and looks like an empty LAN; joining by
-URL never needs multicast.
+A record is an untrusted hint. Its texts are made printable, and its addresses are only candidates. A coordinator is
+trusted only when its certificate proves its role. A zeroconf failure is logged once and handled like an empty LAN.
+Joining by URL never needs multicast.
 """
 
 import asyncio
@@ -28,44 +28,52 @@ from wire.identity import SERVICE_TYPE
 log = structlog.get_logger()
 
 LOOK_EVERY = 5.0
-"""Seconds between looks at our own addresses."""
+"""Seconds between two checks of this machine's addresses."""
 GOODBYE_WITHIN = 3.0
-"""Seconds that saying goodbye may take at the end."""
+"""Timeout in seconds of the Bonjour goodbye at shutdown."""
 RESOLVE_WITHIN = 3000
-"""Milliseconds that one record may take to resolve."""
+"""Timeout in milliseconds of the resolution of one record."""
 SETTLE = 1.5
-"""Seconds to wait for others after the first was found: two clusters on one LAN must both be seen, and somebody who
-announces our cluster's id must not hide the coordinator that can prove it. A responder sends a record at most once a
-second (RFC 6762, section 6), so the answer of one that has just announced itself comes a second later."""
+"""Seconds to wait for more records after the first.
+
+Two clusters on one LAN must both be found. A false announcement of our cluster's id must not hide the coordinator that
+can prove the id. A responder sends a record at most once a second (RFC 6762, section 6). The answer of a responder that
+has just announced itself therefore comes a second later.
+"""
 MOST_FOUND = 64
 STAGGER = 1.0
-"""Seconds after which the next address is tried beside those that have not answered."""
+"""Seconds after which the next address is tried in parallel with those that have not answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A record: a name for people, the cluster's hint (12 hex digits), the fingerprint's hint, where to dial."""
+    """Bonjour record of a coordinator or of a Mac."""
 
     name: str
+    """Printable name for people."""
     cluster: str
+    """Hint of the cluster's id (12 hex digits)."""
     addresses: tuple[str, ...]
+    """IP addresses to dial, the best first."""
     port: int
     protocol: int = 0
     version: str = ""
     fingerprint: str = ""
+    """Hint of the fingerprint."""
 
     @property
     def candidates(self) -> tuple[str, ...]:
-        """Give `host:port` for every address, the best first."""
+        """Return `host:port` for every address, the best first."""
         return tuple(f"[{ip}]:{self.port}" if ":" in ip else f"{ip}:{self.port}" for ip in self.addresses)
 
 
 async def find(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
 ) -> list[Found]:
-    """Look for coordinators for at most `seconds`, shorter once something was found.
+    """Search for coordinators for at most `seconds`, or less once a record was found.
 
-    `cluster` (a whole id) leaves out all others. An empty list also when multicast is not possible here.
+    `cluster` (a whole id) limits the search to one cluster. Returns an empty list also when multicast is not possible
+    here.
     """
     where = list(interfaces) if interfaces is not None else addresses()
     v4 = [address for address in where if ipaddress.ip_address(address).version == 4]
@@ -91,7 +99,7 @@ async def find(
 
 
 class _Search:
-    """Collects what answers, resolved and cleaned."""
+    """Resolved and cleaned records of one search."""
 
     def __init__(self, zeroconf: Zeroconf, role: str, hint: str) -> None:
         self._zeroconf = zeroconf
@@ -102,7 +110,7 @@ class _Search:
         self.found: dict[str, Found] = {}
 
     def heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
-        """Take an event of the browser: resolve what came, drop what said goodbye."""
+        """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
         if state_change is ServiceStateChange.Removed:
             self.found.pop(name, None)
         elif len(self._tasks) < MOST_FOUND:
@@ -111,14 +119,14 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or SETTLE after the first find."""
+        """Return after `seconds`, or SETTLE seconds after the first record."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()
                 await asyncio.sleep(SETTLE)
 
     def stop(self) -> None:
-        """Give up what is being resolved."""
+        """Cancel pending resolutions."""
         for task in self._tasks:
             task.cancel()
 
@@ -144,10 +152,10 @@ class _Search:
 async def locate(
     identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
-    """Find our coordinator at the remembered addresses and by Bonjour, side by side: dead addresses hold nothing up.
-    `besides` are addresses to leave out.
+    """Search for our coordinator at the remembered addresses and by Bonjour in parallel.
 
-    Gives the `host:port` where its certificate proved it, None when it is nowhere.
+    Dead addresses cause no delay. `besides` are addresses to leave out. Returns the `host:port` at which the
+    certificate proved the coordinator, None when there is none.
     """
 
     async def proven(address: str) -> bool:
@@ -178,8 +186,10 @@ def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
 async def first_proven(
     candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER
 ) -> str | None:
-    """Try addresses side by side, each STAGGER seconds after the one before or when all before have failed; give the
-    first that is proven."""
+    """Try addresses in parallel and return the first that is proven, None when all fail.
+
+    Each address starts `stagger` seconds after the one before, or at once when all earlier addresses have failed.
+    """
     waiting = list(dict.fromkeys(candidates))
     running: dict[asyncio.Task[bool], str] = {}
     try:

@@ -1,9 +1,9 @@
-"""How a Mac becomes a node: the client's side of enrolment (the frames: coordinator/joining/enrollment.py).
+"""Client side of enrollment: how a Mac becomes a node (the frames: coordinator/joining/enrollment.py).
 
-Two connections. The first trusts nobody and only fetches the CA, which is compared with the token's pin. The second
-verifies the coordinator with that CA and carries the certificate request. Without a token there is no pin: the code
-that both screens show stands for the CA, the request and both nonces, and a person compares it. The node commits to
-its nonce and its request before it hears the coordinator's nonce.
+Enrollment takes two connections. The first trusts no certificate and only fetches the CA, which is compared with the
+token's pin. The second verifies the coordinator with that CA and carries the certificate request. Without a token there
+is no pin. Both screens then show a code derived from the CA, the request and both nonces, and a person compares it. The
+node commits to its nonce and its request before it receives the coordinator's nonce.
 """
 
 import asyncio
@@ -52,9 +52,9 @@ __all__ = [
 
 USUAL_PORT = 8081
 PATIENCE = 10.0
-"""Seconds to connect, and to wait for an answer that no person has to give."""
+"""Timeout in seconds of the connection, and of an answer that needs no person."""
 LONGEST = 16 * KIB
-"""Bytes that enrolment may answer on one connection."""
+"""Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
 _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
 
@@ -62,19 +62,19 @@ F = TypeVar("F", bound=Frame)
 
 
 class EnrolError(Exception):
-    """Joining did not work; the text says why and what to do."""
+    """Joining failed. The text names the reason and the next step."""
 
 
 class Unreachable(EnrolError):
-    """Nobody answered there, or not as a coordinator does."""
+    """The address did not answer, or not as a coordinator does."""
 
 
 class PinMismatch(EnrolError):
-    """The coordinator's CA is not the one that the token names: the wrong cluster, or somebody in between."""
+    """The coordinator's CA is not the one that the token names: the wrong cluster, or a man in the middle."""
 
 
 class EnrolDenied(EnrolError):
-    """The coordinator said no, with a machine-readable reason."""
+    """The coordinator denied the enrollment, with a machine-readable reason."""
 
     def __init__(self, denied: Denied) -> None:
         super().__init__(denied.message)
@@ -85,7 +85,7 @@ class EnrolDenied(EnrolError):
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Read `host`, `host:port`, `[v6]:port`, with or without a scheme. EnrolError says what is accepted."""
+    """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Raises EnrolError with the accepted form."""
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match[3] or USUAL_PORT) if match else 0
     if match is None or not 0 < port < 65536:
@@ -103,11 +103,11 @@ async def enrol(
     folder: Path,
     on_code: Callable[[str, float], None],
 ) -> Identity:
-    """Join the cluster whose coordinator listens at `url` (`host:port`) and keep the identity in `folder`.
+    """Join the cluster whose coordinator listens at `url` (`host:port`) and store the identity in `folder`.
 
-    An identity that is there already, a clone's or a damaged one, is replaced once the coordinator agreed.
-    `on_code` is called with the six digits to show and the seconds that a person has, only when there is no token.
-    Raises PinMismatch, EnrolDenied (with `reason`), Unreachable, or IdentityError for an answer that is not ours.
+    An existing identity, such as a clone's or a damaged one, is replaced once the coordinator has agreed. `on_code` is
+    called only without a token, with the six digits to show and the seconds that a person has. Raises PinMismatch,
+    EnrolDenied (with `reason`), Unreachable, or IdentityError for an answer that is not ours.
     """
     host, port = parse_address(url)
     authority = await _fetch_authority(host, port)
@@ -135,7 +135,7 @@ async def enrol(
 
 
 async def proves_itself(identity: Identity, address: str) -> bool:
-    """Say whether our coordinator answers at `host:port`: only its certificate counts."""
+    """Return whether our coordinator answers at `host:port`, proven by its certificate."""
     try:
         host, port = parse_address(address)
         async with _connect(host, port, client_context(identity)) as line:
@@ -160,7 +160,7 @@ async def _with_code(
 
 
 async def _fetch_authority(host: str, port: int) -> EnrolAuthority:
-    """Ask for the CA over a connection that proves nothing; only a pin or a code makes the answer worth anything."""
+    """Fetch the CA over an unverified connection. Only a pin or a code makes the answer trustworthy."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -181,7 +181,7 @@ def _trusting(authority: EnrolAuthority) -> ssl.SSLContext:
 
 
 class _Line:
-    """One connection of enrolment, frame by frame."""
+    """One connection of enrollment, read and written frame by frame."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
@@ -195,7 +195,7 @@ class _Line:
         await self._writer.drain()
 
     async def receive(self, kind: type[F], seconds: float = PATIENCE) -> F:
-        """Give the next frame, which must be of this kind. EnrolDenied when it is the coordinator's no."""
+        """Return the next frame, which must be of this kind. Raises EnrolDenied when it is the coordinator's denial."""
         async with asyncio.timeout(seconds):
             while not self._frames:
                 data = await self._reader.read(LONGEST)
@@ -233,7 +233,10 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
 
 
 def _hint(error: OSError) -> str:
-    """On macOS 15 and later a program without the local-network permission gets this errno for the whole LAN."""
+    """Return a hint for the errno of a program without the local-network permission on macOS 15 and later.
+
+    That errno covers the whole LAN.
+    """
     if sys.platform == "darwin" and error.errno == errno.EHOSTUNREACH:
         return " (allow this program under System Settings, Privacy & Security, Local Network)"
     return ""

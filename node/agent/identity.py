@@ -1,8 +1,8 @@
-"""Who this node is: the files that it keeps, the TLS it speaks with them, and the renewal of its certificate.
+"""Identity of this node: its files, its TLS contexts, and the renewal of its certificate.
 
-`node.pem` holds key and certificate (mode 0600, replaced whole); `identity.json` the rest and is written last, so a
-folder without it has no identity. The private key is made here and never leaves the folder. The identity belongs to
-one machine: with a cloned disk two Macs would be one node, so the clone is refused.
+`node.pem` holds key and certificate (mode 0600, replaced whole). `identity.json` holds the rest and is written last: a
+folder without it has no identity. The private key is created here and never leaves the folder. The identity belongs to
+one machine. With a cloned disk two Macs would be one node, hence the clone is refused.
 """
 
 import ssl
@@ -27,11 +27,11 @@ from wire.certificate import read_certificate
 from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
 MOST_ADDRESSES = 16
-"""Coordinator addresses that are remembered."""
+"""Maximum number of coordinator addresses that are stored."""
 
 
 class IdentityError(Exception):
-    """The identity in this folder cannot be used; the text says why and what to do."""
+    """The identity in this folder cannot be used. The text names the reason and the next step."""
 
 
 class IdentityMismatch(IdentityError):
@@ -40,8 +40,7 @@ class IdentityMismatch(IdentityError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """A joined node. `certificate` and `ca` are DER; `addresses` (`host:port`) are where the coordinator was found,
-    the latest first. `generation` is the highest that a coordinator of the cluster has shown, `seal` its signature."""
+    """Identity of a joined node."""
 
     cluster: str
     node: NodeId
@@ -49,10 +48,15 @@ class Identity:
     machine: str
     folder: Path
     certificate: bytes
+    """Certificate in DER."""
     ca: bytes
+    """Certificate of the cluster's CA in DER."""
     addresses: tuple[str, ...] = ()
+    """Addresses (`host:port`) at which the coordinator proved itself, the latest first."""
     generation: int = 0
+    """Highest generation that a coordinator of the cluster has shown."""
     seal: bytes = b""
+    """The coordinator's signature of `generation`."""
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -68,14 +72,16 @@ class _Kept(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A fresh key (PEM) and the certificate request (DER) for it."""
+    """A new key and the certificate request for it."""
 
     key: bytes
+    """Private key in PEM."""
     csr: bytes
+    """Certificate request in DER."""
 
 
 def new_request(name: str) -> Request:
-    """Make a P-256 key and a request for it; the coordinator uses nothing of it but the key."""
+    """Create a P-256 key and a request for it. The coordinator uses only the key of the request."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
@@ -84,8 +90,10 @@ def new_request(name: str) -> Request:
 
 
 def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
-    """Return the certificate (DER) kept in a folder and its key's signature under a request (DER) to join again; empty
-    where there is none that can be read."""
+    """Return the certificate (DER) stored in a folder and its key's signature under a request (DER) to join again.
+
+    Both are empty where no readable certificate is stored.
+    """
     try:
         pem = (folder / "node.pem").read_bytes()
         key = load_pem_private_key(pem, None)
@@ -98,7 +106,7 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
 
 
 def load_identity(folder: Path, machine: str) -> Identity | None:
-    """Read the identity kept in a folder, None when there is none.
+    """Read the identity stored in a folder, None when there is none.
 
     Raises IdentityMismatch when it belongs to another machine, IdentityError when the files are damaged.
     """
@@ -128,7 +136,8 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
 
 
 def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca: bytes, machine: str) -> Identity:
-    """Keep the identity that the coordinator just gave. IdentityError when the certificate is not for this request."""
+    """Store the identity that the coordinator issued. Raises IdentityError when the certificate is not for this
+    request."""
     try:
         told = read_certificate(certificate)
     except ValueError:
@@ -143,13 +152,13 @@ def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca:
 
 
 def forget(folder: Path) -> None:
-    """Remove the identity, key first; nothing happens when there is none."""
+    """Remove the identity, key first. Does nothing when there is none."""
     for name in ("node.pem", "next.key", "identity.json"):
         (folder / name).unlink(missing_ok=True)
 
 
 def remember(identity: Identity, address: str) -> Identity:
-    """Keep an address at which the coordinator proved itself, the latest first."""
+    """Store an address at which the coordinator proved itself, the latest first."""
     others = [other for other in identity.addresses if other != address]
     after = replace(identity, addresses=(address, *others)[:MOST_ADDRESSES])
     if after.addresses != identity.addresses:
@@ -158,7 +167,7 @@ def remember(identity: Identity, address: str) -> Identity:
 
 
 def outgrow(identity: Identity, address: str) -> Identity:
-    """Forget an address at which a coordinator is that the cluster has left behind."""
+    """Remove the address of a superseded coordinator."""
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
         _keep(after)
@@ -166,7 +175,7 @@ def outgrow(identity: Identity, address: str) -> Identity:
 
 
 def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
-    """Keep the generation of a coordinator that proved itself, if it is higher than any before."""
+    """Store the generation of a proven coordinator if it is higher than the stored one."""
     if generation <= identity.generation:
         return identity
     after = replace(identity, generation=generation, seal=seal)
@@ -175,14 +184,20 @@ def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
 
 
 def client_context(identity: Identity) -> ssl.SSLContext:
-    """Give the TLS of the link: 1.3, our certificate, only the cluster's CA, strict. Check `proves_coordinator` too."""
+    """Return the TLS context of the link: 1.3, our certificate, only the cluster's CA, strict.
+
+    The caller must check `proves_coordinator` as well.
+    """
     context = authority_context(identity.ca)
     context.load_cert_chain(identity.folder / "node.pem")
     return context
 
 
 def authority_context(ca: bytes) -> ssl.SSLContext:
-    """Give a client's TLS that believes one CA (DER) and no host name: addresses change, the SAN's URI does not."""
+    """Return a client's TLS context that trusts one CA (DER) and checks no host name.
+
+    Addresses change, the SAN's URI does not.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
@@ -193,25 +208,27 @@ def authority_context(ca: bytes) -> ssl.SSLContext:
 
 
 def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bool:
-    """Say whether the other end of a verified connection is this cluster's coordinator."""
+    """Return whether the remote end of a verified connection is this cluster's coordinator."""
     der = shown.getpeercert(binary_form=True)
     return bool(der) and read_certificate(der).uri == coordinator_uri(cluster)
 
 
 def needs_renewal(identity: Identity, now: float) -> bool:
-    """Say whether two thirds of the certificate's life are over. `now` in Unix seconds."""
+    """Return whether two thirds of the certificate's lifetime have passed. `now` is in Unix seconds."""
     return now >= read_certificate(identity.certificate).renew_from
 
 
 def new_csr(identity: Identity) -> bytes:
-    """Make the key of the next certificate, keep it aside, and give the request (DER) to send in `Renew`."""
+    """Create the key of the next certificate, store it as `next.key`, and return the request (DER) to send in
+    `Renew`."""
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
     return request.csr
 
 
 def install(identity: Identity, certificate: bytes) -> Identity:
-    """Put the renewed certificate (DER) and its key in place. IdentityError when it is not ours or not for that key."""
+    """Install the renewed certificate (DER) and its key. Raises IdentityError when it is not for this node and that
+    key."""
     pending = identity.folder / "next.key"
     try:
         key = pending.read_bytes()

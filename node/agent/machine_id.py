@@ -1,7 +1,7 @@
-"""Which machine this is: a hash that stays the same as long as the hardware does.
+"""Machine id: a hash that stays the same as long as the hardware does.
 
-macOS: IOPlatformUUID (unverified on macOS until somebody ran it there). Linux: /etc/machine-id, which a cloned disk
-takes along; there the check protects only against copying the state folder.
+macOS: IOPlatformUUID (unverified on macOS). Linux: /etc/machine-id, which a cloned disk copies. On Linux the check
+therefore protects only against a copied state folder.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ _LINUX = (Path("/etc/machine-id"), Path("/var/lib/dbus/machine-id"))
 
 
 def machine_id(override: str = "") -> str:
-    """Give 32 hex digits that name this machine, or the hash of an override (several nodes on one machine)."""
+    """Return 32 hex digits that name this machine, or the hash of an override (several nodes on one machine)."""
     raw = override or (_platform_uuid() if sys.platform == "darwin" else _linux_id()) or f"mac:{uuid.getnode():x}"
     return hashlib.sha256(b"macpool machine" + raw.encode()).hexdigest()[:32]
 
@@ -32,7 +32,7 @@ def _platform_uuid() -> str:
 
 
 def platform_uuid_in(listing: str) -> str:
-    """Find IOPlatformUUID in what `ioreg` printed; empty when it is not there."""
+    """Return IOPlatformUUID from the output of `ioreg`; empty when it is not there."""
     match = re.search(r'"IOPlatformUUID"\s*=\s*"([0-9A-Fa-f-]{36})"', listing)
     return match[1] if match else ""
 

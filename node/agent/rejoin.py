@@ -1,9 +1,9 @@
-"""What a node does with an identity that it has already, when somebody runs `cluster join` or `cluster leave` again.
+"""Handling of an existing identity when `cluster join` or `cluster leave` runs again.
 
-Without a token the identity is used as it is, or its fault is told. With one, a person wants this machine in that
-cluster: an identity that is a copy, damaged, or denied by the coordinator at the first word gives way to a new one; one
-of another cluster does not, because its node would silently vanish there. A node that was removed while it ran stays
-out: the token that it once joined with is no wish to be back.
+Without a token the identity is used as it is, or its fault is reported. With a token, a person wants this machine in
+that cluster. An identity that is copied, damaged, or denied by the coordinator at the first frame is then replaced. An
+identity of another cluster is not replaced, because its node would silently vanish there. A node that was removed while
+it ran stays out: the token of its first join is no request to join again.
 """
 
 import hashlib
@@ -16,20 +16,23 @@ from node.agent.identity import Identity, IdentityError, load_identity
 from wire.identity import JoinToken
 
 DENIED = frozenset({"removed", "cloned", "identity"})
-"""Reasons with which a coordinator denies an identity for good."""
+"""Reasons for which a coordinator denies an identity for good."""
 LEAVE_SECONDS = 30.0
-"""Longest wait for the coordinator that a node wants to tell that it leaves."""
+"""Timeout in seconds of the goodbye to the coordinator when a node leaves."""
 
 log = structlog.get_logger("node.agent.rejoin")
 
 
 class OtherClusterError(Exception):
-    """This machine is a node of another cluster than the one that it should join."""
+    """This machine is a node of another cluster than the one to join."""
 
 
 def known(folder: Path, machine: str, token: JoinToken | None) -> Identity | None:
-    """Give the identity to go on with; None where there is none, or a new one is to take its place. Raises
-    IdentityError for one that cannot be used and no token replaces, OtherClusterError for one of another cluster."""
+    """Return the identity to use, None where there is none or a new one is to replace it.
+
+    Raises IdentityError for an unusable identity without a token to replace it. Raises OtherClusterError for an
+    identity of another cluster.
+    """
     try:
         found = load_identity(folder, machine)
     except IdentityError as error:

@@ -1,31 +1,33 @@
-"""Keeps one engine process alive, and answers for it where it cannot.
+"""Supervisor of the engine process: starts, watches, ends and restarts one child.
 
-The engine is a child because what kills it (Metal out of memory) cannot be caught. Its frames are forwarded as bytes:
-of a frame about a request only the head is read, to know which requests are still open. When the child dies, each of
-those ends in `Failed`: the one whose prompt or model was in the forward as `engine_crashed`, for it may be the cause,
-the others as `engine_lost`. A new child is started: after 0.2 s, doubling to 30 s, from the beginning again after a
-minute of health. It loads again, one by one, what its predecessor had loaded, but for models in quarantine.
+The engine is a child process because its fatal error (Metal out of memory) cannot be caught. Its frames are forwarded
+as bytes. Of a frame about a request only the head is parsed, to know which requests are open. When the child dies, each
+open request ends in `Failed`. The request whose prompt or model was in the forward gets `engine_crashed`, because it
+may be the cause. All other requests get `engine_lost`. A new child starts after 0.2 s. The delay doubles up to 30 s,
+and is reset after a minute of health. The new child loads one by one the models of its predecessor, except quarantined
+models.
 
-A child whose last model is gone, and its memory not, is recycled: closed in good health while nobody uses it, and
-replaced at once. That is no death: it counts as none, delays nothing and accuses no model.
+A child whose models are all unloaded, but whose memory was not returned, is recycled: ended while idle and replaced at
+once. A recycled child counts as no death: it delays no restart and blames no model.
 
-While the engine rests (`rest`), its owner wants the memory: a child that has loaded anything is recycled, and none
-loads a model by itself, neither what its predecessor had nor what is preloaded. `wake` brings those back.
+While the engine rests (`rest`), its owner wants the memory. A child that has loaded any model is recycled. No child
+then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded models
+again.
 
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
 
-Hung means: its I/O thread answers pings, and its inference thread has been in one turn for more than max(10 s, 5 × what
-it expected); or nothing at all has answered for 30 s. The socket is the child's life line: the child ends when this end
-closes, so nothing is left behind whichever way the agent ends.
+Hung means one of two states. Either the I/O thread answers pings, and the inference thread has been in one turn for
+more than max(10 s, 5 × its expected duration); or no answer at all has come for 30 s. The child ends when this end of
+its socket closes. No process therefore survives the agent, however the agent ends.
 
-A child is ended softly, because a process that is killed with a large wired model can leave that memory wired until the
-Mac restarts (docs/decisions/0018):
+A child is ended gracefully. A process that is killed with a large wired model can leave that memory wired until the Mac
+restarts (docs/decisions/0018):
 
-    Stop ─(the call in flight may take its time, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
+    Stop ─(the call in flight may end, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
 
-Of a hung one nothing is expected any more, so SIGTERM follows at once; over its cap each wait is `over`. After each end
-the machine's wired memory is compared with that before the start (`wired`): the second leak is the last start.
+A hung child gets SIGTERM at once, because it will not react to Stop. Over the cap each wait is `over`. After each end
+the machine's wired memory is compared with that before the start (`wired`). After the second leak no engine is started.
 """
 
 import asyncio
@@ -89,17 +91,20 @@ LOST = "engine_lost"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
 MOST_UNSENT = 64 * MIB
-"""Bytes that may wait for a child that does not read, before new requests are refused."""
+"""Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
 
 BURIED = 2.0
-"""Seconds that a process may live on whose socket is closed."""
+"""Seconds that a process may live after its socket has closed."""
 
 MOST_LEAKS = 2
-"""Ends that left wired memory behind, after which no engine is started any more: each would have less memory than the
-one before, and end the same way (oMLX#2184 logged 233 starts two minutes apart)."""
+"""Number of ends that leaked wired memory, after which no engine is started.
+
+Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
+minutes apart.
+"""
 
 MOST_TOLD = 20
-"""Requests that one line of the log names."""
+"""Maximum number of requests named in one log line."""
 
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
@@ -110,7 +115,7 @@ _BEGINS = (Generate, Load, Unload, Profile, Count)
 
 @dataclass(frozen=True, slots=True)
 class Patience:
-    """How long to wait for what, in seconds."""
+    """Delays and timeouts of the supervisor, in seconds."""
 
     first: float = 0.2
     longest: float = 30.0
@@ -121,26 +126,26 @@ class Patience:
     turn_factor: float = 5.0
     silence: float = 30.0
     leave: float = 6.0
-    """To give the memory back and end: a second more than the engine allows itself (`child.LEAVE_SECONDS`)."""
+    """Time to release the memory and end: 1 s more than the engine allows itself (`child.LEAVE_SECONDS`)."""
     over: float = 1.0
     """Each of the two waits over the cap, the call in flight included."""
     stopping: float = 15.0
-    """To end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
+    """Time to end the engine while the agent stops. Services give the agent 45 s, of which requests have 20 s."""
     settle: float = 10.0
-    """For the system to count the pages of an ended process as free. "Within seconds" for 424 GiB (oMLX#2184)."""
+    """Time for the system to count the pages of an ended process as free. "Within seconds" for 424 GiB (oMLX#2184)."""
     look: float = 0.25
-    """From one look at the wired memory to the next meanwhile."""
+    """Interval of the wired-memory readings during `settle`."""
 
     def delay(self, deaths: int) -> float:
-        """Give the wait before the next start, after so many deaths in a row."""
+        """Return the delay in seconds before the next start, after `deaths` deaths in a row."""
         return min(self.longest, self.first * 2.0 ** min(deaths - 1, 32))
 
     def hung(self, busy: float, expected: float) -> bool:
-        """Say whether a turn that lasts `busy` seconds, `expected` of them foreseen, will never end."""
+        """Return whether a turn that has lasted `busy` seconds, of `expected`, counts as hung."""
         return busy > self._longest(expected)
 
     def left(self, busy: float, expected: float) -> float:
-        """Return the seconds for which a turn that has lasted `busy` seconds may go on before it counts as hung."""
+        """Return the seconds that a turn of `busy` seconds may still last before it counts as hung."""
         return max(0.0, self._longest(expected) - busy)
 
     def _longest(self, expected: float) -> float:
@@ -149,20 +154,26 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """How long a child has after it was asked to end, and after SIGTERM, in seconds."""
+    """Timeouts of a child's end, in seconds."""
 
     asked: float
+    """Time after Stop."""
     terminated: float
+    """Time after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """How a child ended: why, the native call that it died in, what was wired, whether it was recycled instead."""
+    """End of a child process."""
 
     cause: str
+    """Reason of the end."""
     last: Last | None
+    """Native call in which the child died."""
     wired: Wired
+    """Wired memory before the start."""
     recycled: bool = False
+    """Whether the child was recycled instead of having died."""
 
 
 @dataclass(slots=True, eq=False)
@@ -183,28 +194,28 @@ class Child(asyncio.Protocol):
     nonce: int = 0
     pinged: float | None = None
     pong: Pong = _NO_PONG
-    """Its last answer, which came at `ponged`."""
+    """Last answer to a ping, which came at `ponged`."""
     ponged: float = 0.0
     asked: bool = False
-    """Whether it was asked to end: nothing is written to it any more."""
+    """Whether the child was asked to end. No frame is written to it any more."""
     ending: asyncio.Task[None] | None = None
     killed_at: float = 0.0
-    """When SIGKILL is due while it ends."""
+    """Monotonic time at which SIGKILL is due while the child ends."""
     blame: str = ""
     hung: bool = False
     broken: bool = False
-    """Whether its frames cannot be read."""
+    """Whether the child's frames cannot be parsed."""
     recycled: bool = False
     resting: bool = False
-    """Whether it was started without what is preloaded, or has nothing loaded."""
+    """Whether the child was started without preloaded models, or has no model loaded."""
     seen: set[str] = field(default_factory=set[str])
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
+        """Store the transport."""
         self.transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
-        """Hand on every whole frame; a child that breaks the rules of the wire is ended, and not read any more."""
+        """Pass on every complete frame. After an invalid frame the child is ended, and its bytes are discarded."""
         if self.broken:
             return
         try:
@@ -215,34 +226,34 @@ class Child(asyncio.Protocol):
             self.on_fault(f"its frames cannot be read: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The child ends now, or has ended."""
+        """Record that the child ends now, or has ended."""
         self.closed.set()
 
     def write(self, encoded: bytes) -> None:
-        """Send bytes, unless the line is closed or the child was asked to end."""
+        """Send bytes, unless the socket is closed or the child was asked to end."""
         if self.transport is not None and not self.asked and not self.transport.is_closing():
             self.transport.write(encoded)
 
     def unsent(self) -> int:
-        """Count the bytes that the child has not read yet."""
+        """Return the bytes that the child has not read yet."""
         return self.transport.get_write_buffer_size() if self.transport is not None else 0
 
     def ping(self, now: float) -> None:
-        """Ask for a sign of life, unless one is awaited."""
+        """Send a ping, unless an answer is pending."""
         if self.pinged is None:
             self.nonce += 1
             self.pinged = now
             self.write(encode(Ping(self.nonce)))
 
     def stop(self, seconds: float) -> None:
-        """Ask the process to end within so many seconds, and write nothing after it."""
+        """Ask the process to end within `seconds`, and close the sending side."""
         if self.transport is not None and not self.asked and not self.transport.is_closing():
             self.transport.write(encode(Stop(seconds)))
             self.transport.write_eof()
         self.asked = True
 
     async def gone(self, seconds: float) -> bool:
-        """Wait so many seconds for the process to end; return whether it did."""
+        """Wait at most `seconds` for the process to end. Returns whether it has ended."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
         return self.process.returncode is not None
@@ -254,11 +265,12 @@ class Child(asyncio.Protocol):
 
 
 class Supervisor:
-    """The engine child, restarted for ever. Everything is called on the loop that called `start`.
+    """Supervisor of the engine child, which is always restarted. Every method is called on the loop that called
+    `start`.
 
-    `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes; `request` is 0 for
-    Deltas, which are about many. `on_change()` is called after a new report and after each change of the state.
-    `wired()` reads the bytes that the system has wired, None where that cannot be read.
+    `on_frame(tag, encoded, request)` gets every frame for the coordinator as whole encoded bytes. `request` is 0 for
+    Deltas, which concern many requests. `on_change()` is called after a new report and after each change of the state.
+    `wired()` returns the bytes that the system has wired, None where they cannot be read.
     """
 
     def __init__(
@@ -299,16 +311,16 @@ class Supervisor:
         self._busier = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
-    # what it knows
+    # properties
 
     @property
     def report(self) -> EngineReport | None:
-        """The newest snapshot of the present child; None before its first."""
+        """Latest report of the current child; None before its first report."""
         return self._report
 
     @property
     def reported_at(self) -> float | None:
-        """When that snapshot came, on the monotonic clock."""
+        """Monotonic time at which that report came."""
         return self._reported_at
 
     @property
@@ -330,48 +342,48 @@ class Supervisor:
 
     @property
     def live(self) -> frozenset[int]:
-        """The requests that were sent to the engine and have neither ended nor been cancelled."""
+        """Requests that were sent to the engine and have neither ended nor been cancelled."""
         return frozenset(self._live)
 
     @property
     def pid(self) -> int | None:
-        """The present child's process id."""
+        """Process id of the current child."""
         return self._child.process.pid if self._child else None
 
     @property
     def child(self) -> Child | None:
-        """The present child; None while there is none."""
+        """Current child; None while there is none."""
         return self._child
 
     @property
     def ready(self) -> int | None:
-        """The process id of the present child once it has limits in force; None before that."""
+        """Process id of the current child once it has limits in force; None before that."""
         return self._child.process.pid if self._child is not None and self._child.ready else None
 
     @property
     def held(self) -> int:
-        """The number of the limits that the engine says it holds; 0 before its first word."""
+        """Number of the limits that the engine reports to hold; 0 before its first report."""
         return 0 if self._report is None else self._report.held
 
     @property
     def told(self) -> int:
-        """The number of the limits that were put in force last."""
+        """Number of the limits that were put in force last."""
         return self._numbered
 
     @property
     def roomed(self) -> int:
-        """The last `make_room` that the engine says it has acted on."""
+        """Number of the last `make_room` order that the engine reports as done."""
         return 0 if self._report is None else self._report.roomed
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What engines that ended have left behind, and what to do about it; empty as long as that is nothing."""
+        """Warning about memory that ended engines leaked, with the remedy; empty without a leak."""
         warning = self._leaks.warning()
         return (warning,) if warning else ()
 
     @property
     def call_until(self) -> float:
-        """Until when (monotonic seconds) the native call in flight may last, as the child last said; 0 without one."""
+        """Monotonic time until which the native call in flight may last, as of the last pong; 0 without a call."""
         child = self._child
         if child is None or not child.pong.expected:
             return 0.0
@@ -387,15 +399,16 @@ class Supervisor:
             return Reading(None, "no engine", time.monotonic())
         return self._child.sensor.phys()
 
-    # what it does
+    # orders
 
     async def start(self) -> None:
-        """Start the first child and keep one alive from now on. OSError when the log cannot be opened."""
+        """Start the first child and keep one alive. Raises OSError when the log cannot be opened."""
         os.close(self._log.open())
         self._task = asyncio.create_task(self._keep())
 
     def send(self, encoded: bytes, kind: type[Frame], request: int) -> None:
-        """Forward a frame to the engine; a request that cannot be taken now is refused at once through `on_frame`."""
+        """Forward a frame to the engine. A request that the engine cannot take now is refused at once through
+        `on_frame`."""
         child = self._child
         if kind in _BEGINS:
             if child is None or not child.ready or child.unsent() > MOST_UNSENT:
@@ -409,8 +422,10 @@ class Supervisor:
             child.write(encoded)
 
     def set_limits(self, limits: Limits) -> int:
-        """Put limits in force, in this child and in all that follow. Give their number: once `held` has reached it, the
-        engine judges by them, and keeps no more wired than they allow."""
+        """Put limits in force, in this child and in all later children. Returns their number.
+
+        Once `held` has reached that number, the engine judges by these limits, and keeps no more wired than they allow.
+        """
         self._numbered += 1
         self._limits = replace(limits, number=self._numbered)
         if self._child is not None:
@@ -418,36 +433,35 @@ class Supervisor:
         return self._numbered
 
     def ping(self) -> None:
-        """Ask the child for a sign of life now: which call it is in, and for how long."""
+        """Ping the child now: the answer names its current call and the call's duration."""
         if self._child is not None:
             self._child.ping(time.monotonic())
 
     def enforce(self, order: Enforce) -> None:
-        """Tell the engine that it stands over a line."""
+        """Notify the engine that its memory is over a watermark."""
         if self._child is not None:
             self._child.write(encode(order))
 
     def make_room(self, size: int) -> int:
-        """Ask the engine to give up what can be had again so that `size` bytes fit; give the order's number."""
+        """Ask the engine to evict and unload reclaimable memory until `size` bytes fit. Returns the order's number."""
         self._rooms += 1
         if self._child is not None:
             self._child.write(encode(MakeRoom(self._rooms, size)))
         return self._rooms
 
     def end(self, blame: str) -> None:
-        """End the present child within little time, because it is over its cap; another is started as after any
-        death."""
+        """End the current child quickly, because it is over its cap. A new child starts as after any death."""
         if self._child is not None:
             self._let_go(self._child, blame, Waits(self._patience.over, self._patience.over))
             self._become("restarting", blame)
 
     @property
     def resting(self) -> bool:
-        """Whether the engine was told to hold nothing."""
+        """Whether the engine was asked to hold no memory."""
         return self._resting
 
     def rest(self) -> None:
-        """Give all of the engine's memory back, and load nothing until `wake`. What still runs there is lost."""
+        """Release all of the engine's memory, and load no model until `wake`. Running requests are lost."""
         self._resting = True
         child = self._child
         if child is None or child.resting:
@@ -457,14 +471,14 @@ class Supervisor:
         child.resting = True
 
     def wake(self) -> None:
-        """Let models be loaded again; those that are preloaded come back with a new child."""
+        """Allow models to be loaded again. Preloaded models return with a new child."""
         self._resting = False
         child = self._child
         if child is not None and child.resting and self._settings.models.preload:
             self.recycle(child, "what is preloaded comes back with another")
 
     async def stop(self) -> None:
-        """End the child; requests that are still open end in Failed."""
+        """End the child. Open requests end in Failed."""
         self._stopping.set()
         if self._task is None:
             return
@@ -472,10 +486,10 @@ class Supervisor:
             self._let_go(self._child, "", self._while_stopping(self._child))
         await self._task
 
-    # the child's life
+    # lifecycle of the child
 
     async def _keep(self) -> None:
-        """Start, serve and bury children until stopped."""
+        """Start and serve one child after another until stopped."""
         while not self._stopping.is_set():
             self._become("starting")
             death = await self._live_once()
@@ -492,8 +506,10 @@ class Supervisor:
             await self._stopped_within(delay)
 
     async def _look_for_leak(self, wired: Wired) -> None:
-        """Compare the wired memory with that before the start of a child that has ended, once the system had time to
-        count it. After too many leaks wait until they prove to be none, or until stopped."""
+        """Compare the wired memory with that before the start of an ended child, within `settle` seconds.
+
+        After too many leaks, wait until the readings disprove the leaks, or until stopped.
+        """
         deadline = time.monotonic() + self._patience.settle
         while wired.missing(after := self._wired()) and time.monotonic() < deadline:
             if await self._stopped_within(self._patience.look):
@@ -508,7 +524,7 @@ class Supervisor:
             self._leaks.look(self._wired())
 
     async def _stopped_within(self, seconds: float) -> bool:
-        """Wait so long, or until stopped; return whether that is so."""
+        """Wait `seconds`, or until stopped. Returns whether the supervisor was stopped."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
@@ -544,7 +560,7 @@ class Supervisor:
         return Death(cause + self._accuse(last), last, wired)
 
     def _accuse(self, last: Last | None) -> str:
-        """Put what the engine was doing into words; a model that killed it twice is kept out."""
+        """Return a text on the work that the engine died in. A model that killed it twice is quarantined."""
         if last is None or self._stopping.is_set():
             return ""
         text = f"; it was in the {last.doing.name.lower()} of {last.model}"
@@ -583,7 +599,7 @@ class Supervisor:
         return child
 
     def _told(self) -> NodeSettings:
-        """Give the settings for a new child: at rest it preloads nothing."""
+        """Return the settings for a new child. At rest it preloads no model."""
         if not self._resting:
             return self._settings
         return replace(self._settings, models=replace(self._settings.models, preload=()))
@@ -593,7 +609,10 @@ class Supervisor:
         return engine_environment(os.environ, self._scratch, engine.mlx.blas if engine.kind == "mlx" else "bundled")
 
     def _restore(self, child: Child) -> None:
-        """Tell a new child what to load again and what to keep out; before its limits, so before it loads anything."""
+        """Send a new child the models to load again and the models in quarantine.
+
+        They are sent before the limits, hence before the child loads any model.
+        """
         bans = self._quarantine.bans(time.monotonic())
         if self._resting:
             self._wanted.clear()
@@ -602,7 +621,7 @@ class Supervisor:
             child.write(encode(Restore(tuple(sorted(self._wanted)), bans)))
 
     def _let_go(self, child: Child, blame: str, waits: Waits) -> None:
-        """End a child softly; where that is under way, only if it is to be sooner."""
+        """End a child gracefully. An end under way is only replaced by an earlier deadline."""
         child.blame, child.ready = child.blame or blame, False
         killed_at = time.monotonic() + waits.asked + waits.terminated
         if child.ending is not None:
@@ -614,19 +633,19 @@ class Supervisor:
         child.ending = asyncio.create_task(_end(child, waits))
 
     def _in_order(self, child: Child) -> Waits:
-        """Leave a child the time that its call in flight may take, by what it last said."""
+        """Return timeouts that include the time of the call in flight, by the last pong."""
         busy, patience = child.pong.busy, self._patience
         if busy:
             busy += time.monotonic() - child.ponged
         return Waits(patience.left(busy, child.pong.expected) + patience.leave, patience.leave)
 
     def _while_stopping(self, child: Child) -> Waits:
-        """The same, bounded by what the agent itself has."""
+        """Return the timeouts of `_in_order`, bounded by the time that the agent itself has."""
         waits = self._in_order(child)
         return Waits(min(waits.asked, max(0.0, self._patience.stopping - waits.terminated)), waits.terminated)
 
     def _broke(self, blame: str) -> None:
-        """End a child that broke the rules of the wire."""
+        """End a child that violated the wire protocol."""
         if self._child is not None:
             self._let_go(self._child, blame, self._in_order(self._child))
             self._become("restarting", blame)
@@ -664,7 +683,7 @@ class Supervisor:
     # frames
 
     def _receive(self, tag: int, body: bytes) -> None:
-        """Take one frame of the child: keep what is for the agent, forward the rest."""
+        """Handle one frame of the child: process frames for the agent, forward the rest."""
         kind = TAGS.get(tag)
         if kind is Deltas:
             self._on_frame(tag, _HEADER.pack(len(body) + 1, tag) + body, 0)
@@ -698,15 +717,17 @@ class Supervisor:
                 self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
 
     def _spent(self, child: Child, report: EngineReport) -> bool:
-        """Whether only a new process brings this one's memory back, and nobody would notice. With preloaded models one
-        would: they would come back with it, though somebody had them unloaded."""
+        """Return whether only a new process returns this child's memory, and no client would notice the replacement.
+
+        With preloaded models a client would notice: a new child loads them again, even those that a user had unloaded.
+        """
         pinned = self._settings.models.preload and not child.resting
         used = self._live or report.running or report.waiting or pinned
         here = any(model.loaded or model.loading for model in report.models)
         return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
 
     def recycle(self, child: Child, why: str) -> None:
-        """End a healthy child, for another to take its place; one that ends already is replaced in any case."""
+        """End a healthy child to replace it. A child that already ends is replaced without this call."""
         if child.asked:
             return
         self._recycles += 1
@@ -715,7 +736,7 @@ class Supervisor:
         self._become("restarting", why)
 
     def _remember(self, report: EngineReport) -> None:
-        """Keep in mind what is loaded, and what is on its way to be loaded again."""
+        """Record the loaded models, and the models that are still to be loaded again."""
         child = self._child
         if child is None:
             return
@@ -733,7 +754,7 @@ class Supervisor:
         self._on_change()
 
     def _fail_all(self, cause: str, last: Last | None) -> None:
-        """End every open request; the one that was in the forward by a code of its own."""
+        """End every open request. The request that was in the forward gets its own code."""
         live, self._live = self._live, set()
         guilty = last.request if last is not None and last.doing is not Doing.DECODE else 0
         if live:
@@ -753,12 +774,12 @@ class Supervisor:
 
 
 def _weights(report: EngineReport) -> int:
-    """Return the bytes of weights that an engine has, as far as they are read."""
+    """Return the bytes of weights in an engine, including the loaded part of models that are loading."""
     return sum(model.weights if model.loaded else int(model.weights * model.progress) for model in report.models)
 
 
 async def _end(child: Child, waits: Waits) -> None:
-    """Wait for a child that was asked to end; then SIGTERM, then SIGKILL."""
+    """Wait for a child that was asked to end. On timeout send SIGTERM, then SIGKILL."""
     if await child.gone(waits.asked):
         return
     log.warning("engine terminated", pid=child.process.pid, waited=waits.asked, cause=child.blame)
@@ -770,7 +791,7 @@ async def _end(child: Child, waits: Waits) -> None:
 
 
 def _cause(code: int | None, tail: str) -> str:
-    """Put a death into a sentence: the signal or the exit code, and the last that was said."""
+    """Describe a death in a sentence: the signal or the exit code, and the last line of the log."""
     if code is not None and code < 0:
         try:
             name = signal.Signals(-code).name

@@ -1,8 +1,9 @@
-"""Tells what the node's side of this machine looks like, as JSON, and changes nothing: `python -m node.inspect.report`.
+"""Report of the node's side of this machine as JSON, without any change: `python -m node.inspect.report`.
 
 `cluster doctor` and `cluster config` start it, because the coordinator's package knows nothing of the node's settings,
-identity and memory. Where a node runs in the state folder, its own settings are what the machine is judged by; where
-none runs, those that a start would use. It prints no secret: of the identity only what its certificate tells everybody.
+identity and memory. Where a node runs in the state folder, the machine is judged by that node's settings. Otherwise it
+is judged by the settings that a start would use. The report contains no secret: of the identity only the public content
+of its certificate.
 """
 
 import argparse
@@ -46,7 +47,7 @@ DIAL_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what was asked for; exit code 0 unless the arguments are wrong."""
+    """Print the requested report. The exit code is 0 unless the arguments are wrong."""
     parser = argparse.ArgumentParser(prog="examine", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True)
     parser.add_argument("--file", type=Path, help="another file than STATE/config.toml")
@@ -64,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
-    """Give the node's settings one by one with their origins, or what is wrong with them; `made` is the value."""
+    """Return the node's settings with their origins, or their faults; `made` is the resolved value."""
     layers: list[tuple[str, Flat]] = []
     try:
         layers.append((str(file), from_tree(tomllib.loads(file.read_text()) if file.exists() else {})))
@@ -80,17 +81,17 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
 
 
 def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
-    """Give the settings of the node that runs, one by one, and which of them its file tells differently by now."""
+    """Return the settings of the running node, and those that differ from its file now."""
     rows = explained(now)
     try:
         later = drifted(rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS)
     except (OSError, ValueError):
-        later = []  # what is wrong in the file is told as that
+        later = []  # faults of the file are reported as faults
     return {"settings": rows, "drift": [asdict(one) for one in later]}
 
 
 def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[NodeSettings]:
-    """Resolve what is left without the settings that are wrong; the defaults where the rest contradicts itself."""
+    """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
         return resolve(kept, OTHERS)
@@ -99,7 +100,7 @@ def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[No
 
 
 def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
-    """Give the machine, its identity, what its cap follows from, the folders of models, and who answers where."""
+    """Return the machine, its identity, the inputs of its cap, the model folders, and the results of dialing."""
     machine = machine_id(made.node.machine)
     standing = open_machine(made)
     bounds = standing.bounds()
@@ -118,13 +119,15 @@ def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
 
 
 def asdict_of(struct: Any) -> dict[str, Any]:
-    """Give a msgspec struct as a dictionary."""
+    """Return a msgspec struct as a dictionary."""
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
 def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
-    """Give the cap in bytes with the term that binds, or why there is none; `safe` is the highest wired limit in bytes
-    that leaves the system what the tier says."""
+    """Return the cap in bytes with its binding term, or the error.
+
+    `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
+    """
     told: dict[str, Any] = {"total": bounds.total, "metal": bounds.metal, "container": bounds.container,
                             "safe": safe_wired_limit(made.memory.tier, bounds.total)}  # fmt: skip
     try:
@@ -138,7 +141,7 @@ def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
 
 
 def identity(folder: Path, machine: str) -> dict[str, Any]:
-    """Give who this node is and who answers at the addresses that it remembers; None where it has not joined."""
+    """Return this node's identity and the results of dialing its stored addresses; None where it has not joined."""
     try:
         known = load_identity(folder, machine)
     except IdentityError as error:
@@ -158,7 +161,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
 
 
 def dial(known: Identity, address: str) -> dict[str, Any]:
-    """Connect to an address, prove who answers by the cluster's CA, and hang up before a word is said."""
+    """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
     told: dict[str, Any] = {"address": address, "errno": None, "seconds": None, "proven": None, "error": "",
                             "expires": None}  # fmt: skip
     try:

@@ -1,9 +1,9 @@
-"""The settings that a running node uses, told beside its lock to whoever looks at this machine: `node.inspect.report`.
+"""Settings of a running node, published next to its lock for inspection: `node.inspect.report`.
 
-Flags and the environment of a process are known to it alone; what looks at files would judge another node than the one
-that runs. So the node writes down what differs from the defaults, with the origin of each, into STATE/node/running.json
-(0600; no setting of a node is a secret), and removes it at its end. What a killed node left behind, or somebody copied,
-is known by the lock beside it, which nobody holds.
+Flags and the environment of a process are known only to the process. A report from files alone would judge another
+configuration than the running one. The node therefore publishes its non-default settings, with the origin of each, into
+STATE/node/running.json (0600; no setting of a node is a secret), and removes the file at its end. A file that was left
+by a killed node, or copied, is detected by the lock, which no process holds.
 """
 
 import fcntl
@@ -21,7 +21,7 @@ FILE = "running.json"
 
 
 class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which process, and its settings that are not defaults: value and origin by key."""
+    """Process id of a node, and its settings that are not defaults: value and origin by key."""
 
     pid: int
     settings: dict[str, tuple[object, str]]
@@ -29,8 +29,10 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @contextmanager
 def telling(folder: Path, pid: int, resolved: Resolved[NodeSettings]) -> Generator[None]:
-    """Tell the settings in a node's folder for as long as the block runs. A disk that takes no more stops no node: then
-    nothing is told."""
+    """Publish the settings in a node's folder while the block runs.
+
+    A write error, such as a full disk, does not stop the node: the settings are then not published.
+    """
     set_here = {str(row["key"]): (row["value"], str(row["origin"])) for row in explained(resolved)
                 if row["key"] in resolved.origins}  # fmt: skip
     with suppress(OSError):
@@ -43,7 +45,7 @@ def telling(folder: Path, pid: int, resolved: Resolved[NodeSettings]) -> Generat
 
 
 def running(folder: Path, others: frozenset[str]) -> Resolved[NodeSettings] | None:
-    """Give the settings of the node that runs in a folder; None where none runs, or they cannot be read."""
+    """Return the settings of the node that runs in a folder; None where none runs or they cannot be read."""
     try:
         told = msgspec.json.decode((folder / FILE).read_bytes(), type=Told)
         if told.pid != _holder(folder / "lock"):
@@ -54,7 +56,7 @@ def running(folder: Path, others: frozenset[str]) -> Resolved[NodeSettings] | No
 
 
 def _holder(lock: Path) -> int | None:
-    """Give the process that holds a node's lock; None when nobody does. The look takes a shared lock for a moment."""
+    """Return the process that holds a node's lock; None when no process does. The check takes a shared lock briefly."""
     with lock.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -6,7 +6,7 @@
     ceiling = max(1, min(cap, dynamic) − leases)
 
 Invariants
-- Cap and ceiling are never 0. Earlier projects used 0 for "no guard", and arithmetic could produce it.
+- Cap and ceiling are never 0. Earlier projects used 0 for "no guard". Arithmetic could produce 0.
 - An unknown value never counts as unlimited.
 - The limiting term is named, with advice for a person.
 

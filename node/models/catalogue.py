@@ -1,16 +1,17 @@
-"""The models that lie on this machine: found in folders and in Hugging Face's cache, described without loading them.
+"""Catalogue of the models on this machine: found in folders and in Hugging Face's cache, described without loading.
 
-A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) is something
-else and never taken for one, nor are its parts. What cannot be served keeps its name and says why, so that a person who
-asks for it learns it.
+A model is a folder with `config.json` and `model*.safetensors`. A diffusers package (`model_index.json`) and its parts
+are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
+requests it.
 
-Two nodes hold the same model if its fingerprints are equal: sha256 over the files that change prompts or answers
-(`_IDENTITY`), the headers of its weights (names, shapes, types and offsets of every tensor) and samples of every
-tensor: its first, middle and last SAMPLE bytes. Other weights of the same shapes are therefore another model. A change
-that touches no sample is not seen; hashing everything takes seconds for each GiB, samples of 111 tensors 1.4 ms.
+Two nodes hold the same model if its fingerprints are equal. A fingerprint is the sha256 over three parts: the files
+that change prompts or answers (`_IDENTITY`), the headers of the weights (names, shapes, types and offsets of every
+tensor), and samples of every tensor: its first, middle and last SAMPLE bytes. Other weights of the same shapes are
+therefore another model. A change that touches no sample is not detected. Hashing all bytes takes seconds for each GiB,
+samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
-memory, their tokenizer and their fingerprint belong together; `replacement` returns what the disk holds by now.
+memory, their tokenizer and their fingerprint belong together. `replacement` returns the model that is on the disk now.
 """
 
 import hashlib
@@ -31,22 +32,22 @@ from wire.identity import valid_model
 from wire.report import Kv, Transient
 
 MODEL, PACKAGE = "config.json", "model_index.json"
-"""The files by which a model and a diffusers package are known."""
+"""Files that identify a model and a diffusers package."""
 DEPTH = 3
 """Levels below a configured folder: FOLDER/publisher/model and one more."""
 MOST_FOLDERS = 20_000
-"""Folders looked at in one scan; a home directory by mistake must not hang a node."""
+"""Maximum number of folders in one scan, because a home directory set by mistake must not hang a node."""
 LONGEST_HEADER = 100 * 1024 * 1024
-"""Bytes of a safetensors header (the format's own limit)."""
+"""Maximum bytes of a safetensors header (the format's own limit)."""
 FRESH = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 EVERY = 30.0
-"""Seconds between two scans of a node that is at rest."""
+"""Seconds between two scans of an idle node."""
 STEP = 256
 DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 SAMPLE = 4096
-"""Bytes of one sample of a tensor: a page of most disks, so a smaller one is read no sooner."""
+"""Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 _IDENTITY = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
@@ -54,20 +55,21 @@ _IDENTITY = (
     "tiktoken.model", "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
     "processor_config.json", "modules.json", "1_Pooling/config.json",
 )  # fmt: skip
-"""Files beside the weights that change prompts or answers."""
+"""Files next to the weights that change prompts or answers."""
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
 _FP8 = frozenset({"F8_E4M3", "F8_E5M2"})
 _NESTED = ("text_config", "language_config", "llm_config")
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _FUSED = frozenset({64, 72, 80, 96, 128})
-"""Head sizes for which Metal has attention that writes no scores (read in MLX)."""
+"""Head sizes with fused attention in Metal, which stores no scores (from MLX's source)."""
 _LATENT = frozenset({
     "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_linear", "mistral4",
 })  # fmt: skip
-"""Models whose compressed attention (MLA) keeps what is compressed; others expand it to keys and values first."""
+"""Models whose compressed attention (MLA) caches the compressed values. Any other model expands them to keys and
+values."""
 _INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
-"""Of these, models that keep an index beside it, as keys and (empty) values."""
+"""Models of `_LATENT` that also cache an index, as keys and (empty) values."""
 _STATES = frozenset({"linear_attention", "conv", "recurrent", "mamba"})
 _WINDOWS = frozenset({"sliding_attention", "chunked_attention"})
 
@@ -76,15 +78,15 @@ log = structlog.get_logger("node.models.catalogue")
 
 
 class Digest(Protocol):
-    """A hash that takes bytes."""
+    """A hash that is updated with bytes."""
 
     def update(self, data: bytes, /) -> None:
-        """Take more."""
+        """Add bytes to the hash."""
         ...
 
 
 class Library:
-    """The models known at the last scan. Scanned on one thread; the others see a whole picture or the one before."""
+    """Models of the last scan. One thread scans; all other threads see the complete result of one scan."""
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
@@ -95,35 +97,37 @@ class Library:
         self._scanned = -EVERY
 
     def known(self) -> Mapping[str, Found]:
-        """Return all models by name, with those that cannot be served."""
+        """Return all models by name, including those that cannot be served."""
         return {**self._known, **self._held}
 
     def find(self, name: str) -> Found | None:
-        """Return a model by its name; None if it is not known."""
+        """Return a model by its name; None if it is unknown."""
         return self._held.get(name) or self._known.get(name)
 
     def look(self, name: str) -> Found | None:
-        """Return a model by its name, after a new scan if it is not known: it may just have been downloaded."""
+        """Return a model by its name, after a new scan if it is unknown, because it may just have been downloaded."""
         if self.find(name) is None and time.monotonic() - self._scanned > FRESH:
             self.scan()
         return self.find(name)
 
     def hold(self, found: Found) -> None:
-        """Keep the description of a model that is loaded, until `release`."""
+        """Keep the description of a loaded model until `release`."""
         self._held = {**self._held, found.name: found}
 
     def release(self, name: str) -> None:
-        """Describe a model by what the disk holds again: it was unloaded."""
+        """Return to the description of the files on the disk after a model was unloaded."""
         self._held = {other: found for other, found in self._held.items() if other != name}
 
     def replacement(self, found: Found) -> Found | None:
-        """Return the model that the disk held at the last scan in place of a loaded one; None if it is the same, or is
-        gone, or cannot be loaded."""
+        """Return the model that replaced a loaded one on the disk by the last scan.
+
+        Returns None if the files are the same, are gone, or cannot be loaded.
+        """
         newest = self._known.get(found.name)
         return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
 
     def unchanged(self, found: Found) -> bool:
-        """Describe a model again, whatever the last scan found, and return whether it is still the same."""
+        """Describe a model again, independent of the last scan, and return whether it is unchanged."""
         try:
             newest = describe(found.name, Path(found.folder))
         except OSError:
@@ -133,7 +137,7 @@ class Library:
         return newest is not None and newest.fingerprint == found.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last time was long ago; say whether anything changed."""
+        """Scan again if the last scan is older than `EVERY` seconds. Returns whether the models changed."""
         if time.monotonic() - self._scanned < EVERY:
             return False
         before = self._known
@@ -141,7 +145,7 @@ class Library:
         return self._known != before
 
     def scan(self) -> None:
-        """Look through all folders. The embedded model is served where nothing else is."""
+        """Scan all folders. The embedded model is served only where no other model can be served."""
         found: dict[str, Found] = {}
         for name, folder in self._places():
             if name not in found and valid_model(name):
@@ -160,7 +164,7 @@ class Library:
             yield from snapshots(self._hub)
 
     def _describe(self, name: str, folder: Path) -> Found | None:
-        """Describe a folder, or take the description from last time if none of its files changed."""
+        """Describe a folder, or return the previous description if none of its files changed."""
         try:
             state = _state(folder)
             kept = self._described.get(folder)
@@ -169,7 +173,7 @@ class Library:
             found = describe(name, folder)
         except OSError as error:
             return Found(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
-        except Exception as error:  # whatever a stranger's files make of us, the others are served
+        except Exception as error:  # unknown files may raise any error; all other models are still served
             return Found(name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
         if found is not None:
             self._described[folder] = ((name, *state), found)
@@ -177,7 +181,7 @@ class Library:
 
 
 def hub_folder(environment: Mapping[str, str]) -> Path:
-    """Say where Hugging Face's cache is, by the variables that its own library reads."""
+    """Return the folder of Hugging Face's cache, by the variables that its own library reads."""
     if "HF_HUB_CACHE" in environment:
         return Path(environment["HF_HUB_CACHE"])
     home = environment.get("HF_HOME") or os.path.join(
@@ -187,8 +191,10 @@ def hub_folder(environment: Mapping[str, str]) -> Path:
 
 
 def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
-    """Find model folders at or below `top`, or diffusers packages by their marker; a name is the path below it, or the
-    folder's own name for itself. Neither lies in the other."""
+    """Yield model folders at or below `top`, or diffusers packages by their marker.
+
+    A name is the path below `top`, or the folder's own name for `top` itself. A found folder is not searched further.
+    """
     looked = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
     while waiting and looked < MOST_FOLDERS:
@@ -218,7 +224,7 @@ def _names(folder: Path) -> list[str]:
 
 
 def snapshots(hub: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
-    """Find what is downloaded: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
+    """Yield downloaded models: `models--publisher--name/snapshots/REVISION`, the revision that `main` names."""
     for entry in _names(hub):
         kind, _, rest = entry.partition("--")
         if kind != "models" or not rest:
@@ -245,14 +251,14 @@ def _snapshot(folder: Path, marker: str) -> Path | None:
 
 
 def _state(folder: Path) -> tuple[object, ...]:
-    """Give what changes when any file that matters changes."""
+    """Return a value that changes when any relevant file changes."""
     files = [folder / name for name in _IDENTITY] + sorted(folder.glob("*.safetensors"))
     stats = [(str(file), file.stat()) for file in files if file.exists()]
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
 def describe(name: str, folder: Path) -> Found | None:
-    """Describe a model's folder; None when it holds no text model. OSError when it cannot be read."""
+    """Describe a model's folder; None when it holds no text model. Raises OSError when it cannot be read."""
     if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
         return Found(name, folder, cause=GGUF)
     digest = hashlib.sha256()
@@ -279,7 +285,7 @@ def describe(name: str, folder: Path) -> Found | None:
 
 
 def is_text(config: Config) -> bool:
-    """Say whether a config is that of a model that writes text."""
+    """Return whether a config belongs to a model that generates text."""
     if not isinstance(config.get("model_type"), str):
         return False
     named = config.get("architectures")
@@ -293,16 +299,20 @@ def is_text(config: Config) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of all tensors, bytes of one unquantized number, why they cannot be used, and bytes of tensors in fp8."""
+    """Weights of a model, by their headers."""
 
     size: int = 0
+    """Bytes of all tensors."""
     float_size: int = 2
+    """Bytes of one unquantized number."""
     cause: str = ""
+    """Reason why the weights cannot be used; empty when they can."""
     fp8: int = 0
+    """Bytes of the tensors in fp8."""
 
 
 def read_weights(folder: Path, digest: Digest) -> Weights:
-    """Read the headers of all weight files and samples of their tensors, feeding both to `digest`."""
+    """Read the headers of all weight files and samples of their tensors, and add both to `digest`."""
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
@@ -320,7 +330,7 @@ def read_weights(folder: Path, digest: Digest) -> Weights:
 
 
 def loaded_size(config: Config, weights: Weights) -> int:
-    """Return the bytes that weights are expected to take once loaded; building the model gives the exact number.
+    """Return the expected bytes of loaded weights. Building the model gives the exact number.
 
     mlx-lm converts fp8 checkpoints to bf16, two bytes for one, except where they stay packed (`load_model` in
     mlx_lm/utils.py: mxfp8, power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt).
@@ -343,8 +353,11 @@ def _indexed(folder: Path) -> set[str]:
 
 
 def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
-    """Read one header and samples of its tensors. Return the bytes of its tensors, of one of its unquantized numbers
-    (0: none), and of all of its tensors in fp8. ValueError when it is broken."""
+    """Read one header and samples of its tensors.
+
+    Returns the bytes of its tensors, of one of its unquantized numbers (0: none), and of all of its tensors in fp8.
+    Raises ValueError when the file is broken.
+    """
     raw, end = read_header(file)
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
     digest.update(raw)
@@ -354,8 +367,10 @@ def _header(file: Path, digest: Digest) -> tuple[int, int, int]:
 
 
 def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Digest) -> None:
-    """Feed the first, middle and last bytes of every tensor to `digest`, in the order of the header. Extents count from
-    `begin`, the end of the header."""
+    """Add the first, middle and last bytes of every tensor to `digest`, in the order of the header.
+
+    Extents count from `begin`, the end of the header.
+    """
     with file.open("rb", buffering=0) as opened:
         for first, last in extents:
             size = last - first
@@ -365,8 +380,10 @@ def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Di
 
 
 def read_header(file: Path) -> tuple[bytes, int]:
-    """Read the header of a safetensors file: as it is, and the bytes of its tensors. ValueError when it is broken, or
-    the file is not whole."""
+    """Return the raw header of a safetensors file and the bytes of its tensors.
+
+    Raises ValueError when the header is broken or the file is incomplete.
+    """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= LONGEST_HEADER:
@@ -383,7 +400,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
 
 
 def _object(raw: bytes) -> dict[str, Any]:
-    """Read a JSON object; ValueError for anything else."""
+    """Parse a JSON object. Raises ValueError for any other JSON value."""
     try:
         found: object = json.loads(raw)
     except RecursionError:
@@ -394,8 +411,10 @@ def _object(raw: bytes) -> dict[str, Any]:
 
 
 def _text_config(config: Config) -> Config:
-    """Give the part of a config that is about text, with older names beside today's. What is nested counts even where
-    the top says a number of layers, too: that may be those of an encoder of pictures."""
+    """Return the text part of a config, with older names mapped to current ones.
+
+    A nested part has priority even where the top level has a number of layers: that may belong to an image encoder.
+    """
     inner = next((found for key in _NESTED if _counts_layers(found := config.get(key))), None)
     text = {**config, **cast("Config", inner)} if inner is not None else config
     return {**{today: text[old] for old, today in _OLDER.items() if old in text}, **text}
@@ -406,8 +425,10 @@ def _counts_layers(found: object) -> bool:
 
 
 def unknown(config: Config) -> tuple[str, ...]:
-    """Name what a config does not say and the bytes of a row follow from; no such byte is foreseen, and the gate asked
-    all the same."""
+    """Return the names of missing dimensions that the bytes of a row depend on.
+
+    Without them no byte is predicted, and the gate still applies.
+    """
     text = _text_config(config)
     said = {
         "num_hidden_layers": _whole(text.get("num_hidden_layers")),
@@ -427,10 +448,11 @@ def _whole(value: object) -> int:
 
 
 def foresee(config: Config, float_size: int) -> Kv:
-    """Foresee what a row takes, from the config alone; measured once the model is loaded (`engine.cache.kv_of`).
+    """Predict the KV bytes of a row from the config alone. They are measured once the model is loaded
+    (`engine.cache.kv_of`).
 
-    Every layer counts with full keys and values unless the config names its kind; their numbers have the size of the
-    base type, whatever the weights are quantized to.
+    Every layer counts with full keys and values unless the config names its kind. Their numbers have the size of the
+    base type, independent of the quantization of the weights.
     """
     text = _text_config(config)
     number = _float_size(text, float_size)
@@ -441,7 +463,7 @@ def foresee(config: Config, float_size: int) -> Kv:
 
 
 def _kept(text: Config) -> int:
-    """Count the numbers that one layer of attention keeps of a token."""
+    """Return the numbers that one layer of attention caches of a token."""
     latent, rope = _whole(text.get("kv_lora_rank")), _whole(text.get("qk_rope_head_dim"))
     kind, nope, value = text.get("model_type"), _whole(text.get("qk_nope_head_dim")), _whole(text.get("v_head_dim"))
     if latent and kind in _LATENT:
@@ -453,8 +475,11 @@ def _kept(text: Config) -> int:
 
 
 def _state_bytes(text: Config, number: int) -> int:
-    """Give the bytes that one layer without attention keeps of a row, whatever its length: the end of a convolution,
-    with a delta net its memory in full precision, too; of kinds that we do not know a guess by their width."""
+    """Return the bytes that one layer without attention keeps of a row, independent of its length.
+
+    That is the end of a convolution, and with a delta net also its memory in full precision. Unknown kinds are
+    estimated by their width.
+    """
     hidden, kernel = _whole(text.get("hidden_size")), _whole(text.get("conv_L_cache"))
     if kernel:
         return (kernel - 1) * hidden * number
@@ -468,9 +493,12 @@ def _state_bytes(text: Config, number: int) -> int:
 
 
 def forecast(config: Config, float_size: int) -> Transient:
-    """Foresee what a forward takes for a moment, from the config alone: the scores of one layer (4 bytes each, where
-    attention is not fused), its keys and values once more while they grow, its inner numbers, the logits. Measured
-    forwards take up to ten times as much; nothing is foreseen of what a config does not say."""
+    """Predict the transient bytes of a forward from the config alone.
+
+    They consist of the scores of one layer (4 bytes each, where attention is not fused), a second copy of its keys and
+    values while they grow, its inner numbers, and the logits. Measured forwards take up to ten times as much.
+    Dimensions that the config lacks add nothing.
+    """
     text = _text_config(config)
     heads, size = _whole(text.get("num_attention_heads")), _head_size(text)
     kv_heads = _whole(text.get("num_key_value_heads")) or heads
@@ -497,7 +525,7 @@ def _head_size(text: Config) -> int:
 
 
 def _layers(text: Config) -> tuple[int, int, int]:
-    """Count the layers with full attention, with a window, and with a state."""
+    """Return the numbers of layers with full attention, with a window, and with a state."""
     count = _whole(text.get("num_hidden_layers"))
     kinds = text.get("layer_types")
     if isinstance(kinds, Iterable) and not isinstance(kinds, str):

@@ -1,1 +1,1 @@
-"""Video on a node: its packages, its environment, the worker that makes it, and what watches over that."""
+"""Video on a node: its packages, its environment, its worker and its watchdog."""

@@ -1,4 +1,4 @@
-"""What this node offers in video: its packages and its environment, looked at now and then on a thread of its own."""
+"""Video packages and video environment of this node, checked periodically on a thread."""
 
 import asyncio
 import os
@@ -15,24 +15,27 @@ from node.video import environment, packages
 from node.video.packages import Package
 
 EVERY = 30.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 log = structlog.get_logger("node.video")
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """One look: the packages by name, and why there is nothing to run them with (empty: there is)."""
+    """Result of one check."""
 
     packages: Mapping[str, Package]
+    """Video packages by name."""
     missing: str = ""
+    """Reason why the packages cannot run here; empty when they can."""
 
 
 NOTHING = Found({}, "this node is still looking for its video packages")
 
 
 class Offer:
-    """Keeps the newest look. `changed` is called on the loop when it differs from the one before."""
+    """Latest result of the periodic check. `changed` is called on the loop when a result differs from the one
+    before."""
 
     def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
@@ -41,27 +44,27 @@ class Offer:
         self._found = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.looked = asyncio.Event()
-        """Set once it has been looked."""
+        """Set once the first check is done."""
         self.changed: Callable[[], None] = lambda: None
 
     @property
     def enabled(self) -> bool:
-        """Whether video is wanted at all, and by an engine of real models."""
+        """Whether video is enabled in the settings."""
         return self._settings.worker.enabled
 
     @property
     def packages(self) -> Mapping[str, Package]:
-        """The packages by name."""
+        """Video packages by name."""
         return self._found.packages
 
     @property
     def python(self) -> Path:
-        """The interpreter of the worker's environment."""
+        """Interpreter of the worker's environment."""
         return environment.interpreter(environment.named(self.environments, environment.locks()))
 
     @property
     def unready(self) -> str:
-        """Why no video is made here; empty when it is."""
+        """Reason why this node makes no video; empty when it does."""
         if not self.enabled:
             return "video is switched off on this node (worker.enabled)"
         if self._found.missing:
@@ -71,7 +74,7 @@ class Offer:
         return ""
 
     def start(self) -> None:
-        """Look now, and from now on; nobody waits for it."""
+        """Start the periodic check without waiting for its first result."""
         self.looked.clear()
         if self.enabled:
             self._task = asyncio.create_task(self._keep())
@@ -79,7 +82,7 @@ class Offer:
             self.looked.set()
 
     async def stop(self) -> None:
-        """Look no more."""
+        """Stop the periodic check."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -114,6 +117,6 @@ class Offer:
 
 
 def environments_folder(settings: NodeSettings, state: Path) -> Path:
-    """Say where environments are kept."""
+    """Return the folder of the environments."""
     wanted = settings.worker.environments
     return Path(wanted).expanduser() if wanted else state / "node" / "video" / "environments"

@@ -1,18 +1,19 @@
-"""The worker's environment: made once, locked by hash, and never changed.
+"""Environment of the video worker: built once, locked by hash, and never changed.
 
-A folder of its own holds an interpreter and exactly the packages that a lock file names, each with its hash; it is
-named by the sha256 of its locks, so a new lock is a new environment beside the old one. It is built in a folder that
-nobody looks at, probed by importing the engine in isolation, and only then given its name: what has that name works.
+A folder holds an interpreter and exactly the packages that a lock file names, each with its hash. The folder's name is
+the sha256 of its locks: a new lock makes a new environment next to the old one. The environment is built in a temporary
+folder, probed by importing the engine in isolation, and only then renamed. A folder with the final name therefore
+works.
 
     macOS on Apple silicon    the product
     Linux on x86-64           tests and development: the engine's text encoder runs on a build of torch for the CPU,
-                              which is taken from where pip's own configuration offers it. Where only the builds with
-                              gigabytes of CUDA are on offer, nothing is pulled, and that is said
+                              which comes from the indexes of pip's own configuration. Where only the builds with
+                              gigabytes of CUDA are on offer, nothing is installed, and an error reports this
 
-uv installs where it is at hand (`uv` on PATH, or as a module of this interpreter), pip otherwise: both demand every
-hash. `--wheelhouse FOLDER` takes all packages from that folder and asks nobody.
+uv installs where it is available (`uv` on PATH, or as a module of this interpreter), pip otherwise. Both require every
+hash. `--wheelhouse FOLDER` takes all packages from that folder and uses no network.
 
-Run as `python -m node.video.environment --state FOLDER`, which is what `cluster video install` does.
+`cluster video install` runs this module as `python -m node.video.environment --state FOLDER`.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from host.private_files import private_folder, write_private
 
 HERE = Path(__file__).parent
 LOCKS = {("Darwin", "arm64"): "macos-arm64", ("Linux", "x86_64"): "linux-x86_64"}
-"""What `<name>.lock` is for; `<name>.torch` beside it names what only pip knows where to find."""
+"""Platform of each `<name>.lock`. A `<name>.torch` file next to it lists packages from an index that only pip knows."""
 ENGINE = "mlx-gen"
 PROBE = "import mflux.models.wan.variants"
 READY = "ready.json"
@@ -45,35 +46,35 @@ NO_TORCH = (
 
 
 class Failure(Exception):
-    """The environment cannot be made; a sentence for a person."""
+    """The environment cannot be built. The text is a sentence for a person."""
 
 
 def locks() -> tuple[Path, ...]:
-    """Give the lock files for this machine; none where the engine does not run."""
+    """Return the lock files for this machine; none where the engine does not run."""
     name = LOCKS.get((platform.system(), platform.machine()))
     files = (HERE / f"{name}.lock", HERE / f"{name}.torch") if name else ()
     return tuple(file for file in files if file.exists())
 
 
 def named(folder: Path, files: Sequence[Path]) -> Path:
-    """Give the environment that belongs to these locks and to this version of Python."""
+    """Return the environment's folder for these locks and this version of Python."""
     digest = hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
     return folder / f"py{sys.version_info.major}.{sys.version_info.minor}-{digest[:20]}"
 
 
 def engine_of(files: Sequence[Path]) -> str:
-    """Give the engine's version that the locks name; empty when they name none."""
+    """Return the engine's version that the locks name; empty when they name none."""
     found = (re.search(rf"^{ENGINE}==([\w.]+)", file.read_text(), re.MULTILINE) for file in files)
     return next((match[1] for match in found if match), "")
 
 
 def interpreter(environment: Path) -> Path:
-    """Give the environment's own Python."""
+    """Return the path of the environment's Python."""
     return environment / "bin" / "python"
 
 
 def missing(folder: Path) -> str:
-    """Say why there is no environment in this folder for this machine; empty when there is one."""
+    """Return why this folder has no environment for this machine; empty when there is one."""
     files = locks()
     if not files:
         return f"the video engine does not run on {platform.system()} {platform.machine()}"
@@ -84,7 +85,10 @@ def missing(folder: Path) -> str:
 
 
 def install(folder: Path, wheelhouse: Path | None = None) -> Path:
-    """Make the environment unless it is there, and give it. Failure when it cannot be made; nothing is left then."""
+    """Build the environment unless it exists, and return its folder.
+
+    Raises Failure when the environment cannot be built. Nothing is left on the disk then.
+    """
     files = locks()
     if not files:
         raise Failure(missing(folder))
@@ -104,7 +108,7 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
 
 
 def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
-    """Make a virtual environment in `built` with the packages of the requirement `files`."""
+    """Create a virtual environment in `built` with the packages of the requirement `files`."""
     run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
         run([*_pip(built), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest",
@@ -126,7 +130,7 @@ def _pip(built: Path) -> list[str]:
 
 
 def _uv() -> list[str]:
-    """Give the words that start uv; none where it is not at hand."""
+    """Return the command that starts uv; empty where uv is not available."""
     found = shutil.which("uv")
     if found:
         return [found]
@@ -134,12 +138,12 @@ def _uv() -> list[str]:
 
 
 def _probe(built: Path) -> None:
-    """Import the engine as the worker will."""
+    """Import the engine in the same way as the worker."""
     run([str(interpreter(built)), "-I", "-c", PROBE], "the engine cannot be imported in its new environment")
 
 
 def run(command: Sequence[str], otherwise: str) -> None:
-    """Run a step; Failure with the last that it said when it fails."""
+    """Run a command. Raises Failure with the last lines of its output when it fails."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))
     }
@@ -153,7 +157,7 @@ def run(command: Sequence[str], otherwise: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Make the environment of this machine, and say where it is."""
+    """Build the environment of this machine and print its folder."""
     parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
     parser.add_argument("--folder", type=Path, required=True, help="where environments are kept")
     parser.add_argument("--wheelhouse", type=Path, help="take all packages from this folder, and ask nobody")

@@ -1,11 +1,13 @@
-"""Lends memory to video jobs, one lease at a time. The shell around `node.video.leases`: what it decides is done here.
+"""Manager of leases: leases memory to video jobs, one at a time. `node.video.leases` decides, this module acts.
 
-Covers: the grant in two phases, the lease's life on the disk, its worker's watch, its end on every path, what was made
-until the coordinator has it. Does not cover: the start of a worker (`node.video.ray.local_ray`,
-`node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages (`node.video.capability`).
+Covers: the grant in two phases, the lease's lifecycle on the disk, the watch of its worker, and its end on every path.
+It also keeps the artifacts until the coordinator has them. Does not cover: the start of a worker
+(`node.video.ray.local_ray`, `node.video.worker.worker_parent`), the job (`node.video.worker.job_spec`) and the packages
+(`node.video.capability`).
 
-A restarted agent finds its lease on the disk: it ends what is left of the worker (its attendant has done so already, by
-the lock that went with the agent), and says that the job was lost. Until that is verified the ceiling stays lowered.
+A restarted agent finds its lease on the disk. It ends the remaining processes of the worker, and reports that the job
+was lost. The worker's parent has usually ended them before, because the agent's lock is gone. The ceiling stays lowered
+until the end of the worker is verified.
 """
 
 import asyncio
@@ -42,7 +44,7 @@ from wire.units import show_size
 from wire.video import Artifact, LeaseState, VideoState
 
 CONFIRM_SECONDS = 5.0
-"""Longest wait for the engine to say that it holds to lower limits, or that it made room."""
+"""Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
 ACKNOWLEDGED = "acknowledged"
 NO_DISK = "disk_full"
 STOPPING = "node_stopping"
@@ -50,16 +52,16 @@ SILENT = "engine_silent"
 PAUSED = "node_paused"
 RETRY_SOON = 2.0
 LEFT = 64 * 1024
-"""Bytes that a disk has to have left: with less a worker that ends has ended for that."""
+"""Minimum free bytes of a disk. With less, the end of a worker is attributed to the full disk."""
 KEPT = 32
-"""Leases that ended and are not acknowledged yet; of more the oldest are forgotten with their files."""
+"""Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
 PREFIX = "artifact:"
 
 log = structlog.get_logger("node.video.lease_manager")
 
 
 class Lender:
-    """Owns the leases of this node. Everything runs on the loop that called `start`."""
+    """Leases of this node. Every method runs on the loop that called `start`."""
 
     def __init__(
         self, settings: NodeSettings, limiter: Limiter, poll: Poll, supervisor: Supervisor, offer: Offer, folder: Path
@@ -81,23 +83,23 @@ class Lender:
         self._news = asyncio.Event()
         self._told: tuple[object, ...] = ()
         self.say: Callable[[Frame], None] = lambda frame: None
-        """Sends a frame to the coordinator, or nobody when there is no link."""
+        """Sends a frame to the coordinator. Without a link the frame is discarded."""
         self.changed: Callable[[], None] = lambda: None
-        """Called when the report would be another."""
+        """Called when the next report would differ."""
         self.begin: Callable[[str, int, str, int], None] = lambda lease, generation, folder, size: None
         """Starts the actor of a granted lease (lease, generation, its folder, its size in bytes)."""
         self.finish: Callable[[str], None] = lambda lease: None
         """Ends the actor of a lease."""
 
-    # what it knows
+    # state
 
     @property
     def holding(self) -> bool:
-        """Whether memory is lent now."""
+        """Whether memory is leased now."""
         return self._limiter.leases > 0
 
     def states(self) -> tuple[LeaseState, ...]:
-        """Give all leases as they stand."""
+        """Return all leases as rows of the report."""
         return tuple(self._state(held) for held in self._ledger.leases)
 
     def _state(self, held: Held) -> LeaseState:
@@ -110,26 +112,26 @@ class Lender:
         return state if self.holding else replace(state, size=0, phase=Phase.ENDING)
 
     def tellable(self) -> tuple[object, ...]:
-        """Give what is worth a report of its own."""
+        """Return the values whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
     def video(self) -> VideoState:
-        """Give what the report says of video here, but for Ray."""
+        """Return the video part of the report, without Ray."""
         offer = self._offer
         packages = tuple(one.described for one in offer.packages.values()) if offer.enabled else ()
         return VideoState(not offer.unready, offer.unready, "", packages, self.states())
 
     def artifact(self, what: str) -> Path | None:
-        """Find the file that `artifact:LEASE/NAME` names; None when it is none of ours."""
+        """Return the file that `artifact:LEASE/NAME` names; None when it is no artifact of this node."""
         lease, _, name = what.removeprefix(PREFIX).partition("/")
         held = next((one for one in self._ledger.leases if one.lease == lease and one.ended is not None), None)
         known = held is not None and held.ended is not None and any(one.name == name for one in held.ended.artifacts)
         return self._place(held) / OUT / name if held is not None and known else None
 
-    # what the coordinator says
+    # requests of the coordinator
 
     def ask(self, ask: Lease) -> None:
-        """Take a request for a lease; it is answered by a frame, at once or within seconds."""
+        """Handle a request for a lease. The answer is a frame, sent at once or within seconds."""
         held = self._ledger.find(ask.lease, ask.generation)
         if held is not None:
             self._repeat(held)
@@ -149,19 +151,19 @@ class Lender:
         return leases.no(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.RETRY_READY)
 
     def _repeat(self, held: Held) -> None:
-        """Answer again what was answered before; while it is being decided there is nothing to say yet."""
+        """Send an earlier answer again. Sends nothing while the decision is pending."""
         if held.ended is not None:
             self.say(held.ended)
         elif self._watch is not None:
             self.say(LeaseGranted(held.lease, held.generation, str(self._watch.folder)))
 
     def release(self, order: Release) -> None:
-        """End a lease, or forget one whose end was heard."""
+        """End a lease, or remove a lease whose end is acknowledged."""
         held = self._ledger.find(order.lease, order.generation)
         if held is None and self._asked == (order.lease, order.generation):
             self._order = order.cause or "released"
         elif held is None:
-            if order.cause != ACKNOWLEDGED:  # an answer to an acknowledgement would be acknowledged, for ever
+            if order.cause != ACKNOWLEDGED:  # the answer to an acknowledgement would be acknowledged in an endless loop
                 self.say(
                     LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node knows of no such lease")
                 )
@@ -174,36 +176,36 @@ class Lender:
             self.say(held.ended)
 
     def pause(self, why: str) -> None:
-        """Lend nothing new, because of `why`; an empty text: lend again. A lease that is held goes on."""
+        """Refuse new leases because of `why`; an empty text ends the pause. A held lease continues."""
         self._paused = why
 
     def end(self, why: str) -> None:
-        """End the lease that is held, because the node takes no work any more."""
+        """End the held lease, because the node takes no work any more."""
         if self.holding and not self._order:
             self._paused, self._order = why, PAUSED
             self._news.set()
 
     def linked(self) -> None:
-        """Say again, on a new link, what was not acknowledged."""
+        """Send unacknowledged ends again on a new link."""
         for held in self._ledger.leases:
             if held.ended is not None:
                 self.say(held.ended)
 
     def not_started(self, lease: str, why: str) -> None:
-        """End a lease whose actor could not be started; one whose worker is here goes on."""
+        """End a lease whose actor could not be started. A lease with a running worker continues."""
         watch = self._watch
         if watch is not None and watch.held.lease == lease and watch.worker is None:
             self._unstarted = why
             self._news.set()
 
     def engine_changed(self) -> None:
-        """Something was heard of the engine."""
+        """Wake the waiting tasks after a change of the engine."""
         self._news.set()
 
-    # the lease's life
+    # lifecycle of a lease
 
     async def start(self) -> None:
-        """Take up what an earlier agent left: end its worker, give its lease back."""
+        """Recover the state of an earlier agent: end its worker and return its lease."""
         private_folder(self._folder)
         self._ledger = self._load()
         held = self._ledger.holding
@@ -222,7 +224,7 @@ class Lender:
         self._conclude(held, End(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
-        """End the worker and give the lease back; nothing is lent any more."""
+        """End the worker, return the lease, and refuse all further leases."""
         self._stopping = True
         if self._task is not None:
             self._order = self._order or STOPPING
@@ -269,7 +271,7 @@ class Lender:
         return refused
 
     def _readable(self, ask: Lease) -> LeaseRefused | Spec:
-        """Check all that needs no reading of the memory."""
+        """Check the request without a reading of the memory."""
         refused = (
             leases.unnamed(ask)
             or leases.fenced(ask, self._ledger)
@@ -285,7 +287,7 @@ class Lender:
         return leases.no(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
 
     async def _fitted(self, ask: Lease) -> LeaseRefused | None:
-        """Judge; where it does not fit, let the engine give up once what can be had again, and judge anew."""
+        """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
         refused = self._judged(ask)
         if refused is None or not self._short(refused):
             return refused
@@ -302,7 +304,10 @@ class Lender:
         return leases.judged(ask, self._poll.memory(), report.models if report is not None else (), pinned)
 
     async def _lowered(self, ask: Lease) -> LeaseRefused | None:
-        """Lower the ceiling and wait until the engine holds to it; then it must still fit, for work may have come."""
+        """Lower the ceiling and wait until the engine holds the new limits.
+
+        The lease must then still fit, because new work may have arrived.
+        """
         began = time.monotonic()
         self._limiter.leases = ask.size
         self._poll.look()
@@ -325,7 +330,7 @@ class Lender:
         return None
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for the engine's word, not for long."""
+        """Wait at most `CONFIRM_SECONDS` for the engine to meet a condition."""
         with suppress(TimeoutError):
             async with asyncio.timeout(CONFIRM_SECONDS):
                 while not condition():
@@ -333,7 +338,7 @@ class Lender:
                     await self._news.wait()
 
     def _open(self, held: Held, spec: Spec) -> Watch:
-        """Lay out the lease's folder for its worker."""
+        """Create the lease's folder for its worker."""
         settings, package = self._settings.worker, self._offer.packages[held.model]
         bounds = Bounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
         place = self._place(held)
@@ -353,7 +358,7 @@ class Lender:
         return watch
 
     def _restore(self) -> None:
-        """Put the ceiling back, and forget a lease that was not granted."""
+        """Restore the ceiling, and remove a lease that was not granted."""
         self._give_back()
         held = self._ledger.holding
         if held is not None:
@@ -377,7 +382,7 @@ class Lender:
             await self._end(watch, end)
 
     async def _watched(self, watch: Watch) -> End:
-        """Look until there is an end to it."""
+        """Watch the worker until there is a reason to end it."""
         while True:
             if self._order:
                 return End(self._order, self._ordered())
@@ -393,7 +398,7 @@ class Lender:
                     await self._news.wait()
 
     def _ordered(self) -> str:
-        """Say who wants the end."""
+        """Return a text on the cause of the end."""
         if self._stopping:
             return "this node is stopping"
         return (
@@ -403,7 +408,7 @@ class Lender:
         )
 
     def _note(self, watch: Watch) -> None:
-        """Write down a worker that has come, and tell what is new."""
+        """Store a worker that has started, and report a changed state."""
         if watch.worker is not None and watch.held.worker is None:
             self._limiter.worker = watch.worker.pid
             watch.held = replace(watch.held, worker=watch.worker)
@@ -414,7 +419,7 @@ class Lender:
             self.changed()
 
     async def _end(self, watch: Watch, end: End) -> None:
-        """Give the memory back once the worker is dead, then tell what came of it."""
+        """Return the memory once the worker is dead, then report the result."""
         began = time.monotonic()
         await watch.kill(end)
         self._give_back()
@@ -461,7 +466,7 @@ class Lender:
         shutil.rmtree(self._place(held), ignore_errors=True)
 
     def _save(self) -> bool:
-        """Write all down; say whether it is on the disk. Once a lease is granted it goes on without."""
+        """Write the ledger to the disk. Returns whether it was written; a granted lease continues without it."""
         try:
             write_private(self._folder / "leases.json", msgspec.json.encode(self._ledger))
         except OSError as error:
@@ -470,7 +475,7 @@ class Lender:
         return True
 
     def _load(self) -> Ledger:
-        """Read what an earlier agent wrote, and remove folders that nothing names."""
+        """Read the ledger of an earlier agent, and remove folders that belong to no lease."""
         try:
             ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=Ledger)
         except FileNotFoundError:
@@ -486,14 +491,14 @@ class Lender:
 
 
 def _full(folder: Path) -> bool:
-    """Whether nobody could write anything there, not even what went wrong."""
+    """Return whether the disk has no room even for the text of an error."""
     with suppress(OSError):
         return shutil.disk_usage(folder).free < LEFT
     return False
 
 
 def _artifacts(watch: Watch) -> tuple[Artifact, ...]:
-    """Measure what the worker says it has made; nothing when the clip is missing or empty."""
+    """Measure the artifacts that the worker reports; empty when the clip is missing or empty."""
     names = (watch.job.made or {}).get("files")
     found: list[Artifact] = []
     for name in ("video.mp4", "thumbnail.webp"):

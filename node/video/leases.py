@@ -1,20 +1,21 @@
-"""Leases: whether memory is lent to a video job, and how a lease lives. Pure; `node.video.lease_manager` drives it.
+"""Decisions about leases: whether memory is leased to a video job. Pure functions; `node.video.lease_manager` acts
+on them.
 
-A lease takes its bytes off the node's ceiling for as long as it lasts, so that the engine never counts on them, and the
-job never takes what the engine holds. The node alone decides, in two phases:
+A lease lowers the node's ceiling by its bytes for as long as it lasts. The engine therefore never counts on these
+bytes, and the job never takes memory that the engine holds. The node alone decides, in two phases:
 
     asked ─(superseded, held, guard off, never fits)─► refused
-      └─(does not fit now)─► the engine is asked once to give up what can be had again ─(still not)─► refused
-      └─(fits)─► ceiling lowered ─► the engine says that it holds to it ─(fits still)─► granted
-                                                └─(not in time, or work came in between)─► ceiling restored, refused
+      └─(does not fit now)─► the engine is asked once to evict and unload ─(still does not fit)─► refused
+      └─(fits)─► ceiling lowered ─► the engine confirms the limits ─(still fits)─► granted
+                                                └─(timeout, or new work in between)─► ceiling restored, refused
     granted ─► starting ─► loading … saving ─► ending ─► ended
-        └─(nobody starts a worker)────────────┘   └ the worker's processes are verified dead
+        └─(no worker is started)──────────────┘   └ the worker's processes are verified dead
 
-Rules that nobody may break
-- One lease at a time. Of two generations of a job the older is void: what still writes for it writes into nothing.
-- The memory comes back only when no process of the worker lives, and it comes back on every path.
-- What a lease asks is judged by the one verdict: `size` bytes beside all else, so `headroom` is ≥ 0 after it as before.
-- Nothing in use is ended for a lease. With the guard off by name there is none: nobody would watch the rest.
+Rules
+- A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded.
+- The memory is returned on every path, but only after every process of the worker has ended.
+- A lease is judged like a request: `size` bytes in addition to all memory in use. `headroom` stays ≥ 0 after the grant.
+- Nothing in use is ended for a lease. With the guard off there is no lease, because no process would watch the rest.
 """
 
 import re
@@ -42,11 +43,11 @@ RETRY_ROOM = 5.0
 RETRY_READY = 60.0
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
 REMEMBERED = 64
-"""Jobs whose newest generation is remembered."""
+"""Maximum number of jobs whose newest generation is stored."""
 
 
 class Phase(StrEnum):
-    """Where a lease stands, as `LeaseState.phase` says it."""
+    """Phase of a lease, as in `LeaseState.phase`."""
 
     GRANTING = "granting"
     GRANTED = "granted"
@@ -61,18 +62,20 @@ class Phase(StrEnum):
 
 WORKING = frozenset({Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.SAVING})
 SHARES = {Phase.STARTING: 2, Phase.LOADING: 3, Phase.DENOISING: 5, Phase.DECODING: 95, Phase.SAVING: 97}
-"""Percent of the whole at the beginning of each phase."""
+"""Percent of the whole at the start of each phase."""
 
 
 class Worker(Struct, frozen=True, kw_only=True):
-    """A worker's group of processes: the number of its leader, and what tells that one from a later namesake."""
+    """Process group of a worker."""
 
     pid: int
+    """Process id of the group's leader."""
     born: str
+    """Start time of the leader, which distinguishes it from a later process with the same id."""
 
 
 class Held(Struct, frozen=True, kw_only=True):
-    """A lease as it lies on the disk, from before the ceiling is lowered until its end is acknowledged."""
+    """A lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged."""
 
     lease: str
     generation: int
@@ -84,47 +87,49 @@ class Held(Struct, frozen=True, kw_only=True):
 
 
 class Ledger(Struct, frozen=True, kw_only=True):
-    """All that outlives the agent: the leases that are held or not acknowledged, and the newest generation of jobs."""
+    """State that outlives the agent."""
 
     leases: tuple[Held, ...] = ()
+    """Leases that are held or not acknowledged."""
     newest: tuple[tuple[str, int], ...] = ()
+    """Newest generation of each job."""
 
     def find(self, lease: str, generation: int) -> Held | None:
-        """Give a lease by what names it."""
+        """Return the lease with this id and generation, None when there is none."""
         return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
 
     @property
     def holding(self) -> Held | None:
-        """The lease that has not ended."""
+        """Lease that has not ended."""
         return next((one for one in self.leases if one.ended is None), None)
 
     def put(self, held: Held) -> "Ledger":
-        """Write a lease, in the place of its earlier state."""
+        """Return a ledger with this lease in place of its earlier state."""
         others = tuple(one for one in self.leases if (one.lease, one.generation) != (held.lease, held.generation))
         newest = {job: number for job, number in self.newest if job != held.job}
         newest[held.job] = max(held.generation, dict(self.newest).get(held.job, 0))
         return replace(self, leases=(*others, held), newest=tuple(newest.items())[-REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "Ledger":
-        """Forget a lease; its job's generation stays in mind."""
+        """Return a ledger without this lease. The generation of its job stays stored."""
         left = tuple(one for one in self.leases if (one.lease, one.generation) != (lease, generation))
         return replace(self, leases=left)
 
 
 def no(ask: Lease, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
-    """Put a refusal into a frame."""
+    """Return a refusal as a frame."""
     return LeaseRefused(ask.lease, ask.generation, code, message, ask.size, retry_after=retry_after)
 
 
 def unnamed(ask: Lease) -> LeaseRefused | None:
-    """Refuse names that are none: a lease's is that of a folder."""
+    """Refuse invalid names, because the name of a lease is also the name of a folder."""
     if NAME.fullmatch(ask.lease) and NAME.fullmatch(ask.job) and ask.generation >= 0:
         return None
     return no(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
 
 
 def fenced(ask: Lease, ledger: Ledger) -> LeaseRefused | None:
-    """Refuse what an older generation asks, and a second lease beside one that is held."""
+    """Refuse a request of an older generation, and a second lease while one is held."""
     newest = dict(ledger.newest).get(ask.job, 0)
     if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
         return no(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
@@ -140,7 +145,7 @@ def _same(ask: Lease, ledger: Ledger) -> bool:
 
 
 def barred(ask: Lease, memory: Memory, unready: str) -> LeaseRefused | None:
-    """Refuse what no patience brings: the guard is off, the lease is larger than the cap leaves, video is not ready."""
+    """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
     if not memory.guard:
         return no(
             ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
@@ -159,7 +164,7 @@ def barred(ask: Lease, memory: Memory, unready: str) -> LeaseRefused | None:
 
 
 def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> LeaseRefused | None:
-    """Refuse what does not fit beside all that is there now; None when it fits."""
+    """Refuse a lease that does not fit next to the current memory; None when it fits."""
     answer = judge(memory, ask.size)
     if not isinstance(answer, Refused):
         return None
@@ -171,7 +176,7 @@ def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozense
 
 
 def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> str:
-    """Say for a person what has to happen before a lease fits."""
+    """Describe for a person the headroom that a lease lacks, and the models that hold it."""
     if room is None:
         return "a reading of the engine's footprint"
     holders = [
@@ -183,7 +188,7 @@ def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Mo
 
 
 def progress(phase: Phase, step: int, steps: int) -> int:
-    """Give the percent of a job that is done: 5 to 95 while it denoises."""
+    """Return the completed percent of a job: 5 to 95 while it denoises."""
     if phase is Phase.ENDED:
         return 100
     share = 90 * step // steps if phase is Phase.DENOISING and steps else 0
@@ -191,7 +196,7 @@ def progress(phase: Phase, step: int, steps: int) -> int:
 
 
 def state_of(held: Held, phase: Phase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0) -> LeaseState:
-    """Put a lease into the report; one that has ended holds nothing."""
+    """Return a lease as a row of the report. A lease that has ended holds no memory."""
     if held.ended is not None:
         return LeaseState(held.lease, held.generation, held.job, 0, Phase.ENDED, 100, steps, steps, 0, held.ended.peak)
     done = progress(phase, step, steps)

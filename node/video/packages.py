@@ -1,9 +1,10 @@
-"""The video packages that lie on this machine: diffusers folders, found where models are and described without loading.
+"""Video packages on this machine: diffusers folders, found where models are and described without loading.
 
-A package is a folder with `model_index.json` whose `_class_name` is one that the worker knows; any other is nothing
-to us. What `model_index.json` names is not what is there: components count only with files of their own, and those of a
-quantized package have no configs. So sizes come from the weights, quantization from their headers, and the shape from
-configs where they are, else from the engine's catalogue, which knows a package with two experts and one with one.
+A package is a folder with `model_index.json` whose `_class_name` the worker supports; all other folders are ignored. An
+entry in `model_index.json` does not prove that the component exists. Components count only with files of their own, and
+those of a quantized package have no configs. Sizes therefore come from the weights, and quantization from their
+headers. The shape comes from configs where they exist. Otherwise it comes from the engine's catalogue, which knows a
+package with two experts and one with one.
 """
 
 import hashlib
@@ -26,7 +27,7 @@ LONGEST_INDEX = 256 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package in its folder."""
+    """A video package in its folder."""
 
     folder: Path
     described: VideoPackage
@@ -34,15 +35,18 @@ class Package:
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """One component's weights: bytes, the bits that they are quantized to (0: not), why they cannot be used."""
+    """Weights of one component."""
 
     size: int = 0
+    """Bytes of the weights."""
     bits: int = 0
+    """Bits of the quantization; 0 without quantization."""
     cause: str = ""
+    """Reason why the weights cannot be used; empty when they can."""
 
 
 def find(folders: tuple[str, ...], hub: Path | None) -> dict[str, Package]:
-    """Find all packages by name, those that cannot be used among them."""
+    """Return all packages by name, including those that cannot be used."""
     found: dict[str, Package] = {}
     for name, folder in _places(folders, hub):
         if name not in found and valid_model(name):
@@ -62,12 +66,12 @@ def _places(folders: tuple[str, ...], hub: Path | None) -> Iterator[tuple[str, P
 def _described(name: str, folder: Path) -> VideoPackage | None:
     try:
         return describe(name, folder)
-    except Exception as error:  # whatever a stranger's files make of us, the others are offered
+    except Exception as error:  # unknown files may raise any error; all other packages stay available
         return VideoPackage(name, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
 
 
 def describe(name: str, folder: Path) -> VideoPackage | None:
-    """Describe a folder; None when it is no package of a kind that the worker knows."""
+    """Describe a folder; None when it is no package of a supported kind."""
     try:
         index = _object(folder / PACKAGE)
     except (OSError, ValueError, RecursionError):
@@ -89,7 +93,7 @@ def describe(name: str, folder: Path) -> VideoPackage | None:
 
 
 def _cause(folder: Path, index: dict[str, Any], parts: dict[str, Component]) -> str:
-    """Say why a package cannot be used; empty when it can."""
+    """Return why a package cannot be used; empty when it can."""
     broken = next((f"{part}: {one.cause}" for part, one in parts.items() if one.cause), "")
     missing = [part for part in NEEDED if not parts[part].size]
     if _named(index, "transformer_2") and not parts["transformer_2"].size:
@@ -102,14 +106,14 @@ def _cause(folder: Path, index: dict[str, Any], parts: dict[str, Component]) -> 
 
 
 def _named(index: dict[str, Any], part: str) -> bool:
-    """Whether a component is named, and not as nothing."""
+    """Return whether the index names a component, and not as null."""
     named: object = index.get(part)
     words = cast("list[object]", named) if isinstance(named, list) else []
     return bool(words) and words[0] is not None
 
 
 def _token_side(folder: Path, *, two: bool) -> int:
-    """Give the pixels of a spatial token's side: what the VAE takes together, in patches of two."""
+    """Return the side of a spatial token in pixels: the VAE's spatial scale times patches of two."""
     scale = _vae(folder).get("scale_factor_spatial", 8 if two else 16)
     return 2 * scale
 
@@ -123,7 +127,7 @@ def _vae(folder: Path) -> dict[str, int]:
 
 
 def _component(folder: Path, digest: Digest) -> Component:
-    """Read the headers of a component's weights; nothing of the weights is read."""
+    """Read the headers of a component's weights, and none of the weights."""
     size = bits = 0
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -137,14 +141,14 @@ def _component(folder: Path, digest: Digest) -> Component:
 
 
 def _bits(raw: bytes) -> int:
-    """Find in a header what the engine wrote when it quantized."""
+    """Return the quantization bits that the engine wrote to a header; 0 without quantization."""
     said: object = json.loads(raw).get("__metadata__")
     level = cast("dict[str, object]", said).get("quantization_level") if isinstance(said, dict) else None
     return int(level) if isinstance(level, str) and level.isdigit() else 0
 
 
 def _object(path: Path) -> dict[str, Any]:
-    """Read a JSON object; ValueError for anything else."""
+    """Read a JSON object. Raises ValueError for any other JSON value."""
     with path.open("rb") as file:
         raw = file.read(LONGEST_INDEX)
     found: object = json.loads(raw)

@@ -1,4 +1,4 @@
-"""The parts of a node that make video, put together: what is offered, what is lent, Ray's process."""
+"""Assembly of a node's video parts: the offer, the lender and Ray's process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ log = structlog.get_logger("node.video")
 
 
 class Studio:
-    """Starts and ends them in their order. Where no video is offered, all it does is to look now and then."""
+    """Video parts of a node, started and ended in order. Without a video offer only the periodic check runs."""
 
     def __init__(
         self, settings: NodeSettings, state: Path, limiter: Limiter, poll: Poll, supervisor: Supervisor
@@ -33,14 +33,14 @@ class Studio:
         self._paused = ""
 
     def connect(self, tell: Callable[[Frame], None], changed: Callable[[], None]) -> None:
-        """Say by whom the coordinator is told, and who wants to know that something changed."""
+        """Set the callbacks that send a frame to the coordinator and report a change."""
         self._changed = changed
         self.lender.say, self.lender.changed = tell, self._offered
         self.lender.begin, self.lender.finish = self.ray.begin, self.ray.end
         self.ray.changed, self.ray.failed, self.offer.changed = changed, self.lender.not_started, self._offered
 
     async def start(self) -> None:
-        """Take up leases of an earlier agent, and look for packages."""
+        """Recover leases of an earlier agent, and start the search for packages."""
         try:
             await self.lender.start()
         except OSError as error:
@@ -56,7 +56,7 @@ class Studio:
         await self.ray.stop()
 
     def pause(self, why: str) -> None:
-        """Lend nothing new, because of `why`, and let Ray go once nothing is lent; an empty text: as before."""
+        """Refuse new leases because of `why`, and stop Ray once no lease is held. An empty text ends the pause."""
         self._paused = why
         self.lender.pause(why)
         self._offered()

@@ -42,8 +42,10 @@ CLOSED, FAILED = 3, 4
 
 
 class Driver:
-    """Creates and ends actors as the agent asks, and answers over `writer`. `create(wanted)` returns once an actor has
-    begun, `kill(lease)` once there is none."""
+    """Creates and ends actors at the agent's request, and answers over `writer`.
+
+    `create(wanted)` returns once an actor has begun, `kill(lease)` once there is none.
+    """
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class Created(DriverMessage, frozen=True, tag=True):
 
 
 class NotCreated(DriverMessage, frozen=True, tag=True):
-    """driver → agent: there is no actor, and why."""
+    """driver → agent: the actor could not be started, with the reason."""
 
     lease: str
     message: str
@@ -68,8 +68,10 @@ def encode(message: DriverMessage) -> bytes:
 
 
 class MessageReader:
-    """Splits a byte stream into messages of `kinds`. Raises DriverLinkError for a message that is too long or of no
-    such kind."""
+    """Splits a byte stream into messages of `kinds`.
+
+    Raises DriverLinkError for a message that is too long or of another kind.
+    """
 
     def __init__(self, kinds: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(kinds)

@@ -90,8 +90,11 @@ def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[st
 
 
 class LocalRay:
-    """Keeps Ray and its driver alive while they are needed. `changed` is called when `node` or `cause` changes, and
-    `failed` with the lease and the reason when its actor could not be started."""
+    """Runs Ray and its driver while they are needed.
+
+    `changed` is called when `node` or `cause` changes. `failed` is called with the lease and the reason when its actor
+    could not be started.
+    """
 
     def __init__(self, settings: WorkerSettings, files: Path, log_file: Path, gib: int) -> None:
         self._settings = settings
@@ -330,7 +333,7 @@ class DriverProcess:
             await _end(process)
 
     def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
-        """Take a message of the driver at `writer`."""
+        """Handle a message of the driver at `writer`."""
         match message:
             case Connected():
                 log.info("driver connected")

@@ -1,6 +1,6 @@
-"""Becomes Ray's own command line, with a life line: when standard input ends, so does Ray here.
+"""Launcher of Ray's command line that ends Ray when standard input ends.
 
-A parent that is killed closes the pipe whatever the system is; macOS has no other way to tell a child.
+The pipe closes on every system when the parent is killed. macOS has no other way to notify a child.
 """
 
 import os
@@ -9,7 +9,7 @@ import signal
 import threading
 
 PATIENCE = 5.0
-"""Seconds that Ray has to end its processes before its launcher leaves all the same."""
+"""Seconds that Ray has to end its processes before the launcher exits."""
 
 
 def _hold_on() -> None:
@@ -21,7 +21,7 @@ def _hold_on() -> None:
 
 
 def main() -> None:
-    """Run Ray with the words of our own command line."""
+    """Run Ray with the arguments of this command line."""
     threading.Thread(target=_hold_on, daemon=True).start()
     runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 

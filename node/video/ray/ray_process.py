@@ -20,20 +20,20 @@ from host.private_files import private_folder
 BACK_OFF = (1.0, 60.0)
 """First and longest wait before Ray is started again, in seconds."""
 HEALTHY = 120.0
-"""A run of so many seconds makes the next wait the first one again."""
+"""Seconds of a run after which the next wait is the first wait of `BACK_OFF`."""
 GRACE = 5.0
 STORE = 80_000_000
-"""Bytes of Ray's store of objects, in which we put nothing; it wants one."""
+"""Bytes of Ray's object store, which is required but stays empty."""
 MOST_SAID = 2**20
 STARTED = b"Ray runtime started"
 LAST_LINES = 3
 CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
-"""What an interpreter is told so that it becomes Ray with a life line."""
+"""Interpreter arguments that start Ray through `ray_child`."""
 QUIET = ("--disable-usage-stats", "--include-log-monitor=false", "--include-dashboard=false", "--no-monitor")
 HOST = "127.0.0.1"
 """The address of every socket of Ray: no other machine reaches it."""
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-"""What Ray's processes inherit."""
+"""Variables that Ray's processes inherit."""
 SLIM = {
     "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
     "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
@@ -41,17 +41,20 @@ SLIM = {
     "RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONUNBUFFERED": "1",
 }  # fmt: skip
-"""Settings of every process of Ray. Its actor ends a worker of ours: if Ray ended it first, its end would look like a
-crash. Without a "cluster" Ray takes loopback for the address of the machine, on Linux as on macOS."""
+"""Settings of every process of Ray.
+
+The actor ends its worker: if Ray ended the worker first, that end would look like a crash. Without a "cluster" Ray uses
+loopback as the address of the machine, on Linux as on macOS.
+"""
 
 
 def command(*words: str) -> list[str]:
-    """Give what is started, by Ray's own words for it."""
+    """Return the command line that starts Ray with these arguments."""
     return [sys.executable, *CHILD, *words, *QUIET]
 
 
 def numbered(numbers: Mapping[str, int]) -> list[str]:
-    """Give numbers as Ray's command line takes them."""
+    """Return numbers as options of Ray's command line."""
     return [f"--{name}={number}" for name, number in numbers.items()]
 
 
@@ -62,7 +65,7 @@ def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
 
 
 async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
-    """Start it, in a session of its own, with a life line. OSError when that is not possible."""
+    """Start Ray in its own session, with a pipe as stdin. Raises OSError when that is not possible."""
     return await asyncio.create_subprocess_exec(
         *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
         start_new_session=True, cwd=folder, env=variables,
@@ -70,7 +73,7 @@ async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path
 
 
 async def until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:
-    """Give what it says until it is up (STARTED is in it), has ended, or took too long."""
+    """Return the output of Ray until it is up (with STARTED in it), has ended, or exceeds the timeout."""
     said, out = bytearray(), _out(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
@@ -83,7 +86,7 @@ async def until_started(process: asyncio.subprocess.Process, seconds: float) -> 
 
 
 async def discard(process: asyncio.subprocess.Process) -> None:
-    """Read on, so that it never has to wait for us."""
+    """Read and discard the output, because a full pipe would block the process."""
     while await _out(process).read(4096):
         pass
 
@@ -94,14 +97,16 @@ def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
 
 
 def last_words(said: bytes) -> str:
-    """Give the end of what it said, for a person."""
+    """Return the last lines of the output, for a person."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     return " / ".join(lines[-LAST_LINES:])[:500] or "it said nothing"
 
 
 async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
-    """End the process that we started, and all that it left in its group; nobody else reads what it says by now. Where
-    its words had to wait, the loop would not hear of its end: they are read to the last."""
+    """End the process and the remaining processes of its group.
+
+    The output is read to its end, because the loop does not notice the end of a process with unread output.
+    """
     reading = asyncio.create_task(discard(process))
     if process.returncode is None:
         with suppress(ProcessLookupError):
@@ -114,8 +119,10 @@ async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -
 
 
 def short_folder(files: Path) -> Path:
-    """Give Ray's own folder below /tmp: the paths of its sockets must fit into 103 bytes. OSError where it is somebody
-    else's."""
+    """Return Ray's own folder below /tmp, because the paths of its sockets must fit into 103 bytes.
+
+    Raises OSError when the folder belongs to another user.
+    """
     name = f"mp-{os.getuid()}-{hashlib.sha256(str(files).encode()).hexdigest()[:8]}"
     folder = Path("/tmp" if sys.platform == "darwin" else tempfile.gettempdir()) / name  # noqa: S108  ours alone, below
     with suppress(FileExistsError):

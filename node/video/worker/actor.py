@@ -1,10 +1,10 @@
-"""The Ray actor of a video job: shows the lease, attends its worker, dies with it.
+"""Ray actor of a video job: attends the worker of one lease.
 
-It holds nothing: no object of Ray's, no state that anybody asks for. The broker creates it on the node whose agent has
-granted the lease; who wants to know how the job goes hears it from that agent, over the link.
+The actor holds no object of Ray's and no state for a client. The broker creates the actor on the node whose agent has
+granted the lease. The progress of the job is reported by that agent, over the link.
 
-It leaves as soon as the process has that started it: Ray takes seconds to notice, and the worker's memory would be lent
-for as long.
+The actor exits as soon as the process that started it has ended. Ray takes seconds to notice, and the worker's memory
+would stay leased for as long.
 """
 
 import os
@@ -16,14 +16,17 @@ import ray
 from node.video.worker.worker_parent import Attendant, Fenced
 
 LINGER = 15.0
-"""Seconds that it stays after its worker's end for whoever asks how that was. Who else would end it may be gone, and
-its share of the node would be taken for as long as Ray runs."""
+"""Seconds that the actor stays after its worker's end to answer `wait`.
+
+The process that would end the actor may be gone. Without this limit the actor would hold its resources for as long as
+Ray runs.
+"""
 LOOK = 0.1
-"""Seconds between two looks at our parent. No system tells a process of its parent's end in a way that all have."""
+"""Seconds between two checks of the parent process. No portable call notifies a process of its parent's end."""
 
 
 class Host:
-    """Attends the worker of one lease on a thread of its own, so that it answers and ends at any time."""
+    """Runs the attendant of one lease on a thread, and can therefore answer and end at any time."""
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
         self._attendant = Attendant(Path(folder), lease, generation)
@@ -43,11 +46,11 @@ class Host:
             os._exit(0)
 
     def begun(self) -> str:
-        """Answer, which says that the actor is up; give the Ray node that it is on."""
+        """Return the id of the actor's Ray node. An answer proves that the actor is up."""
         return ray.get_runtime_context().get_node_id()
 
     def wait(self) -> str:
-        """Wait for the worker's end; give how it came."""
+        """Wait for the worker's end and return its reason."""
         self._ended.wait()
         return self._why
 
@@ -57,7 +60,7 @@ class Host:
 
 
 def _leave_with(parent: int) -> None:
-    """Leave when our parent has left, in whatever way; our worker then loses its life line."""
+    """Exit when the parent process has ended. The worker then ends as well, because its stdin closes."""
     pause = threading.Event()
     while os.getppid() == parent:
         pause.wait(LOOK)

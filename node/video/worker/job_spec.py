@@ -1,7 +1,7 @@
-"""What a job asks of the worker: read from a lease's `spec`, checked before any memory is lent. Pure.
+"""Job of the worker: parsed from a lease's `spec` and checked before any memory is leased. Pure functions.
 
-The coordinator has checked the same against the pool's limits; a node trusts no peer with its disk and its hours. What
-is not asked is the package's own default.
+The coordinator has checked the same against the pool's limits. A node checks again, because it trusts no peer with its
+disk and its hours. Fields that are not set take the package's defaults.
 """
 
 from typing import Annotated, cast
@@ -19,7 +19,7 @@ Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
 class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A job. `timeout` and `stall` in seconds: None leaves them to the node's settings."""
+    """A video job."""
 
     prompt: Text
     width: Side
@@ -32,17 +32,19 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     guidance_2: Guidance | None = None
     seed: Annotated[int, Meta(ge=0, le=2**53)] = 0
     timeout: Seconds | None = None
+    """Seconds for the whole job; None takes the node's setting."""
     stall: Seconds | None = None
+    """Seconds without progress; None takes the node's setting."""
 
     def job(self, package: VideoPackage) -> dict[str, object]:
-        """Give what the worker reads, with the package's defaults for what is not asked."""
+        """Return the job as the worker's input, with the package's defaults for fields that are not set."""
         asked = cast("dict[str, object]", msgspec.to_builtins(self))
         known = {name: value for name, value in asked.items() if value is not None and name not in ("timeout", "stall")}
         return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
 
 
 def read_spec(raw: bytes) -> Spec | str:
-    """Read a job; a sentence about what is wrong with it otherwise."""
+    """Parse a job. Returns a sentence about the error when it is invalid."""
     try:
         spec = msgspec.json.decode(raw, type=Spec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

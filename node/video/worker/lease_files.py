@@ -1,14 +1,14 @@
-"""What the agent and the attendant of a worker tell each other: files in the lease's own folder, and two locks.
+"""Communication between the agent and the attendant of a worker: files in the lease's folder, and two locks.
 
-    lease.json      the agent: what is granted to whom, and the job. Without it nobody may begin
-    claim.json      the attendant, once and for ever: the worker that waits for its job
-    go              the agent: the worker is watched now, let it begin. Until then it takes no memory
-    events.jsonl    the attendant: what the worker says
-    guard           locked by the agent for as long as it watches over this lease
+    lease.json      written by the agent: the granted lease and its job. Without it no attendant may begin
+    claim.json      written once by the attendant: the worker that is ready for its job
+    go              written by the agent: the worker is watched now and may begin. Until then it takes no memory
+    events.jsonl    written by the attendant: events of the worker
+    guard           locked by the agent for as long as it watches this lease
     attended        locked by the attendant for as long as it lives
 
-A lock goes with the process that holds it, however that ends: so each side learns of the other's end from the kernel,
-needs no socket (whose path may be 103 bytes long on macOS), and writes nothing for a lease that is its own no more.
+The kernel releases a lock when its process ends, in every case. Each side therefore detects the end of its peer without
+a socket, whose path may be 103 bytes long on macOS. Neither side writes for a lease that it no longer holds.
 """
 
 import fcntl
@@ -24,32 +24,40 @@ GUARD, ATTENDED = "guard", "attended"
 OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 T = TypeVar("T", bound=Struct)
 LONGEST_LINE = 64 * 1024
-"""Bytes of one event; a longer line is no event."""
+"""Maximum bytes of one event. A longer line is discarded."""
 
 
 class Grant(Struct, frozen=True, kw_only=True):
-    """What an attendant is to start: the interpreter, its environment, and the line that the worker reads. `size` are
-    the lease's bytes."""
+    """A granted lease, as input of its attendant."""
 
     lease: str
     generation: int
     size: int
+    """Bytes of the lease."""
     python: str
+    """Interpreter that runs the worker."""
     environment: dict[str, str]
+    """Environment variables of the worker."""
     job: dict[str, object]
+    """Job that the worker reads as one line."""
 
 
 class Claim(Struct, frozen=True, kw_only=True):
-    """The worker that an attendant has started, with what tells it from a later process of the same number."""
+    """The worker that an attendant has started."""
 
     attendant: int
+    """Process id of the attendant."""
     worker: int
+    """Process id of the worker."""
     born: str
+    """Start time of the worker, which distinguishes it from a later process with the same id."""
 
 
 def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
-    """Lock a file of ours, and give the descriptor that holds the lock; None when somebody else does. With `wait` it
-    returns only once the lock is free."""
+    """Lock a file and return the descriptor that holds the lock; None when another process holds it.
+
+    With `wait` the call blocks until the lock is free.
+    """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
@@ -63,7 +71,7 @@ def lock(path: Path, *, wait: bool = False, shared: bool = False) -> int | None:
 
 
 def locked(path: Path) -> bool:
-    """Whether somebody holds the lock."""
+    """Return whether another process holds the lock."""
     descriptor = lock(path, shared=True)
     if descriptor is None:
         return True
@@ -72,7 +80,7 @@ def locked(path: Path) -> bool:
 
 
 def write_new(path: Path, content: bytes) -> None:
-    """Make a file of mode 0600 that nobody has made before; FileExistsError otherwise. It appears whole."""
+    """Create a file of mode 0600 atomically. Raises FileExistsError when it exists."""
     beside = path.with_name(f"{path.name}.{os.getpid()}")
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
     try:
@@ -84,12 +92,12 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def read_grant(folder: Path) -> Grant | None:
-    """Read what is granted; None when nothing is, or no longer."""
+    """Read the granted lease; None when there is none, or no longer."""
     return _read(folder / GRANT, Grant)
 
 
 def read_claim(folder: Path) -> Claim | None:
-    """Read who claims the lease; None when nobody does yet."""
+    """Read the claim of the lease; None when no attendant has claimed it."""
     return _read(folder / CLAIM, Claim)
 
 
@@ -101,7 +109,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
 
 
 class Tail:
-    """Reads a file that grows, line by line."""
+    """Reader of a growing file, line by line."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -109,7 +117,7 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """Give the whole lines that came since the last time; one that is too long is left out."""
+        """Return the complete lines since the last call, without lines over `LONGEST_LINE`."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)

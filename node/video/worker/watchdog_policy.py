@@ -1,17 +1,17 @@
-"""Watchdog of a video worker: decide whether the worker has to be ended, and why. Pure.
+"""Watchdog of a video worker: decide whether the worker has to be ended, and why. Pure functions.
 
-`node.video.lease_manager` asks it several times a second, because it holds the lease and outlives the actor.
+`node.video.lease_manager` calls it several times a second, because it holds the lease and outlives the actor.
 
     footprint of all of the worker's processes > lease      ended at once         memory_lease_exceeded
     the footprint cannot be read three times in a row       ended                 monitor_failed
-    the worker is gone, and has not said how it went        nothing to end        worker_crashed, worker_lost
+    the worker is gone, and has reported no result          nothing to end        worker_crashed, worker_lost
     no sign of progress for `stall` seconds                 ended                 worker_stalled
     not done `timeout` seconds after it was started         ended                 job_timeout
 
-A sign of progress is a new phase, a step or a transformer block that was computed, never the mere beat of a thread,
-which goes on while a GPU hangs. A step of a large picture takes twenty minutes; a block never takes five.
-The kernel is asked from outside: what the worker says of its own memory judges nobody. An overshoot between two looks
-is real (200 ms of allocating), which is why a prediction has a margin.
+A sign of progress is a new phase, a step or a computed transformer block. The beat of a thread is no sign, because it
+continues while a GPU hangs. A step of a large picture takes twenty minutes; a block never takes five. The footprint is
+read from the kernel; the worker's own memory numbers are ignored. An overshoot between two checks is real (200 ms of
+allocating), which is why a prediction has a margin.
 """
 
 from dataclasses import dataclass, replace
@@ -26,56 +26,67 @@ CRASHED = "worker_crashed"
 LOST = "worker_lost"
 NOT_STARTED = "start_failed"
 READINGS = 3
-"""Failed readings in a row after which nobody guards the memory any more."""
+"""Failed readings in a row after which the memory counts as unguarded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a worker may take: bytes, seconds without progress, seconds in all."""
+    """Bounds of a worker."""
 
     lease: int
+    """Maximum footprint in bytes."""
     stall: float
+    """Maximum seconds without progress."""
     timeout: float
+    """Maximum seconds in total."""
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One look. `footprint` in bytes (None: unreadable), `mark` is anything that changes with each sign of progress,
-    `alive`: some process of the worker lives; `attended`: so does who started it."""
+    """Observation of one check."""
 
     footprint: int | None
+    """Footprint in bytes; None when unreadable."""
     mark: object
+    """Any value that changes with each sign of progress."""
     alive: bool = True
+    """Whether a process of the worker is alive."""
     attended: bool = True
+    """Whether the worker's attendant is alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What is remembered: when the worker began and last got on, failed readings in a row, the highest footprint."""
+    """State of the watchdog between two checks."""
 
     began: float
+    """Start of the worker, in seconds of a monotonic clock."""
     moved: float
+    """Last sign of progress, in seconds of the same clock."""
     mark: object = None
     failed: int = 0
+    """Failed readings in a row."""
     peak: int = 0
+    """Highest footprint in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """End the worker, for this reason; `at_once`: without the time that it gets to leave by itself."""
+    """Decision to end the worker."""
 
     code: str
     message: str
     at_once: bool = False
+    """Whether the worker is killed without a grace period."""
 
 
 def begin(now: float) -> State:
-    """Watch a worker that is started now."""
+    """Return the initial state of a worker that starts now."""
     return State(now, now)
 
 
 def step(state: State, seen: Seen, bounds: Bounds, now: float) -> tuple[State, End | None]:
-    """Judge one look; `now` in seconds of a clock that never jumps."""
+    """Judge one observation. `now` is in seconds of a monotonic clock."""
     if seen.mark != state.mark:
         state = replace(state, mark=seen.mark, moved=now)
     if not seen.alive:
@@ -92,7 +103,7 @@ def _gone(seen: Seen) -> End:
 
 
 def _beyond(state: State, seen: Seen, bounds: Bounds, now: float) -> End | None:
-    """Name the bound that a living worker has broken."""
+    """Return the end for the bound that a living worker has exceeded, None when it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"it took {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
         return End(EXCEEDED, message, at_once=True)

@@ -1,18 +1,21 @@
-"""The video worker: makes one clip, and ends. Started as `ENVIRONMENT/bin/python -I worker.py`, alone in its group.
+"""Video worker: makes one clip, and exits. Started as `ENVIRONMENT/bin/python -I worker.py` in its own process
+group.
 
-It stands alone on purpose: it runs in an environment of its own, where nothing else of this project is installed.
+The file imports no other module of the project, because the worker's environment contains none.
 
-    stdin    one line, the job as JSON; then nothing, for ever. Its end means that nobody needs us: we leave at once,
-             so no orphan keeps the lease's memory
+    stdin    one line, the job as JSON; then no more data. At its end the worker exits at once, because its parent
+             has ended: no orphan keeps the lease's memory
     stdout   one JSON object a line: start, loading, loaded, progress, beat, done | failed. Libraries that print there
              print to stderr instead: the descriptor is duplicated before any of them is loaded
-    exit     0 done, 2 no job, 3 failed and said so, 4 nobody needs us
+    exit     0 done, 2 no job, 3 failed and reported, 4 parent ended
 
-The wired limit is set below the lease before any weight is read, the cache is small, and each of two experts leaves
-when its half of the steps is done: only one is in memory at a time. A counter of transformer blocks is the sign of
-life that a hanging GPU cannot give. Bounds that hold whatever the engine does are the watchdog's, outside.
+The wired limit is set below the lease before any weight is read, and the cache is small. Each of two experts is
+unloaded when its half of the steps is done: only one is in memory at a time. A counter of transformer blocks is the
+sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside, whatever the engine
+does.
 
-Engines differ in what they take: every call is filtered by the signature that it finds, so 0.18 and 0.38 both work.
+Versions of the engine differ in their parameters. Every call is filtered by the signature, hence 0.18 and 0.38 both
+work.
 """
 
 import errno
@@ -31,20 +34,21 @@ from typing import Any
 
 VERSION = 1
 WIRED_LEFT = 2 * 1024**3
-"""Bytes of the lease that may not be wired: Python, torch's text encoder, what the system holds for us."""
+"""Bytes of the lease that may not be wired: Python, torch's text encoder, and memory that the system holds for the
+worker."""
 CACHE = 10**9
-"""Bytes of free buffers that MLX may keep."""
+"""Maximum bytes of free buffers in MLX's cache."""
 BEAT = 1.0
 TRANSFORMER = (
     "in_channels", "out_channels", "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "patch_size",
     "text_dim", "freq_dim", "cross_attn_norm", "eps", "rope_max_seq_len",
 )  # fmt: skip
-"""What a transformer's config says of its shape."""
+"""Keys of a transformer's config that describe its shape."""
 EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
 class Line:
-    """The way out: one JSON object a line, from several threads."""
+    """Output of the worker: one JSON object a line, from several threads."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
@@ -59,7 +63,7 @@ class Line:
 
 
 class Pulse:
-    """Counts what was computed, and tells it once a second."""
+    """Counter of computed transformer blocks, reported once every `BEAT` seconds."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -67,7 +71,7 @@ class Pulse:
         self.peak: Callable[[], int] = lambda: 0
 
     def count(self, kind: Any) -> None:
-        """Count each call of this class from now on."""
+        """Count every later call of this class."""
         call: Callable[..., object] = kind.__call__
 
         def counted(this: object, *given: object, **named: object) -> object:
@@ -78,14 +82,14 @@ class Pulse:
         kind.__call__ = counted
 
     def run(self) -> None:
-        """Tell it for ever."""
+        """Report the count until the process ends."""
         pause = threading.Event()
         while not pause.wait(BEAT):
             self._line.say("beat", blocks=self.blocks, peak=self.peak())
 
 
 def private_descriptor() -> int:
-    """Keep the way out for ourselves, and give fd 1 to whoever prints."""
+    """Return a duplicate of stdout for events, and redirect fd 1 to stderr for libraries that print."""
     kept = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -93,7 +97,7 @@ def private_descriptor() -> int:
 
 
 def read_job() -> dict[str, Any] | None:
-    """Read the one line of stdin; None when it ends before it is whole."""
+    """Read the job from the one line of stdin; None when stdin ends before the line does."""
     data = b""
     while not data.endswith(b"\n"):
         piece = os.read(0, 65536)
@@ -104,21 +108,23 @@ def read_job() -> dict[str, Any] | None:
 
 
 def hold_on() -> None:
-    """Leave at once when stdin ends."""
+    """Exit at once when stdin ends."""
     while os.read(0, 4096):
         pass
     os._exit(EXIT_UNNEEDED)
 
 
 def fitting(call: Callable[..., Any], **named: object) -> Any:
-    """Call with those of these arguments that it takes."""
+    """Call a function with those of these arguments that its signature has."""
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
 
 
 def package_config(root: Path, config_class: Any) -> Any:
-    """Give the engine's config for a package: its catalogue's, with what the package's own configs say instead.
-    A quantized package has no configs of its components, a repository of somebody's else does."""
+    """Return the engine's config for a package: the catalogue's values, overridden by the package's own configs.
+
+    A quantized package has no configs of its components; a third-party repository does.
+    """
     index = json.loads((root / "model_index.json").read_text())
     two = bool((index.get("transformer_2") or [None])[0]) or (root / "transformer_2").is_dir()
     base = config_class.wan2_2_t2v_a14b() if two else config_class.wan2_2_ti2v_5b()
@@ -146,7 +152,10 @@ def _narrowed(known: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, An
 
 
 def bound(mx: Any, size: int, *, wire: bool = True) -> int:
-    """Keep MLX below the lease, before anything is loaded; return the wired limit, 0 where none is to be set."""
+    """Limit MLX's memory below the lease before any weight is loaded.
+
+    Returns the wired limit in bytes, 0 where none is set.
+    """
     mx.set_memory_limit(size)
     mx.set_cache_limit(min(CACHE, size // 8))
     if not wire:
@@ -163,7 +172,7 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
 
 
 def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
-    """Make the clip of a job, telling how it goes; give what was made."""
+    """Make the clip of a job and report its progress. Returns the facts of the clip."""
     mx: Any = importlib.import_module("mlx.core")
     wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
     line.say("start", pid=os.getpid(), wired=wired, isolated=sys.flags.isolated, names=sorted(os.environ),
@@ -199,7 +208,7 @@ def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
 
 
 def saved(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
-    """Write clip and thumbnail; give what was really made: the engine rounds sizes in silence."""
+    """Write clip and thumbnail. Returns the actual sizes, because the engine rounds sizes without an error."""
     out = Path(job["out"])
     part = out / "part.mp4"
     fitting(video.save, path=part, overwrite=True, validate_health=True)
@@ -210,7 +219,10 @@ def saved(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
 
 
 def look(clip: Path, thumbnail: Path) -> dict[str, Any]:
-    """Decode the clip as a player would: give its measures, keep its first picture. Black is the engine's own check."""
+    """Decode the clip as a player would, return its measures and save its first picture.
+
+    The engine itself checks for black pictures.
+    """
     av: Any = importlib.import_module("av")
     with av.open(str(clip)) as opened:
         stream = opened.streams.video[0]
@@ -225,7 +237,7 @@ def look(clip: Path, thumbnail: Path) -> dict[str, Any]:
 
 
 def code_of(error: BaseException, *, began: bool) -> str:
-    """Name a failure: what came out was no clip, the package is broken, or the engine failed."""
+    """Return the code of a failure: invalid output, full disk, failed generation, or a broken package."""
     if type(error).__name__ in ("VideoHealthError", "TensorHealthError"):
         return "output_invalid"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -234,7 +246,7 @@ def code_of(error: BaseException, *, began: bool) -> str:
 
 
 def main() -> int:
-    """Make one clip; give the exit code."""
+    """Make one clip and return the exit code."""
     line = Line(private_descriptor())
     try:
         job = read_job()

@@ -1,8 +1,7 @@
-"""Watches the worker of one granted lease, from the agent: claims, events, footprint, end.
+"""Monitor of the worker of one granted lease, run by the agent: claims, events, footprint, end.
 
-Everything is read from the lease's folder and from the kernel, several times a second;
-`node.video.worker.watchdog_policy` decides.
-A worker gets its job only once it is watched, so a lease that ends before that has cost no memory.
+All inputs come from the lease's folder and from the kernel, several times a second. `node.video.worker.watchdog_policy`
+decides. A worker gets its job only once it is watched. A lease that ends before that has cost no memory.
 """
 
 import asyncio
@@ -40,11 +39,11 @@ from node.video.worker.lease_files import (
 from node.video.worker.watchdog_policy import Bounds, End, Seen, State
 
 LOOK = 0.2
-"""Seconds from one look to the next."""
+"""Seconds between two checks."""
 LEAVE = 5.0
-"""Seconds that a worker has to be gone after its last word."""
+"""Seconds that a worker has to exit after its last event."""
 WORD = 1.0
-"""Seconds that who started a worker has, after its end, to say how it ended, or to be gone as well."""
+"""Seconds that an attendant has, after its worker's end, to report the end or to exit as well."""
 DEATH_LOOK = 0.02
 COMPLETED = "completed"
 PHASES = {
@@ -52,13 +51,13 @@ PHASES = {
     "generated": Phase.SAVING, "save": Phase.SAVING,
 }  # fmt: skip
 CODES = frozenset({"output_invalid", "generation_failed", "model_invalid", "disk_full"})
-"""What a worker may say of its own failure."""
+"""Failure codes that a worker may report."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")
-"""What a worker inherits; everything else it is told."""
+"""Variables that a worker inherits. Every other variable is set explicitly."""
 
 
 def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """Give the environment of a worker: what is named here and nothing else, its caches in its own scratch folder."""
+    """Return the environment of a worker: only the variables named here, with caches in its own scratch folder."""
     kept = {name: inherited[name] for name in KEPT if name in inherited}
     ours = {"HOME": str(scratch), "TMPDIR": str(scratch), "XDG_CACHE_HOME": str(scratch / "cache")}
     offline = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -67,7 +66,7 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 
 @dataclass(slots=True)
 class Job:
-    """How the job goes, by what the worker has said. `mark` changes with each sign of progress."""
+    """State of a job, by the worker's events. `mark` changes with each sign of progress."""
 
     phase: Phase = Phase.GRANTED
     step: int = 0
@@ -78,7 +77,7 @@ class Job:
     said_at: float = 0.0
 
     def hear(self, line: bytes, now: float) -> None:
-        """Take in one event; what makes no sense is not taken for progress."""
+        """Handle one event. An invalid event does not count as progress."""
         try:
             event = cast("object", msgspec.json.decode(line))
         except msgspec.DecodeError:
@@ -120,7 +119,7 @@ def _how(code: int) -> str:
 
 
 class Watch:
-    """One granted lease, from its folder to the death of its worker."""
+    """Watch of one granted lease, from its folder to the death of its worker."""
 
     def __init__(self, held: Held, folder: Path, bounds: Bounds, start_timeout: float, grace: float) -> None:
         self.held = held
@@ -138,7 +137,7 @@ class Watch:
         self._gone_at = 0.0
 
     def open(self, grant: Grant) -> None:
-        """Lay out the folder; from now on an attendant may begin. OSError when that is not possible."""
+        """Create the folder, after which an attendant may begin. Raises OSError when that is not possible."""
         shutil.rmtree(self.folder, ignore_errors=True)
         private_folder(self.folder)
         private_folder(self.folder / OUT)
@@ -148,16 +147,16 @@ class Watch:
 
     @property
     def peak(self) -> int:
-        """The highest footprint that was read."""
+        """Highest footprint in bytes."""
         return self.state.peak if self.state is not None else 0
 
     @property
     def seconds(self) -> float:
-        """For how long the worker has been here."""
+        """Seconds since the start of the worker."""
         return time.monotonic() - self.state.began if self.state is not None else 0.0
 
     def look(self) -> End | None:
-        """Look once; an end when there has to be one."""
+        """Check once. Returns an end when the worker must be ended or has ended."""
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)
@@ -179,12 +178,12 @@ class Watch:
 
     def _judge(self, worker: Worker, now: float) -> End | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
-        attended = locked(self.folder / ATTENDED)  # asked first: worker and attendant may both end, done, in between
+        attended = locked(self.folder / ATTENDED)  # read first: worker and attendant may both end, done, in between
         alive = living(worker)
         read = footprint_of(alive)
         self.footprint = read or 0
         if not alive or not attended:
-            for line in self._tail.lines():  # its last words may have come by now
+            for line in self._tail.lines():  # the last events may have arrived by now
                 self.job.hear(line, now)
         if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
             return self.job.end
@@ -197,14 +196,14 @@ class Watch:
         return end
 
     async def kill(self, end: End) -> None:
-        """End the worker's group, and return when no process of it lives."""
+        """End the worker's process group, and return when no process of it lives."""
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
             await kill(self.worker, 0.0 if end.at_once else self._grace)
 
     def close(self) -> None:
-        """Let go of the folder, and wipe all of it that nobody will ask for."""
+        """Release the lock of the folder and remove the scratch files."""
         if self._guard is not None:
             os.close(self._guard)
             self._guard = None
@@ -212,14 +211,14 @@ class Watch:
 
 
 def living(worker: Worker) -> tuple[int, ...]:
-    """List the processes of a worker's group that live; none when the number is a later process's by now."""
+    """Return the living processes of a worker's group; empty when the process id belongs to a later process."""
     if worker.born and (now := born(worker.pid)) and now != worker.born:
         return ()
     return members(worker.pid)
 
 
 async def kill(worker: Worker, grace: float) -> None:
-    """SIGTERM a worker's group, SIGKILL it after `grace` seconds, and return when none of it lives."""
+    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when no process of it lives."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while living(worker):
         if time.monotonic() >= deadline:

@@ -1,11 +1,11 @@
-"""Attends one worker: starts it for a lease, hands it its job once the agent watches, passes on what it says.
+"""Attendant of one worker: starts it for a lease, passes its job once the agent watches, and forwards its events.
 
-The worker lives in a group of processes of its own, with our pipe as its life line: it leaves when we do, however we
-end. And it ends at once when the agent does, for then nobody guards the memory. We hold nothing that anybody needs:
-who wants to know how the job goes reads what the agent says of it.
+The worker runs in its own process group, with the attendant's pipe as stdin. It exits when the attendant ends, for any
+reason. The attendant ends the worker at once when the agent ends, because no process guards the memory then. The
+attendant holds no state for a client: the agent reports the progress of the job.
 
-Run by the Ray actor (`node.video.worker.actor`), or alone:
-`python -m node.video.worker.worker_parent FOLDER LEASE GENERATION`.
+Run by the Ray actor (`node.video.worker.actor`), or directly: `python -m node.video.worker.worker_parent FOLDER LEASE
+GENERATION`.
 """
 
 import os
@@ -41,15 +41,15 @@ from node.video.worker.lease_files import (
 WORKER = Path(__file__).with_name("worker.py")
 LOOK = 0.05
 GO_SECONDS = 30.0
-"""Longest wait for the agent to say that it watches."""
+"""Timeout in seconds of the agent's `go` file."""
 
 
 class Fenced(Exception):
-    """The lease is not ours: it was never granted, has ended, or somebody else attends to it."""
+    """The lease was never granted, has ended, or has another attendant."""
 
 
 class Attendant:
-    """One worker's attendant. `run` returns its exit code; `stop` may be called from any thread."""
+    """Attendant of one worker. `run` returns the worker's exit code; `stop` may be called from any thread."""
 
     def __init__(self, folder: Path, lease: str, generation: int) -> None:
         self._folder = folder
@@ -60,7 +60,10 @@ class Attendant:
         self._lock: int | None = None
 
     def run(self) -> int:
-        """Attend from claim to end. Fenced when the lease is not ours, OSError when the worker cannot be started."""
+        """Attend the worker from claim to end.
+
+        Raises Fenced when the lease is not granted to this attendant, OSError when the worker cannot be started.
+        """
         grant = self._granted()
         self._lock = lock(self._folder / ATTENDED)
         if self._lock is None:
@@ -116,14 +119,14 @@ class Attendant:
             raise Fenced(f"{self._lease} was claimed before") from None
 
     def _until_unguarded(self) -> None:
-        """Wait for the end of the agent, or of its lease; nobody would guard the worker's memory then."""
+        """Wait for the end of the agent, or of its lease, then end the worker, because its memory is unguarded."""
         descriptor = lock(self._folder / GUARD, wait=True, shared=True)
         if descriptor is not None:
             os.close(descriptor)
         self.stop()
 
     def _may_go(self) -> bool:
-        """Wait until the agent watches the worker; say whether it does."""
+        """Wait until the agent watches the worker. Returns whether it does."""
         deadline = time.monotonic() + GO_SECONDS
         while not self._stopped.wait(LOOK) and time.monotonic() < deadline and (self._folder / GRANT).exists():
             if (self._folder / GO).exists():
@@ -132,7 +135,7 @@ class Attendant:
 
     def _hand_over(self, process: subprocess.Popen[bytes], grant: Grant) -> None:
         assert process.stdin is not None  # noqa: S101  it was asked for
-        with suppress(BrokenPipeError):  # it is gone already, which its end says
+        with suppress(BrokenPipeError):  # the worker has ended, which its exit event reports
             process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
             process.stdin.flush()
 
@@ -143,13 +146,14 @@ class Attendant:
             _copy(process.stdout, events)
 
     def _tell_end(self, code: int) -> None:
-        """Say how the worker ended, if it was not us who ended it."""
+        """Write an exit event, unless the attendant itself ended the worker."""
         if not self._stopped.is_set() and (self._folder / EVENTS).exists():
             with (self._folder / EVENTS).open("ab") as events:
                 events.write(msgspec.json.encode({"event": "exit", "code": code}) + b"\n")
 
     def _kill(self) -> None:
-        """End the worker's whole group. Its leader is ours and not waited for yet, so the number is still its own."""
+        """Kill the worker's process group. Its leader is our child and not yet waited for, hence the id is not
+        reused."""
         process = self._process
         if process is not None and process.returncode is None:
             with suppress(ProcessLookupError, PermissionError):
@@ -162,7 +166,7 @@ def _copy(source: IO[bytes], target: IO[bytes]) -> None:
 
 
 def main() -> int:
-    """Attend to the lease that the command line names; its end is ours."""
+    """Attend the lease that the command line names, and return the worker's exit code."""
     folder, lease, generation = sys.argv[1:]
     try:
         return Attendant(Path(folder), lease, int(generation)).run()
