@@ -27,10 +27,6 @@ from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
 
-LOOK_EVERY = 5.0
-"""Seconds between two checks of this machine's addresses."""
-GOODBYE_WITHIN = 3.0
-"""Timeout in seconds of the Bonjour goodbye at shutdown."""
 RESOLVE_WITHIN = 3000
 """Timeout in milliseconds of the resolution of one record."""
 SETTLE = 1.5

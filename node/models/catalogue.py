@@ -449,7 +449,7 @@ def _whole(value: object) -> int:
 
 def foresee(config: Config, float_size: int) -> Kv:
     """Predict the KV bytes of a row from the config alone. They are measured once the model is loaded
-    (`engine.cache.kv_of`).
+    (`node.engine.kv.kv_cache.kv_of`).
 
     Every layer counts with full keys and values unless the config names its kind. Their numbers have the size of the
     base type, independent of the quantization of the weights.

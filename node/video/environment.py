@@ -13,7 +13,7 @@ works.
 uv installs where it is available (`uv` on PATH, or as a module of this interpreter), pip otherwise. Both require every
 hash. `--wheelhouse FOLDER` takes all packages from that folder and uses no network.
 
-`cluster video install` runs this module as `python -m node.video.environment --state FOLDER`.
+`cluster video install` runs this module as `python -m node.video.environment --folder FOLDER`.
 """
 
 import argparse
