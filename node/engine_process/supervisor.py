@@ -126,7 +126,7 @@ class Patience:
     turn_factor: float = 5.0
     silence: float = 30.0
     leave: float = 6.0
-    """Time to release the memory and end: 1 s more than the engine allows itself (`node.engine.process.main.LEAVE_SECONDS`)."""
+    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.LEAVE_SECONDS`)."""
     over: float = 1.0
     """Each of the two waits over the cap, the call in flight included."""
     stopping: float = 15.0
