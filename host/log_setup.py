@@ -1,6 +1,6 @@
 """Log of a process: JSON lines in a rotating private file, and warnings on standard error.
 
-Events of this project and of libraries pass the same steps: repeated events are counted (`repeats`), secrets are hidden
+Events of this project and of libraries pass the same steps: repeats are counted (`log_dedup`), secrets are hidden
 (`redaction`), and the line is written. Exceptions are written without the values of variables.
 """
 

@@ -6,8 +6,8 @@ connection closes with its text as the reason.
 
 Frames above LONGEST_PLAIN are sent as `Fragment`s of at most PIECE bytes, and urgent frames can be sent between two
 fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long frame only
-if the frame fits within that limit together with the frames in progress (`stream.Outbox`). Fragments arrive in order,
-and therefore need no acknowledgement.
+if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments arrive in
+order, and therefore need no acknowledgement.
 """
 
 import struct

@@ -12,7 +12,7 @@ Rules
 - The end of a link never unloads a model.
 - Of two coordinators of the cluster, the one with the higher generation is valid. After the agent has seen a
   generation, it leaves every coordinator of a lower one.
-- While the owner has paused the Mac (`node.sharing`), every frame that begins work is refused.
+- While the owner has paused the Mac (`node.sharing.policy`), every frame that begins work is refused.
 - A renewed certificate opens a second link that replaces the first. The first is closed when its last request has
   ended.
 """

@@ -21,7 +21,7 @@ The balanced order compares in turn:
 1. Room for two such requests or more (full marks), else room for one.
 2. The shortest time.
 3. The fewest requests in flight relative to the decode speed.
-4. The largest share of the prompt in the prefix cache (`affinity`), which has already shortened the time.
+4. The largest share of the prompt in the prefix cache (`prefix_affinity`), which has already shortened the time.
 5. The larger share of headroom.
 6. Chance.
 

@@ -4,7 +4,7 @@ Theory. The next turn of a conversation begins with all of the last turn. The no
 it in its cache and answers sooner. A chain of hashes finds the part that a request shares with earlier requests. There
 is one hash for every beginning of its text that ends with a message, or with a block of BLOCK characters inside a long
 message. The deepest hash known for a node gives the share of the prompt that needs no prefill there. That only shortens
-the *time* expected there (`placement`): memory is counted as if nothing were cached. Where the queue of a warm node
+the *time* expected there (`place`): memory is counted as if nothing were cached. Where the queue of a warm node
 costs more than the cache saves, another node is sooner. A wrong estimate therefore costs time, never safety.
 
 Nodes reuse a prefix only for the key that sent it, and chains belong to a key as well (`cache_scope`). The prompts of

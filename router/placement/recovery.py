@@ -39,10 +39,10 @@ SHORT_OF_MEMORY = ("no_headroom", "memory_pressure")
 class Fall(Enum):
     """Cause for which a request left its node."""
 
-    FORWARD = "its engine crashed in the forward of it"
-    ENGINE = "its engine died beside it"
-    NODE = "its node went"
-    MEMORY = "its node had no room to go on with it"
+    FORWARD = "its engine crashed in its forward"
+    ENGINE = "its engine crashed in another call"
+    NODE = "its node was lost or is draining"
+    MEMORY = "its node had no memory left for it"
 
 
 _FALLS = {

@@ -1,6 +1,6 @@
 """Placement in a large cluster: rank all nodes with arrays, then apply the exact rule to the leader.
 
-Theory. `placement.place` examines every node at 5 us each: acceptable for a household, 5 ms for a thousand machines.
+Theory. `place.place` examines every node at 5 us each: acceptable for a household, 5 ms for a thousand machines.
 Here a table per model keeps the inputs of that rule as columns; a report or a reservation rewrites one row. A request
 ranks all rows at once, approximately: its need is a linear function of its length. The exact rule then examines the
 leader. A feasible leader is taken, and no request goes to a node that `place` would not allow. Otherwise the next
@@ -93,7 +93,7 @@ def rank_balanced(rows: Rows) -> Column:
 
 
 def rank_most_headroom(rows: Rows) -> Column:
-    """Rank like `placement.MostHeadroom`."""
+    """Rank like `place.MostHeadroom`."""
     return rows.noise - rows.room
 
 
@@ -188,7 +188,7 @@ class Columns:
         trials: Trials = FIRST,
         warm: Mapping[NodeId, float] = NOWHERE,
     ) -> Placement | NoPlacement:
-        """Pick a node like `placement.place`. The result holds only the examined candidates."""
+        """Pick a node like `place.place`. The result holds only the examined candidates."""
         ranks = RANKS.get(policy)
         if view is self._view and ranks is not None and request.choices == 1:
             self._settle()

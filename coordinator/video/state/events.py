@@ -128,7 +128,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Tell a node to release a lease, or that its end was received (`ACKNOWLEDGED`)."""
+    """Order a node to release a lease, or acknowledge its end (`ACKNOWLEDGED`)."""
 
     node: str
     lease: str

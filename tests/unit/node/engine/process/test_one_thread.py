@@ -118,7 +118,7 @@ class Io:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_in(self, frame: Frame) -> None:
-        """Do what `child.read_frames` does with a frame."""
+        """Do what `main.read_frames` does with a frame."""
         self.loop.busy(time.monotonic())
         work = self.engine.prepare(frame)
         if work is not None:
