@@ -11,9 +11,9 @@ A node refuses: the reservation is released and the node's headroom is corrected
 asked at once, at most four in a row, then the request is queued. A refusal is never a failure.
 
 A node is lost or an engine crashes: its requests resume elsewhere from the received token ids, by the rules of
-`router.placement.recovery`. The text that the client has received stays valid. A request without room waits in the queue
-before all new requests. It ends with the reason if the deadline passes. It ends at once where no other node has that
-model.
+`router.placement.recovery`. The text that the client has received stays valid. A request without room waits in the
+queue before all new requests. It ends with the reason if the deadline passes. It ends at once where no other node has
+that model.
 
 A node drains, or its silence lasts longer than a resume elsewhere would take. Its requests are migrated while the node
 is alive, if another node has room. The remaining requests continue on their node.
