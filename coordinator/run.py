@@ -216,11 +216,16 @@ def _registry(options: Options, home: Home, access: Access, superseded: _Superse
     def linked_from(node: NodeId) -> str:
         return registry.links.address(node)
 
-    cluster = Cluster(
-        name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from
-    )  # fmt: skip
-    registry = Registry(home.store, home.authority, Enrolment(cluster), name=name, version=home.version,
-                        epoch=home.epoch, fence=home.fence)  # fmt: skip
+    cluster = Cluster(name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from)
+    registry = Registry(
+        home.store,
+        home.authority,
+        Enrolment(cluster),
+        name=name,
+        version=home.version,
+        epoch=home.epoch,
+        fence=home.fence,
+    )
     registry.on_superseded = superseded
     enrolled.append(registry.enrolled)
     stack.callback(registry.close)
@@ -235,9 +240,13 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
         return number, number
 
     dispatcher = Dispatcher(
-        registry.links.send, options.settings.router, clock=time.monotonic, numbers=numbers,
-        quotas=Quotas(ring.limits, options.settings.router), scopes=open_scopes(options.settings.cache),
-    )  # fmt: skip
+        registry.links.send,
+        options.settings.router,
+        clock=time.monotonic,
+        numbers=numbers,
+        quotas=Quotas(ring.limits, options.settings.router),
+        scopes=open_scopes(options.settings.cache),
+    )
     dispatcher.on_trouble = _log_trouble
     return dispatcher
 
@@ -297,10 +306,13 @@ def _entrance(options: Options, state: Path, cluster_port: int, opened: socket.s
     tls = tls_of(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Entrance(
-        opened, tls, f"{scheme}://{reachable(host)}:{port}", f"{scheme}://{from_here(host)}:{port}",
+        opened,
+        tls,
+        f"{scheme}://{reachable(host)}:{port}",
+        f"{scheme}://{from_here(host)}:{port}",
         f"macpool://{reachable(options.cluster_listen[0])}:{cluster_port}",
         tls.ca_pem if isinstance(tls, Endpoint) else "",
-    )  # fmt: skip
+    )
 
 
 async def _serve_http(
@@ -309,18 +321,37 @@ async def _serve_http(
     """Create the routes and serve them."""
     settings, ring, tls = options.settings, access.ring, entrance.tls
     registry, dispatcher, conductor = pool.registry, pool.dispatcher, pool.conductor
-    facts = Facts(settings.cluster.name, home.version, home.epoch, entrance.base + "/v1", entrance.cluster_url,
-                  home.authority.cluster, time.monotonic(), entrance.ca_pem, options.origins)  # fmt: skip
-    metrics = Metrics(registry, dispatcher, ring, home.version,
-                      partial(lives_of, home.authority, tls, settings.http.certificate))  # fmt: skip
+    facts = Facts(
+        settings.cluster.name,
+        home.version,
+        home.epoch,
+        entrance.base + "/v1",
+        entrance.cluster_url,
+        home.authority.cluster,
+        time.monotonic(),
+        entrance.ca_pem,
+        options.origins,
+    )
+    metrics = Metrics(
+        registry, dispatcher, ring, home.version, partial(lives_of, home.authority, tls, settings.http.certificate)
+    )
     metrics.video = conductor.picture
     load = _load_history(registry, dispatcher, stack)
     seen = Seen(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
-    api = Api(registry, access.admin, access.approvals, ring, dispatcher, Loads(dispatcher, time.monotonic), conductor,
-              facts, openapi_paths(), Visitors(ring, access.pepper, time.time), seen)  # fmt: skip
-    videos = Videos(
-        conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(Private(api.app))
-    )  # fmt: skip
+    api = Api(
+        registry,
+        access.admin,
+        access.approvals,
+        ring,
+        dispatcher,
+        Loads(dispatcher, time.monotonic),
+        conductor,
+        facts,
+        openapi_paths(),
+        Visitors(ring, access.pepper, time.time),
+        seen,
+    )
+    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(Private(api.app)))
     app = Guard(
         FrontDoor(dispatcher, ring, settings.router, control=videos),
         settings.http.hosts,
@@ -444,8 +475,13 @@ async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) ->
 
 def _log_trouble(ticket: Ticket, code: str) -> None:
     """Log a broken request with the client's id and with the number used by node and engine."""
-    log.warning("request broken", request_id=ticket.job.request_id, request=ticket.request, node=ticket.node_name,
-                code=code[:40])  # fmt: skip
+    log.warning(
+        "request broken",
+        request_id=ticket.job.request_id,
+        request=ticket.request,
+        node=ticket.node_name,
+        code=code[:40],
+    )
 
 
 async def _count(admin: Admin, dispatcher: Dispatcher) -> None:

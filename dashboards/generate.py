@@ -8,8 +8,11 @@ from dashboards.panels import Board, write
 
 HERE = Path(__file__).parent
 BOARDS: dict[str, Board] = {
-    "pool.json": pool.BOARD, "requests.json": requests.BOARD, "memory.json": memory.BOARD, "video.json": video.BOARD,
-}  # fmt: skip
+    "pool.json": pool.BOARD,
+    "requests.json": requests.BOARD,
+    "memory.json": memory.BOARD,
+    "video.json": video.BOARD,
+}
 
 
 def main() -> int:

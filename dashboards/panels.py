@@ -44,11 +44,20 @@ _BEFORE = "max by (node, version) (macpool_node_info offset 10m)"
 ANNOTATIONS = (
     ("Lost Macs", "red", 'macpool_cluster_node_state{state="lost"} == 1', "{{node}} is lost"),
     ("Conditions", "orange", "macpool_condition_active == 1", "{{condition}}"),
-    ("Upgrades of Macs", "blue", f"max by (node, version) (macpool_node_info) and on (node) {_BEFORE} "
-     f"unless on (node, version) {_BEFORE}", "{{node}} runs {{version}}"),
-    ("Upgrades of the coordinator", "purple", "macpool_build_info and on (job) macpool_build_info offset 10m "
-     "unless on (version) macpool_build_info offset 10m", "the coordinator runs {{version}}"),
-)  # fmt: skip
+    (
+        "Upgrades of Macs",
+        "blue",
+        f"max by (node, version) (macpool_node_info) and on (node) {_BEFORE} unless on (node, version) {_BEFORE}",
+        "{{node}} runs {{version}}",
+    ),
+    (
+        "Upgrades of the coordinator",
+        "purple",
+        "macpool_build_info and on (job) macpool_build_info offset 10m "
+        "unless on (version) macpool_build_info offset 10m",
+        "the coordinator runs {{version}}",
+    ),
+)
 """What is marked in every panel over time: name, colour, PromQL of series that exist while it is so, and its text."""
 
 
@@ -144,11 +153,15 @@ def quantiles(
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
     return lines(
-        title, about, unit,
-        *((f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[{over}])))", f"p{q * 100:g}{named}")
-          for q in QUANTILES),
+        title,
+        about,
+        unit,
+        *(
+            (f"histogram_quantile({q}, sum by (le{also}) (rate({bucket}[{over}])))", f"p{q * 100:g}{named}")
+            for q in QUANTILES
+        ),
         width=width,
-    )  # fmt: skip
+    )
 
 
 def write(board: Board) -> str:
@@ -168,14 +181,25 @@ def write(board: Board) -> str:
     )
     for name, colour, query, text in ANNOTATIONS:
         made.annotation(
-            AnnotationQuery().name(name).datasource(SOURCE).enable(True).icon_color(colour).expr(query)
-            .title_format(text).step("60s")
-        )  # fmt: skip
+            AnnotationQuery()
+            .name(name)
+            .datasource(SOURCE)
+            .enable(True)
+            .icon_color(colour)
+            .expr(query)
+            .title_format(text)
+            .step("60s")
+        )
     for name, label, values in board.variables:
         made.with_variable(
-            QueryVariable(name).label(label).query(values).datasource(SOURCE).multi(True).include_all(True)
+            QueryVariable(name)
+            .label(label)
+            .query(values)
+            .datasource(SOURCE)
+            .multi(True)
+            .include_all(True)
             .refresh(dashboard.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        )  # fmt: skip
+        )
     number = 0
     for at, (title, panels) in enumerate(board.rows):
         row = Row(title).collapsed(at > 0)

@@ -23,9 +23,20 @@ from node.memory import darwin
 from wire.link import endpoint
 
 HEADERS = (
-    "stddef.h", "stdint.h", "errno.h", "libproc.h", "sys/proc.h", "sys/proc_info.h", "sys/resource.h", "sys/socket.h",
-    "sys/sysctl.h", "mach/mach.h", "dispatch/dispatch.h", "netinet/in.h", "netinet/tcp.h",
-)  # fmt: skip
+    "stddef.h",
+    "stdint.h",
+    "errno.h",
+    "libproc.h",
+    "sys/proc.h",
+    "sys/proc_info.h",
+    "sys/resource.h",
+    "sys/socket.h",
+    "sys/sysctl.h",
+    "mach/mach.h",
+    "dispatch/dispatch.h",
+    "netinet/in.h",
+    "netinet/tcp.h",
+)
 FRAMEWORK_HEADERS = ("stdint.h", "CoreFoundation/CoreFoundation.h", "IOKit/IOMessage.h", "IOKit/pwr_mgt/IOPMLib.h")
 UNDECLARED = frozenset({"proc_reset_footprint_interval"})
 """Calls that no public header declares; Apple publishes `libproc_internal.h` as source."""

@@ -56,8 +56,12 @@ def soft_end() -> Outcome:
     with contextlib.closing(ours), tempfile.TemporaryFile() as errors:
         child = subprocess.Popen(
             [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=errors, start_new_session=True, cwd=ROOT,
-        )  # fmt: skip
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stderr=errors,
+            start_new_session=True,
+            cwd=ROOT,
+        )
         theirs.close()
         try:
             ours.settimeout(SECONDS)
@@ -141,10 +145,18 @@ def main() -> None:
     seconds = time.monotonic() - begun
     memory = engine.report(time.monotonic()).memory
     right = sum(texts[number] == one["answer"] for number, one in enumerate(entries, 1))
-    print(json.dumps({
-        "right": right, "asked": len(entries), "tokens_per_second": tokens / seconds, "base": base,
-        "phys": memory.phys or 0, "active": memory.active,
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "right": right,
+                "asked": len(entries),
+                "tokens_per_second": tokens / seconds,
+                "base": base,
+                "phys": memory.phys or 0,
+                "active": memory.active,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -14,9 +14,7 @@ from node.memory.darwin import System
 from node.memory.sensor import machine, virtual_memory
 from wire.units import GIB, MIB, show_size
 
-ALLOCATE = (
-    "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
-)  # fmt: skip
+ALLOCATE = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
 """A child that writes 1 GiB of memory, says so, and holds it until its input ends."""
 ACTIVE_SHARE = 0.5
 METAL_APART = 0.03

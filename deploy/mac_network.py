@@ -49,8 +49,11 @@ def child_eof() -> Outcome:
     with contextlib.closing(ours):
         child = subprocess.Popen(
             [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
-            pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, start_new_session=True, cwd=ROOT,
-        )  # fmt: skip
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd=ROOT,
+        )
         theirs.close()
         try:
             ours.settimeout(LISTEN_SECONDS)

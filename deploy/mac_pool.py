@@ -33,9 +33,20 @@ def local_name() -> Outcome:
     """Open a coordinator to the LAN and fetch /livez under the NAME.local that it prints."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:
         command = [
-            *CLI, "up", "--state", folder, "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0",
-            "--no-local-node", "--set", "cluster.bonjour=false", "--set", "http.tls=off",
-        ]  # fmt: skip
+            *CLI,
+            "up",
+            "--state",
+            folder,
+            "--listen",
+            "0.0.0.0:0",
+            "--cluster-listen",
+            "127.0.0.1:0",
+            "--no-local-node",
+            "--set",
+            "cluster.bonjour=false",
+            "--set",
+            "http.tls=off",
+        ]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as child:
             try:
                 return _fetch(_printed(child))

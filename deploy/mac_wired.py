@@ -43,8 +43,10 @@ def both_ways() -> Outcome:
     says: list[str] = []
     for wire in ("off", "on"):
         told = _run(Path(model), wire)
-        says.append(f"{wire}: wired {show_size(int(told['wired']))}, {told['requests']} requests, {told['evictions']} "
-                    f"evictions, {told['speed']:.1f} tokens/s in {told['seconds']:.0f} s")  # fmt: skip
+        says.append(
+            f"{wire}: wired {show_size(int(told['wired']))}, {told['requests']} requests, {told['evictions']} "
+            f"evictions, {told['speed']:.1f} tokens/s in {told['seconds']:.0f} s"
+        )
     return judged(good=True, text="; ".join(says))
 
 
@@ -120,8 +122,13 @@ def churn(
             _write(progress, f"memory.wire = {wire}: {now - begun:.0f} s, {len(ended) - 1} requests, {tokens} tokens")
     _write(progress, f"memory.wire = {wire}: ended well after {seconds:.0f} s")
     report = engine.report(time.monotonic())
-    return {"wired": report.wired, "requests": len(ended) - 1, "seconds": seconds, "speed": tokens / seconds,
-            "evictions": report.cache.evictions}  # fmt: skip
+    return {
+        "wired": report.wired,
+        "requests": len(ended) - 1,
+        "seconds": seconds,
+        "speed": tokens / seconds,
+        "evictions": report.cache.evictions,
+    }
 
 
 def _write(progress: Path, line: str) -> None:

@@ -237,8 +237,12 @@ def runbook() -> str:
 
 def modules() -> str:
     """Return the page with the first line of each module, by folder."""
-    lines = ["# Modules", NOTICE, "", "The first line of each module, by folder. The rules between folders: "
-             "[architecture](architecture.md)."]  # fmt: skip
+    lines = [
+        "# Modules",
+        NOTICE,
+        "",
+        "The first line of each module, by folder. The rules between folders: [architecture](architecture.md).",
+    ]
     for package in ROOMS:
         for folder in sorted({file.parent for file in (HERE.parent / package).rglob("*.py")}):
             place = folder.relative_to(HERE.parent).as_posix()
@@ -263,14 +267,19 @@ def _first_line(file: Path) -> str:
 
 PAGES = {
     "../coordinator/ui/static/runbook.js": runbook,
-    "modules.md": modules, "settings.md": settings, "api.md": api, "cli.md": cli, "metrics.md": metrics,
-    "../deploy/prometheus/rules.yml": rules_file, "../deploy/prometheus/prometheus.yml": prometheus,
+    "modules.md": modules,
+    "settings.md": settings,
+    "api.md": api,
+    "cli.md": cli,
+    "metrics.md": metrics,
+    "../deploy/prometheus/rules.yml": rules_file,
+    "../deploy/prometheus/prometheus.yml": prometheus,
     "../deploy/launchd/coordinator/org.macpool.plist": partial(mac_service, "coordinator"),
     "../deploy/launchd/node/org.macpool.plist": partial(mac_service, "node"),
     "../deploy/launchd/org.macpool.wired-limit.plist": wired_limit,
     "../deploy/systemd/coordinator/macpool.service": partial(linux_service, "coordinator"),
     "../deploy/systemd/node/macpool.service": partial(linux_service, "node"),
-}  # fmt: skip
+}
 
 
 def main() -> int:

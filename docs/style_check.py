@@ -26,9 +26,14 @@ COUNTS = Path(__file__).with_name("style_counts.toml")
 PACKAGES = ("coordinator", "host", "node", "router", "wire")
 OTHERS = ("dashboards", "deploy", "docs", "tests")
 UNCHECKED = (
-    "docs/api.md", "docs/cli.md", "docs/metrics.md", "docs/modules.md", "docs/settings.md", "docs/style.md",
+    "docs/api.md",
+    "docs/cli.md",
+    "docs/metrics.md",
+    "docs/modules.md",
+    "docs/settings.md",
+    "docs/style.md",
     "coordinator/ui/static/vendor",
-)  # fmt: skip
+)
 """Files that are generated from checked ones, quote the words, or come from other projects."""
 MAX_WORDS = 25
 """Words of a sentence."""

@@ -40,9 +40,15 @@ class Announcement:
     """
 
     def __init__(
-        self, advert: Advert, name: str, identity: str, port: int, *,
-        interfaces: Sequence[str] | None = None, look_every: float = LOOK_EVERY,
-    ) -> None:  # fmt: skip
+        self,
+        advert: Advert,
+        name: str,
+        identity: str,
+        port: int,
+        *,
+        interfaces: Sequence[str] | None = None,
+        look_every: float = LOOK_EVERY,
+    ) -> None:
         self._advert = advert
         self._instance = instance_name(name, identity)
         self._port = port

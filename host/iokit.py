@@ -51,9 +51,13 @@ class PowerNotice:
             self._ended.wait(ANSWER_SECONDS)
 
     def _listen(
-        self, iokit: ctypes.CDLL, core: ctypes.CDLL, on_sleep: Callable[[Callable[[], None]], None],
-        on_wake: Callable[[], None], taken: list[bool],
-    ) -> None:  # fmt: skip
+        self,
+        iokit: ctypes.CDLL,
+        core: ctypes.CDLL,
+        on_sleep: Callable[[Callable[[], None]], None],
+        on_wake: Callable[[], None],
+        taken: list[bool],
+    ) -> None:
         port, notifier, root = c_void_p(), c_uint32(), c_uint32()
 
         def heard(_: int | None, __: int, message: int, argument: int | None) -> None:

@@ -112,8 +112,12 @@ class _Rotating(logging.handlers.RotatingFileHandler):
         return line
 
     def _open(self) -> Any:
-        return os.fdopen(os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600), "a",
-                         encoding="utf-8", errors="backslashreplace")  # fmt: skip
+        return os.fdopen(
+            os.open(self.baseFilename, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600),
+            "a",
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
 
 
 class _Unrepeated(logging.Filter):
@@ -170,9 +174,13 @@ def _formatter(renderer: structlog.typing.Processor, tap: Tap | None) -> structl
     return structlog.stdlib.ProcessorFormatter(
         foreign_pre_chain=_shared(),
         processors=[
-            structlog.stdlib.ProcessorFormatter.remove_processors_meta, *_HIDING, tapped, renderer, _hide_line,
+            structlog.stdlib.ProcessorFormatter.remove_processors_meta,
+            *_HIDING,
+            tapped,
+            renderer,
+            _hide_line,
         ],
-    )  # fmt: skip
+    )
 
 
 def _exceptions(_: Any, __: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:

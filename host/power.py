@@ -66,8 +66,15 @@ def idle_in(listing: str) -> float | None:
 
 def _ask(command: tuple[str, ...]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS,
-                              stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TOOL_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

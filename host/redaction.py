@@ -15,10 +15,31 @@ from types import TracebackType
 from typing import Any, cast
 
 HIDDEN = "[hidden]"
-NAMES = frozenset({
-    "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set_cookie", "password", "pepper",
-    "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools", "body",
-})  # fmt: skip
+NAMES = frozenset(
+    {
+        "authorization",
+        "api_key",
+        "apikey",
+        "key",
+        "secret",
+        "token_text",
+        "cookie",
+        "set_cookie",
+        "password",
+        "pepper",
+        "prompt",
+        "prompts",
+        "messages",
+        "content",
+        "input",
+        "text",
+        "texts",
+        "ids",
+        "image_url",
+        "tools",
+        "body",
+    }
+)
 """Names of fields whose values are always hidden."""
 PRIVATE = frozenset({"door", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""

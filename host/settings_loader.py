@@ -133,8 +133,9 @@ class Fault:
     """Description of the setting."""
 
 
-def faults(kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
-           ) -> list[Fault]:  # fmt: skip
+def faults(
+    kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
+) -> list[Fault]:
     """Return all invalid settings of a layer, each checked separately.
 
     `rule` raises SettingsError for rules that types cannot express. Unlike `resolve`, this does not stop at the first.

@@ -46,9 +46,12 @@ class Awake:
             return
         try:
             self._child = subprocess.Popen(
-                [*self._command, str(os.getpid())], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+                [*self._command, str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         except OSError as error:
             log.warning("cannot stay awake", error=error.strerror)
             self._command = ()

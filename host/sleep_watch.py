@@ -76,9 +76,14 @@ class SleepWatch:
     """Detector of sleep and wake-up; calls its functions on the running loop."""
 
     def __init__(
-        self, on_sleep: Callable[[Said], None], on_wake: Callable[[float], None], *,
-        on_look: Callable[[], None] = lambda: None, notice: Notice | None = None, clocks: Clocks | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        on_sleep: Callable[[Said], None],
+        on_wake: Callable[[float], None],
+        *,
+        on_look: Callable[[], None] = lambda: None,
+        notice: Notice | None = None,
+        clocks: Clocks | None = None,
+    ) -> None:
         self._on_sleep = on_sleep
         self._on_wake = on_wake
         self._on_look = on_look

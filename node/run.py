@@ -166,9 +166,13 @@ async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], t
         raise Failure(6, str(error)) from None
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
-        settings, on_frame=agent.from_engine, on_change=agent.changed, log_file=state / "logs" / "engine.log",
-        scratch=state / "node" / "scratch", wired=limiter.wired,
-    )  # fmt: skip
+        settings,
+        on_frame=agent.from_engine,
+        on_change=agent.changed,
+        log_file=state / "logs" / "engine.log",
+        scratch=state / "node" / "scratch",
+        wired=limiter.wired,
+    )
     poll = Poll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     studio = Studio(settings, state, limiter, poll, supervisor)
@@ -181,9 +185,15 @@ async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], t
 
 
 async def _serve(
-    options: argparse.Namespace, agent: Agent, supervisor: Supervisor, poll: Poll, studio: Studio, sharer: Sharer,
-    *, anew: bool,
-) -> int | None:  # fmt: skip
+    options: argparse.Namespace,
+    agent: Agent,
+    supervisor: Supervisor,
+    poll: Poll,
+    studio: Studio,
+    sharer: Sharer,
+    *,
+    anew: bool,
+) -> int | None:
     loop, stop = asyncio.get_running_loop(), asyncio.Event()
     reason = "leave" if options.leave else "stopping"
 
@@ -279,9 +289,13 @@ class Announce:
         identity = self._identity
         if self._output == "json":
             line = {
-                "schema": 1, "ready": True, "node": identity.node, "name": identity.name,
-                "cluster": identity.cluster, "cluster_url": f"macpool://{address}",
-            }  # fmt: skip
+                "schema": 1,
+                "ready": True,
+                "node": identity.node,
+                "name": identity.name,
+                "cluster": identity.cluster,
+                "cluster_url": f"macpool://{address}",
+            }
             print(json.dumps(line), flush=True)
         else:
             print(f"{identity.name} is in the pool of {address}; Ctrl-C stops it", flush=True)

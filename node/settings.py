@@ -30,95 +30,210 @@ MOST_BYTES: Final = 2**60
 class MemorySettings(Section, frozen=True):
     """How much of this machine the engine may use."""
 
-    cap: Annotated[Size, Meta(description=(
-        'Most bytes that the engine may reach: "auto" (RAM minus the reserve of memory.tier, never above the Metal '
-        'limit), a size as "96GiB", or a share of the RAM as "70%".'))] = AUTO  # fmt: skip
-    margin: Annotated[Size, Meta(description=(
-        'Room kept free for spikes that no reading sees: "auto" (11.2 % of the cap, 512 MiB to 12 GiB) or a size, '
-        "taken as it is. 0 is possible and warned about for as long as it lasts."))] = AUTO  # fmt: skip
-    guard: Annotated[str, Meta(description=(
-        '"on", or "off": no request is ever refused for memory. A lasting warning; the machine may then panic.'
-        ))] = "on"  # fmt: skip
-    canary: Annotated[Size, Meta(description=(
-        'Random bytes that the MLX engine holds as its last reserve and gives up before anything else: "auto" (1 % of '
-        'the cap, 256 MiB at most), a size, or "off".'))] = AUTO  # fmt: skip
-    tier: Annotated[str, Meta(description=(
-        "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a machine "
-        "with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every explicit cap."
-        ))] = "balanced"  # fmt: skip
-    wire: Annotated[str, Meta(description=(
-        'macOS: what the engine keeps wired, so that it is never paged out: "auto" (the weights of the loaded models '
-        'where they are 32 GiB or more, and more than 75 % of the Metal limit), "on" (all weights), or "off" (nothing, '
-        "and the video worker neither; for a Mac that had a kernel panic of the GPU's memory)."
-        ))] = AUTO  # fmt: skip
-    above_metal: Annotated[bool, Meta(description=(
-        "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or panics, "
-        "where the limit is crossed."))] = False  # fmt: skip
+    cap: Annotated[
+        Size,
+        Meta(
+            description=(
+                'Most bytes that the engine may reach: "auto" (RAM minus the reserve of memory.tier, never above the '
+                'Metal limit), a size as "96GiB", or a share of the RAM as "70%".'
+            )
+        ),
+    ] = AUTO
+    margin: Annotated[
+        Size,
+        Meta(
+            description=(
+                'Room kept free for spikes that no reading sees: "auto" (11.2 % of the cap, 512 MiB to 12 GiB) or a '
+                "size, taken as it is. 0 is possible and warned about for as long as it lasts."
+            )
+        ),
+    ] = AUTO
+    guard: Annotated[
+        str,
+        Meta(
+            description=(
+                '"on", or "off": no request is ever refused for memory. A lasting warning; the machine may then panic.'
+            )
+        ),
+    ] = "on"
+    canary: Annotated[
+        Size,
+        Meta(
+            description=(
+                'Random bytes that the MLX engine holds as its last reserve and gives up before anything else: "auto" '
+                '(1 % of the cap, 256 MiB at most), a size, or "off".'
+            )
+        ),
+    ] = AUTO
+    tier: Annotated[
+        str,
+        Meta(
+            description=(
+                "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a "
+                "machine with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every "
+                "explicit cap."
+            )
+        ),
+    ] = "balanced"
+    wire: Annotated[
+        str,
+        Meta(
+            description=(
+                'macOS: what the engine keeps wired, so that it is never paged out: "auto" (the weights of the loaded '
+                'models where they are 32 GiB or more, and more than 75 % of the Metal limit), "on" (all weights), or '
+                '"off" (nothing, and the video worker neither; for a Mac that had a kernel panic of the GPU\'s '
+                "memory)."
+            )
+        ),
+    ] = AUTO
+    above_metal: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or "
+                "panics, where the limit is crossed."
+            )
+        ),
+    ] = False
 
 
 class ScriptedSettings(Section, frozen=True):
     """The scripted engine: real frames and real admission over a pretended model, for tests and benchmarks."""
 
     model: Annotated[str, Meta(description="Name of the model that it serves.")] = "scripted-1"
-    identity: Annotated[str, Meta(description=(
-        "Fingerprint of its model, so that two nodes can hold different models of one name; empty: made of the name."
-        ))] = ""  # fmt: skip
+    identity: Annotated[
+        str,
+        Meta(
+            description=(
+                "Fingerprint of its model, so that two nodes can hold different models of one name; empty: made of the "
+                "name."
+            )
+        ),
+    ] = ""
     step_ms: Annotated[float, Meta(ge=0, le=60_000, description="Milliseconds from one decode step to the next.")] = 20
     batch: Annotated[int, Meta(ge=1, le=4096, description="Most rows that decode at once; more wait.")] = 64
-    tokens: Annotated[int, Meta(ge=1, le=10**6, description=(
-        "Tokens that an answer has when the request sets no max_tokens."))] = 16  # fmt: skip
-    text: Annotated[str, Meta(description=(
-        '"words" (fixed words by position), "echo" (the last user message once), or "clock" (each token is the '
-        "monotonic time in ns and a space)."))] = "words"  # fmt: skip
+    tokens: Annotated[
+        int, Meta(ge=1, le=10**6, description=("Tokens that an answer has when the request sets no max_tokens."))
+    ] = 16
+    text: Annotated[
+        str,
+        Meta(
+            description=(
+                '"words" (fixed words by position), "echo" (the last user message once), or "clock" (each token is the '
+                "monotonic time in ns and a space)."
+            )
+        ),
+    ] = "words"
     memory: Annotated[Size, Meta(description="Pretended RAM of the machine.")] = "128GiB"
-    metal: Annotated[Size, Meta(description=(
-        "Metal limit that its pretended device reports; 0: it reports none, and the agent keeps to its guess for the "
-        "RAM."))] = 0  # fmt: skip
+    metal: Annotated[
+        Size,
+        Meta(
+            description=(
+                "Metal limit that its pretended device reports; 0: it reports none, and the agent keeps to its guess "
+                "for the RAM."
+            )
+        ),
+    ] = 0
     weights: Annotated[Size, Meta(description="Pretended bytes of the model's weights.")] = "4GiB"
     kv_per_token: Annotated[int, Meta(ge=0, le=2**26, description="Pretended bytes of KV that one token takes.")] = (
         131072
     )
     context: Annotated[int, Meta(ge=1, le=2**24, description="Most tokens of prompt and answer together.")] = 32768
     tools: Annotated[bool, Meta(description="Whether its model may be offered tools; it calls none.")] = False
-    refuse: Annotated[str, Meta(description=(
-        'Requests that the gate refuses as if there were no room: "" none, "*" every one, or those whose messages '
-        "contain this word."))] = ""  # fmt: skip
-    crash: Annotated[str, Meta(description=(
-        'A request whose messages contain this word ends the engine process by a signal at its first decode step; "" '
-        "none."))] = ""  # fmt: skip
-    readings: Annotated[str, Meta(description=(
-        "JSON file with what the pretended machine reads, in bytes: `reclaimable` (what its system can free) and "
-        '`wired`; null: cannot be read. It is read at each look; "" none.'))] = ""  # fmt: skip
+    refuse: Annotated[
+        str,
+        Meta(
+            description=(
+                'Requests that the gate refuses as if there were no room: "" none, "*" every one, or those whose '
+                "messages contain this word."
+            )
+        ),
+    ] = ""
+    crash: Annotated[
+        str,
+        Meta(
+            description=(
+                "A request whose messages contain this word ends the engine process by a signal at its first decode "
+                'step; "" none.'
+            )
+        ),
+    ] = ""
+    readings: Annotated[
+        str,
+        Meta(
+            description=(
+                "JSON file with what the pretended machine reads, in bytes: `reclaimable` (what its system can free) "
+                'and `wired`; null: cannot be read. It is read at each look; "" none.'
+            )
+        ),
+    ] = ""
 
 
 class MlxSettings(Section, frozen=True):
     """The engine that runs models with MLX."""
 
-    batch: Annotated[int, Meta(ge=1, le=256, description=(
-        "Most rows that decode at once; more wait. `n` of a request may not exceed it."))] = 32  # fmt: skip
-    chunk: Annotated[int, Meta(ge=32, le=8192, description=(
-        "Most prompt tokens of one forward. While others decode, chunks are shorter: by time."))] = 2048  # fmt: skip
-    chunk_floor: Annotated[int, Meta(ge=4, le=8192, description=(
-        "Prompt tokens of the smallest forward that a prompt is cut into for want of memory; a request is admitted "
-        "where a forward of this size fits at the end of its prompt."))] = 256  # fmt: skip
-    context: Annotated[int, Meta(ge=0, le=2**24, description=(
-        "Most tokens of prompt and answer together; 0: what the model takes."
-        ))] = 0  # fmt: skip
-    max_tokens: Annotated[int, Meta(ge=1, le=2**20, description=(
-        "Most tokens of an answer whose request sets no max_tokens; the context limits it too."))] = 4096  # fmt: skip
-    prefix_cache: Annotated[Size, Meta(description=(
-        'Most bytes of ended chats that are kept for their next turn: "auto" (15 % of the cap without the weights), a '
-        'size as "2GiB", or "off". They are given up before anything is refused for memory.'))] = AUTO  # fmt: skip
-    blas: Annotated[str, Meta(description=(
-        'Linux only: "auto" preloads OpenBLAS where it is installed (the bundled one is 26 times slower), "bundled" '
-        "does not."))] = "auto"  # fmt: skip
+    batch: Annotated[
+        int,
+        Meta(
+            ge=1, le=256, description=("Most rows that decode at once; more wait. `n` of a request may not exceed it.")
+        ),
+    ] = 32
+    chunk: Annotated[
+        int,
+        Meta(
+            ge=32,
+            le=8192,
+            description=("Most prompt tokens of one forward. While others decode, chunks are shorter: by time."),
+        ),
+    ] = 2048
+    chunk_floor: Annotated[
+        int,
+        Meta(
+            ge=4,
+            le=8192,
+            description=(
+                "Prompt tokens of the smallest forward that a prompt is cut into for want of memory; a request is "
+                "admitted where a forward of this size fits at the end of its prompt."
+            ),
+        ),
+    ] = 256
+    context: Annotated[
+        int, Meta(ge=0, le=2**24, description=("Most tokens of prompt and answer together; 0: what the model takes."))
+    ] = 0
+    max_tokens: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=2**20,
+            description=("Most tokens of an answer whose request sets no max_tokens; the context limits it too."),
+        ),
+    ] = 4096
+    prefix_cache: Annotated[
+        Size,
+        Meta(
+            description=(
+                'Most bytes of ended chats that are kept for their next turn: "auto" (15 % of the cap without the '
+                'weights), a size as "2GiB", or "off". They are given up before anything is refused for memory.'
+            )
+        ),
+    ] = AUTO
+    blas: Annotated[
+        str,
+        Meta(
+            description=(
+                'Linux only: "auto" preloads OpenBLAS where it is installed (the bundled one is 26 times slower), '
+                '"bundled" does not.'
+            )
+        ),
+    ] = "auto"
 
 
 class EngineSettings(Section, frozen=True):
     """Which engine generates, and each kind's own settings."""
 
-    kind: Annotated[str, Meta(description=(
-        'The kind of engine: "mlx" (real models), or "scripted" (a pretended one, for tests).'))] = "mlx"  # fmt: skip
+    kind: Annotated[
+        str, Meta(description=('The kind of engine: "mlx" (real models), or "scripted" (a pretended one, for tests).'))
+    ] = "mlx"
     mlx: MlxSettings = MlxSettings()
     scripted: ScriptedSettings = ScriptedSettings()
 
@@ -126,83 +241,215 @@ class EngineSettings(Section, frozen=True):
 class ModelSettings(Section, frozen=True):
     """Which models the MLX engine may serve. A list is written as ["a", "b"] in the file, as a,b elsewhere."""
 
-    folders: Annotated[tuple[str, ...], Meta(description=(
-        "Folders to look for models in, three levels deep; `--models DIR` adds to them."))] = ()  # fmt: skip
+    folders: Annotated[
+        tuple[str, ...],
+        Meta(description=("Folders to look for models in, three levels deep; `--models DIR` adds to them.")),
+    ] = ()
     hub: Annotated[bool, Meta(description="Serve what is in the local Hugging Face cache, too.")] = True
-    profile: Annotated[str, Meta(description=(
-        '"auto": measure a model when it is loaded for the first time on this machine, 10 s at most, and keep what was '
-        'measured; "off": start from what its config says.'))] = "auto"  # fmt: skip
-    trial: Annotated[bool, Meta(description=(
-        "Try the chat template and the tokenizer of each model once in a process of its own, with limits of time and "
-        "memory, before the engine uses them: about 4 s at the first request for a model."))] = True  # fmt: skip
-    preload: Annotated[tuple[str, ...], Meta(description=(
-        "Names of models to load at start, in this order, and never to unload for another."))] = ()  # fmt: skip
-    idle_unload: Annotated[float, Meta(ge=0, le=2**31, description=(
-        "Seconds without a request after which a model is unloaded, unless it is preloaded; 0: never. The next request "
-        "loads it again."))] = 0.0  # fmt: skip
+    profile: Annotated[
+        str,
+        Meta(
+            description=(
+                '"auto": measure a model when it is loaded for the first time on this machine, 10 s at most, and keep '
+                'what was measured; "off": start from what its config says.'
+            )
+        ),
+    ] = "auto"
+    trial: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Try the chat template and the tokenizer of each model once in a process of its own, with limits of "
+                "time and memory, before the engine uses them: about 4 s at the first request for a model."
+            )
+        ),
+    ] = True
+    preload: Annotated[
+        tuple[str, ...],
+        Meta(description=("Names of models to load at start, in this order, and never to unload for another.")),
+    ] = ()
+    idle_unload: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=2**31,
+            description=(
+                "Seconds without a request after which a model is unloaded, unless it is preloaded; 0: never. The next "
+                "request loads it again."
+            ),
+        ),
+    ] = 0.0
 
 
 class WorkerSettings(Section, frozen=True):
     """Video on this node: memory is lent to a worker, one job at a time. The pool's side of it is `video`."""
 
-    enabled: Annotated[bool, Meta(description=(
-        "Offer video where its environment is installed (`cluster video install`) and a video package is here; without "
-        "them nothing is started."))] = True  # fmt: skip
-    environments: Annotated[str, Meta(description=(
-        "Folder in which `cluster video install` keeps the worker's environment; empty: STATE/node/video/environments."
-        ))] = ""  # fmt: skip
-    job_timeout: Annotated[float, Meta(ge=1, le=10**6, description=(
-        "Seconds after which a worker is ended that is not done, unless its job says otherwise."
-        ))] = 7200.0  # fmt: skip
-    stall_timeout: Annotated[float, Meta(ge=1, le=10**6, description=(
-        "Seconds without a step, a phase or a transformer block after which a worker is ended."))] = 300.0  # fmt: skip
-    start_timeout: Annotated[float, Meta(ge=1, le=10**4, description=(
-        "Seconds that a granted lease waits for its worker before it is given back."))] = 90.0  # fmt: skip
-    grace: Annotated[float, Meta(ge=0, le=60, description=(
-        "Seconds that a worker has to leave after SIGTERM before SIGKILL; none where it has broken its lease."
-        ))] = 1.0  # fmt: skip
-    ray_ports: Annotated[int, Meta(ge=1024, le=65400, description=(
-        "First of the 60 loopback ports that this node's Ray uses while it may make videos."))] = 6480  # fmt: skip
-    ray_folder: Annotated[str, Meta(description=(
-        "Folder for Ray's sockets and logs; its path must be short (macOS takes 103 bytes of a socket's). Empty: one "
-        "of this node's own below /tmp."))] = ""  # fmt: skip
+    enabled: Annotated[
+        bool,
+        Meta(
+            description=(
+                "Offer video where its environment is installed (`cluster video install`) and a video package is here; "
+                "without them nothing is started."
+            )
+        ),
+    ] = True
+    environments: Annotated[
+        str,
+        Meta(
+            description=(
+                "Folder in which `cluster video install` keeps the worker's environment; empty: "
+                "STATE/node/video/environments."
+            )
+        ),
+    ] = ""
+    job_timeout: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=10**6,
+            description=("Seconds after which a worker is ended that is not done, unless its job says otherwise."),
+        ),
+    ] = 7200.0
+    stall_timeout: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=10**6,
+            description=("Seconds without a step, a phase or a transformer block after which a worker is ended."),
+        ),
+    ] = 300.0
+    start_timeout: Annotated[
+        float,
+        Meta(
+            ge=1, le=10**4, description=("Seconds that a granted lease waits for its worker before it is given back.")
+        ),
+    ] = 90.0
+    grace: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=60,
+            description=(
+                "Seconds that a worker has to leave after SIGTERM before SIGKILL; none where it has broken its lease."
+            ),
+        ),
+    ] = 1.0
+    ray_ports: Annotated[
+        int,
+        Meta(
+            ge=1024,
+            le=65400,
+            description=("First of the 60 loopback ports that this node's Ray uses while it may make videos."),
+        ),
+    ] = 6480
+    ray_folder: Annotated[
+        str,
+        Meta(
+            description=(
+                "Folder for Ray's sockets and logs; its path must be short (macOS takes 103 bytes of a socket's). "
+                "Empty: one of this node's own below /tmp."
+            )
+        ),
+    ] = ""
 
 
 class AgentSettings(Section, frozen=True):
     """The node itself."""
 
     name: Annotated[str, Meta(description="Friendly name of this node; empty: its host name.")] = ""
-    report_busy: Annotated[float, Meta(ge=0.05, le=5, description=(
-        "Seconds from one report to the next while the engine is busy."))] = 0.5  # fmt: skip
-    report_idle: Annotated[float, Meta(ge=0.05, le=5, description=(
-        "Seconds from one report to the next while it is idle. The coordinator suspects a node after 3 s of silence."
-        ))] = 1.0  # fmt: skip
-    stay_awake: Annotated[str, Meta(description=(
-        'macOS: when this Mac may not fall asleep by itself: "busy" (while it works, and a minute longer), "always", '
-        'or "never". Lid and menu put it to sleep in any case.'))] = "busy"  # fmt: skip
-    machine: Annotated[str, Meta(description=(
-        "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: the "
-        "machine's."))] = ""  # fmt: skip
-    share: Annotated[str, Meta(description=(
-        'When this Mac takes work: "always", "plugged-in" (while it draws from the mains), "idle" (once nobody has '
-        'touched it for node.share_idle), or "hours" (those of node.share_hours). Else it takes nothing new and gives '
-        "its memory back. `cluster pause` goes before it."))] = "always"  # fmt: skip
-    share_hours: Annotated[str, Meta(description=(
-        'Hours of node.share = "hours" by this Mac\'s clock: "22:00-07:00", several with commas between.'
-        ))] = ""  # fmt: skip
-    share_idle: Annotated[float, Meta(ge=1, le=86400, description=(
-        'Seconds without a touch of keyboard, mouse or screen after which node.share = "idle" takes work.'
-        ))] = 600.0  # fmt: skip
-    share_battery: Annotated[int, Meta(ge=0, le=100, description=(
-        "Least charge in percent at which this Mac takes work while it is not plugged in, whatever else node.share "
-        "says; below it, work comes back 5 % higher or on mains. 0: the battery does not matter. A machine without a "
-        "battery is plugged in."))] = 0  # fmt: skip
-    share_grace: Annotated[float, Meta(ge=0, le=86400, description=(
-        "Seconds that requests which nobody else has room for may go on here after this Mac stopped sharing."
-        ))] = 30.0  # fmt: skip
-    share_video_grace: Annotated[float, Meta(ge=0, le=86400, description=(
-        "Seconds that a video may go on here after this Mac stopped sharing; then its job ends as "
-        "video.on_node_loss says."))] = 300.0  # fmt: skip
+    report_busy: Annotated[
+        float, Meta(ge=0.05, le=5, description=("Seconds from one report to the next while the engine is busy."))
+    ] = 0.5
+    report_idle: Annotated[
+        float,
+        Meta(
+            ge=0.05,
+            le=5,
+            description=(
+                "Seconds from one report to the next while it is idle. The coordinator suspects a node after 3 s of "
+                "silence."
+            ),
+        ),
+    ] = 1.0
+    stay_awake: Annotated[
+        str,
+        Meta(
+            description=(
+                'macOS: when this Mac may not fall asleep by itself: "busy" (while it works, and a minute longer), '
+                '"always", or "never". Lid and menu put it to sleep in any case.'
+            )
+        ),
+    ] = "busy"
+    machine: Annotated[
+        str,
+        Meta(
+            description=(
+                "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: "
+                "the machine's."
+            )
+        ),
+    ] = ""
+    share: Annotated[
+        str,
+        Meta(
+            description=(
+                'When this Mac takes work: "always", "plugged-in" (while it draws from the mains), "idle" (once nobody '
+                'has touched it for node.share_idle), or "hours" (those of node.share_hours). Else it takes nothing '
+                "new and gives its memory back. `cluster pause` goes before it."
+            )
+        ),
+    ] = "always"
+    share_hours: Annotated[
+        str,
+        Meta(
+            description=(
+                'Hours of node.share = "hours" by this Mac\'s clock: "22:00-07:00", several with commas between.'
+            )
+        ),
+    ] = ""
+    share_idle: Annotated[
+        float,
+        Meta(
+            ge=1,
+            le=86400,
+            description=(
+                'Seconds without a touch of keyboard, mouse or screen after which node.share = "idle" takes work.'
+            ),
+        ),
+    ] = 600.0
+    share_battery: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=100,
+            description=(
+                "Least charge in percent at which this Mac takes work while it is not plugged in, whatever else "
+                "node.share says; below it, work comes back 5 % higher or on mains. 0: the battery does not matter. A "
+                "machine without a battery is plugged in."
+            ),
+        ),
+    ] = 0
+    share_grace: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description=(
+                "Seconds that requests which nobody else has room for may go on here after this Mac stopped sharing."
+            ),
+        ),
+    ] = 30.0
+    share_video_grace: Annotated[
+        float,
+        Meta(
+            ge=0,
+            le=86400,
+            description=(
+                "Seconds that a video may go on here after this Mac stopped sharing; then its job ends as "
+                "video.on_node_loss says."
+            ),
+        ),
+    ] = 300.0
     log_level: Annotated[str, Meta(description="Least level that is logged: debug, info, warning or error.")] = "info"
 
 

@@ -138,15 +138,21 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_request
     return Problem(400, code, message, param)
 
 
-NO_KEY = Problem(401, "invalid_api_key", "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; "
-                 "`cluster key create NAME` makes one")  # fmt: skip
+NO_KEY = Problem(
+    401,
+    "invalid_api_key",
+    "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; `cluster key create NAME` makes one",
+)
 WRONG_KEY = Problem(401, "invalid_api_key", "this API key is not known here, or it has expired or been revoked")
 
 
 def missing_scope(scope: str) -> Problem:
     """Build the 403 of a key without the scope."""
-    return Problem(403, "insufficient_scope", f"this API key has no scope {scope!r}: make one with "
-                   f"`cluster key create NAME --scope {scope}`")  # fmt: skip
+    return Problem(
+        403,
+        "insufficient_scope",
+        f"this API key has no scope {scope!r}: make one with `cluster key create NAME --scope {scope}`",
+    )
 
 
 def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:

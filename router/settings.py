@@ -23,24 +23,32 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = 30.0
     swap_seconds: Annotated[
         float,
-        Meta(gt=0, description=(
-            "Longest wait for a model that fits only after other models are unloaded; `queue_seconds` stands still "
-            "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one wait."
-        )),
-    ] = 300.0  # fmt: skip
+        Meta(
+            gt=0,
+            description=(
+                "Longest wait for a model that fits only after other models are unloaded; `queue_seconds` stands still "
+                "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one "
+                "wait."
+            ),
+        ),
+    ] = 300.0
     key_requests: Annotated[
         int,
-        Meta(ge=1, description=(
-            "Requests that one API key may have under way, those in the queue included; one more is refused with 429. "
-            "A key's own limit on requests at once takes precedence."
-        )),
-    ] = 2048  # fmt: skip
+        Meta(
+            ge=1,
+            description=(
+                "Requests that one API key may have under way, those in the queue included; one more is refused with "
+                "429. A key's own limit on requests at once takes precedence."
+            ),
+        ),
+    ] = 2048
     key_tokens: Annotated[
         int,
-        Meta(ge=1, description=(
-            "Prompt tokens, by estimate, that one API key may have under way with more than one request."
-        )),
-    ] = 16_000_000  # fmt: skip
+        Meta(
+            ge=1,
+            description=("Prompt tokens, by estimate, that one API key may have under way with more than one request."),
+        ),
+    ] = 16_000_000
     key_bytes: Annotated[
         int,
         Meta(
@@ -53,21 +61,27 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = 32 * MIB
     unknown_fields: Annotated[
         Literal["ignore", "refuse"],
-        Meta(description=(
-            "Fields of a request that are not known here, and tools that would have to run here: ignore (the answer "
-            "names them in x-macpool-ignored), or refuse (400)."
-        )),
-    ] = "ignore"  # fmt: skip
+        Meta(
+            description=(
+                "Fields of a request that are not known here, and tools that would have to run here: ignore (the "
+                "answer names them in x-macpool-ignored), or refuse (400)."
+            )
+        ),
+    ] = "ignore"
     keepalive_seconds: Annotated[
         float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
     ] = 10.0
     body_bytes: Annotated[
         int,
-        Meta(gt=0, le=8 * MIB, description=(
-            "Longest request body, at most 8 MiB, which is what a link to a node carries; a longer one is refused "
-            "with 413."
-        )),
-    ] = 8 * MIB  # fmt: skip
+        Meta(
+            gt=0,
+            le=8 * MIB,
+            description=(
+                "Longest request body, at most 8 MiB, which is what a link to a node carries; a longer one is refused "
+                "with 413."
+            ),
+        ),
+    ] = 8 * MIB
     body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
     slow_client_bytes: Annotated[
         int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")

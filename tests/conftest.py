@@ -36,9 +36,13 @@ JUNK = {
 os.environ.update(JUNK)
 # How long an example takes is no property of the code: the machine may be busy. pytest's own limit ends what hangs.
 settings.register_profile(
-    "macpool", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=False, print_blob=True,
+    "macpool",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=False,
+    print_blob=True,
     database=DirectoryBasedExampleDatabase(Path(__file__).parents[1] / ".hypothesis" / "examples"),
-)  # fmt: skip
+)
 settings.load_profile("macpool")
 SEED = int(os.environ.get("HYPOTHESIS_SEED") or f"{date.today():%Y%m%d}")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children inherit it

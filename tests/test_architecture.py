@@ -44,8 +44,13 @@ ALLOWED = {
     ): "it only fetches a public certificate, which its fingerprint or a person then proves",
 }
 """Exceptions: file and the words found, with the reason."""
-BROUGHT = {"starlette": "fastapi", "pydantic_core": "pydantic", "transformers": "mlx-lm", "tokenizers": "mlx-lm",
-           "jinja2": "mlx-lm"}  # fmt: skip
+BROUGHT = {
+    "starlette": "fastapi",
+    "pydantic_core": "pydantic",
+    "transformers": "mlx-lm",
+    "tokenizers": "mlx-lm",
+    "jinja2": "mlx-lm",
+}
 """What we import and do not name, because what we name cannot be without it: package and who brings it."""
 PERIODIC_SLEEPS = {
     "coordinator/alerts/evaluator.py": "the next look at what needs a person",
@@ -274,9 +279,10 @@ def test_what_we_depend_on_is_locked():
 
 def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
     kinds = {
-        kind for kind in vars(frames).values()
+        kind
+        for kind in vars(frames).values()
         if isinstance(kind, type) and issubclass(kind, Frame) and kind is not Frame
-    }  # fmt: skip
+    }
     assert set(TAGS.values()) == kinds
     assert len(TAGS) == len(kinds)
     source = re.search(r"^TAGS.*?^}", (ROOT / "wire" / "frames.py").read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -70,8 +70,17 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     page = (HERE / "memory.md").read_text()
     error = json.loads(re.sub(r"…", "", page.split("```json\n")[1].split("```")[0]))["error"]
     numbers = Numbers(**error["memory"])
-    memory = Memory(numbers.cap, numbers.ceiling, default_margin(numbers.cap), numbers.current, 0, 0, numbers.current,
-                    numbers.reserved, bound_by=numbers.bound_by)  # fmt: skip
+    memory = Memory(
+        numbers.cap,
+        numbers.ceiling,
+        default_margin(numbers.cap),
+        numbers.current,
+        0,
+        0,
+        numbers.current,
+        numbers.reserved,
+        bound_by=numbers.bound_by,
+    )
     refused = judge(memory, numbers.estimate)
     assert isinstance(refused, Refused)
     assert (refused.code, refused.numbers) == (error["code"], numbers)

@@ -30,9 +30,10 @@ def names_of(file: str) -> frozenset[str]:
     if not path.is_file():
         return frozenset()
     return frozenset(
-        node.name for node in ast.walk(ast.parse(path.read_text()))
+        node.name
+        for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("area", AREAS, ids=lambda area: area.stem)

@@ -39,9 +39,15 @@ def test_findings_name_the_rule_that_a_sentence_breaks(prose: str, rule: str):
 
 @pytest.mark.parametrize(
     "prose",
-    ["What is a node?", "Too many requests.", "It is sent so that the node answers.", "The person who owns the Mac.",
-     "`what waits` is a name.", "The error says what to do."],
-)  # fmt: skip
+    [
+        "What is a node?",
+        "Too many requests.",
+        "It is sent so that the node answers.",
+        "The person who owns the Mac.",
+        "`what waits` is a name.",
+        "The error says what to do.",
+    ],
+)
 def test_findings_leave_out_questions_names_and_common_phrases(prose: str):
     assert rules(prose) == []
 
@@ -54,16 +60,23 @@ def test_findings_look_at_the_first_word_of_docstrings_alone():
 def test_of_python_yields_docstrings_comments_and_texts_for_people():
     found = list(findings("a.py", of_python(SOURCE, strings=True)))
     assert [(one.line, one.rule) for one in found] == [
-        (2, "clause"), (6, "verb"), (9, "subject"), (9, "dialect"), (7, "subject")
-    ]  # fmt: skip
+        (2, "clause"),
+        (6, "verb"),
+        (9, "subject"),
+        (9, "dialect"),
+        (7, "subject"),
+    ]
     assert len(list(findings("a.py", of_python(SOURCE, strings=False)))) == 3
 
 
 def test_of_markdown_leaves_code_out_and_counts_each_item():
     text = "# What is here\n\n```\nwhat waits\n```\n- a row, so long\n- a\n  request, too\n\n| of what waits | b |\n"
     assert [(one.line, one.rule) for one in findings("a.md", of_markdown(text))] == [
-        (1, "clause"), (6, "filler"), (7, "filler"), (10, "clause")
-    ]  # fmt: skip
+        (1, "clause"),
+        (6, "filler"),
+        (7, "filler"),
+        (10, "clause"),
+    ]
 
 
 def test_reads_as_prose_leaves_out_names_and_patterns():

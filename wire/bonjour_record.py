@@ -60,9 +60,13 @@ def instance_name(name: str, identity: str) -> str:
 def to_txt(advert: Advert) -> dict[str, str]:
     """Return the fields of the TXT record: below 400 bytes, without values that change with load."""
     return {
-        "txtvers": "1", "role": advert.role, "cid": advert.cluster, "pv": str(advert.protocol), "v": advert.version,
+        "txtvers": "1",
+        "role": advert.role,
+        "cid": advert.cluster,
+        "pv": str(advert.protocol),
+        "v": advert.version,
         "fp": advert.fingerprint,
-    }  # fmt: skip
+    }
 
 
 def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:

@@ -36,12 +36,24 @@ class Code(StrEnum):
 
 
 STATUS: dict[Code, int] = {
-    Code.TOO_LARGE: 400, Code.CONTEXT: 400, Code.UNSUPPORTED: 400, Code.INVALID: 400, Code.TEMPLATE: 400,
-    Code.NO_MODEL: 404, Code.IN_USE: 409, Code.LOAD_FAILED: 500,
-    Code.NO_ROOM: 503, Code.UNREADABLE: 503, Code.NOT_READY: 503, Code.DRAINING: 503, Code.QUEUE_FULL: 503,
+    Code.TOO_LARGE: 400,
+    Code.CONTEXT: 400,
+    Code.UNSUPPORTED: 400,
+    Code.INVALID: 400,
+    Code.TEMPLATE: 400,
+    Code.NO_MODEL: 404,
+    Code.IN_USE: 409,
+    Code.LOAD_FAILED: 500,
+    Code.NO_ROOM: 503,
+    Code.UNREADABLE: 503,
+    Code.NOT_READY: 503,
+    Code.DRAINING: 503,
+    Code.QUEUE_FULL: 503,
     Code.DEADLINE: 503,
-    Code.OVER_SHARE: 429, Code.RATE_LIMITED: 429, Code.NOT_ALLOWED: 403,
-}  # fmt: skip
+    Code.OVER_SHARE: 429,
+    Code.RATE_LIMITED: 429,
+    Code.NOT_ALLOWED: 403,
+}
 
 FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
 """Codes for which a retry has the same result: the request or the files of the model must change."""

@@ -8,10 +8,17 @@ GIB = 1024 * MIB
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*|%)\s*$", re.IGNORECASE)
 _FACTOR = {
-    "": 1, "b": 1,
-    "kib": KIB, "mib": MIB, "gib": GIB, "tib": 1024 * GIB,
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-}  # fmt: skip
+    "": 1,
+    "b": 1,
+    "kib": KIB,
+    "mib": MIB,
+    "gib": GIB,
+    "tib": 1024 * GIB,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
 
 
 def parse_size(text: str | int, *, whole: int | None = None) -> int:

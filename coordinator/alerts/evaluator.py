@@ -46,10 +46,14 @@ class Condition:
     def row(self) -> dict[str, object]:
         """Return the condition as a row of the API."""
         return {
-            "name": self.rule.name, "severity": self.rule.severity.value, "node": self.node or None,
-            "since": round(self.since, 3), "summary": self.summary, "remedy": self.rule.remedy,
+            "name": self.rule.name,
+            "severity": self.rule.severity.value,
+            "node": self.node or None,
+            "since": round(self.since, 3),
+            "summary": self.summary,
+            "remedy": self.rule.remedy,
             "runbook": self.rule.runbook,
-        }  # fmt: skip
+        }
 
 
 Listener = Callable[[Condition, bool], None]
@@ -99,8 +103,13 @@ class Conditions:
 def log_conditions(condition: Condition, began: bool) -> None:
     """Log the begin or end of a condition, which `cluster events` shows."""
     tell = log.warning if began else log.info
-    tell("condition began" if began else "condition ended", condition=condition.rule.name,
-         severity=condition.rule.severity.value, node=condition.node, summary=condition.summary)  # fmt: skip
+    tell(
+        "condition began" if began else "condition ended",
+        condition=condition.rule.name,
+        severity=condition.rule.severity.value,
+        node=condition.node,
+        summary=condition.summary,
+    )
 
 
 def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
@@ -115,9 +124,10 @@ def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
 
 
 def _add(
-    sample: dict[str, dict[Labels, float]], collected: "Collected[PoolPicture] | Collected[NodePicture]",
+    sample: dict[str, dict[Labels, float]],
+    collected: "Collected[PoolPicture] | Collected[NodePicture]",
     more: tuple[tuple[str, str], ...],
-) -> None:  # fmt: skip
+) -> None:
     family: Family[PoolPicture] | Family[NodePicture] = collected.family
     series = sample.setdefault(family.full_name, {})
     for values, value in collected.rows:

@@ -99,8 +99,9 @@ class Metric(Expression):
 
     def promql(self) -> str:
         """Render as PromQL."""
-        return self.name + ("{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only
-                            else "")  # fmt: skip
+        return self.name + (
+            "{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only else ""
+        )
 
     def value(self, history: History) -> Value:
         """Evaluate on the newest sample."""

@@ -35,10 +35,20 @@ WAITING = 64
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """Allowed characters of a URL: printable ASCII without space and backslash."""
 
-METADATA = tuple(map(ipaddress.ip_network, (
-    "169.254.0.0/16", "100.100.100.200/32", "168.63.129.16/32", "192.0.0.0/24", "fd00:ec2::/32", "fd20:ce::/32",
-    "fe80::/10",
-)))  # fmt: skip
+METADATA = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "169.254.0.0/16",
+            "100.100.100.200/32",
+            "168.63.129.16/32",
+            "192.0.0.0/24",
+            "fd00:ec2::/32",
+            "fd20:ce::/32",
+            "fe80::/10",
+        ),
+    )
+)
 """Networks where clouds serve a machine's secrets: AWS, Azure, Google and more, Alibaba, Azure's host, Oracle, and AWS
 and Google over IPv6."""
 TRANSLATED = tuple(map(ipaddress.ip_network, ("64:ff9b::/96", "64:ff9b:1::/48")))

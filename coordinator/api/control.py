@@ -92,14 +92,17 @@ class Api:
         }
         sections = Sections(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
         subjects: tuple[Subject, ...] = (
-            pool, nodes, models, joins,
+            pool,
+            nodes,
+            models,
+            joins,
             VideoRoutes(registry, conductor, ring),
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
             JournalRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),
-        )  # fmt: skip
+        )
         routes = [route for subject in subjects for route in subject.routes()]
         self.app = _application(facts.version)
         for route in routes:

@@ -66,5 +66,9 @@ async def _on_http(request: Request, error: Exception) -> Response:
 def _methods(request: Request) -> list[str]:
     """Return the methods of all routes at a path. The framework returns those of the first route only."""
     routes = [route for route in request.app.routes if isinstance(route, Route)]
-    return sorted(method for route in routes if route.matches(request.scope)[0] is not Match.NONE
-                  for method in route.methods or ())  # fmt: skip
+    return sorted(
+        method
+        for route in routes
+        if route.matches(request.scope)[0] is not Match.NONE
+        for method in route.methods or ()
+    )

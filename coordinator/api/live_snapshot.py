@@ -73,8 +73,15 @@ def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str
 def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
-        "id": ticket.job.request_id, "key": names.get(ticket.job.key, ticket.job.key), "model": ticket.job.demand.model,
-        "node": ticket.node_name, "phase": phase_of(ticket), "prompt_tokens": ticket.read[0],
-        "cached_tokens": ticket.read[1], "completion_tokens": ticket.wrote, "attempts": ticket.attempts,
-        "stream": ticket.job.stream, "at": clock.unix(ticket.arrived),
-    }  # fmt: skip
+        "id": ticket.job.request_id,
+        "key": names.get(ticket.job.key, ticket.job.key),
+        "model": ticket.job.demand.model,
+        "node": ticket.node_name,
+        "phase": phase_of(ticket),
+        "prompt_tokens": ticket.read[0],
+        "cached_tokens": ticket.read[1],
+        "completion_tokens": ticket.wrote,
+        "attempts": ticket.attempts,
+        "stream": ticket.job.stream,
+        "at": clock.unix(ticket.arrived),
+    }

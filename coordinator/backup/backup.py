@@ -103,10 +103,18 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
     if Authority(state / "authority", time.time).cluster != cluster:
         raise BackupError(f"{state / 'authority'} belongs to another cluster than {DATABASE}: restore a backup")
     manifest = Manifest(
-        format=FORMAT, macpool=installed("macpool"), made=time.time(), cluster=cluster, name=name, epoch=epoch,
-        generation=generation, schemas=schemas, members=tuple(members), artifacts=artifacts,
+        format=FORMAT,
+        macpool=installed("macpool"),
+        made=time.time(),
+        cluster=cluster,
+        name=name,
+        epoch=epoch,
+        generation=generation,
+        schemas=schemas,
+        members=tuple(members),
+        artifacts=artifacts,
         outside=_outside(state / "config.toml"),
-    )  # fmt: skip
+    )
     return [path for _, path in named], manifest
 
 

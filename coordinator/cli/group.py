@@ -8,13 +8,25 @@ from collections.abc import Sequence
 import click
 
 SYNONYMS = {
-    "ls": "list", "get": "show", "inspect": "show", "describe": "show", "info": "show", "add": "create",
-    "new": "create", "rm": "remove", "delete": "remove", "del": "remove", "stop": "cancel", "download": "get",
-}  # fmt: skip
+    "ls": "list",
+    "get": "show",
+    "inspect": "show",
+    "describe": "show",
+    "info": "show",
+    "add": "create",
+    "new": "create",
+    "rm": "remove",
+    "delete": "remove",
+    "del": "remove",
+    "stop": "cancel",
+    "download": "get",
+}
 """Verbs of other programs → verbs of this one. `remove` means `revoke` in a group that has it."""
 MOVED: dict[tuple[str, ...], tuple[str, str]] = {
-    **{("nodes", verb): ("node", verb) for verb in (
-        "allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "uncordon")},
+    **{
+        ("nodes", verb): ("node", verb)
+        for verb in ("allow-video", "cordon", "deny-video", "drain", "label", "logs", "remove", "uncordon")
+    },
     ("nodes", "inspect"): ("node", "show"),
     ("load",): ("model", "load"),
     ("unload",): ("model", "unload"),
@@ -23,7 +35,7 @@ MOVED: dict[tuple[str, ...], tuple[str, str]] = {
     ("videos",): ("video", "list"),
     ("lease", "list"): ("video", "leases"),
     ("lease",): ("video", "leases"),
-}  # fmt: skip
+}
 """Old spelling → new. An old spelling is refused with the complete new command: an alias would stay as long as scripts
 use it."""
 
@@ -63,8 +75,9 @@ def _refuse_moved(ctx: click.Context, args: list[str]) -> None:
         if new is not None:
             old, rest = " ".join(args[:length]), args[length:]
             line = shlex.join([ctx.command_path, *new, *rest])
-            raise click.UsageError(f"`{ctx.command_path} {old}` is `{ctx.command_path} {' '.join(new)}` now; type:\n"
-                                   f"  {line}")  # fmt: skip
+            raise click.UsageError(
+                f"`{ctx.command_path} {old}` is `{ctx.command_path} {' '.join(new)}` now; type:\n  {line}"
+            )
 
 
 def print_error(error: click.ClickException) -> None:

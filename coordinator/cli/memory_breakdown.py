@@ -46,10 +46,25 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
 def arithmetic(node: dict[str, Any]) -> list[str]:
     """Return the lines: limits of cap and ceiling, terms of headroom, readings, counts."""
     counts, held, system = node["engine"]["counts"], node["enforcement"], node["system_memory"]
-    size = {name: show_size(node[name]) for name in (
-        "cap", "ceiling", "leases", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "base",
-        "cache", "peak", "canary",
-    )}  # fmt: skip
+    size = {
+        name: show_size(node[name])
+        for name in (
+            "cap",
+            "ceiling",
+            "leases",
+            "margin",
+            "phys",
+            "active",
+            "recent",
+            "current",
+            "reserved",
+            "headroom",
+            "base",
+            "cache",
+            "peak",
+            "canary",
+        )
+    }
     return [
         f"cap       {size['cap']}, decided by {node['cap_bound_by'] or '-'}, tier {node['tier'] or '-'}",
         f"ceiling   {size['ceiling']}, decided by {node['bound_by'] or '-'}; leases {size['leases']}",
@@ -67,4 +82,4 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "
         f"{counts['evictions']} evictions, {held['over_caps']} times over the cap, {held['kills']} engine kills, "
         f"{node['engine']['restarts']} restarts",
-    ]  # fmt: skip
+    ]

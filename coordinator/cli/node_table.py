@@ -8,9 +8,21 @@ from wire.units import GIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
 WIDE = (
-    "NAME", "STATE", "CHIP", "CAP", "LIMITED BY", "PHYS", "MARGIN", "HEADROOM", "GUARD", "IN FLIGHT", "MODELS", "VIDEO",
-    "HEARD", "VERSION",
-)  # fmt: skip
+    "NAME",
+    "STATE",
+    "CHIP",
+    "CAP",
+    "LIMITED BY",
+    "PHYS",
+    "MARGIN",
+    "HEADROOM",
+    "GUARD",
+    "IN FLIGHT",
+    "MODELS",
+    "VIDEO",
+    "HEARD",
+    "VERSION",
+)
 SILENT = frozenset({"lost", "suspect", "left", "asleep"})
 """States of a node that does not report: its last numbers are outdated."""
 
@@ -22,9 +34,14 @@ def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
     """
     video = video_of(node.get("video")).partition(",")[0]
     return (
-        node["name"], state_of(node), memory_of(node), headroom_of(node), str(node["in_flight"]),
-        models_of(node), video,
-    )  # fmt: skip
+        node["name"],
+        state_of(node),
+        memory_of(node),
+        headroom_of(node),
+        str(node["in_flight"]),
+        models_of(node),
+        video,
+    )
 
 
 def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
@@ -32,10 +49,21 @@ def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
     models = ", ".join(standing(one["name"], one) for one in node["models"]) or "-"
     return (
-        node["name"], state_of(node), node["chip"], cap, node["bound_by"] or "-", phys, margin, headroom_of(node),
-        guard_of(node), str(node["in_flight"]), models, video_of(node.get("video")), ago(node["heard_seconds"]),
+        node["name"],
+        state_of(node),
+        node["chip"],
+        cap,
+        node["bound_by"] or "-",
+        phys,
+        margin,
+        headroom_of(node),
+        guard_of(node),
+        str(node["in_flight"]),
+        models,
+        video_of(node.get("video")),
+        ago(node["heard_seconds"]),
         node["version"],
-    )  # fmt: skip
+    )
 
 
 def state_of(node: dict[str, Any]) -> str:

@@ -142,8 +142,11 @@ class Session:
             kept = self.kept_login
             if kept is not None and self.url is not None and kept["url"] == base_url(self.url):
                 return str(kept["key"])
-            raise Problem(DENIED, "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
-                          "`cluster login URL` keeps both")  # fmt: skip
+            raise Problem(
+                DENIED,
+                "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
+                "`cluster login URL` keeps both",
+            )
         try:
             return self.key_file.read_text().strip()
         except OSError as error:
@@ -233,8 +236,14 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
     except (ValueError, KeyError, TypeError):
         message = f"HTTP {status}: {raw[:200].decode(errors='replace')}"
     code = {
-        401: DENIED, 403: DENIED, 404: NOT_FOUND, 409: REFUSED, 429: REFUSED, 503: REFUSED, 504: TIMED_OUT,
-    }.get(status, 1)  # fmt: skip
+        401: DENIED,
+        403: DENIED,
+        404: NOT_FOUND,
+        409: REFUSED,
+        429: REFUSED,
+        503: REFUSED,
+        504: TIMED_OUT,
+    }.get(status, 1)
     raise Problem(REFUSED if status == 400 and b"memory" in raw else code, message)
 
 
@@ -286,9 +295,14 @@ UNBOUND = 10_000
 
 
 def table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], alarming: Collection[str] = (), *,
-    numbers: Collection[str] = (), fold: Collection[str] = (), whole: bool = False,
-) -> None:  # fmt: skip
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    alarming: Collection[str] = (),
+    *,
+    numbers: Collection[str] = (),
+    fold: Collection[str] = (),
+    whole: bool = False,
+) -> None:
     """Print a table.
 
     On a narrow terminal the columns `fold` wrap, or by default all long ones. No cell is truncated. With `whole`, and

@@ -85,8 +85,10 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     file = state / "config.toml"
     try:
         tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
-        return [asdict(one) for one in drifted([row for row in ours if row["key"] not in ADDRESSES],
-                                               CoordinatorSettings, tree, OTHERS)]  # fmt: skip
+        return [
+            asdict(one)
+            for one in drifted([row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS)
+        ]
     except (OSError, ValueError):
         return []
 
@@ -107,14 +109,16 @@ def look(
         from_pairs,
         from_tree,
         resolve,
-    )  # fmt: skip
+    )
 
     try:
         text = file.read_text() if file.exists() else ""
         tree = from_tree(tomllib.loads(text))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        defaults = [{"key": one.key, "value": one.default, "origin": "default", "description": one.description}
-                    for one in describe(CoordinatorSettings)]  # fmt: skip
+        defaults = [
+            {"key": one.key, "value": one.default, "origin": "default", "description": one.description}
+            for one in describe(CoordinatorSettings)
+        ]
         return Settings(tuple(defaults), (syntax(str(file), str(error)),))
     try:
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
@@ -151,8 +155,15 @@ def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Se
     plain = {name: value for name, value in os.environ.items() if not name.startswith("MACPOOL_")}
     ours = {name: value for name, value in environ.items() if name.startswith("MACPOOL_")}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=CHILD_SECONDS, env={**plain, **ours},
-                              stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=CHILD_SECONDS,
+            env={**plain, **ours},
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
         return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         raise Problem(1, f"the node's settings cannot be read: {error}") from None

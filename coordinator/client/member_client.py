@@ -39,8 +39,14 @@ def member_of(state: Path) -> Member | None:
     try:
         kept = json.loads((folder / "identity.json").read_text())
         addresses = tuple(str(one) for one in kept.get("addresses", ()))
-        return Member(folder, str(kept["cluster"]), str(kept["node"]), str(kept["machine"]),
-                      base64.b64decode(kept["ca"]), addresses)  # fmt: skip
+        return Member(
+            folder,
+            str(kept["cluster"]),
+            str(kept["node"]),
+            str(kept["machine"]),
+            base64.b64decode(kept["ca"]),
+            addresses,
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -91,8 +97,11 @@ def _answer(link: ssl.SSLSocket, address: str) -> bytes:
                 found += frame.payload
                 if frame.last or len(found) > MAX_ANSWER_BYTES:
                     return bytes(found)
-    raise Problem(PROTOCOL, f"the coordinator at {address} answers no queries of nodes: it runs an older macpool; "
-                  "update it, or type the command there")  # fmt: skip
+    raise Problem(
+        PROTOCOL,
+        f"the coordinator at {address} answers no queries of nodes: it runs an older macpool; "
+        "update it, or type the command there",
+    )
 
 
 def _context(member: Member) -> ssl.SSLContext:

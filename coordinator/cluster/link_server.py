@@ -68,8 +68,22 @@ STRANGERS = 64
 A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
 same address.
 """
-FROM_NODES = frozenset({Report, Goodbye, Renew, Answer, Admitted, Deltas, Finished, Refusal, Failed, LeaseGranted,
-                        LeaseRefused, LeaseEnded})  # fmt: skip
+FROM_NODES = frozenset(
+    {
+        Report,
+        Goodbye,
+        Renew,
+        Answer,
+        Admitted,
+        Deltas,
+        Finished,
+        Refusal,
+        Failed,
+        LeaseGranted,
+        LeaseRefused,
+        LeaseEnded,
+    }
+)
 """Frames that a linked node may send."""
 PING_SECONDS = 1.0
 ASK_WINDOW = 1024 * 1024

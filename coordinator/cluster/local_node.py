@@ -73,11 +73,23 @@ class LocalNode:
             os.close(write)
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "node.run", "--state", str(self._state), "--url", self._address,
-                "--token-fd", str(read), "--lifeline", *self._arguments,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, pass_fds=(read,),
+                sys.executable,
+                "-P",
+                "-m",
+                "node.run",
+                "--state",
+                str(self._state),
+                "--url",
+                self._address,
+                "--token-fd",
+                str(read),
+                "--lifeline",
+                *self._arguments,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=(read,),
                 start_new_session=True,  # Ctrl-C reaches only the coordinator, which stops the node last
-            )  # fmt: skip
+            )
         finally:
             os.close(read)
 
@@ -95,8 +107,13 @@ class LocalNode:
                 self.given_up.set()
                 return
             if code == OTHER_CLUSTER or (code == DENIED and self._joined()):
-                log.error("local node out", code=code, what="the next `cluster up` lets it join anew" if code == DENIED
-                          else "`cluster leave` takes it out of the other cluster")  # fmt: skip
+                log.error(
+                    "local node out",
+                    code=code,
+                    what="the next `cluster up` lets it join anew"
+                    if code == DENIED
+                    else "`cluster leave` takes it out of the other cluster",
+                )
                 self.given_up.set()
                 return
             wait = BACK_OFF[0] if loop.time() - began > 60 else min(wait * 2, BACK_OFF[1])

@@ -221,15 +221,30 @@ Action = CloseLink | NodeGone | Changed | Forget
 Step = tuple[Member, tuple[Action, ...]]
 
 _J, _R, _S, _A, _L, _D, _P, _X = (
-    State.JOINING, State.READY, State.SUSPECT, State.ASLEEP, State.LOST, State.DRAINING, State.PAUSED, State.LEFT,
-)  # fmt: skip
+    State.JOINING,
+    State.READY,
+    State.SUSPECT,
+    State.ASLEEP,
+    State.LOST,
+    State.DRAINING,
+    State.PAUSED,
+    State.LEFT,
+)
 _NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
 _TOLD = frozenset({_R, _D, _P})
 """States that a report can set."""
 
 TABLE: dict[type, dict[State, frozenset[State]]] = {
-    Enrolled: {_J: frozenset({_J}), _R: frozenset({_R}), _S: frozenset({_S}), _D: frozenset({_D}),
-               _P: frozenset({_P}), _A: frozenset({_J}), _L: frozenset({_J}), _X: frozenset({_J})},
+    Enrolled: {
+        _J: frozenset({_J}),
+        _R: frozenset({_R}),
+        _S: frozenset({_S}),
+        _D: frozenset({_D}),
+        _P: frozenset({_P}),
+        _A: frozenset({_J}),
+        _L: frozenset({_J}),
+        _X: frozenset({_J}),
+    },
     Connected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
     Reported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
     Disconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
@@ -237,9 +252,17 @@ TABLE: dict[type, dict[State, frozenset[State]]] = {
     Cordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     Uncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
     Removed: {state: frozenset({_X}) for state in _NOT_LEFT},
-    Tick: {_J: frozenset({_J, _L}), _R: frozenset({_R, _S}), _D: frozenset({_D, _S}), _P: frozenset({_P, _S}),
-           _S: frozenset({_S, _L}), _A: frozenset({_A}), _L: frozenset({_L}), _X: frozenset({_X})},
-}  # fmt: skip
+    Tick: {
+        _J: frozenset({_J, _L}),
+        _R: frozenset({_R, _S}),
+        _D: frozenset({_D, _S}),
+        _P: frozenset({_P, _S}),
+        _S: frozenset({_S, _L}),
+        _A: frozenset({_A}),
+        _L: frozenset({_L}),
+        _X: frozenset({_X}),
+    },
+}
 """For each event: the states in which it is legal, and the states that may follow."""
 
 _GOODBYE = {"asleep": (State.ASLEEP, "asleep"), "leave": (State.LEFT, "left")}
@@ -335,10 +358,15 @@ def _gone(member: Member, state: State, reason: str, now: float, *, close: bool 
     """End a node's link, if any, and return the actions that follow."""
     node = member.node
     after = replace(
-        member, state=state, since=now, link=0, streak=0, reason=reason,
+        member,
+        state=state,
+        since=now,
+        link=0,
+        streak=0,
+        reason=reason,
         enrolled=member.enrolled and state is not State.LEFT,
         fell=None if state is not State.LOST else now if fell else member.fell,
-    )  # fmt: skip
+    )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
     gone = (NodeGone(node, reason),) if member.link else ()
     return after, (*closing, *gone, Changed(node))
@@ -389,10 +417,14 @@ class Pool(msgspec.Struct, frozen=True):
 def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Pool:
     """Return the pool at the start of a coordinator: every stored member is lost until it connects."""
     marked = frozenset(cordoned)
-    return Pool({
-        node: Member(node, State.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started")
-        for node in nodes
-    })  # fmt: skip
+    return Pool(
+        {
+            node: Member(
+                node, State.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started"
+            )
+            for node in nodes
+        }
+    )
 
 
 def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, tuple[Action, ...]]:

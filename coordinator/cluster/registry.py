@@ -155,8 +155,16 @@ class Registry:
                 "`--set node.machine=NAME`",
                 retry_after=LINKED_SECONDS,
             )
-        return Welcome(self._epoch, self._authority.cluster, self._name, self._wall(), self._version, self.addresses,
-                       self._fence.generation, self._seal)  # fmt: skip
+        return Welcome(
+            self._epoch,
+            self._authority.cluster,
+            self._name,
+            self._wall(),
+            self._version,
+            self.addresses,
+            self._fence.generation,
+            self._seal,
+        )
 
     def _member(self, peer: Peer, serial: str, node: str, machine: str) -> MemberRow | Denied:
         """Return the member with this certificate, or `Denied` if it is not a member (any more)."""
@@ -410,7 +418,7 @@ class Registry:
             row = self._row(node)
             return NodeView(
                 node, name, member.state, member.cordoned, labels=frozenset(row.labels), video_allowed=row.video
-            )  # fmt: skip
+            )
         return view_of(
             report,
             node=node,

@@ -28,10 +28,30 @@ NEWEST = 512 * 1024
 MOST_LINES = 2000
 LEFT_OUT = "[left out]"
 OURS = ("coordinator", "node", "router", "host", "wire")
-KEPT = frozenset({
-    "timestamp", "level", "logger", "reason", "state", "node", "request", "code", "kind", "what", "bound_by", "phase",
-    "version", "outcome", "tier", "guard", "device", "signal", "condition", "severity",
-})  # fmt: skip
+KEPT = frozenset(
+    {
+        "timestamp",
+        "level",
+        "logger",
+        "reason",
+        "state",
+        "node",
+        "request",
+        "code",
+        "kind",
+        "what",
+        "bound_by",
+        "phase",
+        "version",
+        "outcome",
+        "tier",
+        "guard",
+        "device",
+        "signal",
+        "condition",
+        "severity",
+    }
+)
 """Text fields of this project's events that are kept if they resemble a word or a number."""
 _WORD = re.compile(r"[\w.:+-]{1,64}")
 _NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(\s*"([^"\\{]{1,60})\"""")

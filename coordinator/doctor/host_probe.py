@@ -48,8 +48,15 @@ Dial = Callable[[str, int], int]
 def run_tool(command: tuple[str, ...], seconds: float) -> Said | None:
     """Run a tool of the system."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds,
-                              stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     return Said(done.returncode, done.stdout, done.stderr)

@@ -92,20 +92,31 @@ def wired_limit(here: Here) -> Finding:
     text = here.said("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
     command = f"sudo sysctl iogpu.wired_limit_mb={safe // MIB}"
-    keep = (f"{command}, then restart the node (until this Mac restarts; `sudo cluster service install "
-            f"--wired-limit-mb {safe // MIB}` keeps it)")  # fmt: skip
+    keep = (
+        f"{command}, then restart the node (until this Mac restarts; `sudo cluster service install "
+        f"--wired-limit-mb {safe // MIB}` keeps it)"
+    )
     if now is None:
         return warn("iogpu.wired_limit_mb cannot be read", "look for its name with `sysctl -a | grep wired_limit`")
     if now > safe:
-        return fail(f"iogpu.wired_limit_mb is {now // MIB}, above the {safe // MIB} that leave the system room",
-                    f"lower it, or this Mac may panic: {keep}", now=now, safe=safe)  # fmt: skip
+        return fail(
+            f"iogpu.wired_limit_mb is {now // MIB}, above the {safe // MIB} that leave the system room",
+            f"lower it, or this Mac may panic: {keep}",
+            now=now,
+            safe=safe,
+        )
     said = f"set to {now // MIB} MB" if now else "the system's default"
     if memory["metal"] is not None:
         source = "as the device reports" if memory["metal_reported"] else "a guess until an engine reports it"
         said += f", {show_size(memory['metal'])}, {source}"
     if memory.get("bound_by") == "metal":
-        return warn(f"Metal's limit ({said}) decides the cap of {show_size(memory['cap'])}",
-                    f"if the memory is for models alone: {keep}", now=now, safe=safe, cap=memory["cap"])  # fmt: skip
+        return warn(
+            f"Metal's limit ({said}) decides the cap of {show_size(memory['cap'])}",
+            f"if the memory is for models alone: {keep}",
+            now=now,
+            safe=safe,
+            cap=memory["cap"],
+        )
     return ok(f"Metal's limit is {said}; highest safe figure {safe // MIB} MB", now=now, safe=safe)
 
 
@@ -119,8 +130,10 @@ def memory(here: Here) -> Finding:
     found = told["memory"]
     if found["error"]:
         return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
-    text = (f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} ({found['bound_by']} decides), "
-            f"margin {show_size(found['margin'])}")  # fmt: skip
+    text = (
+        f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} ({found['bound_by']} decides), "
+        f"margin {show_size(found['margin'])}"
+    )
     text += ", another one for a model that was measured" if found.get("margin_measured") else ""
     numbers = {"total": found["total"], "cap": found["cap"], "margin": found["margin"]}
     if found["guard"] == "off":
@@ -175,12 +188,16 @@ def files(here: Here) -> Finding:
     wrong = [path for path in secrets if _open(path)]
     foreign = [path for path in (here.state, *secrets) if path.lstat().st_uid != os.geteuid()]
     if foreign and os.geteuid():
-        return fail(f"{_short(foreign[0])} belongs to somebody else",
-                    f"give it back: sudo chown -R $(id -un) '{here.state}'")  # fmt: skip
+        return fail(
+            f"{_short(foreign[0])} belongs to somebody else", f"give it back: sudo chown -R $(id -un) '{here.state}'"
+        )
     if wrong:
         names = ", ".join(_short(path) for path in wrong[:3])
-        return fail(f"others may read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
-                    f"chmod -R go-rwx '{here.state}'", open=len(wrong))  # fmt: skip
+        return fail(
+            f"others may read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+            f"chmod -R go-rwx '{here.state}'",
+            open=len(wrong),
+        )
     return ok(f"{len(secrets)} files with secrets, none that others could read", secrets=len(secrets))
 
 
@@ -222,8 +239,11 @@ def firewall(here: Here) -> Finding:
         return fail(f"the application firewall blocks {program}", allow)
     if blocked is None and here.has_cluster:
         return warn("the application firewall is on and does not know this Python: a service cannot ask", allow)
-    return ok("the application firewall is on and lets us listen" if blocked is False else
-              "the application firewall is on; a node only dials, so it needs nothing")  # fmt: skip
+    return ok(
+        "the application firewall is on and lets us listen"
+        if blocked is False
+        else "the application firewall is on; a node only dials, so it needs nothing"
+    )
 
 
 def sleep(here: Here) -> Finding:
@@ -236,8 +256,11 @@ def sleep(here: Here) -> Finding:
     text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
     if here.power().battery is not None:
         return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and asks it again at wake", **found)
-    wanted = [f"{name} {value}" for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
-              if name in found and found[name] != value]  # fmt: skip
+    wanted = [
+        f"{name} {value}"
+        for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
+        if name in found and found[name] != value
+    ]
     if wanted:
         return warn(text, f"for a Mac that serves alone: sudo pmset -a {' '.join(wanted)}", **found)
     return ok(text, **found)
@@ -268,8 +291,10 @@ def filevault(here: Here) -> Finding:
     if on is None:
         return warn("FileVault cannot be read", "look at `fdesetup status`")
     if on:
-        return warn("FileVault is on: after a power cut this Mac waits for a password, and no service runs until then",
-                    "`sudo fdesetup authrestart` for a planned restart; turn it off where nobody is near")  # fmt: skip
+        return warn(
+            "FileVault is on: after a power cut this Mac waits for a password, and no service runs until then",
+            "`sudo fdesetup authrestart` for a planned restart; turn it off where nobody is near",
+        )
     return ok("FileVault is off: services start without a person")
 
 
@@ -294,11 +319,16 @@ def panics(here: Here) -> Finding:
     what = f"{name} of {date}: {macos.panic_in(text)[0] or 'no message'}"
     numbers = {"panics": len(reports), "of_gpu": len(ours)}
     if ours:
-        return fail(f"kernel panics of the GPU's memory in {PANIC_DAYS} days: {len(ours)}, the newest {what}",
-                    'set memory.wire = "off"; if it comes again, lower memory.cap; update macOS',
-                    **numbers)  # fmt: skip
-    return warn(f"kernel panics in {PANIC_DAYS} days: {len(reports)}, the newest {what}",
-                "it does not name the GPU's memory: update macOS, and read the report", **numbers)  # fmt: skip
+        return fail(
+            f"kernel panics of the GPU's memory in {PANIC_DAYS} days: {len(ours)}, the newest {what}",
+            'set memory.wire = "off"; if it comes again, lower memory.cap; update macOS',
+            **numbers,
+        )
+    return warn(
+        f"kernel panics in {PANIC_DAYS} days: {len(reports)}, the newest {what}",
+        "it does not name the GPU's memory: update macOS, and read the report",
+        **numbers,
+    )
 
 
 def started_from(here: Here) -> Finding:
@@ -309,8 +339,10 @@ def started_from(here: Here) -> Finding:
     who = macos.responsible(environ)
     if macos.exempt(environ):
         return ok(f"started from {who}, which needs no permission for the local network")
-    return warn(f"started from {who}, which needs a permission for the local network",
-                "run it from Terminal, or install the service: `sudo cluster service install`")  # fmt: skip
+    return warn(
+        f"started from {who}, which needs a permission for the local network",
+        "run it from Terminal, or install the service: `sudo cluster service install`",
+    )
 
 
 def open_files(here: Here) -> Finding:
@@ -328,6 +360,8 @@ def proxy(here: Here) -> Finding:
     """Proxies of the environment: programs of the local network must not go through one."""
     found = here.variables(*PROXIES)
     if found and not here.variables("NO_PROXY"):
-        return warn(f"{', '.join(found)} is set",
-                    "clients of the pool would ask it: set NO_PROXY=*, or name the pool's host there")  # fmt: skip
+        return warn(
+            f"{', '.join(found)} is set",
+            "clients of the pool would ask it: set NO_PROXY=*, or name the pool's host there",
+        )
     return ok(f"{', '.join(found)} is set, with NO_PROXY" if found else "no proxy is set")

@@ -107,8 +107,13 @@ def responsible(environ: "dict[str, str]") -> str:
     if environ.get("SSH_CONNECTION"):
         return "the SSH session"
     program = environ.get("TERM_PROGRAM", "")
-    names = {"Apple_Terminal": "Terminal", "iTerm.app": "iTerm", "vscode": "Visual Studio Code", "tmux": "tmux",
-             "WarpTerminal": "Warp"}  # fmt: skip
+    names = {
+        "Apple_Terminal": "Terminal",
+        "iTerm.app": "iTerm",
+        "vscode": "Visual Studio Code",
+        "tmux": "tmux",
+        "WarpTerminal": "Warp",
+    }
     return names.get(program, program) or "the program that started this"
 
 

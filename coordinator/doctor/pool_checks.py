@@ -46,14 +46,20 @@ def settings(here: Here) -> Finding:
         flags = ", ".join(sorted(str(row["key"]) for row in now.given))
         text += f"; what runs was given {flags} by flags or its environment"
     if found.wrong:
-        return fail("; ".join(one.told() for one in found.wrong[:3]), "correct it: `cluster config check` lists all",
-                    wrong=len(found.wrong))  # fmt: skip
+        return fail(
+            "; ".join(one.told() for one in found.wrong[:3]),
+            "correct it: `cluster config check` lists all",
+            wrong=len(found.wrong),
+        )
     if now.drift:
         one, more = now.drift[0], len(now.drift) - 1
         differs = f"config.toml says {one['key']} = {one['now']}, what runs uses {one['running']}"
-        return warn(f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
-                    "a file is read at the start: `cluster service restart`, or end and start it again",
-                    changed=changed, drift=len(now.drift))  # fmt: skip
+        return warn(
+            f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
+            "a file is read at the start: `cluster service restart`, or end and start it again",
+            changed=changed,
+            drift=len(now.drift),
+        )
     return ok(text, changed=changed)
 
 
@@ -82,8 +88,10 @@ def _endpoint(here: Here) -> Finding:
         return ok(f"the coordinator answers, version {answer.value['version']}", seconds=round(took, 4))
     if answer.code == PIN:
         return Finding("fail", answer.problem, "never go on before the fingerprints are equal", intercepted=True)
-    step = {UNREACHABLE: "is it up, and is its address still the same? `cluster up`, or `cluster service restart`",
-            4: "the key is wrong, or has not the scope: `cluster key create NAME --scope admin` there"}  # fmt: skip
+    step = {
+        UNREACHABLE: "is it up, and is its address still the same? `cluster up`, or `cluster service restart`",
+        4: "the key is wrong, or has not the scope: `cluster key create NAME --scope admin` there",
+    }
     return fail(answer.problem, step.get(answer.code, "look at its log: `cluster logs`, or STATE/logs/coordinator.log"))
 
 
@@ -94,11 +102,20 @@ def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
     if any(one["proven"] for one in dialled):
         return Finding("ok", text, "", numbers)
     if any(one["proven"] is False for one in dialled):
-        return Finding("fail", f"{text}; who answers is not the coordinator that this node joined",
-                       "another cluster has that address now, or somebody is in between: look at the coordinator, "
-                       "then `cluster join HOST:8081`", numbers, intercepted=True)  # fmt: skip
-    return Finding("fail", text, "is the coordinator up? After a change of its address: `cluster join HOST:8081`, "
-                   "which needs no token", numbers)  # fmt: skip
+        return Finding(
+            "fail",
+            f"{text}; who answers is not the coordinator that this node joined",
+            "another cluster has that address now, or somebody is in between: look at the coordinator, "
+            "then `cluster join HOST:8081`",
+            numbers,
+            intercepted=True,
+        )
+    return Finding(
+        "fail",
+        text,
+        "is the coordinator up? After a change of its address: `cluster join HOST:8081`, which needs no token",
+        numbers,
+    )
 
 
 def _said(one: dict[str, Any]) -> str:
@@ -124,9 +141,11 @@ def local_network(here: Here) -> Finding:
     text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
     if macos.is_blocked(reach):
         who = macos.responsible(dict(here.environ))
-        return fail(f"macOS blocks {who} from the local network (errno {macos.NO_ROUTE}): {text}",
-                    f"allow {who} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
-                    "install the service, which needs no permission: `sudo cluster service install`")  # fmt: skip
+        return fail(
+            f"macOS blocks {who} from the local network (errno {macos.NO_ROUTE}): {text}",
+            f"allow {who} under System Settings > Privacy & Security > Local Network, run it from Terminal, or "
+            "install the service, which needs no permission: `sudo cluster service install`",
+        )
     if not others:
         return not_here(f"gateway: {_reached(reach.gateway)}; no other machine of the local network is known")
     if not any(macos.answers(code) for _, code in others):
@@ -144,11 +163,15 @@ def _reached(code: int | None) -> str:
 
 def bonjour(here: Here) -> Finding:
     """Check that a query to Bonjour's multicast group returns to this machine, on its own port."""
-    question = b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08" + os.urandom(4).hex().encode() + (
-        b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01"
-    )  # fmt: skip
-    step = ("nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token-file FILE`. To have it, "
-            "allow multicast (UDP 5353) in firewall and access point")  # fmt: skip
+    question = (
+        b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
+        + os.urandom(4).hex().encode()
+        + (b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01")
+    )
+    step = (
+        "nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token-file FILE`. To have it, "
+        "allow multicast (UDP 5353) in firewall and access point"
+    )
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as line:
             line.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -190,11 +213,18 @@ def certificates(here: Here) -> Finding:
     numbers = {name: round(end - now) for name, end in lives.items()}
     over = [name for name, end in lives.items() if end <= now]
     if over:
-        return fail(f"{text}", f"{over[0]} is over: look at the clock; if that is right, restart the coordinator, and "
-                    "join the node again with a token", **numbers)  # fmt: skip
+        return fail(
+            f"{text}",
+            f"{over[0]} is over: look at the clock; if that is right, restart the coordinator, and "
+            "join the node again with a token",
+            **numbers,
+        )
     if min(lives.values()) < now + SOON:
-        return warn(text, "they renew themselves at two thirds of their life: look at the log for why not, and at the "
-                    "clock", **numbers)  # fmt: skip
+        return warn(
+            text,
+            "they renew themselves at two thirds of their life: look at the log for why not, and at the clock",
+            **numbers,
+        )
     return ok(text, **numbers)
 
 
@@ -275,8 +305,12 @@ def protocol(here: Here) -> Finding:
     others = sorted({theirs.value["version"], *versions.values()} - {ours})
     text = f"macpool {ours} here, {theirs.value['version']} at the coordinator, protocol {PROTOCOL}"
     if others:
-        return warn(f"{text}; elsewhere {', '.join(others)}", f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by "
-                    "side: bring the others up to date, the coordinator first", nodes=len(versions))  # fmt: skip
+        return warn(
+            f"{text}; elsewhere {', '.join(others)}",
+            f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by "
+            "side: bring the others up to date, the coordinator first",
+            nodes=len(versions),
+        )
     return ok(text, nodes=len(versions))
 
 
@@ -309,8 +343,11 @@ def video(here: Here) -> Finding:
     ours = here.state / "node" / "video" / "ray"
     text = f"Ray {ray}, ports {first} to {first + 59}"
     if taken and not ours.exists():
-        return fail(f"{text}: {len(taken)} of them are taken, the first is {taken[0]}",
-                    "end what listens there, or move ours: worker.ray_ports", taken=len(taken))  # fmt: skip
+        return fail(
+            f"{text}: {len(taken)} of them are taken, the first is {taken[0]}",
+            "end what listens there, or move ours: worker.ray_ports",
+            taken=len(taken),
+        )
     return ok(f"{text}, {len(taken)} in use" if taken else f"{text}, all free", taken=len(taken))
 
 
@@ -332,8 +369,11 @@ def log_errors(here: Here) -> Finding:
     since = datetime.fromtimestamp(time.time() - 3600, UTC).isoformat()
     events = [event for name in ("coordinator.log", "node.log") for event in _errors(folder / name, since)]
     if events:
-        return warn(f"{len(events)} errors in the last hour, the last: {events[-1]}",
-                    f"read them: grep '\"level\": \"error\"' '{folder}/'*.log", errors=len(events))  # fmt: skip
+        return warn(
+            f"{len(events)} errors in the last hour, the last: {events[-1]}",
+            f"read them: grep '\"level\": \"error\"' '{folder}/'*.log",
+            errors=len(events),
+        )
     return ok("no errors in the last hour", errors=0)
 
 

@@ -66,8 +66,15 @@ class Examined:
     def row(self) -> dict[str, Any]:
         """Return the result as a row for programs."""
         one = self.finding
-        return {"id": self.check.id, "title": self.check.title, "result": one.result, "text": one.text, "fix": one.fix,
-                "numbers": dict(one.numbers), "seconds": round(self.seconds, 3)}  # fmt: skip
+        return {
+            "id": self.check.id,
+            "title": self.check.title,
+            "result": one.result,
+            "text": one.text,
+            "fix": one.fix,
+            "numbers": dict(one.numbers),
+            "seconds": round(self.seconds, 3),
+        }
 
 
 def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
@@ -96,8 +103,10 @@ class _Running:
         try:
             found = self._check.run(self._here)
         except Exception as error:  # an exception of one check must not hide the findings of the rest
-            found = warn(f"the check itself failed: {type(error).__name__}: {error}",
-                         "this is a fault of macpool: report it with `cluster doctor --bundle`")  # fmt: skip
+            found = warn(
+                f"the check itself failed: {type(error).__name__}: {error}",
+                "this is a fault of macpool: report it with `cluster doctor --bundle`",
+            )
         self._examined.append(Examined(self._check, found, time.monotonic() - self._began))
         self._done.set()
 

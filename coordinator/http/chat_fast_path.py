@@ -101,8 +101,7 @@ class Door:
         if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
             return Head()
         told = found.get(b"x-request-id", b"").decode("latin-1")
-        return Head(int(length), key, told if valid_request_id(told) else "",
-                    session_of(found.get(SESSION)))  # fmt: skip
+        return Head(int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION)))
 
     def knows(self, presented: bytes) -> bool:
         """Return whether a key is valid. The use is not counted."""

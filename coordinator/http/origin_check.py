@@ -84,8 +84,12 @@ class Guard:
             elif name == b"sec-fetch-site":
                 site = value
         if len(hosts) != 1 or not self._knows(hosts[0]):
-            return Problem(421, "unknown_host", "this host name is not one of ours: use an IP address, localhost, a "
-                           ".local name, or add it to http.hosts")  # fmt: skip
+            return Problem(
+                421,
+                "unknown_host",
+                "this host name is not one of ours: use an IP address, localhost, a "
+                ".local name, or add it to http.hosts",
+            )
         if method in SAFE:
             return None
         foreign = site not in (b"", b"same-origin", b"none") or (

@@ -9,17 +9,31 @@ from collections.abc import Sequence
 
 from router.errors import Header, Problem
 
-ONCE = frozenset({
-    b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"host", b"idempotency-key",
-    b"origin", b"sec-fetch-site", b"transfer-encoding", b"x-api-key", b"x-request-id", b"x-session-id",
-})  # fmt: skip
+ONCE = frozenset(
+    {
+        b"authorization",
+        b"content-encoding",
+        b"content-length",
+        b"content-type",
+        b"expect",
+        b"host",
+        b"idempotency-key",
+        b"origin",
+        b"sec-fetch-site",
+        b"transfer-encoding",
+        b"x-api-key",
+        b"x-request-id",
+        b"x-session-id",
+    }
+)
 """Headers that may occur once."""
 _LENGTH = re.compile(rb"[0-9]{1,15}")
 MALFORMED = Problem(400, "malformed_http", "this is not a valid HTTP request")
 CODED = Problem(501, "transfer_coding_unknown", "the only transfer coding here is chunked: use it, or a Content-Length")
 EXPECTS = Problem(417, "expectation_failed", "the only expectation that is met here is 100-continue: leave Expect out")
-ENCODED = Problem(415, "content_encoding_unknown", "request bodies are read as they are: send this one without "
-                  "Content-Encoding")  # fmt: skip
+ENCODED = Problem(
+    415, "content_encoding_unknown", "request bodies are read as they are: send this one without Content-Encoding"
+)
 
 
 def twice(name: bytes) -> Problem:

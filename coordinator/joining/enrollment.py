@@ -276,10 +276,16 @@ class Conversation:
             subject = f"{before.name} {before.node} from {self._address} by {how}"
             store.note(now, "node", "replaced", subject, self._address)
         row = MemberRow(
-            node, name, frame.machine, plain_hardware(frame.hardware), read_certificate(certificate).serial, now,
-            cordoned=before.cordoned if before else False, labels=before.labels if before else (),
+            node,
+            name,
+            frame.machine,
+            plain_hardware(frame.hardware),
+            read_certificate(certificate).serial,
+            now,
+            cordoned=before.cordoned if before else False,
+            labels=before.labels if before else (),
             video=before.video if before else False,
-        )  # fmt: skip
+        )
         store.put_member(row)
         store.note(now, "node", "joined", f"{name} {node}", self._address)
         log.info("node enrolled", node=node, name=name, address=self._address, by=by, again=before is not None)

@@ -159,9 +159,12 @@ class Metrics:
     def _process(self) -> Process:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return Process(
-            self._started, time.process_time(), peak if sys.platform == "darwin" else peak * 1024,
-            len(os.listdir("/dev/fd")) - 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        )  # fmt: skip
+            self._started,
+            time.process_time(),
+            peak if sys.platform == "darwin" else peak * 1024,
+            len(os.listdir("/dev/fd")) - 1,
+            resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        )
 
 
 def read_measures(answer: bytes) -> NodeMeasures | None:

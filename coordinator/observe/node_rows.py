@@ -102,9 +102,15 @@ def _enforced(view: NodeView) -> dict[str, Any]:
 def enforcement_row(one: Enforcement) -> dict[str, Any]:
     """Return the readings and actions of a node's enforcer."""
     return {
-        "level": Level(one.level).name.lower(), "phys": one.phys, "highest": one.highest, "interval": one.interval,
-        "polls": one.polls, "over_caps": one.over_caps, "kills": one.kills, "warnings": list(one.warnings),
-    }  # fmt: skip
+        "level": Level(one.level).name.lower(),
+        "phys": one.phys,
+        "highest": one.highest,
+        "interval": one.interval,
+        "polls": one.polls,
+        "over_caps": one.over_caps,
+        "kills": one.kills,
+        "warnings": list(one.warnings),
+    }
 
 
 def _engine(engine: EngineState, *, reported: bool) -> dict[str, Any]:
@@ -158,9 +164,13 @@ def measured(model: Model) -> dict[str, object] | None:
     if not model.profiled:
         return None
     return {
-        "max_context": model.max_context, "max_batch": model.max_batch, "kv_per_token": model.kv_per_token,
-        "transient": model.observed, "residual": model.residual, "covered": model.covered,
-    }  # fmt: skip
+        "max_context": model.max_context,
+        "max_batch": model.max_batch,
+        "kv_per_token": model.kv_per_token,
+        "transient": model.observed,
+        "residual": model.residual,
+        "covered": model.covered,
+    }
 
 
 def can_answer(view: NodeView) -> bool:

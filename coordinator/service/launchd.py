@@ -21,7 +21,7 @@ from coordinator.service.plan import (
     WIRED_LABEL,
     Plan,
     Standing,
-)  # fmt: skip
+)
 
 FOLDER = "Library/LaunchDaemons"
 LOGS = "/Library/Logs/macpool"
@@ -30,12 +30,24 @@ DOMAIN = "system"
 NOT_FOUND = frozenset({113, 3, 36})
 """Exit codes of launchctl for a job that is not loaded."""
 KINDS: dict[str, type | tuple[type, ...]] = {
-    "Label": str, "ProgramArguments": list, "UserName": str, "GroupName": str, "RunAtLoad": bool,
-    "KeepAlive": (dict, bool), "ThrottleInterval": int,
-    "ExitTimeOut": int, "ProcessType": str, "WorkingDirectory": str, "Umask": int,
-    "StandardOutPath": str, "StandardErrorPath": str, "EnvironmentVariables": dict, "SoftResourceLimits": dict,
-    "HardResourceLimits": dict, "LaunchOnlyOnce": bool,
-}  # fmt: skip
+    "Label": str,
+    "ProgramArguments": list,
+    "UserName": str,
+    "GroupName": str,
+    "RunAtLoad": bool,
+    "KeepAlive": (dict, bool),
+    "ThrottleInterval": int,
+    "ExitTimeOut": int,
+    "ProcessType": str,
+    "WorkingDirectory": str,
+    "Umask": int,
+    "StandardOutPath": str,
+    "StandardErrorPath": str,
+    "EnvironmentVariables": dict,
+    "SoftResourceLimits": dict,
+    "HardResourceLimits": dict,
+    "LaunchOnlyOnce": bool,
+}
 """The used keys of launchd.plist(5), and their types."""
 SYSCTL = "/usr/sbin/sysctl"
 TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
@@ -138,5 +150,10 @@ def standing_in(code: int, listing: str) -> Standing:
     )
     pid = found.get("pid", "")
     ended = found.get("last terminating signal") or found.get("last exit code", "")
-    return Standing(True, found.get("state") == "running" and pid.isdecimal(), int(pid) if pid.isdecimal() else None,
-                    "" if ended == "(never exited)" else ended, found)  # fmt: skip
+    return Standing(
+        True,
+        found.get("state") == "running" and pid.isdecimal(),
+        int(pid) if pid.isdecimal() else None,
+        "" if ended == "(never exited)" else ended,
+        found,
+    )

@@ -42,9 +42,13 @@ class Plan:
         """Return the complete environment. It has no proxy, because a proxy would receive requests for machines of the
         local network."""
         return {
-            "HOME": self.home, "LANG": "en_US.UTF-8", "NO_COLOR": "1", "NO_PROXY": "*",
-            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "PYTHONUNBUFFERED": "1",
-        }  # fmt: skip
+            "HOME": self.home,
+            "LANG": "en_US.UTF-8",
+            "NO_COLOR": "1",
+            "NO_PROXY": "*",
+            "PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin",
+            "PYTHONUNBUFFERED": "1",
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +68,11 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
         name = one.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):
             return f"{name} cannot be given to a service: " + (
-                "use the option of `service install` itself" if name == "--state" else
-                "everybody could read it; join once by hand, `cluster join URL --token-file FILE`, then install the "
-                "service"
-            )  # fmt: skip
+                "use the option of `service install` itself"
+                if name == "--state"
+                else "everybody could read it; join once by hand, `cluster join URL --token-file FILE`, then install "
+                "the service"
+            )
         if any(not letter.isprintable() for letter in one):
             return "an argument holds a character that cannot be printed"
     return None

@@ -16,9 +16,12 @@ from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, Plan, Standing
 
 TOOL_SECONDS = 60.0
 TOOLS = {
-    "launchctl": "/bin/launchctl", "plutil": "/usr/bin/plutil", "systemctl": "/usr/bin/systemctl",
-    "journalctl": "/usr/bin/journalctl", "tail": "/usr/bin/tail",
-}  # fmt: skip
+    "launchctl": "/bin/launchctl",
+    "plutil": "/usr/bin/plutil",
+    "systemctl": "/usr/bin/systemctl",
+    "journalctl": "/usr/bin/journalctl",
+    "tail": "/usr/bin/tail",
+}
 
 
 class ServiceError(Exception):
@@ -66,11 +69,19 @@ class Host:
         """Run a tool and return its result, whichever exit code. Raise `ServiceError` if it is missing or hangs."""
         command = [self.tools[tool], *arguments]
         try:
-            return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS,
-                                  stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+            return subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=TOOL_SECONDS,
+                stdin=subprocess.DEVNULL,
+                check=False,
+            )
         except FileNotFoundError:
-            raise ServiceError(1, f"this system has no {command[0]}: `--dry-run` prints the unit, for another manager "
-                               "of services") from None  # fmt: skip
+            raise ServiceError(
+                1, f"this system has no {command[0]}: `--dry-run` prints the unit, for another manager of services"
+            ) from None
         except subprocess.TimeoutExpired:
             raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_SECONDS:.0f} s") from None
 
@@ -127,8 +138,10 @@ class Host:
 
 def _hint(code: int) -> str:
     """Explain launchctl's numbers, which its texts do not."""
-    hints = {5: " (often: the job is loaded already, or its file is not root's alone)",
-             125: " (this domain cannot be reached from here: use sudo)"}  # fmt: skip
+    hints = {
+        5: " (often: the job is loaded already, or its file is not root's alone)",
+        125: " (this domain cannot be reached from here: use sudo)",
+    }
     return hints.get(code, "")
 
 

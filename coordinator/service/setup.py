@@ -70,18 +70,30 @@ def check(host: Host, plan: Plan) -> Existing:
     uid, _, _ = account(plan.user)
     state = Path(plan.state)
     if state.exists() and state.stat().st_uid != uid:
-        raise ServiceError(6, f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
-                           f"{plan.user} ({uid}): give its owner with --user, or another --state")  # fmt: skip
+        raise ServiceError(
+            6,
+            f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
+            f"{plan.user} ({uid}): give its owner with --user, or another --state",
+        )
     found = existing(host, host.unit)
     if found.text and found.user != plan.user:
-        raise ServiceError(6, f"{host.unit} runs the service as {found.user}, not as {plan.user}: `cluster service "
-                           "uninstall` it first; its data stays")  # fmt: skip
+        raise ServiceError(
+            6,
+            f"{host.unit} runs the service as {found.user}, not as {plan.user}: `cluster service "
+            "uninstall` it first; its data stays",
+        )
     if host.mac and host.logs.exists() and host.logs.stat().st_uid != uid:
-        raise ServiceError(6, f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
-                           f"there: `sudo chown -R {plan.user} {host.logs}` gives it over")  # fmt: skip
+        raise ServiceError(
+            6,
+            f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
+            f"there: `sudo chown -R {plan.user} {host.logs}` gives it over",
+        )
     if found.text and not _serves(host, found, plan.state):
-        raise ServiceError(6, f"{host.unit} serves another state folder than {plan.state}: `cluster service "
-                           "uninstall` it first; its data stays")  # fmt: skip
+        raise ServiceError(
+            6,
+            f"{host.unit} serves another state folder than {plan.state}: `cluster service "
+            "uninstall` it first; its data stays",
+        )
     return found
 
 

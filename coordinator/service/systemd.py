@@ -16,11 +16,18 @@ FINAL = "2 6 8 9"
 """Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,
 other protocol, wrong peer."""
 HARDENING = {
-    "NoNewPrivileges": "yes", "CapabilityBoundingSet": "", "ProtectSystem": "full", "ProtectKernelTunables": "yes",
-    "ProtectKernelModules": "yes", "ProtectControlGroups": "yes", "RestrictSUIDSGID": "yes",
-    "RestrictRealtime": "yes", "LockPersonality": "yes", "SystemCallArchitectures": "native",
+    "NoNewPrivileges": "yes",
+    "CapabilityBoundingSet": "",
+    "ProtectSystem": "full",
+    "ProtectKernelTunables": "yes",
+    "ProtectKernelModules": "yes",
+    "ProtectControlGroups": "yes",
+    "RestrictSUIDSGID": "yes",
+    "RestrictRealtime": "yes",
+    "LockPersonality": "yes",
+    "SystemCallArchitectures": "native",
     "RestrictAddressFamilies": "AF_UNIX AF_INET AF_INET6 AF_NETLINK",
-}  # fmt: skip
+}
 
 
 def unit(plan: Plan) -> str:

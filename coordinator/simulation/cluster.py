@@ -142,10 +142,15 @@ class Pool:
 
     def _machine(self, node: NodeId, *, loads: bool) -> Machine:
         return Machine(
-            node, self._specs[node], self.scenario.models, self.loop, loads=loads,
-            say=lambda frame: self._say(node, frame), turn_of=self._turns.__getitem__,
+            node,
+            self._specs[node],
+            self.scenario.models,
+            self.loop,
+            loads=loads,
+            say=lambda frame: self._say(node, frame),
+            turn_of=self._turns.__getitem__,
             changed=lambda: self._tell_contender(node),
-        )  # fmt: skip
+        )
 
     def _tell_contender(self, node: NodeId) -> None:
         self.loop.call_soon(self._told, node)

@@ -30,12 +30,25 @@ class Chip:
     decode: float
 
 
-CHIPS = MappingProxyType({
-    "M1": Chip(118, 14), "M1 Pro": Chip(266, 36), "M1 Max": Chip(530, 61), "M1 Ultra": Chip(1030, 84),
-    "M2": Chip(180, 22), "M2 Pro": Chip(341, 39), "M2 Max": Chip(671, 66), "M2 Ultra": Chip(1238, 94),
-    "M3": Chip(187, 21), "M3 Pro": Chip(344, 31), "M3 Max": Chip(760, 66), "M3 Ultra": Chip(1471, 92),
-    "M4": Chip(221, 24), "M4 Pro": Chip(440, 51), "M4 Max": Chip(886, 83),
-})  # fmt: skip
+CHIPS = MappingProxyType(
+    {
+        "M1": Chip(118, 14),
+        "M1 Pro": Chip(266, 36),
+        "M1 Max": Chip(530, 61),
+        "M1 Ultra": Chip(1030, 84),
+        "M2": Chip(180, 22),
+        "M2 Pro": Chip(341, 39),
+        "M2 Max": Chip(671, 66),
+        "M2 Ultra": Chip(1238, 94),
+        "M3": Chip(187, 21),
+        "M3 Pro": Chip(344, 31),
+        "M3 Max": Chip(760, 66),
+        "M3 Ultra": Chip(1471, 92),
+        "M4": Chip(221, 24),
+        "M4 Pro": Chip(440, 51),
+        "M4 Max": Chip(886, 83),
+    }
+)
 
 
 def cap_of(memory: int) -> int:

@@ -51,15 +51,25 @@ def figures_of(policy: str, pool: Pool, until: float) -> Figures:
     wait = sorted(fate.sent - fate.arrived for fate in fates if fate.served and fate.sent is not None)
     sent = [fate for fate in fates if fate.tries]
     return Figures(
-        policy, len(pool.fates), len(fates), sum(fate.served for fate in fates),
-        quantile(ttft, 0.5), quantile(ttft, 0.95), quantile(ttft, 0.99),
+        policy,
+        len(pool.fates),
+        len(fates),
+        sum(fate.served for fate in fates),
+        quantile(ttft, 0.5),
+        quantile(ttft, 0.95),
+        quantile(ttft, 0.99),
         sum(isinstance(fate.outcome, Refused) for fate in fates),
         sum(fate.first_refused for fate in sent) / max(1, len(sent)),
         sum(isinstance(fate.outcome, Failure) for fate in fates),
-        quantile(whole, 0.5), quantile(whole, 0.95),
-        quantile(wait, 0.5), quantile(wait, 0.95), pool.loads, pool.preemptions,
-        jain(fates, until, pool.scenario.queue_seconds), pool.finished_at,
-    )  # fmt: skip
+        quantile(whole, 0.5),
+        quantile(whole, 0.95),
+        quantile(wait, 0.5),
+        quantile(wait, 0.95),
+        pool.loads,
+        pool.preemptions,
+        jain(fates, until, pool.scenario.queue_seconds),
+        pool.finished_at,
+    )
 
 
 def quantile(ordered: Sequence[float], part: float) -> float:
@@ -103,9 +113,21 @@ def fair_shares(asked: Mapping[str, float], whole: float) -> dict[str, float]:
 
 
 _COLUMNS = (
-    "POLICY", "TTFT p50", "p95", "p99", "x p95", "WHOLE p50", "p95", "REFUSED", "1st TRY", "FAILED", "WAIT p95",
-    "LOADS", "GAVE WAY", "JAIN",
-)  # fmt: skip
+    "POLICY",
+    "TTFT p50",
+    "p95",
+    "p99",
+    "x p95",
+    "WHOLE p50",
+    "p95",
+    "REFUSED",
+    "1st TRY",
+    "FAILED",
+    "WAIT p95",
+    "LOADS",
+    "GAVE WAY",
+    "JAIN",
+)
 
 
 def table(rows: Sequence[Figures]) -> str:
@@ -123,10 +145,21 @@ def table(rows: Sequence[Figures]) -> str:
 
 def _cells(row: Figures) -> tuple[str, ...]:
     return (
-        row.policy, _seconds(row.ttft_p50), _seconds(row.ttft_p95), _seconds(row.ttft_p99), _times(row.ratio_p95),
-        _seconds(row.whole_p50), _seconds(row.whole_p95), str(row.refused), f"{row.first_refused * 100:.2f} %",
-        str(row.failed), _seconds(row.wait_p95), str(row.loads), str(row.preemptions), f"{row.jain:.3f}",
-    )  # fmt: skip
+        row.policy,
+        _seconds(row.ttft_p50),
+        _seconds(row.ttft_p95),
+        _seconds(row.ttft_p99),
+        _times(row.ratio_p95),
+        _seconds(row.whole_p50),
+        _seconds(row.whole_p95),
+        str(row.refused),
+        f"{row.first_refused * 100:.2f} %",
+        str(row.failed),
+        _seconds(row.wait_p95),
+        str(row.loads),
+        str(row.preemptions),
+        f"{row.jain:.3f}",
+    )
 
 
 def _seconds(value: float) -> str:

@@ -53,15 +53,21 @@ class Production:
         self._policy = policy
         scenario = pool.scenario
         settings = RouterSettings(
-            queue_seconds=scenario.queue_seconds, queue_limit=scenario.queue_limit, keepalive_seconds=1e6,
+            queue_seconds=scenario.queue_seconds,
+            queue_limit=scenario.queue_limit,
+            keepalive_seconds=1e6,
             slow_client_seconds=1e6,
-        )  # fmt: skip
+        )
         numbers = itertools.count(1)
         random = Random(f"draw {seed}")  # noqa: S311  the same draw every time is what is wanted
         self.dispatcher = Dispatcher(
-            self._send, settings, numbers=lambda: (number := next(numbers), number), clock=pool.loop.time,
-            draw=random.random, policy=policy,
-        )  # fmt: skip
+            self._send,
+            settings,
+            numbers=lambda: (number := next(numbers), number),
+            clock=pool.loop.time,
+            draw=random.random,
+            policy=policy,
+        )
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         if isinstance(frame, Generate) and isinstance(self._policy, RoundRobin):
@@ -195,9 +201,16 @@ class Peer:
         tokens = demand.tokens_on(model)
         wait = (node.engine.queued_tokens + sum(mine.values()) + tokens) / model.prefill_speed
         return Candidate(
-            node.id, node.name, node.state, memory=node.memory, prompt_tokens=tokens, expected_ttft=wait,
-            in_flight=len(mine), model=model, headroom=0,
-        )  # fmt: skip
+            node.id,
+            node.name,
+            node.state,
+            memory=node.memory,
+            prompt_tokens=tokens,
+            expected_ttft=wait,
+            in_flight=len(mine),
+            model=model,
+            headroom=0,
+        )
 
     def close(self) -> None:
         """Do nothing."""
@@ -346,10 +359,16 @@ def _used(memory: Memory) -> float:
 CLAIRVOYANT = "clairvoyant"
 FILTERED = "+filter"
 """Suffix of a peer's rule behind the memory filter, ledger and queue."""
-RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType({
-    "round-robin": RoundRobin, "least-in-flight": LeastInFlight, "power-of-two": LeastInFlight,
-    "least-load": LeastLoad, "linear": Linear, "weighted": Weighted,
-})  # fmt: skip
+RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
+    {
+        "round-robin": RoundRobin,
+        "least-in-flight": LeastInFlight,
+        "power-of-two": LeastInFlight,
+        "least-load": LeastLoad,
+        "linear": Linear,
+        "weighted": Weighted,
+    }
+)
 _SAMPLES = {"power-of-two": 2}
 NAMES = (
     *(name.replace("_", "-") for name in POLICIES),

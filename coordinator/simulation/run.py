@@ -19,8 +19,9 @@ def shipped() -> dict[str, str]:
     folder = resources.files("coordinator.simulation") / "scenarios"
     return {
         file.name.removesuffix(".toml"): file.read_text("utf-8")
-        for file in sorted(folder.iterdir(), key=lambda file: file.name) if file.name.endswith(".toml")
-    }  # fmt: skip
+        for file in sorted(folder.iterdir(), key=lambda file: file.name)
+        if file.name.endswith(".toml")
+    }
 
 
 def load(name: str) -> tuple[Scenario, Path]:
@@ -74,6 +75,8 @@ def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path
         row, _ = play(scenario, policy, seed, folder)
         best = best or row
         yield replace(
-            row, ratio_p50=row.ttft_p50 / best.ttft_p50, ratio_p95=row.ttft_p95 / best.ttft_p95,
+            row,
+            ratio_p50=row.ttft_p50 / best.ttft_p50,
+            ratio_p95=row.ttft_p95 / best.ttft_p95,
             ratio_p99=row.ttft_p99 / best.ttft_p99,
-        )  # fmt: skip
+        )

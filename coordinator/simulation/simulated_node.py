@@ -141,10 +141,16 @@ class Machine:
     def _resident(self, spec: ModelSpec, loaded: bool) -> Resident:
         weights, speed = parse_size(spec.weights), prefill_speed(self.chip, spec.active)
         model = Model(
-            spec.name, f"sim:{spec.name}", weights=weights, kv_per_token=parse_size(spec.kv_per_token),
-            transient=parse_size(spec.transient), context=spec.context, load_seconds=weights / self._disk,
-            expected_output=spec.usual, kv_waste=waste_under(self._cap),
-        )  # fmt: skip
+            spec.name,
+            f"sim:{spec.name}",
+            weights=weights,
+            kv_per_token=parse_size(spec.kv_per_token),
+            transient=parse_size(spec.transient),
+            context=spec.context,
+            load_seconds=weights / self._disk,
+            expected_output=spec.usual,
+            kv_waste=waste_under(self._cap),
+        )
         return Resident(spec, model, Rows(model.kv), speed, loaded)
 
     # frames of the router
@@ -272,10 +278,23 @@ class Machine:
         ceiling, phys, reserved = max(1, self._cap - self.leases), active + BASE, promised - written
         self.highest = max(self.highest, phys) if reported else self.highest
         return Memory(
-            self._cap, ceiling, self._margin, phys, active, 0, current(active, phys, 0), reserved,
-            headroom(ceiling, self._margin, phys, reserved), self.leases, "metal", armed=True, source="modelled",
-            total=self._total, base=BASE, reusable=self._cached if reported else 0,
-        )  # fmt: skip
+            self._cap,
+            ceiling,
+            self._margin,
+            phys,
+            active,
+            0,
+            current(active, phys, 0),
+            reserved,
+            headroom(ceiling, self._margin, phys, reserved),
+            self.leases,
+            "metal",
+            armed=True,
+            source="modelled",
+            total=self._total,
+            base=BASE,
+            reusable=self._cached if reported else 0,
+        )
 
     def _progress(self, resident: Resident, now: float) -> float:
         whole = resident.model.load_seconds
@@ -289,7 +308,7 @@ class Machine:
         idle = sorted(
             (one for one in self.residents.values() if one.loaded and not len(one.rows) and one is not keep),
             key=lambda one: one.used,
-        )  # fmt: skip
+        )
         memory = self.memory()
         spare = self._cached + sum(one.model.weights for one in idle)
         if (memory.headroom or 0) + spare < need:
@@ -548,11 +567,16 @@ class Machine:
         self.dirty = bool(self.decoding or self.prefills or self._line or self._preempted)
         waiting = [*self.prefills, *self._line]
         engine = EngineState(
-            "modelled", "ready", restarts=self.restarts, running=len(self.decoding), waiting=len(waiting),
-            queued_tokens=int(sum(sequence.left for sequence in waiting)), counts=Counts(preemptions=self.preemptions),
+            "modelled",
+            "ready",
+            restarts=self.restarts,
+            running=len(self.decoding),
+            waiting=len(waiting),
+            queued_tokens=int(sum(sequence.left for sequence in waiting)),
+            counts=Counts(preemptions=self.preemptions),
             cache=CacheState(self._cached, len(self._cache), evictions=self._evictions, evicted=tuple(self._evicted)),
             rows=self.spec.batch,
-        )  # fmt: skip
+        )
         models = tuple(self._model(resident) for resident in self.residents.values())
         return Report(self._sequence, self.memory(reported=True), engine, models, self._acked)
 
@@ -563,9 +587,12 @@ class Machine:
             return replace(resident.model, loading=resident.loading, progress=progress, groups=resident.rows.groups())
         step = step_seconds(self.chip, resident.spec.active, 1, 0.0)
         return replace(
-            resident.model, loaded=True, prefill_speed=resident.speed, decode_speed=1 / step,
+            resident.model,
+            loaded=True,
+            prefill_speed=resident.speed,
+            decode_speed=1 / step,
             groups=resident.rows.groups(),
-        )  # fmt: skip
+        )
 
     # queries of the clairvoyant
 
@@ -579,9 +606,10 @@ class Machine:
         if resident.loading:
             need -= resident.model.weights
         idle = sum(
-            one.model.weights for one in self.residents.values()
+            one.model.weights
+            for one in self.residents.values()
             if one.loaded and not len(one.rows) and one is not resident
-        )  # fmt: skip
+        )
         memory = self.memory()
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 

@@ -98,8 +98,9 @@ def _pace(scenario: Scenario, load: LoadSpec) -> float:
     billions = scenario.model(load.model).active
     speed = sum(
         prefill_speed(CHIPS[node.chip], billions) * node.count
-        for node in scenario.nodes if not node.models or load.model in node.models
-    )  # fmt: skip
+        for node in scenario.nodes
+        if not node.models or load.model in node.models
+    )
     return load.share * speed / (_mean(load.prompt) * load.turns)
 
 

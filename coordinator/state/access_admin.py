@@ -83,8 +83,9 @@ class Admin:
         """
         limits = None if limits == NO_LIMITS else limits
         now = self.clock()
-        key, text = new_key(self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl,
-                            limits=limits)  # fmt: skip
+        key, text = new_key(
+            self.pepper, name, scopes, created=now, expires=None if ttl is None else now + ttl, limits=limits
+        )
         self.ring.put(key)
         self.store.put_key(KeyRow(key.id, name, tuple(sorted(key.scopes)), key.digest, now, key.expires, limits))
         return {"schema": 1, "id": key.id, "key": text}
@@ -160,10 +161,15 @@ class Admin:
                 sums.setdefault((row.day if daily else "", row.key, row.model), Used()).add(row.used)
         names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
         rows = [
-            {"key": who, "name": names.get(who, ""), "model": model, **({"day": day} if daily else {}),
-             **msgspec.structs.asdict(used)}
+            {
+                "key": who,
+                "name": names.get(who, ""),
+                "model": model,
+                **({"day": day} if daily else {}),
+                **msgspec.structs.asdict(used),
+            }
             for (day, who, model), used in sorted(sums.items())
-        ]  # fmt: skip
+        ]
         return {"schema": 1, "since": since or None, "usage": rows}
 
 

@@ -258,17 +258,31 @@ class Store:
         self._members[row.node] = row
         self._put(
             "INSERT OR REPLACE INTO members VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            row.node, row.name, row.machine, msgspec.json.encode(row.hardware).decode(), row.serial, row.joined,
-            row.cordoned, row.removed, " ".join(row.labels), row.video,
-        )  # fmt: skip
+            row.node,
+            row.name,
+            row.machine,
+            msgspec.json.encode(row.hardware).decode(),
+            row.serial,
+            row.joined,
+            row.cordoned,
+            row.removed,
+            " ".join(row.labels),
+            row.video,
+        )
 
     def put_token(self, row: TokenRow) -> None:
         """Add or replace a join token."""
         self._tokens[row.id] = row
         self._put(
             "INSERT OR REPLACE INTO tokens VALUES (?, ?, ?, ?, ?, ?, ?)",
-            row.id, row.key, row.created, row.expires, row.uses_left, row.name, row.revoked,
-        )  # fmt: skip
+            row.id,
+            row.key,
+            row.created,
+            row.expires,
+            row.uses_left,
+            row.name,
+            row.revoked,
+        )
 
     def drop_token(self, token: str) -> None:
         """Delete a join token."""
@@ -280,9 +294,14 @@ class Store:
         self._keys[row.id] = row
         self._put(
             "INSERT OR REPLACE INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, ?)",
-            row.id, row.name, " ".join(row.scopes), row.digest, row.created, row.expires,
+            row.id,
+            row.name,
+            " ".join(row.scopes),
+            row.digest,
+            row.created,
+            row.expires,
             None if row.limits is None else msgspec.json.encode(row.limits).decode(),
-        )  # fmt: skip
+        )
 
     def revoke_key(self, key: str, now: float) -> bool:
         """Revoke an API key. Return False if no key has this id. The row is kept as a record."""
@@ -296,8 +315,11 @@ class Store:
         row.used.add(used)
         self._put(
             "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            key, model, day, *msgspec.structs.astuple(row.used),
-        )  # fmt: skip
+            key,
+            model,
+            day,
+            *msgspec.structs.astuple(row.used),
+        )
 
     @property
     def usage(self) -> Iterable[UsageRow]:
@@ -447,8 +469,18 @@ def _keep_before(connection: sqlite3.Connection, path: Path, version: int) -> No
 def _member(row: tuple[Any, ...]) -> MemberRow:
     node, name, machine, hardware, serial, joined, cordoned, removed, labels, video = row
     decoded = msgspec.json.decode(hardware, type=Hardware)
-    return MemberRow(NodeId(node), name, machine, decoded, serial, joined, bool(cordoned), removed,
-                     tuple(labels.split()), bool(video))  # fmt: skip
+    return MemberRow(
+        NodeId(node),
+        name,
+        machine,
+        decoded,
+        serial,
+        joined,
+        bool(cordoned),
+        removed,
+        tuple(labels.split()),
+        bool(video),
+    )
 
 
 def _token(row: tuple[Any, ...]) -> TokenRow:

@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
     load_pem_private_key,
-)  # fmt: skip
+)
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import private_folder, write_private
@@ -83,9 +83,12 @@ class Authority:
         Raise `BadRequestError` if `public_key_of` refuses the request.
         """
         certificate = self._leaf(
-            public_key_of(csr), name or node, node_uri(self.cluster, node), ExtendedKeyUsageOID.CLIENT_AUTH,
+            public_key_of(csr),
+            name or node,
+            node_uri(self.cluster, node),
+            ExtendedKeyUsageOID.CLIENT_AUTH,
             self._node_life,
-        )  # fmt: skip
+        )
         return certificate.public_bytes(Encoding.DER)
 
     def proves_member(self, certificate: bytes, csr: bytes, proof: bytes) -> tuple[NodeId, str] | None:
@@ -265,10 +268,16 @@ def named(name: str) -> x509.Name:
 def key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     """Return the key usage extension for certificate signing, or for handshakes."""
     return x509.KeyUsage(
-        digital_signature=not signs_certificates, key_cert_sign=signs_certificates, crl_sign=signs_certificates,
-        content_commitment=False, key_encipherment=False, data_encipherment=False, key_agreement=False,
-        encipher_only=False, decipher_only=False,
-    )  # fmt: skip
+        digital_signature=not signs_certificates,
+        key_cert_sign=signs_certificates,
+        crl_sign=signs_certificates,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def write_pair(path: Path, key: ec.EllipticCurvePrivateKey, certificate: x509.Certificate) -> None:

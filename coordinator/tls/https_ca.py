@@ -45,9 +45,16 @@ from wire.certificate import LEAF_LIFE, RENEW_AT
 log = structlog.get_logger("coordinator.tls.https_ca")
 
 HOME = (
-    "127.0.0.0/8", "10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "169.254.0.0/16", "100.64.0.0/10",
-    "::1/128", "fc00::/7", "fe80::/10",
-)  # fmt: skip
+    "127.0.0.0/8",
+    "10.0.0.0/8",
+    "172.16.0.0/12",
+    "192.168.0.0/16",
+    "169.254.0.0/16",
+    "100.64.0.0/10",
+    "::1/128",
+    "fc00::/7",
+    "fe80::/10",
+)
 """Networks whose addresses the certificate may contain: loopback, private, link-local and overlay networks."""
 ISSUED_AGAIN = (
     "the authority of the endpoint was issued again with the same key, because Bun and Claude Code refused its "

@@ -23,8 +23,9 @@ def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLCo
     if http.certificate:
         return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
     if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
-        return Endpoint(state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()),
-                        time.time)  # fmt: skip
+        return Endpoint(
+            state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()), time.time
+        )
     if not is_loopback(listen):
         log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
     return None

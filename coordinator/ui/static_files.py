@@ -18,9 +18,11 @@ POLICY: Final = (
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 TYPES: Final = {
-    "html": "text/html; charset=utf-8", "js": "text/javascript; charset=utf-8", "css": "text/css; charset=utf-8",
+    "html": "text/html; charset=utf-8",
+    "js": "text/javascript; charset=utf-8",
+    "css": "text/css; charset=utf-8",
     "svg": "image/svg+xml",
-}  # fmt: skip
+}
 ROOT: Final = "/ui/"
 HEADERS: Final = (
     (b"content-security-policy", POLICY.encode()),

@@ -180,10 +180,15 @@ class Videos:
                 return invalid("after: there is no such video", "after")
             jobs = jobs[place + 1 :]
         page = jobs[: int(limit)]
-        return msgspec.json.encode({
-            "object": "list", "data": [shown(job) for job in page], "first_id": page[0].id if page else None,
-            "last_id": page[-1].id if page else None, "has_more": len(jobs) > len(page),
-        })  # fmt: skip
+        return msgspec.json.encode(
+            {
+                "object": "list",
+                "data": [shown(job) for job in page],
+                "first_id": page[0].id if page else None,
+                "last_id": page[-1].id if page else None,
+                "has_more": len(jobs) > len(page),
+            }
+        )
 
     # -- one video ------------------------------------------------------------------------
 

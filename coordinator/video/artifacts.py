@@ -25,8 +25,12 @@ log = structlog.get_logger("coordinator.video.artifacts")
 
 VIDEO = "video"
 THUMBNAIL = "thumbnail"
-SUFFIXES = {".mp4": (VIDEO, "video/mp4"), ".webp": (THUMBNAIL, "image/webp"), ".jpg": (THUMBNAIL, "image/jpeg"),
-            ".png": (THUMBNAIL, "image/png")}  # fmt: skip
+SUFFIXES = {
+    ".mp4": (VIDEO, "video/mp4"),
+    ".webp": (THUMBNAIL, "image/webp"),
+    ".jpg": (THUMBNAIL, "image/jpeg"),
+    ".png": (THUMBNAIL, "image/png"),
+}
 """Kind and media type of a file by its suffix. All other files stay on the node."""
 MOST_FILES = 4
 SLACK_BYTES = 16 * 2**20
@@ -82,8 +86,10 @@ class Artifacts:
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, told=artifact.size)
-                return Fault("artifact_broken", f"{artifact.name} came with {size} of {artifact.size} bytes, or others "
-                             "than its node told")  # fmt: skip
+                return Fault(
+                    "artifact_broken",
+                    f"{artifact.name} came with {size} of {artifact.size} bytes, or others than its node told",
+                )
             await asyncio.to_thread(_finish, beside, folder / artifact.name)
         except OSError as error:
             log.exception("artifact not stored", job=job.id, name=artifact.name)

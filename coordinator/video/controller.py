@@ -124,9 +124,15 @@ class Conductor:
         """Enqueue a job and return it after it is on disk. Raise `StoreError` if it cannot be stored."""
         self._sequence += 1
         job = Job(
-            f"video_{secrets.token_hex(12)}", self._sequence, key, self._wall(), wanted, self.settings.lease_bytes,
-            idempotency=idempotency, digest=digest,
-        )  # fmt: skip
+            f"video_{secrets.token_hex(12)}",
+            self._sequence,
+            key,
+            self._wall(),
+            wanted,
+            self.settings.lease_bytes,
+            idempotency=idempotency,
+            digest=digest,
+        )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
         self.tell(events.Submitted(job))
         await self._written()

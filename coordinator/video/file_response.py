@@ -73,8 +73,11 @@ async def _send(exchange: Exchange, descriptor: int, kept: Kept) -> None:
     status, piece = (200, Span(0, kept.size - 1)) if span is None else (206, span)
     if span is not None:
         headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, kept.size)))
-    headers += [(b"content-type", media_type(kept.name).encode()), (b"cache-control", b"private"),
-                (b"content-length", b"%d" % (piece.last - piece.first + 1))]  # fmt: skip
+    headers += [
+        (b"content-type", media_type(kept.name).encode()),
+        (b"cache-control", b"private"),
+        (b"content-length", b"%d" % (piece.last - piece.first + 1)),
+    ]
     exchange.status = status
     await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
     await _pieces(exchange, descriptor, Span(0, -1) if exchange.method == "HEAD" else piece)

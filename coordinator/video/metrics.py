@@ -13,11 +13,30 @@ CONFIRM_BOUNDS = (0.05, 0.1, 0.2, 0.5, 1, 5, 30)
 """All in seconds."""
 COMPLETED, FAILED, CANCELLED, OTHER = "completed", "failed", "cancelled", "other"
 ENDS = (COMPLETED, FAILED, CANCELLED)
-REASONS = frozenset({
-    "no_headroom", "memory_lease_exceeded", "worker_stalled", "job_timeout", "monitor_failed", "worker_crashed",
-    "worker_lost", "node_lost", "node_paused", "start_failed", "actor_lost", "output_invalid", "generation_failed",
-    "model_invalid", "disk_full", "artifact_broken", "artifact_lost", "storage_full", "storage_failed", OTHER,
-})  # fmt: skip
+REASONS = frozenset(
+    {
+        "no_headroom",
+        "memory_lease_exceeded",
+        "worker_stalled",
+        "job_timeout",
+        "monitor_failed",
+        "worker_crashed",
+        "worker_lost",
+        "node_lost",
+        "node_paused",
+        "start_failed",
+        "actor_lost",
+        "output_invalid",
+        "generation_failed",
+        "model_invalid",
+        "disk_full",
+        "artifact_broken",
+        "artifact_lost",
+        "storage_full",
+        "storage_failed",
+        OTHER,
+    }
+)
 """Why a job can fail. Words that a node makes up are OTHER."""
 
 

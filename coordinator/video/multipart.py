@@ -47,10 +47,16 @@ class _Form:
 
     def callbacks(self) -> Any:
         return {
-            "on_part_begin": self._part, "on_header_begin": self._begin, "on_header_field": self._field,
-            "on_header_value": self._value, "on_header_end": self._header, "on_headers_finished": self._named,
-            "on_part_data": self._data, "on_part_end": self._end, "on_end": self._done,
-        }  # fmt: skip
+            "on_part_begin": self._part,
+            "on_header_begin": self._begin,
+            "on_header_field": self._field,
+            "on_header_value": self._value,
+            "on_header_end": self._header,
+            "on_headers_finished": self._named,
+            "on_part_data": self._data,
+            "on_part_end": self._end,
+            "on_end": self._done,
+        }
 
     def _part(self) -> None:
         self.parts += 1

@@ -25,12 +25,16 @@ def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
 
 def _package_row(node: NodeView, package: VideoPackage, profile: Profile) -> dict[str, Any]:
     return {
-        "id": node.id, "name": node.name, "state": str(node.state),
+        "id": node.id,
+        "name": node.name,
+        "state": str(node.state),
         "ready": node.video_allowed and node.video.ready and bool(node.video.ray),
         "cause": package.cause or node.video.cause or video_denied(node) or node.video.ray_cause,
         "weights": package.weights,
-        "engine": package.engine, "bits": package.bits, "profile": _profile(profile),
-    }  # fmt: skip
+        "engine": package.engine,
+        "bits": package.bits,
+        "profile": _profile(profile),
+    }
 
 
 def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
@@ -40,9 +44,12 @@ def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
 
 def _profile(profile: Profile) -> dict[str, Any]:
     return {
-        "base": profile.base, "slope": round(profile.slope), "margin": profile.margin, "measured": profile.measured,
+        "base": profile.base,
+        "slope": round(profile.slope),
+        "margin": profile.margin,
+        "measured": profile.measured,
         "calibrated": profile.calibrated,
-    }  # fmt: skip
+    }
 
 
 def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
@@ -50,11 +57,20 @@ def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
     told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
     return {
-        "id": hold.lease, "node": hold.node, "name": hold.node if node is None else node.name, "job": hold.job,
-        "generation": hold.generation, "size": hold.size, "since": hold.since, "granted": hold.granted,
-        "phase": told.phase or ("granted" if hold.granted else "asked"), "progress": told.progress,
-        "footprint": told.footprint, "peak": told.peak, "orphan": not _runs(hold, job),
-    }  # fmt: skip
+        "id": hold.lease,
+        "node": hold.node,
+        "name": hold.node if node is None else node.name,
+        "job": hold.job,
+        "generation": hold.generation,
+        "size": hold.size,
+        "since": hold.since,
+        "granted": hold.granted,
+        "phase": told.phase or ("granted" if hold.granted else "asked"),
+        "progress": told.progress,
+        "footprint": told.footprint,
+        "peak": told.peak,
+        "orphan": not _runs(hold, job),
+    }
 
 
 def _told(hold: Hold, video: VideoState) -> LeaseState:
@@ -68,6 +84,11 @@ def _runs(hold: Hold, job: Job | None) -> bool:
 def video_row(video: VideoState, *, allowed: bool) -> dict[str, Any]:
     """Return a node's video state and its permission for video jobs."""
     return {
-        "ready": video.ready, "allowed": allowed, "cause": video.cause, "ray": video.ray, "ray_cause": video.ray_cause,
-        "packages": [asdict(package) for package in video.packages], "leases": [asdict(one) for one in video.leases],
-    }  # fmt: skip
+        "ready": video.ready,
+        "allowed": allowed,
+        "cause": video.cause,
+        "ray": video.ray,
+        "ray_cause": video.ray_cause,
+        "packages": [asdict(package) for package in video.packages],
+        "leases": [asdict(one) for one in video.leases],
+    }

@@ -63,7 +63,12 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def rules(self) -> Rules:
         """Limits of the job table."""
         return Rules(
-            self.on_node_loss, lease_seconds=self.lease_seconds, start_seconds=self.start_seconds,
-            away_seconds=self.away_seconds, room_seconds=self.room_seconds, keep_seconds=self.keep_hours * 3600,
-            keep_count=self.keep_count, keep_bytes=parse_size(self.keep_bytes),
-        )  # fmt: skip
+            self.on_node_loss,
+            lease_seconds=self.lease_seconds,
+            start_seconds=self.start_seconds,
+            away_seconds=self.away_seconds,
+            room_seconds=self.room_seconds,
+            keep_seconds=self.keep_hours * 3600,
+            keep_count=self.keep_count,
+            keep_bytes=parse_size(self.keep_bytes),
+        )

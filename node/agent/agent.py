@@ -239,9 +239,17 @@ class Agent:
     def _hello(self, takeover: bool) -> Hello:
         identity = self._identity
         return Hello(
-            PROTOCOL, identity.node, identity.name, self._instance, identity.machine, self._version, self._hardware,
-            takeover, identity.generation, identity.seal,
-        )  # fmt: skip
+            PROTOCOL,
+            identity.node,
+            identity.name,
+            self._instance,
+            identity.machine,
+            self._version,
+            self._hardware,
+            takeover,
+            identity.generation,
+            identity.seal,
+        )
 
     async def _until_lost(self, link: Link) -> None:
         loop = asyncio.get_running_loop()

@@ -22,7 +22,7 @@ from wire.bonjour_record import (
     cluster_hint,
     from_txt,
     shown_name,
-)  # fmt: skip
+)
 from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()

@@ -36,7 +36,7 @@ from node.agent.identity import (
     prove_identity,
     proves_coordinator,
     remember,
-)  # fmt: skip
+)
 from node.agent.machine_id import machine_id
 from wire.codec import Splitter, WireError, decode, encode
 from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
@@ -45,10 +45,25 @@ from wire.report import Hardware
 from wire.units import KIB
 
 __all__ = [
-    "EnrolDenied", "EnrolError", "Identity", "IdentityError", "IdentityMismatch", "PinMismatch", "Unreachable",
-    "client_context", "enrol", "install", "load_identity", "machine_id", "needs_renewal", "new_csr", "parse_address",
-    "proves_coordinator", "proves_itself", "remember",
-]  # fmt: skip
+    "EnrolDenied",
+    "EnrolError",
+    "Identity",
+    "IdentityError",
+    "IdentityMismatch",
+    "PinMismatch",
+    "Unreachable",
+    "client_context",
+    "enrol",
+    "install",
+    "load_identity",
+    "machine_id",
+    "needs_renewal",
+    "new_csr",
+    "parse_address",
+    "proves_coordinator",
+    "proves_itself",
+    "remember",
+]
 
 USUAL_PORT = 8081
 PATIENCE = 10.0
@@ -225,8 +240,10 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
     except TimeoutError:
         raise Unreachable(f"{where} did not answer in time") from None
     except OSError as error:
-        raise Unreachable(f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
-                          "is `cluster up` running there, and is this its address for nodes?") from None  # fmt: skip
+        raise Unreachable(
+            f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
+            "is `cluster up` running there, and is this its address for nodes?"
+        ) from None
     finally:
         if writer is not None:
             writer.transport.abort()

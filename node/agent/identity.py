@@ -130,9 +130,17 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
     return Identity(
-        kept.cluster, NodeId(kept.node), kept.name, kept.machine, folder, certificate, kept.ca, kept.addresses,
-        kept.generation, kept.seal,
-    )  # fmt: skip
+        kept.cluster,
+        NodeId(kept.node),
+        kept.name,
+        kept.machine,
+        folder,
+        certificate,
+        kept.ca,
+        kept.addresses,
+        kept.generation,
+        kept.seal,
+    )
 
 
 def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca: bytes, machine: str) -> Identity:
@@ -240,8 +248,16 @@ def install(identity: Identity, certificate: bytes) -> Identity:
 
 
 def _keep(identity: Identity) -> None:
-    kept = _Kept(identity.cluster, identity.node, identity.name, identity.machine, identity.ca, identity.addresses,
-                 identity.generation, identity.seal)  # fmt: skip
+    kept = _Kept(
+        identity.cluster,
+        identity.node,
+        identity.name,
+        identity.machine,
+        identity.ca,
+        identity.addresses,
+        identity.generation,
+        identity.seal,
+    )
     write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
 
 

@@ -24,8 +24,11 @@ def _platform_uuid() -> str:
     try:
         listing = subprocess.run(
             ["/usr/sbin/ioreg", "-rd1", "-c", "IOPlatformExpertDevice"],
-            capture_output=True, text=True, timeout=5, check=False,
-        ).stdout  # fmt: skip
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=False,
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return platform_uuid_in(listing)

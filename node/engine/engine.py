@@ -101,34 +101,63 @@ class TextEngine:
     """
 
     def __init__(
-        self, settings: NodeSettings, library: Library, recorder: Recording, hardware: Hardware,
-        profiles: Path | None, metal: Callable[[], Metal] = open_metal,
+        self,
+        settings: NodeSettings,
+        library: Library,
+        recorder: Recording,
+        hardware: Hardware,
+        profiles: Path | None,
+        metal: Callable[[], Metal] = open_metal,
         gate: type[Gate] = Gate,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings = settings.engine.mlx
         self.library = library
         self.trials = Trials(profiles)
         self.door = Door(
-            library, self._context, recorder=recorder, trials=self.trials if settings.models.trial else None,
+            library,
+            self._context,
+            recorder=recorder,
+            trials=self.trials if settings.models.trial else None,
             barred=lambda found: self._cause(found, time.monotonic()),
-        )  # fmt: skip
+        )
         self.footprint = Footprint(hardware.memory, self._held)
         self.forwards = Forwards(
-            recorder, self.footprint, self._reserved, self._make_room, self._give_up_load, self._residual,
-            read=self._weights, gate=gate,
-        )  # fmt: skip
+            recorder,
+            self.footprint,
+            self._reserved,
+            self._make_room,
+            self._give_up_load,
+            self._residual,
+            read=self._weights,
+            gate=gate,
+        )
         self.gate = self.forwards.gate
         self.reuse = Reuse(self.forwards, self._kept_most, self.footprint.forget)
         self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self.profiler = Profiler(
-            Profiles(profiles), hardware, self._ask, Spike(self.forwards.height, self.footprint.sensor),
-            self._longest, self.gate.narrowed, chunk=self._settings.chunk, batch=self._settings.batch,
-            context=self._settings.context, on=settings.models.profile == "auto",
-        )  # fmt: skip
+            Profiles(profiles),
+            hardware,
+            self._ask,
+            Spike(self.forwards.height, self.footprint.sensor),
+            self._longest,
+            self.gate.narrowed,
+            chunk=self._settings.chunk,
+            batch=self._settings.batch,
+            context=self._settings.context,
+            on=settings.models.profile == "auto",
+        )
         self._wiring = Wiring(Wire(settings.memory.wire), metal)
-        self.shelf = Shelf(self.gate, self._memory, self._released, pinned, self.reuse, library, self._pieces,
-                            settings.models.idle_unload)  # fmt: skip
+        self.shelf = Shelf(
+            self.gate,
+            self._memory,
+            self._released,
+            pinned,
+            self.reuse,
+            library,
+            self._pieces,
+            settings.models.idle_unload,
+        )
         self.generation = Generation(
             self.forwards,
             lambda: self.shelf.residents,
@@ -138,10 +167,14 @@ class TextEngine:
             self._settings.chunk_floor,
         )
         self.sweeps = Sweeps(
-            self.profiler, self.forwards, lambda: self.shelf.residents, self.shelf.loading, self._alone,
+            self.profiler,
+            self.forwards,
+            lambda: self.shelf.residents,
+            self.shelf.loading,
+            self._alone,
             self.generation.still,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
-        )  # fmt: skip
+        )
         self.canary = Canary(settings.memory.canary, self._memory)
         self.shelf.spares += [self.canary, self.sweeps]
         self._pending: dict[int, tuple[Prepared, float]] = {}
@@ -255,11 +288,22 @@ class TextEngine:
         shelf = self.shelf
         counts = replace(self.forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
-            memory, models, running, waiting + len(self._pending) + len(self._unread), queued, self._acked,
-            counts, self.reuse.state(), self.gate.held,
-            self._enforced, shelf.returns.unreturned, self.gate.measures(), self._roomed,
-            metal_limit=self._wiring.metal.limit, wired=self._wiring.wired,
-        )  # fmt: skip
+            memory,
+            models,
+            running,
+            waiting + len(self._pending) + len(self._unread),
+            queued,
+            self._acked,
+            counts,
+            self.reuse.state(),
+            self.gate.held,
+            self._enforced,
+            shelf.returns.unreturned,
+            self.gate.measures(),
+            self._roomed,
+            metal_limit=self._wiring.metal.limit,
+            wired=self._wiring.wired,
+        )
 
     def halt(self) -> None:
         """Begin no further native call."""
@@ -641,29 +685,49 @@ class TextEngine:
         resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
         if resident is None:
             return Model(
-                found.name, found.fingerprint, False, weights, found.kv.per_token, context=self._context(found),
-                load_seconds=self.times.expected(
-                    found.fingerprint, weights, self.profiler.seconds(found.fingerprint)
-                ), features=self.door.features(found), kv_step=found.kv.step,
-                kv_fixed=found.kv.fixed, kv_window=found.kv.window, kv_window_per_token=found.kv.window_per_token,
+                found.name,
+                found.fingerprint,
+                False,
+                weights,
+                found.kv.per_token,
+                context=self._context(found),
+                load_seconds=self.times.expected(found.fingerprint, weights, self.profiler.seconds(found.fingerprint)),
+                features=self.door.features(found),
+                kv_step=found.kv.step,
+                kv_fixed=found.kv.fixed,
+                kv_window=found.kv.window,
+                kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_under(self._cap),
-                loading=self.shelf.loading(found.name), cause=self._cause(found, now),
-                progress=self.shelf.progress(found.name), pinned=found.name in self.shelf.pinned,
+                loading=self.shelf.loading(found.name),
+                cause=self._cause(found, now),
+                progress=self.shelf.progress(found.name),
+                pinned=found.name in self.shelf.pinned,
                 **self._transients(found.forward),
-            )  # fmt: skip
+            )
         kv, rested = resident.kv, resident.rested(now)
         return Model(
-            found.name, found.fingerprint, True, resident.weights, kv.per_token, context=self._context(found),
-            load_seconds=resident.load_seconds, prefill_speed=resident.reads.after(rested),
+            found.name,
+            found.fingerprint,
+            True,
+            resident.weights,
+            kv.per_token,
+            context=self._context(found),
+            load_seconds=resident.load_seconds,
+            prefill_speed=resident.reads.after(rested),
             decode_speed=resident.writes.after(rested),
-            bytes_per_token=resident.bytes_per_token or 4.0, features=self.door.features(found),
+            bytes_per_token=resident.bytes_per_token or 4.0,
+            features=self.door.features(found),
             groups=resident.ledger.groups(),
-            kv_step=kv.step, kv_fixed=kv.fixed, kv_window=kv.window, kv_window_per_token=kv.window_per_token,
-            kv_waste=kv.waste, covered_rows=resident.estimator.rows,
+            kv_step=kv.step,
+            kv_fixed=kv.fixed,
+            kv_window=kv.window,
+            kv_window_per_token=kv.window_per_token,
+            kv_waste=kv.waste,
+            covered_rows=resident.estimator.rows,
             uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
             pinned=found.name in self.shelf.pinned,
             **self._transients(resident.estimator.transient),
-        )  # fmt: skip
+        )
 
     def _reported(self, found: Found, memory: Memory, now: float) -> Model:
         resident, model = self.shelf.residents.get(found.name), self._model(found, now)
@@ -673,12 +737,14 @@ class TextEngine:
         """Add the results of measurements under the cap in force."""
         profile = resident.profile
         return replace(
-            model, profiled=profile is not None, observed=resident.estimator.highest,
+            model,
+            profiled=profile is not None,
+            observed=resident.estimator.highest,
             max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
             max_batch=max_batch(memory, model, self._settings.batch),
             residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
             covered=0 if profile is None else profile.chunk,
-        )  # fmt: skip
+        )
 
     def _longest(self, resident: Resident) -> int:
         """Return the longest row that the measured costs of a model allow, in tokens."""

@@ -16,9 +16,11 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 PROFILES = "MACPOOL_PROFILES"
 """Variable with the folder of the profiles."""
 OPENBLAS = (
-    "/usr/lib/x86_64-linux-gnu/libopenblas.so.0", "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
-    "/usr/lib64/libopenblas.so.0", "/usr/lib/libopenblas.so.0",
-)  # fmt: skip
+    "/usr/lib/x86_64-linux-gnu/libopenblas.so.0",
+    "/usr/lib/aarch64-linux-gnu/libopenblas.so.0",
+    "/usr/lib64/libopenblas.so.0",
+    "/usr/lib/libopenblas.so.0",
+)
 """Paths of OpenBLAS in Linux distributions."""
 
 

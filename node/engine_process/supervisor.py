@@ -330,15 +330,25 @@ class Supervisor:
         engine = self._settings.engine
         rows = engine.mlx.batch if engine.kind == "mlx" else engine.scripted.batch
         state = EngineState(
-            engine.kind, self._state, self._cause, self._restarts, recycles=self._recycles, rows=rows,
+            engine.kind,
+            self._state,
+            self._cause,
+            self._restarts,
+            recycles=self._recycles,
+            rows=rows,
             leaked=self._leaks.missing,
-        )  # fmt: skip
+        )
         if report is None:
             return state
         return replace(
-            state, running=report.running, waiting=report.waiting, queued_tokens=report.queued_tokens,
-            counts=report.counts, cache=report.cache, wired=report.wired,
-        )  # fmt: skip
+            state,
+            running=report.running,
+            waiting=report.waiting,
+            queued_tokens=report.queued_tokens,
+            counts=report.counts,
+            cache=report.cache,
+            wired=report.wired,
+        )
 
     @property
     def live(self) -> frozenset[int]:
@@ -515,8 +525,9 @@ class Supervisor:
             if await self._stopped_within(self._patience.look):
                 return
         if missing := self._leaks.add(wired, after):
-            log.error("wired memory lost", missing=show_size(missing), leaks=self._leaks.count,
-                      warning=self._leaks.warning())  # fmt: skip
+            log.error(
+                "wired memory lost", missing=show_size(missing), leaks=self._leaks.count, warning=self._leaks.warning()
+            )
             self._on_change()
         if self._leaks.count >= MOST_LEAKS:
             self._become("failed", f"it is not started again: {self._leaks.warning()}")
@@ -574,10 +585,20 @@ class Supervisor:
         try:
             errors = self._log.open()
             process = await asyncio.create_subprocess_exec(
-                *self._command, "--page", str(page), "--socket", str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=errors, stderr=errors, pass_fds=(theirs.fileno(), page),
-                close_fds=True, start_new_session=True, cwd=Path(node.__file__).parents[1], env=self._environment(),
-            )  # fmt: skip
+                *self._command,
+                "--page",
+                str(page),
+                "--socket",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=errors,
+                stderr=errors,
+                pass_fds=(theirs.fileno(), page),
+                close_fds=True,
+                start_new_session=True,
+                cwd=Path(node.__file__).parents[1],
+                env=self._environment(),
+            )
         except BaseException:
             ours.close()
             os.close(page)
@@ -705,8 +726,12 @@ class Supervisor:
                 child.ready = True
                 self._become("ready")
             elif child is not None and self._spent(child, frame):
-                log.warning("recycled", unreturned=show_size(frame.unreturned), phys=show_size(frame.memory.phys),
-                            base=show_size(frame.memory.base))  # fmt: skip
+                log.warning(
+                    "recycled",
+                    unreturned=show_size(frame.unreturned),
+                    phys=show_size(frame.memory.phys),
+                    base=show_size(frame.memory.base),
+                )
                 text = f"{show_size(frame.unreturned)} of unloaded models did not come back, so it was replaced"
                 self.recycle(child, text)
             else:

@@ -128,16 +128,28 @@ def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
 
     `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
     """
-    told: dict[str, Any] = {"total": bounds.total, "metal": bounds.metal, "container": bounds.container,
-                            "safe": safe_wired_limit(made.memory.tier, bounds.total)}  # fmt: skip
+    told: dict[str, Any] = {
+        "total": bounds.total,
+        "metal": bounds.metal,
+        "container": bounds.container,
+        "safe": safe_wired_limit(made.memory.tier, bounds.total),
+    }
     try:
         cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.above_metal)
         margin = resolve_margin(made.memory.margin, cap.bytes)
     except SettingsError as error:
         return {**told, "error": str(error)}
-    return {**told, "error": "", "cap": cap.bytes, "bound_by": cap.bound_by, "remedy": cap.remedy,
-            "warning": cap.warning or margin.warning, "margin": margin.bytes,
-            "margin_measured": made.memory.margin == AUTO, "guard": made.memory.guard}  # fmt: skip
+    return {
+        **told,
+        "error": "",
+        "cap": cap.bytes,
+        "bound_by": cap.bound_by,
+        "remedy": cap.remedy,
+        "warning": cap.warning or margin.warning,
+        "margin": margin.bytes,
+        "margin_measured": made.memory.margin == AUTO,
+        "guard": made.memory.guard,
+    }
 
 
 def identity(folder: Path, machine: str) -> dict[str, Any]:
@@ -153,25 +165,38 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
         waiting = [pool.submit(dial, known, address) for address in known.addresses]
         dialled = [one.result() for one in waiting]
     return {
-        "identity": {"node": known.node, "name": known.name, "cluster": known.cluster, "expires": leaf.expires,
-                     "authority_expires": read_certificate(known.ca).expires},
+        "identity": {
+            "node": known.node,
+            "name": known.name,
+            "cluster": known.cluster,
+            "expires": leaf.expires,
+            "authority_expires": read_certificate(known.ca).expires,
+        },
         "identity_error": "",
         "dialled": dialled,
-    }  # fmt: skip
+    }
 
 
 def dial(known: Identity, address: str) -> dict[str, Any]:
     """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
-    told: dict[str, Any] = {"address": address, "errno": None, "seconds": None, "proven": None, "error": "",
-                            "expires": None}  # fmt: skip
+    told: dict[str, Any] = {
+        "address": address,
+        "errno": None,
+        "seconds": None,
+        "proven": None,
+        "error": "",
+        "expires": None,
+    }
     try:
         where, began = parse_address(address), time.monotonic()
         with socket.create_connection(where, DIAL_SECONDS) as line:
             told |= {"errno": 0, "seconds": time.monotonic() - began}
             with authority_context(known.ca).wrap_socket(line) as secure:
                 der = secure.getpeercert(binary_form=True)
-                told |= {"proven": proves_coordinator(secure, known.cluster),
-                         "expires": read_certificate(der).expires if der else None}  # fmt: skip
+                told |= {
+                    "proven": proves_coordinator(secure, known.cluster),
+                    "expires": read_certificate(der).expires if der else None,
+                }
     except ssl.SSLCertVerificationError as error:
         told |= {"proven": False, "error": error.verify_message}
     except TimeoutError:

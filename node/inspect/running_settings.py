@@ -33,8 +33,11 @@ def telling(folder: Path, pid: int, resolved: Resolved[NodeSettings]) -> Generat
 
     A write error, such as a full disk, does not stop the node: the settings are then not published.
     """
-    set_here = {str(row["key"]): (row["value"], str(row["origin"])) for row in explained(resolved)
-                if row["key"] in resolved.origins}  # fmt: skip
+    set_here = {
+        str(row["key"]): (row["value"], str(row["origin"]))
+        for row in explained(resolved)
+        if row["key"] in resolved.origins
+    }
     with suppress(OSError):
         write_private(folder / FILE, msgspec.json.encode(Told(pid, set_here)))
     try:

@@ -177,16 +177,21 @@ def resolve_cap(
     """
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:
-        raise SettingsError(f"setting memory.cap: the RAM of this machine cannot be read, so {setting} says nothing: "
-                            'set a size, as "24GiB"')  # fmt: skip
+        raise SettingsError(
+            f"setting memory.cap: the RAM of this machine cannot be read, so {setting} says nothing: "
+            'set a size, as "24GiB"'
+        )
     if setting == "auto":
         return _automatic_cap(tier, bounds)
     size = _explicit(setting, bounds, starting=starting)
     metal_first = bounds.metal is not None and not above_metal and bounds.metal < (bounds.container or 0)
     if bounds.container is not None and size > bounds.container and not metal_first:
-        return Cap(max(1, bounds.container), "container", _CONTAINER, (
-            f"memory.cap is {show_size(size)}, the container's limit {show_size(bounds.container)}: the lower counts"
-        ))  # fmt: skip
+        return Cap(
+            max(1, bounds.container),
+            "container",
+            _CONTAINER,
+            (f"memory.cap is {show_size(size)}, the container's limit {show_size(bounds.container)}: the lower counts"),
+        )
     return _under_metal(setting, size, bounds, above_metal=above_metal, starting=starting)
 
 
@@ -285,6 +290,4 @@ def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
 
 def limits(cap: Cap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> Limits:
     """Return the frame with the limits in force for the engine."""
-    return Limits(
-        cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic
-    )  # fmt: skip
+    return Limits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

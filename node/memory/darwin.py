@@ -53,10 +53,14 @@ class ProcBsdInfo(ctypes.Structure):
     start_seconds: int
     start_microseconds: int
     _fields_: ClassVar = [
-        ("flags", c_uint32), ("status", c_uint32), ("others", c_uint32 * 10),
-        ("names", c_uint8 * 48), ("more", c_uint32 * 6),
-        ("start_seconds", c_uint64), ("start_microseconds", c_uint64),
-    ]  # fmt: skip
+        ("flags", c_uint32),
+        ("status", c_uint32),
+        ("others", c_uint32 * 10),
+        ("names", c_uint8 * 48),
+        ("more", c_uint32 * 6),
+        ("start_seconds", c_uint64),
+        ("start_microseconds", c_uint64),
+    ]
 
 
 class System:

@@ -49,9 +49,12 @@ class Limiter:
     """
 
     def __init__(
-        self, settings: NodeSettings, machine: Machine, origins: Mapping[str, str] | None = None,
+        self,
+        settings: NodeSettings,
+        machine: Machine,
+        origins: Mapping[str, str] | None = None,
         folder: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._settings = settings.memory
         self._machine = machine
         self._guard = settings.memory.guard == "on"

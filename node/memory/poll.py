@@ -85,8 +85,16 @@ class Poll:
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
         if self.state.level != before and self._tells(seen.memory):
-            log.warning("over", level=self.state.level.name, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling,
-                        margin=seen.memory.margin, leases=limits.leases, bound_by=limits.bound_by)  # fmt: skip
+            log.warning(
+                "over",
+                level=self.state.level.name,
+                phys=self._phys,
+                cap=limits.cap,
+                ceiling=limits.ceiling,
+                margin=seen.memory.margin,
+                leases=limits.leases,
+                bound_by=limits.bound_by,
+            )
         for action in actions:
             self._act(action)
         if self.state.asked:
@@ -114,9 +122,15 @@ class Poll:
         report = self._supervisor.report
         said = report.memory if report else Memory()
         return replace(
-            said, phys=self._phys, cap=limits.cap, ceiling=limits.ceiling, margin=margin_in_force(limits, said),
-            leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard,
-        )  # fmt: skip
+            said,
+            phys=self._phys,
+            cap=limits.cap,
+            ceiling=limits.ceiling,
+            margin=margin_in_force(limits, said),
+            leases=limits.leases,
+            bound_by=limits.bound_by,
+            guard=limits.guard,
+        )
 
     def _act(self, action: enforcer.Action) -> None:
         match action:
@@ -149,6 +163,15 @@ class Poll:
         """Return the level, the limits and the counts of the enforcer."""
         state, limiter, highs = self.state, self._limiter, self._supervisor.highs()
         return Enforcement(
-            state.level, self._phys, highs.lifetime, highs.interval, limiter.cap.bound_by, limiter.standing.remedy,
-            limiter.tier, (*limiter.warnings(), *self._supervisor.warnings), state.polls, state.over_caps, state.kills,
-        )  # fmt: skip
+            state.level,
+            self._phys,
+            highs.lifetime,
+            highs.interval,
+            limiter.cap.bound_by,
+            limiter.standing.remedy,
+            limiter.tier,
+            (*limiter.warnings(), *self._supervisor.warnings),
+            state.polls,
+            state.over_caps,
+            state.kills,
+        )

@@ -262,10 +262,12 @@ def machine(memory: int | None = None) -> Hardware:
         found, limit = virtual_memory(), None if apple else linux.container_limit()
         memory = 0 if found is None else found.total if limit is None else min(found.total, limit)
     return Hardware(
-        chip or platform.machine(), memory, os.cpu_count() or 0,
+        chip or platform.machine(),
+        memory,
+        os.cpu_count() or 0,
         f"{'macOS' if apple else platform.system()} {platform.mac_ver()[0] if apple else platform.release()}",
         platform.python_version(),
-    )  # fmt: skip
+    )
 
 
 @functools.cache

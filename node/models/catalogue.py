@@ -50,11 +50,26 @@ SAMPLE = 4096
 """Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 _IDENTITY = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
-    "tiktoken.model", "tekken.json", "chat_template.jinja", "chat_template.json", "preprocessor_config.json",
-    "processor_config.json", "modules.json", "1_Pooling/config.json",
-)  # fmt: skip
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "tiktoken.model",
+    "tekken.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "modules.json",
+    "1_Pooling/config.json",
+)
 """Files next to the weights that change prompts or answers."""
 _CONTEXTS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions")
 _SIZES = {"float32": 4, "float16": 2, "bfloat16": 2, "F32": 4, "F16": 2, "BF16": 2}
@@ -63,9 +78,17 @@ _NESTED = ("text_config", "language_config", "llm_config")
 _OLDER = {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_embd": "hidden_size"}
 _FUSED = frozenset({64, 72, 80, 96, 128})
 """Head sizes with fused attention in Metal, which stores no scores (from MLX's source)."""
-_LATENT = frozenset({
-    "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_k25", "kimi_linear", "mistral4",
-})  # fmt: skip
+_LATENT = frozenset(
+    {
+        "deepseek_v3",
+        "deepseek_v32",
+        "glm4_moe_lite",
+        "glm_moe_dsa",
+        "kimi_k25",
+        "kimi_linear",
+        "mistral4",
+    }
+)
 """Models whose compressed attention (MLA) caches the compressed values. Any other model expands them to keys and
 values."""
 _INDEXED = frozenset({"deepseek_v32", "glm_moe_dsa"})
@@ -279,9 +302,16 @@ def describe(name: str, folder: Path) -> Found | None:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     context = _context(config)
     return Found(
-        name, folder, digest.hexdigest()[:32], loaded_size(config, weights), context,
-        foresee(config, weights.float_size), weights.cause, forecast(config, weights.float_size), weights.size,
-    )  # fmt: skip
+        name,
+        folder,
+        digest.hexdigest()[:32],
+        loaded_size(config, weights),
+        context,
+        foresee(config, weights.float_size),
+        weights.cause,
+        forecast(config, weights.float_size),
+        weights.size,
+    )
 
 
 def is_text(config: Config) -> bool:
@@ -483,8 +513,10 @@ def _state_bytes(text: Config, number: int) -> int:
     hidden, kernel = _whole(text.get("hidden_size")), _whole(text.get("conv_L_cache"))
     if kernel:
         return (kernel - 1) * hidden * number
-    sizes = [_whole(text.get(f"linear_{name}")) for name in (
-        "num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")]  # fmt: skip
+    sizes = [
+        _whole(text.get(f"linear_{name}"))
+        for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "conv_kernel_dim")
+    ]
     if all(sizes):
         key_heads, key, value_heads, value, kernel = sizes
         convolved = 2 * key_heads * key + value_heads * value
@@ -509,9 +541,14 @@ def forecast(config: Config, float_size: int) -> Transient:
     full, windowed, _ = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed and not full else 0
     return Transient(
-        token=4.0 * numbers, pair=pair, seen=seen, logits=logits, step_row=4.0 * numbers + logits,
-        step_seen=4.0 * heads, window=window,
-    )  # fmt: skip
+        token=4.0 * numbers,
+        pair=pair,
+        seen=seen,
+        logits=logits,
+        step_row=4.0 * numbers + logits,
+        step_seen=4.0 * heads,
+        window=window,
+    )
 
 
 def _float_size(text: Config, otherwise: int) -> int:

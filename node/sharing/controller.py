@@ -91,8 +91,14 @@ class Sharer:
         """Decide before the node accepts work, and then periodically."""
         await self.read_power()
         self.look()
-        log.info("sharing", when=self._rule.when.value, hours=str(self._rule.hours or ""), battery=self._rule.battery,
-                 shared=self.standing.shared, why=self.standing.why)  # fmt: skip
+        log.info(
+            "sharing",
+            when=self._rule.when.value,
+            hours=str(self._rule.hours or ""),
+            battery=self._rule.battery,
+            shared=self.standing.shared,
+            why=self.standing.why,
+        )
         self._task = asyncio.create_task(self._keep())
 
     async def stop(self) -> None:
@@ -131,8 +137,9 @@ class Sharer:
         """Decide, report a change, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
-        facts = Facts(self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery,
-                      self._low)  # fmt: skip
+        facts = Facts(
+            self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
+        )
         self._low = too_low(self._rule, facts)
         before, self.standing = self.standing, standing(self._rule, facts, now)
         if before.shared != self.standing.shared:

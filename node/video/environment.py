@@ -111,8 +111,21 @@ def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: P
     """Create a virtual environment in `built` with the packages of the requirement `files`."""
     run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
-        run([*_pip(built), "download", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest",
-              str(wheels), "--requirement", str(torch)], NO_TORCH)  # fmt: skip
+        run(
+            [
+                *_pip(built),
+                "download",
+                "--quiet",
+                "--no-deps",
+                "--only-binary=:all:",
+                "--require-hashes",
+                "--dest",
+                str(wheels),
+                "--requirement",
+                str(torch),
+            ],
+            NO_TORCH,
+        )
     where = ["--find-links", str(wheelhouse or wheels)] if wheelhouse or wheels.exists() else []
     where += ["--no-index"] if wheelhouse else []
     uv = _uv()
@@ -121,8 +134,10 @@ def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: P
         run([*install, *where, *map(str, files)], "the packages could not be installed")
     else:
         install = [*_pip(built), "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes", *where]
-        run([*install, *(word for file in files for word in ("--requirement", str(file)))],
-            "the packages could not be installed")  # fmt: skip
+        run(
+            [*install, *(word for file in files for word in ("--requirement", str(file)))],
+            "the packages could not be installed",
+        )
 
 
 def _pip(built: Path) -> list[str]:
@@ -148,9 +163,14 @@ def run(command: Sequence[str], otherwise: str) -> None:
         name: value for name, value in os.environ.items() if not name.startswith(("MACPOOL_", "PYTHON", "VIRTUAL_"))
     }
     done = subprocess.run(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
         env=kept,
-    )  # fmt: skip
+    )
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
         raise Failure(f"{otherwise}: {' / '.join(lines[-3:])[:600]}")

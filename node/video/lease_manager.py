@@ -321,9 +321,15 @@ class Lender:
         if isinstance(after, Refused):
             headroom = after.numbers.headroom if after.numbers is not None else None
             return LeaseRefused(
-                ask.lease, ask.generation, after.code.value, "work came in while the ceiling was lowered", ask.size,
-                None if headroom is None else headroom + ask.size, leases.RETRY_ROOM, "the work that came in",
-            )  # fmt: skip
+                ask.lease,
+                ask.generation,
+                after.code.value,
+                "work came in while the ceiling was lowered",
+                ask.size,
+                None if headroom is None else headroom + ask.size,
+                leases.RETRY_ROOM,
+                "the work that came in",
+            )
         log.info(
             "ceiling lowered", lease=ask.lease, size=show_size(ask.size), seconds=round(time.monotonic() - began, 3)
         )
@@ -343,8 +349,12 @@ class Lender:
         bounds = Bounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
         place = self._place(held)
         watch = Watch(held, place, bounds, settings.start_timeout, settings.grace)
-        job = {**spec.job(package.described), "package": str(package.folder), "out": str(place / OUT),
-               "wire": self._settings.memory.wire != Wire.OFF}  # fmt: skip
+        job = {
+            **spec.job(package.described),
+            "package": str(package.folder),
+            "out": str(place / OUT),
+            "wire": self._settings.memory.wire != Wire.OFF,
+        }
         watch.open(
             Grant(
                 lease=held.lease,
@@ -424,8 +434,14 @@ class Lender:
         await watch.kill(end)
         self._give_back()
         self.finish(watch.held.lease)
-        log.info("lease ended", lease=watch.held.lease, code=end.code, message=end.message, peak=show_size(watch.peak),
-                 seconds=round(time.monotonic() - began, 3))  # fmt: skip
+        log.info(
+            "lease ended",
+            lease=watch.held.lease,
+            code=end.code,
+            message=end.message,
+            peak=show_size(watch.peak),
+            seconds=round(time.monotonic() - began, 3),
+        )
         self.changed()
         await asyncio.to_thread(watch.close)
         artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()

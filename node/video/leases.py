@@ -135,8 +135,9 @@ def fenced(ask: Lease, ledger: Ledger) -> LeaseRefused | None:
         return no(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
     holding = ledger.holding
     if holding is not None:
-        return no(ask, HELD, f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
-                  RETRY_HELD)  # fmt: skip
+        return no(
+            ask, HELD, f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time", RETRY_HELD
+        )
     return None
 
 
@@ -170,9 +171,15 @@ def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozense
         return None
     room = answer.numbers.headroom if answer.numbers is not None else None
     return LeaseRefused(
-        ask.lease, ask.generation, answer.code.value, f"the lease {answer.message}", ask.size, room,
-        answer.retry_after or RETRY_ROOM, waiting_for(ask.size, room, memory, models, pinned),
-    )  # fmt: skip
+        ask.lease,
+        ask.generation,
+        answer.code.value,
+        f"the lease {answer.message}",
+        ask.size,
+        room,
+        answer.retry_after or RETRY_ROOM,
+        waiting_for(ask.size, room, memory, models, pinned),
+    )
 
 
 def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> str:
@@ -181,8 +188,9 @@ def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Mo
         return "a reading of the engine's footprint"
     holders = [
         f"{model.name} ({'preloaded' if model.name in pinned else 'loading' if model.loading else 'in use'})"
-        for model in models if model.loaded or model.loading
-    ]  # fmt: skip
+        for model in models
+        if model.loaded or model.loading
+    ]
     what = f"{show_size(size - room)} more headroom"
     return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
 

@@ -85,11 +85,21 @@ def describe(name: str, folder: Path) -> VideoPackage | None:
     two = len(experts) == len(EXPERTS)
     side = _token_side(folder, two=two)
     return VideoPackage(
-        name, digest.hexdigest()[:32], pipeline, "", max((one.bits for one in experts), default=0),
-        sum(one.size for one in parts.values()), max((one.size for one in experts), default=0), max(1, len(experts)),
-        side, _vae(folder).get("scale_factor_temporal", 4), 16 if two else 24, 40 if two else 50, 81 if two else 121,
+        name,
+        digest.hexdigest()[:32],
+        pipeline,
+        "",
+        max((one.bits for one in experts), default=0),
+        sum(one.size for one in parts.values()),
+        max((one.size for one in experts), default=0),
+        max(1, len(experts)),
+        side,
+        _vae(folder).get("scale_factor_temporal", 4),
+        16 if two else 24,
+        40 if two else 50,
+        81 if two else 121,
         _cause(folder, index, parts),
-    )  # fmt: skip
+    )
 
 
 def _cause(folder: Path, index: dict[str, Any], parts: dict[str, Component]) -> str:

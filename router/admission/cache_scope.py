@@ -24,18 +24,22 @@ class CacheSettings(Section, frozen=True, kw_only=True):
 
     share: Annotated[
         Literal["key", "pool"],
-        Meta(description=(
-            "Who may reuse the cached beginning of a prompt: `key`, only the API key that sent it, or `pool`, every "
-            "key, which lets any key find out what another one has asked."
-        )),
-    ] = "key"  # fmt: skip
+        Meta(
+            description=(
+                "Who may reuse the cached beginning of a prompt: `key`, only the API key that sent it, or `pool`, "
+                "every key, which lets any key find out what another one has asked."
+            )
+        ),
+    ] = "key"
     shared_prompts: Annotated[
         tuple[str, ...],
-        Meta(description=(
-            "Files, each with one system prompt that all keys share: its tokens, and nothing behind it, are reused for "
-            "every request whose first message is exactly this text. Read at start."
-        )),
-    ] = ()  # fmt: skip
+        Meta(
+            description=(
+                "Files, each with one system prompt that all keys share: its tokens, and nothing behind it, are reused "
+                "for every request whose first message is exactly this text. Read at start."
+            )
+        ),
+    ] = ()
 
 
 class CacheScopes:

@@ -96,9 +96,18 @@ class AdmissionQueue(Generic[T]):
         return max(LEAST_SHARE, self.limit(nodes) // SHARE)
 
     def offer(
-        self, item: T, key: str, cost: int, now: float, deadline: float, nodes: int, *, weight: int = 1,
-        share: int | None = None, begun: bool = False,
-    ) -> Entry[T] | Refused:  # fmt: skip
+        self,
+        item: T,
+        key: str,
+        cost: int,
+        now: float,
+        deadline: float,
+        nodes: int,
+        *,
+        weight: int = 1,
+        share: int | None = None,
+        begun: bool = False,
+    ) -> Entry[T] | Refused:
         """Enqueue an item, or refuse it: over the key's share (429) or full queue (503).
 
         `weight` is the key's weight against the other queued keys. `share` overrides the key's maximum number of

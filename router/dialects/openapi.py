@@ -85,19 +85,35 @@ REASONS = {
 
 NDJSON = "application/x-ndjson"
 _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
-    "/v1/chat/completions": (ChatBody, "chat_completions", "Answer a conversation, whole or as a stream",
-                             "text/event-stream"),
+    "/v1/chat/completions": (
+        ChatBody,
+        "chat_completions",
+        "Answer a conversation, whole or as a stream",
+        "text/event-stream",
+    ),
     "/v1/completions": (CompletionBody, "completions", "Go on with prompts, whole or as a stream", "text/event-stream"),
-    "/v1/messages": (MessagesBody, "messages", "Answer a conversation in Anthropic's shape, whole or as a stream",
-                     "text/event-stream"),
+    "/v1/messages": (
+        MessagesBody,
+        "messages",
+        "Answer a conversation in Anthropic's shape, whole or as a stream",
+        "text/event-stream",
+    ),
     "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the tokens of a conversation's prompt", ""),
-    "/v1/responses": (ResponsesBody, "responses", "Answer items, whole or as a stream; the answer may be kept",
-                      "text/event-stream"),
+    "/v1/responses": (
+        ResponsesBody,
+        "responses",
+        "Answer items, whole or as a stream; the answer may be kept",
+        "text/event-stream",
+    ),
     "/api/chat": (OllamaChatBody, "ollama_chat", "Answer a conversation in Ollama's shape, whole or in lines", NDJSON),
-    "/api/generate": (OllamaGenerateBody, "ollama_generate", "Answer a prompt in Ollama's shape, whole or in lines",
-                      NDJSON),
+    "/api/generate": (
+        OllamaGenerateBody,
+        "ollama_generate",
+        "Answer a prompt in Ollama's shape, whole or in lines",
+        NDJSON,
+    ),
     "/api/show": (OllamaShowBody, "ollama_show", "Show one model in Ollama's shape", ""),
-}  # fmt: skip
+}
 """Routes with a body: its model, the operation, its summary, and the content type of its stream, if any."""
 
 
@@ -158,11 +174,20 @@ def _video_paths() -> dict[str, Any]:
     def operation(name: str, summary: str, good: str, bad: tuple[int, ...] = _NAMED, **more: Any) -> dict[str, Any]:
         return _operation(video, name, summary, good, bad, more.get("content"))
 
-    content = operation("get_video_content", "Download a video, or `variant=thumbnail`; Range is honoured", "the file",
-                        (*_NAMED, 409, 416), content=files)  # fmt: skip
+    content = operation(
+        "get_video_content",
+        "Download a video, or `variant=thumbnail`; Range is honoured",
+        "the file",
+        (*_NAMED, 409, 416),
+        content=files,
+    )
     content["responses"]["206"] = {"description": "the range that was asked for", "content": files}
-    created = operation("create_video", "Ask for a video; it is made when a node lends memory", "the job",
-                        (*_NAMED, 408, 409, 413, 429, 503))  # fmt: skip
+    created = operation(
+        "create_video",
+        "Ask for a video; it is made when a node lends memory",
+        "the job",
+        (*_NAMED, 408, 409, 413, 429, 503),
+    )
     created["requestBody"] = {"required": True, "content": dict.fromkeys(("application/json", _FORM), schema)}
     return {
         video: {
@@ -172,8 +197,10 @@ def _video_paths() -> dict[str, Any]:
         },
         video + "/{video}": {
             "get": operation("get_video", "Show a video: state, progress, phase, error", "the job") | one,
-            "delete": operation("delete_video", "Delete a video; one that is being made is ended", "it is gone",
-                                (*_NAMED, 503)) | one,
+            "delete": operation(
+                "delete_video", "Delete a video; one that is being made is ended", "it is gone", (*_NAMED, 503)
+            )
+            | one,
         },
         video + "/{video}/cancel": {
             "post": operation("cancel_video", "End a video that waits or is made", "the job", (*_NAMED, 503)) | one
@@ -184,7 +211,7 @@ def _video_paths() -> dict[str, Any]:
         "/v1/videos/characters/{character}": {
             "get": _no_video("/get_character") | {"parameters": [_named("character")]}
         },
-    }  # fmt: skip
+    }
 
 
 def _no_video(path: str) -> dict[str, Any]:
@@ -229,8 +256,14 @@ def _operation(
         "200": {"description": good, "content": content or {"application/json": {"schema": {"type": "object"}}}}
     }
     answers |= {str(status): told(path, status) for status in sorted(bad)}
-    return {"operationId": name, "summary": summary, "tags": ["inference"], "security": _KEYS, "responses": answers,
-            "x-scope": "infer"}  # fmt: skip
+    return {
+        "operationId": name,
+        "summary": summary,
+        "tags": ["inference"],
+        "security": _KEYS,
+        "responses": answers,
+        "x-scope": "infer",
+    }
 
 
 def _refused(path: str) -> dict[str, Any]:

@@ -80,9 +80,7 @@ def credible(ticket: Ticket, frame: Finished) -> Finished:
     if said == (prompt, completion, cached, thought):
         return frame
     log.warning("usage not credible", node=ticket.node_name, request=ticket.request, said=said)
-    return replace(
-        frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought
-    )  # fmt: skip
+    return replace(frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought)
 
 
 def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
@@ -96,12 +94,37 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
     job = ticket.job
     steps = tuple(ticket.steps)
     if isinstance(outcome, Finished):
-        return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, "ok", "", steps,
-                     outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens,
-                     outcome.timings, job.ignored)  # fmt: skip
-    return Story(job.request_id, job.key, job.demand.model, job.stream, ticket.arrived, seconds, _label(outcome),
-                 _worth_keeping(outcome), steps, ticket.demand.prompt_tokens, ticket.read[1], ticket.wrote,
-                 ignored=job.ignored)  # fmt: skip
+        return Story(
+            job.request_id,
+            job.key,
+            job.demand.model,
+            job.stream,
+            ticket.arrived,
+            seconds,
+            "ok",
+            "",
+            steps,
+            outcome.prompt_tokens,
+            outcome.cached_tokens,
+            outcome.completion_tokens,
+            outcome.timings,
+            job.ignored,
+        )
+    return Story(
+        job.request_id,
+        job.key,
+        job.demand.model,
+        job.stream,
+        ticket.arrived,
+        seconds,
+        _label(outcome),
+        _worth_keeping(outcome),
+        steps,
+        ticket.demand.prompt_tokens,
+        ticket.read[1],
+        ticket.wrote,
+        ignored=job.ignored,
+    )
 
 
 def _worth_keeping(outcome: Refused | Failure) -> str:

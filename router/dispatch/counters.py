@@ -28,10 +28,23 @@ MAX_KEY_MODELS = 1024
 """Maximum pairs of key and model that are counted; tokens of further pairs are left out."""
 OTHER = "other"
 FAILED = "failed"
-OUTCOMES = frozenset({
-    "ok", "cancelled", "slow_client", "node_lost", "engine_crashed", "engine_lost", "node_stopping", "link_lost",
-    "shutting_down", "answer_too_long", "memory_pressure", FAILED, *(code.value for code in Code),
-})  # fmt: skip
+OUTCOMES = frozenset(
+    {
+        "ok",
+        "cancelled",
+        "slow_client",
+        "node_lost",
+        "engine_crashed",
+        "engine_lost",
+        "node_stopping",
+        "link_lost",
+        "shutting_down",
+        "answer_too_long",
+        "memory_pressure",
+        FAILED,
+        *(code.value for code in Code),
+    }
+)
 """Outcomes of a request: success, cancelled by its client, failed, or refused with a code."""
 
 

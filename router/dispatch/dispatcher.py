@@ -178,8 +178,9 @@ class Dispatcher:
         self._silent: dict[NodeId, float] = {}
         self._emptying: dict[NodeId, list[asyncio.Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
-        self._interval = min(SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4,
-                             settings.slow_client_seconds / 4)  # fmt: skip
+        self._interval = min(
+            SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4, settings.slow_client_seconds / 4
+        )
 
     # cluster events
 
@@ -478,16 +479,31 @@ class Dispatcher:
     def preview(self, demand: Demand) -> Placement | NoPlacement:
         """Compute a placement without acting, for `cluster place` and for health."""
         now = self._clock()
-        return place(self._seen(self.view, now), demand, self.ledger, now=now, draw=self._draw,
-                     policy=self._policy, corrections=self._corrections,
-                     trials=self._one_model(FIRST, demand.model))  # fmt: skip
+        return place(
+            self._seen(self.view, now),
+            demand,
+            self.ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            trials=self._one_model(FIRST, demand.model),
+        )
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
         """Return the node that should load a model, after those in `tried`, which have refused."""
         now = self._clock()
-        return choose(self._seen(self.view, now), model, self.ledger, now=now, draw=self._draw,
-                      policy=self._policy, corrections=self._corrections, tried=tried,
-                      fingerprint=self._one_model(FIRST, model).fingerprint)  # fmt: skip
+        return choose(
+            self._seen(self.view, now),
+            model,
+            self.ledger,
+            now=now,
+            draw=self._draw,
+            policy=self._policy,
+            corrections=self._corrections,
+            tried=tried,
+            fingerprint=self._one_model(FIRST, model).fingerprint,
+        )
 
     def away(self, node: NodeView) -> Refused | None:
         """Return the refusal of a node that takes no request now; None when it takes requests."""
@@ -581,10 +597,14 @@ class Dispatcher:
         if ticket.in_a_row >= MOST_IN_A_ROW:
             return False
         full = [
-            one for one in result.candidates
-            if one.code is Code.NO_ROOM and one.model is not None and one.model.loaded
-            and one.node not in self.ledger.turns and ticket.refused.get(one.node) != self._heard_at(one.node)
-        ]  # fmt: skip
+            one
+            for one in result.candidates
+            if one.code is Code.NO_ROOM
+            and one.model is not None
+            and one.model.loaded
+            and one.node not in self.ledger.turns
+            and ticket.refused.get(one.node) != self._heard_at(one.node)
+        ]
         rows = (
             Counter((one.node, one.owner) for one in self._live.values()) if full else Counter[tuple[NodeId, Owner]]()
         )
@@ -602,11 +622,28 @@ class Dispatcher:
         now, trials = self._clock(), self._one_model(ticket.trials(), demand.model)
         seen = self._seen(view, now)
         if self._columns is not None:
-            result = self._columns.place(seen, demand, now=now, draw=self._draw, policy=self._policy,
-                                         corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+            result = self._columns.place(
+                seen,
+                demand,
+                now=now,
+                draw=self._draw,
+                policy=self._policy,
+                corrections=self._corrections,
+                trials=trials,
+                warm=ticket.warm,
+            )
         else:
-            result = place(seen, demand, self.ledger, now=now, draw=self._draw, policy=self._policy,
-                           corrections=self._corrections, trials=trials, warm=ticket.warm)  # fmt: skip
+            result = place(
+                seen,
+                demand,
+                self.ledger,
+                now=now,
+                draw=self._draw,
+                policy=self._policy,
+                corrections=self._corrections,
+                trials=trials,
+                warm=ticket.warm,
+            )
         self.counters.placement.observe(self._clock() - now)
         return result
 
@@ -650,10 +687,26 @@ class Dispatcher:
             self.counters.resumes += 1
         elif chosen.model is not None:
             ticket.fingerprint = chosen.model.fingerprint
-        frame = Generate(request, seq, job.request_id, job.demand.model, job.messages, ticket.params, job.created,
-                         chosen.output_tokens, job.stream, job.tools, job.template, known, job.text,
-                         job.ids, ticket.owner, ticket.fingerprint if known else "", self._scopes.scope,
-                         self._scopes.shares(job.messages))  # fmt: skip
+        frame = Generate(
+            request,
+            seq,
+            job.request_id,
+            job.demand.model,
+            job.messages,
+            ticket.params,
+            job.created,
+            chosen.output_tokens,
+            job.stream,
+            job.tools,
+            job.template,
+            known,
+            job.text,
+            job.ids,
+            ticket.owner,
+            ticket.fingerprint if known else "",
+            self._scopes.scope,
+            self._scopes.shares(job.messages),
+        )
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
         self.ledger.claim(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
@@ -703,10 +756,17 @@ class Dispatcher:
         ticket.in_a_row = 0
         if ticket.deadline is None:
             ticket.deadline = now + self._settings.queue_seconds
-        entry = self.queue.offer(ticket, ticket.job.key, work(ticket.demand), now, ticket.deadline,
-                                 len(self.view.nodes), weight=ticket.owner.weight,
-                                 share=self.quotas.limits(ticket.job.key).waiting,
-                                 begun=ticket.fallen is not None)  # fmt: skip
+        entry = self.queue.offer(
+            ticket,
+            ticket.job.key,
+            work(ticket.demand),
+            now,
+            ticket.deadline,
+            len(self.view.nodes),
+            weight=ticket.owner.weight,
+            share=self.quotas.limits(ticket.job.key).waiting,
+            begun=ticket.fallen is not None,
+        )
         if isinstance(entry, Refused):
             numbers = result.refused.numbers if isinstance(result, NoPlacement) else None
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
@@ -802,10 +862,13 @@ class Dispatcher:
             return
         nodes = {node.id: node for node in self.view.nodes}
         short = [
-            one for one in result.candidates
-            if one.code is Code.NO_ROOM and fits_beside(nodes[one.node], one) and self.ledger.holder(one.node) is None
+            one
+            for one in result.candidates
+            if one.code is Code.NO_ROOM
+            and fits_beside(nodes[one.node], one)
+            and self.ledger.holder(one.node) is None
             and one.node not in self.ledger.turns
-        ]  # fmt: skip
+        ]
         if short:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
             self.ledger.hold(ticket.number, best.node, best.need)
@@ -828,8 +891,10 @@ class Dispatcher:
                     self._deny(ticket, Refused(Code.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused
-            self._deny(ticket, Refused(refused.code, refused.message + waited, refused.numbers, refused.retry_after,
-                                       refused.node))  # fmt: skip
+            self._deny(
+                ticket,
+                Refused(refused.code, refused.message + waited, refused.numbers, refused.retry_after, refused.node),
+            )
 
     # model swaps
 

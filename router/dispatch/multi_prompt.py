@@ -130,8 +130,11 @@ class Stream(Confluence[StreamTicket]):
         taken: list[Delta] = []
         for at, ticket in enumerate(self._tickets):
             base = at * self._choices
-            taken += (replace(delta, choice=base + delta.choice) for delta in ticket.take()
-                      if 0 <= delta.choice < self._choices)  # fmt: skip
+            taken += (
+                replace(delta, choice=base + delta.choice)
+                for delta in ticket.take()
+                if 0 <= delta.choice < self._choices
+            )
         return taken
 
 

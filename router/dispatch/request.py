@@ -87,11 +87,45 @@ class Ticket:
     """Base of both kinds of tickets: place, attempts and outcome of a request."""
 
     __slots__ = (
-        "arrived", "asked", "attempts", "begun", "chain", "charged", "crashes", "deadline", "demand", "entry", "fallen",
-        "fingerprint", "first_at", "forgotten", "heard", "held", "in_a_row", "job", "losses", "lost", "never", "node",
-        "node_name", "number", "opened", "outcome", "owner", "params", "queued_at", "rates", "read", "refused",
-        "request", "sink", "steps", "swap", "waiter", "warm",
-    )  # fmt: skip
+        "arrived",
+        "asked",
+        "attempts",
+        "begun",
+        "chain",
+        "charged",
+        "crashes",
+        "deadline",
+        "demand",
+        "entry",
+        "fallen",
+        "fingerprint",
+        "first_at",
+        "forgotten",
+        "heard",
+        "held",
+        "in_a_row",
+        "job",
+        "losses",
+        "lost",
+        "never",
+        "node",
+        "node_name",
+        "number",
+        "opened",
+        "outcome",
+        "owner",
+        "params",
+        "queued_at",
+        "rates",
+        "read",
+        "refused",
+        "request",
+        "sink",
+        "steps",
+        "swap",
+        "waiter",
+        "warm",
+    )
 
     def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
         self.job = job
@@ -313,8 +347,12 @@ class WholeTicket(Ticket):
 
     def answer(self) -> Answer:
         """Return the whole answer."""
-        return Answer({where: text.getvalue() for where, text in self._texts.items()}, self._calls, self._logprobs,
-                      self.fingerprint)  # fmt: skip
+        return Answer(
+            {where: text.getvalue() for where, text in self._texts.items()},
+            self._calls,
+            self._logprobs,
+            self.fingerprint,
+        )
 
     def discard(self) -> None:
         """Discard the answer."""

@@ -35,9 +35,13 @@ def features_of(params: Params, tools: str = "") -> frozenset[str]:
     """Return the features that a model must offer beyond plain sampling (`Model.features`), from the parameters with an
     effect."""
     sampling = (
-        params.top_k or params.min_p or params.presence_penalty or params.frequency_penalty
-        or params.repetition_penalty != 1 or params.logit_bias
-    )  # fmt: skip
+        params.top_k
+        or params.min_p
+        or params.presence_penalty
+        or params.frequency_penalty
+        or params.repetition_penalty != 1
+        or params.logit_bias
+    )
     if not (sampling or params.logprobs or params.grammar or tools):
         return _PLAIN
     asked = {GRAMMAR: params.grammar, TOOLS: tools, LOGPROBS: params.logprobs, SAMPLING: sampling}

@@ -99,9 +99,11 @@ def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
         (f"x-ratelimit-{name}-{rate.what}".encode(), value.encode())
         for rate in ticket.rates
         for name, value in (
-            ("limit", str(rate.limit)), ("remaining", str(rate.remaining)), ("reset", f"{rate.reset:.3f}s"),
+            ("limit", str(rate.limit)),
+            ("remaining", str(rate.remaining)),
+            ("reset", f"{rate.reset:.3f}s"),
         )
-    ]  # fmt: skip
+    ]
 
 
 def named(ignored: Sequence[str]) -> list[Header]:

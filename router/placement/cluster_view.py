@@ -248,7 +248,7 @@ def honest_video(video: VideoState) -> VideoState:
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
     return VideoState(
         video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause), video.allowed
-    )  # fmt: skip
+    )
 
 
 def _possible_package(package: VideoPackage) -> bool:
@@ -263,17 +263,27 @@ def _possible_package(package: VideoPackage) -> bool:
 
 def _honest_package(package: VideoPackage) -> VideoPackage:
     return replace(
-        package, engine=_printable(package.engine)[:40], pipeline=_printable(package.pipeline),
-        fingerprint=_printable(package.fingerprint), cause=_printable(package.cause), bits=max(0, package.bits),
-    )  # fmt: skip
+        package,
+        engine=_printable(package.engine)[:40],
+        pipeline=_printable(package.pipeline),
+        fingerprint=_printable(package.fingerprint),
+        cause=_printable(package.cause),
+        bits=max(0, package.bits),
+    )
 
 
 def _honest_lease(lease: LeaseState) -> LeaseState:
     return replace(
-        lease, job=_printable(lease.job), phase=_printable(lease.phase)[:40], size=max(0, lease.size),
-        progress=min(100, max(0, lease.progress)), step=max(0, lease.step), steps=max(0, lease.steps),
-        footprint=max(0, lease.footprint), peak=max(0, min(lease.peak, MOST_BYTES)),
-    )  # fmt: skip
+        lease,
+        job=_printable(lease.job),
+        phase=_printable(lease.phase)[:40],
+        size=max(0, lease.size),
+        progress=min(100, max(0, lease.progress)),
+        step=max(0, lease.step),
+        steps=max(0, lease.steps),
+        footprint=max(0, lease.footprint),
+        peak=max(0, min(lease.peak, MOST_BYTES)),
+    )
 
 
 def honest_memory(memory: Memory) -> Memory:
@@ -336,18 +346,28 @@ def _honest_cache(cache: CacheState) -> CacheState:
 
 def _honest_system(system: System) -> System:
     return System(
-        _size(system.available), _printable(system.pressure), _printable(system.source),
-        _bounded(system.age, 0.0, LONGEST_LOAD, 0.0), max(0, system.worker),
-    )  # fmt: skip
+        _size(system.available),
+        _printable(system.pressure),
+        _printable(system.source),
+        _bounded(system.age, 0.0, LONGEST_LOAD, 0.0),
+        max(0, system.worker),
+    )
 
 
 def _honest_enforcement(one: Enforcement) -> Enforcement:
     return Enforcement(
-        one.level if one.level in tuple(Level) else Level.UNKNOWN, _size(one.phys), _size(one.highest),
-        _size(one.interval), _printable(one.cap_bound_by), _printable(one.remedy), _printable(one.tier),
-        tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]), max(0, one.polls), max(0, one.over_caps),
+        one.level if one.level in tuple(Level) else Level.UNKNOWN,
+        _size(one.phys),
+        _size(one.highest),
+        _size(one.interval),
+        _printable(one.cap_bound_by),
+        _printable(one.remedy),
+        _printable(one.tier),
+        tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]),
+        max(0, one.polls),
+        max(0, one.over_caps),
         max(0, one.kills),
-    )  # fmt: skip
+    )
 
 
 def _honest_sharing(one: Sharing) -> Sharing:
@@ -370,8 +390,16 @@ def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
 
 
 def _possible_model(model: Model) -> bool:
-    sizes = (model.weights, model.kv_per_token, model.transient, model.kv_fixed, model.kv_window, model.kv_waste,
-             model.kv_window_per_token, *msgspec.structs.astuple(model.forward))  # fmt: skip
+    sizes = (
+        model.weights,
+        model.kv_per_token,
+        model.transient,
+        model.kv_fixed,
+        model.kv_window,
+        model.kv_waste,
+        model.kv_window_per_token,
+        *msgspec.structs.astuple(model.forward),
+    )
     possible = all(0 <= size <= MOST_BYTES for size in sizes)
     return valid_model(model.name) and possible and 1 <= model.kv_step <= MOST_STEP
 

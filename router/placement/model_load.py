@@ -52,8 +52,16 @@ def choose(
     """
 
     def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
-        return place(ClusterView(nodes), Demand(model, 0, 1, 1), ledger, now=now, draw=draw, policy=policy,
-                     corrections=corrections, trials=Trials(never=tried, fingerprint=fingerprint))  # fmt: skip
+        return place(
+            ClusterView(nodes),
+            Demand(model, 0, 1, 1),
+            ledger,
+            now=now,
+            draw=draw,
+            policy=policy,
+            corrections=corrections,
+            trials=Trials(never=tried, fingerprint=fingerprint),
+        )
 
     fresh = placed(tuple(node for node in view.nodes if not _here(node, model)))
     if isinstance(fresh, Placement):

@@ -192,8 +192,17 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         now = occupied(memory)
         reserved = memory.reserved + self.withheld
         predicted = None if now is None else now + reserved + self.need + memory.margin
-        return Numbers(predicted, memory.ceiling, now, reserved, self.need, memory.margin, memory.cap, self.headroom,
-                       memory.bound_by)  # fmt: skip
+        return Numbers(
+            predicted,
+            memory.ceiling,
+            now,
+            reserved,
+            self.need,
+            memory.margin,
+            memory.cap,
+            self.headroom,
+            memory.bound_by,
+        )
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -362,8 +371,28 @@ def consider(
     answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
     if taken + request.choices > most > 0:
         ttft += (taken + request.choices - most) * answer / most
-    return Candidate(node.id, node.name, node.state, why, code, need, room, withheld, memory, tokens, output, ttft,
-                     len(account.requests), model, weights, known, ahead, reading, answer, delay)  # fmt: skip
+    return Candidate(
+        node.id,
+        node.name,
+        node.state,
+        why,
+        code,
+        need,
+        room,
+        withheld,
+        memory,
+        tokens,
+        output,
+        ttft,
+        len(account.requests),
+        model,
+        weights,
+        known,
+        ahead,
+        reading,
+        answer,
+        delay,
+    )
 
 
 def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:
@@ -514,8 +543,13 @@ def _no_model(view: ClusterView, request: Demand) -> Refused:
         return Refused(Code.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos")
     known = view.models()
     if not known:
-        return Refused(Code.NOT_READY, "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
-                       "here, `cluster join` adds a machine", None, RETRY_UNKNOWN)  # fmt: skip
+        return Refused(
+            Code.NOT_READY,
+            "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
+            "here, `cluster join` adds a machine",
+            None,
+            RETRY_UNKNOWN,
+        )
     near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
     return Refused(
         Code.NO_MODEL, f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}"
@@ -530,8 +564,11 @@ def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], tr
     told = [trials.never[node.id] for node in serving if node.id in trials.never]
     told = [refused for refused in told if refused.code is not Code.TOO_LARGE]
     if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
-        return Refused(Code.CONTEXT, f"the prompt has {request.prompt_tokens} tokens, the longest context of "
-                       f"{request.model} in this cluster is {longest}: shorten the prompt")  # fmt: skip
+        return Refused(
+            Code.CONTEXT,
+            f"the prompt has {request.prompt_tokens} tokens, the longest context of "
+            f"{request.model} in this cluster is {longest}: shorten the prompt",
+        )
     if len(told) == len(serving):
         return told[0]
     best = max(offers, key=lambda one: one.most)
@@ -540,8 +577,10 @@ def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], tr
         f"needs {show_size(_alone(best, request))} alone, the most that any member can give is "
         f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
         f"variant of {request.model}",
-        best.numbers(), None, best.name,
-    )  # fmt: skip
+        best.numbers(),
+        None,
+        best.name,
+    )
 
 
 def _ever(node: NodeView, request: Demand, trials: Trials) -> bool:
@@ -576,14 +615,19 @@ def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -
     if any(one.code in _MEMORY and one.model and (one.model.loaded or one.model.loading) for one in offers):
         return None
     idle = {
-        node.id for node in serving
+        node.id
+        for node in serving
         if not node.engine.running + node.engine.waiting and any(model.loaded for model in node.models.values())
-    }  # fmt: skip
+    }
     able = [
-        one for one in offers
-        if one.code is Code.NO_ROOM and one.node in idle and not one.in_flight and one.need <= one.most
+        one
+        for one in offers
+        if one.code is Code.NO_ROOM
+        and one.node in idle
+        and not one.in_flight
+        and one.need <= one.most
         and one.node not in trials.refused
-    ]  # fmt: skip
+    ]
     return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
 
 

@@ -46,9 +46,12 @@ class Fall(Enum):
 
 
 _FALLS = {
-    CRASHED: Fall.FORWARD, LOST: Fall.ENGINE, STOPS: Fall.NODE, LINK_LOST: Fall.NODE,
+    CRASHED: Fall.FORWARD,
+    LOST: Fall.ENGINE,
+    STOPS: Fall.NODE,
+    LINK_LOST: Fall.NODE,
     **dict.fromkeys(SHORT_OF_MEMORY, Fall.MEMORY),
-}  # fmt: skip
+}
 
 
 def fall_of(code: str) -> Fall | None:

@@ -128,9 +128,16 @@ class Ledger:
         return touched
 
     def claim(
-        self, node: NodeId, request: int, seq: int, need: int, tokens: int = 0, weights: int = 0, seconds: float = 0.0,
+        self,
+        node: NodeId,
+        request: int,
+        seq: int,
+        need: int,
+        tokens: int = 0,
+        weights: int = 0,
+        seconds: float = 0.0,
         rows: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Reserve memory, prefill and decode rows on a node for a request.
 
         `need` is in bytes, of which `weights` are for a load. `tokens` is the number of prompt tokens to prefill, which

@@ -195,13 +195,28 @@ class Columns:
             found = self._lead(request, now, draw, ranks, corrections, trials, warm)
             if found is not None:
                 return found
-        return place(view, request, self._ledger, now=now, draw=draw, policy=policy, corrections=corrections,
-                     trials=trials, warm=warm)  # fmt: skip
+        return place(
+            view,
+            request,
+            self._ledger,
+            now=now,
+            draw=draw,
+            policy=policy,
+            corrections=corrections,
+            trials=trials,
+            warm=warm,
+        )
 
     def _lead(
-        self, request: Demand, now: float, draw: Callable[[], float], ranks: Callable[[Rows], Column],
-        corrections: Mapping[NodeId, Correction], trials: Trials, warm: Mapping[NodeId, float],
-    ) -> Placement | None:  # fmt: skip
+        self,
+        request: Demand,
+        now: float,
+        draw: Callable[[], float],
+        ranks: Callable[[Rows], Column],
+        corrections: Mapping[NodeId, Correction],
+        trials: Trials,
+        warm: Mapping[NodeId, float],
+    ) -> Placement | None:
         table, nodes = self._table(request.model), self._view.nodes
         model = next((one for node in nodes if (one := node.models.get(request.model))), None)
         if model is None:

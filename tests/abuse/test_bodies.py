@@ -73,14 +73,24 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], int]] = {
     "many parts": (CHAT, lambda: chat(filled(b"[", b'{"type":"text","text":"' + b"a" * 1900 + b'"}', b"]", 4096)), 404),
     "unknown parts": (CHAT, lambda: filled(LIST, SAYS[:-1] + b',"colour":1}', b"]}", 13_000), 404),
     "unknown tools": (
-        CHAT, lambda: filled(LIST + SAYS + b'],"tools":[', b'{"type":"web_search","a":[1,2,3]}', b"]}", 128), 404),
+        CHAT,
+        lambda: filled(LIST + SAYS + b'],"tools":[', b'{"type":"web_search","a":[1,2,3]}', b"]}", 128),
+        404,
+    ),
     "one turn": (MESSAGES, lambda: filled(LIST, SAYS, b"]}", 16_384), 404),
     "one thought": (RESPONSES, lambda: filled(ITEMS, THINKS, b"]}", 10_000), 404),
     "calls without results": (
-        OLLAMA, lambda: filled(LIST.replace(b'"max_tokens":1,', b"") + b",".join([CALLS] * 100) + b",",
-                               b'{"role":"tool","content":"a"}', b"]}", 5_000), 404),
+        OLLAMA,
+        lambda: filled(
+            LIST.replace(b'"max_tokens":1,', b"") + b",".join([CALLS] * 100) + b",",
+            b'{"role":"tool","content":"a"}',
+            b"]}",
+            5_000,
+        ),
+        404,
+    ),
     "ids": (COMPLETIONS, lambda: filled(PROMPT, b"123456", b"]}", 500_000), 404),
-}  # fmt: skip
+}
 """By name: the route, the body, and the status that it gets; 404 is for a good body that asks for a missing model."""
 
 
@@ -132,8 +142,10 @@ async def test_no_body_holds_the_loop_or_takes_much_memory(running: Pool, name: 
 
 async def test_what_a_refusal_says(running: Pool):
     for name, words in (
-        ("wrong parts", "values"), ("empty messages", "texts"), ("few wrong parts", "messages[0].content[0]"),
-    ):  # fmt: skip
+        ("wrong parts", "values"),
+        ("empty messages", "texts"),
+        ("few wrong parts", "messages[0].content[0]"),
+    ):
         path, make, _ = HOSTILE[name]
         body = make()
         answer = await raw(running, request(running, f"content-length: {len(body)}", path=path) + body)
@@ -158,8 +170,10 @@ async def test_short_requests_are_answered_while_long_bodies_are_read(running: P
 async def test_a_long_chat_is_answered(running: Pool):
     """A body that the thread parses becomes the same request as one that the loop parses."""
     question: dict[str, Any] = {
-        "model": "scripted-1", "messages": [{"role": "user", "content": "é" * 2000}] * 40, "max_tokens": 3,
-    }  # fmt: skip
+        "model": "scripted-1",
+        "messages": [{"role": "user", "content": "é" * 2000}] * 40,
+        "max_tokens": 3,
+    }
     assert await ask(running, body=json.dumps(question).encode()) == 200
 
 

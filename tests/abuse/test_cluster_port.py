@@ -335,7 +335,7 @@ LIES: dict[str, Report] = {
         engine=EngineState(ESCAPE, "failed", ESCAPE, 4),
         models=(a_model(ESCAPE), a_model("<img src=x onerror=alert(1)>"), a_model("a\nb"), a_model("good")),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("lie", LIES)
@@ -397,9 +397,17 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
     async with server:
         remember(who, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
         node = await asyncio.create_subprocess_exec(
-            sys.executable, "-P", "-m", "node.run", "--state", str(tmp_path), "--set", "node.machine=m1",
-            stderr=asyncio.subprocess.PIPE, env=environment(),
-        )  # fmt: skip
+            sys.executable,
+            "-P",
+            "-m",
+            "node.run",
+            "--state",
+            str(tmp_path),
+            "--set",
+            "node.machine=m1",
+            stderr=asyncio.subprocess.PIPE,
+            env=environment(),
+        )
         _, words = await asyncio.wait_for(node.communicate(), 30)
     assert node.returncode == 8
     assert "update macpool on the coordinator" in words.decode()

@@ -45,9 +45,14 @@ async def join(
     on_code: Callable[[str], None] = lambda _: None,
 ) -> Identity:
     return await enrol(
-        door.address, token, name="studio", machine=machine, hardware=HARDWARE, folder=folder,
+        door.address,
+        token,
+        name="studio",
+        machine=machine,
+        hardware=HARDWARE,
+        folder=folder,
         on_code=lambda code, _: on_code(code),
-    )  # fmt: skip
+    )
 
 
 async def still_works(door: Door, folder: Path) -> None:
@@ -238,18 +243,22 @@ FRAMES = st.one_of(
     st.binary(max_size=300),
     st.builds(
         lambda tag, body: (len(body) + 1).to_bytes(4, "big") + bytes([tag]) + body,
-        st.integers(0, 60), st.binary(max_size=200),
+        st.integers(0, 60),
+        st.binary(max_size=200),
     ),
     st.builds(
         lambda protocol, nonce: encode(EnrolStart(protocol, nonce)),
-        st.sampled_from([PROTOCOL, PROTOCOL, -9, 99]), st.binary(max_size=40),
+        st.sampled_from([PROTOCOL, PROTOCOL, -9, 99]),
+        st.binary(max_size=40),
     ),
     st.builds(
         lambda csr, name, token, mac: encode(Enrol(csr, name, "m", HARDWARE, token, mac, csr)),
-        st.binary(max_size=400), st.text(max_size=80).filter(lambda text: text.isascii()), st.sampled_from(["", "x"]),
+        st.binary(max_size=400),
+        st.text(max_size=80).filter(lambda text: text.isascii()),
+        st.sampled_from(["", "x"]),
         st.binary(max_size=40),
     ),
-)  # fmt: skip
+)
 
 
 async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) -> None:

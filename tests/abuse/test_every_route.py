@@ -30,50 +30,79 @@ PORT = "tests/abuse/test_http_port.py"
 TLS = "tests/abuse/test_tls_port.py"
 DIALECTS = "tests/contract/test_dialects_abuse.py"
 CHECKLIST: dict[str, tuple[str, ...]] = {
-    "a route without a declared scope": ("tests/test_routes.py::test_every_route_is_described_with_one_scope",
-                                         "tests/test_routes.py::test_every_route_of_the_control_application_is_documented"),
+    "a route without a declared scope": (
+        "tests/test_routes.py::test_every_route_is_described_with_one_scope",
+        "tests/test_routes.py::test_every_route_of_the_control_application_is_documented",
+    ),
     "no key, wrong key, non-ASCII key": (f"{HERE}::test_keys_that_open_nothing",),
     "a key of another scope": (f"{HERE}::test_keys_that_open_something_else",),
-    "hosts that are not ours, none, two, with junk": (f"{HERE}::test_hosts_that_are_not_ours",
-                                                      f"{PORT}::test_names_that_are_not_ours_are_421"),
+    "hosts that are not ours, none, two, with junk": (
+        f"{HERE}::test_hosts_that_are_not_ours",
+        f"{PORT}::test_names_that_are_not_ours_are_421",
+    ),
     "hosts that are ours, however they are written": (f"{HERE}::test_hosts_that_are_ours",),
     "absolute targets, CONNECT, TRACE": (f"{HERE}::test_targets_and_methods_that_are_not_for_us",),
     "posts from other sites, null origin, text/plain": (f"{HERE}::test_pages_of_other_sites",),
     "no page may read an answer, no WebSocket": (f"{HERE}::test_no_page_is_let_in_by_a_header",),
-    "CL+TE, two CLs, negative CL, folded lines, chunks that overrun": (f"{HERE}::test_ambiguous_framing",
-                                                                   f"{PORT}::test_ambiguous_framing_is_a_400_and_the_connection_ends"),
+    "CL+TE, two CLs, negative CL, folded lines, chunks that overrun": (
+        f"{HERE}::test_ambiguous_framing",
+        f"{PORT}::test_ambiguous_framing_is_a_400_and_the_connection_ends",
+    ),
     "large heads, many headers": (f"{HERE}::test_heads_without_end", f"{PORT}::test_a_head_of_two_mebibytes_is_431"),
-    "bad UTF-8, NUL, depth, 1e400, duplicates, NaN": (f"{HERE}::test_bodies_that_nobody_should_send",
-                                                      f"{DIALECTS}::test_a_bad_body_is_a_400_in_the_shape_of_its_dialect"),
+    "bad UTF-8, NUL, depth, 1e400, duplicates, NaN": (
+        f"{HERE}::test_bodies_that_nobody_should_send",
+        f"{DIALECTS}::test_a_bad_body_is_a_400_in_the_shape_of_its_dialect",
+    ),
     "long bodies": (f"{HERE}::test_long_bodies_are_not_read", f"{PORT}::test_more_than_eight_mebibytes_are_413"),
     "idle, slow head": (f"{PORT}::test_heads_that_drip_or_never_come_have_ten_seconds",),
     "slow body": (f"{HERE}::test_bodies_that_drip", f"{DIALECTS}::test_a_body_that_drips_is_given_up"),
-    "slow reader": ("tests/abuse/test_keys.py::test_nothing_runs_on_after_a_hundred_requests",
-                    "tests/contract/test_chat.py::test_a_reader_that_does_not_read_loses_its_stream_alone"),
-    "disconnect in every phase": (f"{HERE}::test_clients_that_leave_at_once",
-                                  f"{DIALECTS}::test_a_client_may_leave_in_every_phase",
-                                  f"{DIALECTS}::test_a_client_that_leaves_within_its_body_costs_nothing"),
+    "slow reader": (
+        "tests/abuse/test_keys.py::test_nothing_runs_on_after_a_hundred_requests",
+        "tests/contract/test_chat.py::test_a_reader_that_does_not_read_loses_its_stream_alone",
+    ),
+    "disconnect in every phase": (
+        f"{HERE}::test_clients_that_leave_at_once",
+        f"{DIALECTS}::test_a_client_may_leave_in_every_phase",
+        f"{DIALECTS}::test_a_client_that_leaves_within_its_body_costs_nothing",
+    ),
     "500 connections": (f"{PORT}::test_five_hundred_connections_do_not_stop_the_service",),
     "requests ahead": (f"{HERE}::test_requests_sent_ahead_are_answered_in_order",),
     "templates, URLs, names and sizes from a body": (f"{HERE}::test_values_that_would_hurt",),
-    "the same against TLS": (f"{TLS}::test_handshakes_that_stall_are_given_up",
-                             f"{TLS}::test_what_is_no_handshake_is_closed",
-                             f"{TLS}::test_shapes_within_tls"),
-}  # fmt: skip
+    "the same against TLS": (
+        f"{TLS}::test_handshakes_that_stall_are_given_up",
+        f"{TLS}::test_what_is_no_handshake_is_closed",
+        f"{TLS}::test_shapes_within_tls",
+    ),
+}
 """Each item of the checklist, and the tests that show it."""
 
 OPEN = {"GET /health", "GET /livez", "GET /api/v1/ca.pem", "POST /api/v1/page/visits"}
 GUARDED = [operation for operation in OPERATIONS if operation not in OPEN]
 CHANGING = [operation for operation in OPERATIONS if not operation.startswith("GET ")]
 WITH_BODY = [
-    "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/messages", "POST /v1/messages/count_tokens",
-    "POST /v1/responses", "POST /api/chat", "POST /api/generate", "POST /api/show", "POST /api/v1/nodes/{node}/drain",
+    "POST /v1/chat/completions",
+    "POST /v1/completions",
+    "POST /v1/messages",
+    "POST /v1/messages/count_tokens",
+    "POST /v1/responses",
+    "POST /api/chat",
+    "POST /api/generate",
+    "POST /api/show",
+    "POST /api/v1/nodes/{node}/drain",
     "POST /api/v1/nodes/{node}/pause",
-    "PUT /api/v1/nodes/{node}/labels", "POST /api/v1/models/load", "POST /api/v1/models/unload",
-    "POST /api/v1/models/profile", "POST /api/v1/place", "POST /api/v1/tokens", "POST /api/v1/keys",
-    "PUT /api/v1/keys/{key}/limits", "PUT /api/v1/keys/{key}/name", "PUT /api/v1/keys/{key}/expiry",
-    "POST /api/v1/page/visits", "POST /v1/videos",
-]  # fmt: skip
+    "PUT /api/v1/nodes/{node}/labels",
+    "POST /api/v1/models/load",
+    "POST /api/v1/models/unload",
+    "POST /api/v1/models/profile",
+    "POST /api/v1/place",
+    "POST /api/v1/tokens",
+    "POST /api/v1/keys",
+    "PUT /api/v1/keys/{key}/limits",
+    "PUT /api/v1/keys/{key}/name",
+    "PUT /api/v1/keys/{key}/expiry",
+    "POST /api/v1/page/visits",
+    "POST /v1/videos",
+]
 HELLO = [{"role": "user", "content": "hello"}]
 ASKED: dict[str, dict[str, Any]] = {
     "POST /v1/chat/completions": {"messages": HELLO, "max_tokens": 5},
@@ -104,9 +133,14 @@ def honest(operation: str) -> bytes:
 
 
 def request(
-    served: Served, operation: str, *lines: str, body: bytes | None = b"{}", host: str | None = "127.0.0.1",
-    key: str | None = "admin", target: str = "",
-) -> bytes:  # fmt: skip
+    served: Served,
+    operation: str,
+    *lines: str,
+    body: bytes | None = b"{}",
+    host: str | None = "127.0.0.1",
+    key: str | None = "admin",
+    target: str = "",
+) -> bytes:
     """Write a request; `key` is a scope, or the key itself."""
     method, path = operation.split(" ")
     head = [f"{method} {target or re.sub(r'{.*?}', 'x', path)} HTTP/1.1", *lines]
@@ -140,8 +174,11 @@ def test_every_item_of_the_checklist_has_its_tests():
     for item, tests in CHECKLIST.items():
         for test in tests:
             file, _, name = test.partition("::")
-            names = {node.name for node in ast.walk(ast.parse((root / file).read_text()))
-                     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}  # fmt: skip
+            names = {
+                node.name
+                for node in ast.walk(ast.parse((root / file).read_text()))
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            }
             assert name in names, f"{item}: there is no {test}"
 
 
@@ -161,14 +198,32 @@ def test_the_routes_are_those_of_the_document(served: Served):
 @pytest.mark.parametrize("operation", GUARDED)
 def test_keys_that_open_nothing(served: Served, operation: str):
     real = served.keys["admin"]
-    for key in ("", "x", "mp__", real[:-1], real + "x", real.upper(), "mp_\xe9\xff_\xfc", "x" * 8000, "mp_" + "a" * 300,
-                real.replace("mp_", "pm_"), "null", "\x80"):  # fmt: skip
+    for key in (
+        "",
+        "x",
+        "mp__",
+        real[:-1],
+        real + "x",
+        real.upper(),
+        "mp_\xe9\xff_\xfc",
+        "x" * 8000,
+        "mp_" + "a" * 300,
+        real.replace("mp_", "pm_"),
+        "null",
+        "\x80",
+    ):
         answer = only(served, request(served, operation, key=key))
         assert status(answer) == 401, key
         assert message_of(answer)
         assert real.encode() not in answer
-    for lines in ((), (f"x-api-key: {real[:-2]}",), (f"authorization: Basic {real}",), (f"cookie: key={real}",),
-                  (f"proxy-authorization: Bearer {real}",), (f"authorization: {real}",)):  # fmt: skip
+    for lines in (
+        (),
+        (f"x-api-key: {real[:-2]}",),
+        (f"authorization: Basic {real}",),
+        (f"cookie: key={real}",),
+        (f"proxy-authorization: Bearer {real}",),
+        (f"authorization: {real}",),
+    ):
         assert status(only(served, request(served, operation, *lines, key=None))) == 401, lines
     target = re.sub(r"{.*?}", "x", operation.split(" ")[1]) + f"?key={real}&api_key={real}"
     assert status(only(served, request(served, operation, key=None, target=target))) == 401
@@ -188,9 +243,21 @@ def test_keys_that_open_something_else(served: Served, operation: str):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_hosts_that_are_not_ours(served: Served, operation: str):
-    for host in ("evil.example", "localhost.evil.example", "127.0.0.1.nip.io", "127.0.0.1:x", "localhost.", "[::1", "",
-                 "localhost@evil.example", "[::1]:80:80", "xn--.local.", "a.b.local", "127.0.0.1/",
-                 "127.1 "):  # fmt: skip
+    for host in (
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+        "127.0.0.1:x",
+        "localhost.",
+        "[::1",
+        "",
+        "localhost@evil.example",
+        "[::1]:80:80",
+        "xn--.local.",
+        "a.b.local",
+        "127.0.0.1/",
+        "127.1 ",
+    ):
         assert status(only(served, request(served, operation, host=host))) in (421, 400), host
     assert status(only(served, request(served, operation, "host: 127.0.0.1"))) in (421, 400)
     assert status(only(served, request(served, operation, host=None))) in (421, 400)
@@ -223,9 +290,16 @@ def test_targets_and_methods_that_are_not_for_us(served: Served, operation: str)
         answer = only(served, request(served, f"{method} {path}"))
         assert status(answer) in (404, 405), method
         assert b"authorization" not in answer.lower(), "nothing is echoed"
-    for line in ("CONNECT 127.0.0.1:80 HTTP/1.1", f"CONNECT {path} HTTP/1.1", f"GET {path}", f"GET {path} HTTP/9.9",
-                 "PRI * HTTP/2.0", f"get {path} HTTP/1.1", f"G\x00T {path} HTTP/1.1", 
-                 f"BREW {path} HTTP/1.1"):  # fmt: skip
+    for line in (
+        "CONNECT 127.0.0.1:80 HTTP/1.1",
+        f"CONNECT {path} HTTP/1.1",
+        f"GET {path}",
+        f"GET {path} HTTP/9.9",
+        "PRI * HTTP/2.0",
+        f"get {path} HTTP/1.1",
+        f"G\x00T {path} HTTP/1.1",
+        f"BREW {path} HTTP/1.1",
+    ):
         assert all(
             400 <= status(one) < 500 for one in served.ask(f"{line}\r\nhost: 127.0.0.1\r\n\r\nSM\r\n\r\n".encode())
         )
@@ -236,9 +310,15 @@ def test_targets_and_methods_that_are_not_for_us(served: Served, operation: str)
 
 @pytest.mark.parametrize("operation", CHANGING)
 def test_pages_of_other_sites(served: Served, operation: str):
-    for line in ("origin: https://evil.example", "origin: null", "origin: http://127.0.0.1:1", "origin: file://",
-                 "origin: https://127.0.0.1.evil.example", "sec-fetch-site: cross-site",
-                 "sec-fetch-site: same-site"):  # fmt: skip
+    for line in (
+        "origin: https://evil.example",
+        "origin: null",
+        "origin: http://127.0.0.1:1",
+        "origin: file://",
+        "origin: https://127.0.0.1.evil.example",
+        "sec-fetch-site: cross-site",
+        "sec-fetch-site: same-site",
+    ):
         answer = only(served, request(served, operation, line))
         assert (status(answer), b"access-control" in answer.lower()) == (403, False), line
     plain = request(served, operation, "origin: https://evil.example", "content-type: text/plain", key=None)
@@ -251,8 +331,13 @@ def test_no_page_is_let_in_by_a_header(served: Served, operation: str):
     asks = ("origin: https://evil.example", "access-control-request-method: POST", "access-control-request-headers: *")
     for one in (f"OPTIONS {path}", f"GET {path}"):
         assert b"access-control" not in only(served, request(served, one, *asks)).lower()
-    upgrade = ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: AAAA",
-               "origin: https://evil.example")  # fmt: skip
+    upgrade = (
+        "connection: Upgrade",
+        "upgrade: websocket",
+        "sec-websocket-version: 13",
+        "sec-websocket-key: AAAA",
+        "origin: https://evil.example",
+    )
     for answer in served.ask(request(served, f"GET {path}", *upgrade)):
         assert status(answer) != 101
 
@@ -279,14 +364,27 @@ def test_local_names_are_not_ours_where_no_key_is_needed():
 # 4: framing and bodies
 
 FRAMING = [
-    "content-length: 5\r\ntransfer-encoding: chunked", "content-length: 5\r\ncontent-length: 6", "content-length: -1",
-    "content-length: +5", "content-length: 0x5", "content-length: 5, 5", "content-length: ",
+    "content-length: 5\r\ntransfer-encoding: chunked",
+    "content-length: 5\r\ncontent-length: 6",
+    "content-length: -1",
+    "content-length: +5",
+    "content-length: 0x5",
+    "content-length: 5, 5",
+    "content-length: ",
     "content-length: " + "9" * 30,
-    "transfer-encoding: identity, chunked, identity", "transfer-encoding : chunked", "content-length\t: 5",
-    "transfer-encoding: chunked\r\n\r\nzz", "transfer-encoding: chunked\r\n\r\n-5\r\nhello",
-    "transfer-encoding: chunked\r\n\r\n" + "f" * 20 + "\r\nhello", "transfer-encoding: chunked\r\n\r\n2\r\n{}x0\r\n",
-    "x-a: b\0c", "x-a: b\rc", "x a: b", ": b", "x-a\0: b",
-]  # fmt: skip
+    "transfer-encoding: identity, chunked, identity",
+    "transfer-encoding : chunked",
+    "content-length\t: 5",
+    "transfer-encoding: chunked\r\n\r\nzz",
+    "transfer-encoding: chunked\r\n\r\n-5\r\nhello",
+    "transfer-encoding: chunked\r\n\r\n" + "f" * 20 + "\r\nhello",
+    "transfer-encoding: chunked\r\n\r\n2\r\n{}x0\r\n",
+    "x-a: b\0c",
+    "x-a: b\rc",
+    "x a: b",
+    ": b",
+    "x-a\0: b",
+]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -316,12 +414,34 @@ def test_heads_without_end(served: Served, operation: str):
 
 
 BAD = [
-    b"", b"{", b"[]", b'"x"', b"null", b"7", b"\xff\xfe", b"\x00", b"\xef\xbb\xbf{}", b"{} {}", b"{'a':1}",
+    b"",
+    b"{",
+    b"[]",
+    b'"x"',
+    b"null",
+    b"7",
+    b"\xff\xfe",
+    b"\x00",
+    b"\xef\xbb\xbf{}",
+    b"{} {}",
+    b"{'a':1}",
     b'{"a":NaN}',
-    b'{"a":Infinity}', b'{"model":-Infinity}', b"[" * 10_000, b'{"a":' * 10_000, b'{"a":1,"a":1}', b'{"a":"\\ud800"}',
-    b'{"\\ud800":1}', b'{"a":' + b"9" * 5000 + b"}", b'{"a":"\x00"}', b'{"a":"\xc0\xaf"}', b'{"a":"\xed\xa0\x80"}',
-    b'{"model":1e400}', b'{"model":["' + b"x" * 9000 + b'"]}', b"<a>1</a>", b"a=b",
-]  # fmt: skip
+    b'{"a":Infinity}',
+    b'{"model":-Infinity}',
+    b"[" * 10_000,
+    b'{"a":' * 10_000,
+    b'{"a":1,"a":1}',
+    b'{"a":"\\ud800"}',
+    b'{"\\ud800":1}',
+    b'{"a":' + b"9" * 5000 + b"}",
+    b'{"a":"\x00"}',
+    b'{"a":"\xc0\xaf"}',
+    b'{"a":"\xed\xa0\x80"}',
+    b'{"model":1e400}',
+    b'{"model":["' + b"x" * 9000 + b'"]}',
+    b"<a>1</a>",
+    b"a=b",
+]
 
 
 @pytest.mark.parametrize("operation", WITH_BODY)
@@ -412,21 +532,49 @@ def test_requests_sent_ahead_are_answered_in_order(served: Served, operation: st
 # 7: values
 
 HOSTILE: list[dict[str, Any]] = [
-    {"chat_template": "{{ 7 * 7 }}"}, {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
-    {"template": "{{ 7 * 7 }}"}, {"api_base": "http://evil.example"}, {"base_url": "http://evil.example"},
-    {"model": "../../etc/passwd"}, {"model": "tiny\n"}, {"model": "tiny\x00"}, {"model": "http://evil.example/x"},
-    {"model": "x" * 10_000}, {"n": 10**9}, {"best_of": 10**9}, {"max_tokens": 10**12}, {"max_output_tokens": 10**12},
-    {"max_tokens": -1}, {"options": {"num_predict": 10**12}}, {"options": {"num_ctx": 10**12}},
-    {"stop": ["x"] * 100_000}, {"stop": "x" * 1_000_000}, {"stop_sequences": ["x"] * 100_000},
-    {"options": {"stop": ["x"] * 100_000}}, {"logit_bias": {str(n): 1 for n in range(100_000)}}, {"seed": "x"},
-    {"seed": 1.5}, {"seed": 2**80}, {"seed": []}, {"temperature": 1e308}, {"temperature": "hot"}, {"top_p": -1},
-    {"options": {"seed": "x"}}, {"options": {"temperature": "hot"}}, {"top_logprobs": 10**9}, {"logprobs": 10**9},
+    {"chat_template": "{{ 7 * 7 }}"},
+    {"chat_template_kwargs": {"chat_template": "{{ 7 * 7 }}"}},
+    {"template": "{{ 7 * 7 }}"},
+    {"api_base": "http://evil.example"},
+    {"base_url": "http://evil.example"},
+    {"model": "../../etc/passwd"},
+    {"model": "tiny\n"},
+    {"model": "tiny\x00"},
+    {"model": "http://evil.example/x"},
+    {"model": "x" * 10_000},
+    {"n": 10**9},
+    {"best_of": 10**9},
+    {"max_tokens": 10**12},
+    {"max_output_tokens": 10**12},
+    {"max_tokens": -1},
+    {"options": {"num_predict": 10**12}},
+    {"options": {"num_ctx": 10**12}},
+    {"stop": ["x"] * 100_000},
+    {"stop": "x" * 1_000_000},
+    {"stop_sequences": ["x"] * 100_000},
+    {"options": {"stop": ["x"] * 100_000}},
+    {"logit_bias": {str(n): 1 for n in range(100_000)}},
+    {"seed": "x"},
+    {"seed": 1.5},
+    {"seed": 2**80},
+    {"seed": []},
+    {"temperature": 1e308},
+    {"temperature": "hot"},
+    {"top_p": -1},
+    {"options": {"seed": "x"}},
+    {"options": {"temperature": "hot"}},
+    {"top_logprobs": 10**9},
+    {"logprobs": 10**9},
     {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"pattern": "(a+)+$" * 1000}}}},
     {"format": {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(50_000)}}},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"x": "y" * 2_000_000}}}]},
-    {"image_url": "http://169.254.169.254/"}, {"images": ["http://169.254.169.254/"]}, {"user": "x" * 1_000_000},
-    {"trust_remote_code": True}, {"previous_response_id": "../x"}, {"keep_alive": "x" * 100_000},
-]  # fmt: skip
+    {"image_url": "http://169.254.169.254/"},
+    {"images": ["http://169.254.169.254/"]},
+    {"user": "x" * 1_000_000},
+    {"trust_remote_code": True},
+    {"previous_response_id": "../x"},
+    {"keep_alive": "x" * 100_000},
+]
 LONGEST = 4096
 """Tokens of the model's context."""
 

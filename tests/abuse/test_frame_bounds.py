@@ -41,7 +41,7 @@ LIES: dict[str, Frame] = {
     "report: models": a_report(models=(a_model(),) * (MAX_MODELS + 1)),
     "report: text": a_report(engine=EngineState("x" * 10_000)),
     "report: lease": a_report(video=VideoState(leases=(LeaseState("l", 1, size=2**64 - 1),))),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -22,8 +22,10 @@ pytestmark = pytest.mark.slow
 
 CHAT = "/v1/chat/completions"
 QUESTION: dict[str, Any] = {
-    "model": "scripted-1", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 3,
-}  # fmt: skip
+    "model": "scripted-1",
+    "messages": [{"role": "user", "content": "hello"}],
+    "max_tokens": 3,
+}
 Patient = dict[str, Future[None]]
 CANARY = "canary-in-the-prompt-7f3a"
 
@@ -100,10 +102,19 @@ def error(answer: bytes) -> dict[str, Any]:
     return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-@pytest.mark.parametrize("host", [
-    "evil.example", "127.0.0.1.evil.example", "a.b.local", "localhost:80:80", "", "127.1.", "127.0.0.1, evil.example",
-    "localhost\tevil",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "127.0.0.1.evil.example",
+        "a.b.local",
+        "localhost:80:80",
+        "",
+        "127.1.",
+        "127.0.0.1, evil.example",
+        "localhost\tevil",
+    ],
+)
 async def test_names_that_are_not_ours_are_421(running: Pool, host: str) -> None:
     assert await ask(running, host=host) in (421, 400)
 
@@ -114,8 +125,16 @@ async def test_two_hosts_or_none_are_refused(running: Pool) -> None:
     assert status(await raw(running, b"GET /livez HTTP/1.0\r\n\r\n")) == 421
 
 
-@pytest.mark.parametrize("line", ["origin: https://evil.example", "origin: null", "sec-fetch-site: cross-site",
-                                  "sec-fetch-site: same-site", "origin: http://localhost:1"])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "origin: https://evil.example",
+        "origin: null",
+        "sec-fetch-site: cross-site",
+        "sec-fetch-site: same-site",
+        "origin: http://localhost:1",
+    ],
+)
 async def test_posts_from_pages_of_other_sites_are_403(running: Pool, line: str) -> None:
     assert await ask(running, line) == 403
 
@@ -233,11 +252,18 @@ async def test_a_head_just_within_the_limit_is_read_in_any_pieces(running: Pool)
     assert status(await raw(running, head[:20_000], head[20_000:])) == 200
 
 
-@pytest.mark.parametrize("lines", [
-    ("content-length: 5", "transfer-encoding: chunked"), ("content-length: 5", "content-length: 6"),
-    ("content-length: -1",), ("content-length: 0x10",), ("transfer-encoding: chunked, identity",),
-    ("content-length : 5",), ("a b: c",),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("content-length: 5", "transfer-encoding: chunked"),
+        ("content-length: 5", "content-length: 6"),
+        ("content-length: -1",),
+        ("content-length: 0x10",),
+        ("transfer-encoding: chunked, identity",),
+        ("content-length : 5",),
+        ("a b: c",),
+    ],
+)
 async def test_ambiguous_framing_is_a_400_and_the_connection_ends(running: Pool, lines: tuple[str, ...]) -> None:
     answer = await raw(
         running, request(running, *lines) + b"0\r\n\r\nGET /api/v1/nodes HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
@@ -247,14 +273,17 @@ async def test_ambiguous_framing_is_a_400_and_the_connection_ends(running: Pool,
     assert error(answer)["type"] == "invalid_request_error"
 
 
-@pytest.mark.parametrize(("lines", "expected"), [
-    (("content-length: " + "0" * 4300 + "5",), (400, "malformed_http")),
-    (("authorization: Bearer mp_x_y",), (400, "header_twice")),
-    (("content-length: 2", "x-api-key: a", "x-api-key: b"), (400, "header_twice")),
-    (("expect: 200-ok",), (417, "expectation_failed")),
-    (("content-length: 2", "content-encoding: gzip"), (415, "content_encoding_unknown")),
-    (("transfer-encoding: gzip, chunked",), (501, "transfer_coding_unknown")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (("content-length: " + "0" * 4300 + "5",), (400, "malformed_http")),
+        (("authorization: Bearer mp_x_y",), (400, "header_twice")),
+        (("content-length: 2", "x-api-key: a", "x-api-key: b"), (400, "header_twice")),
+        (("expect: 200-ok",), (417, "expectation_failed")),
+        (("content-length: 2", "content-encoding: gzip"), (415, "content_encoding_unknown")),
+        (("transfer-encoding: gzip, chunked",), (501, "transfer_coding_unknown")),
+    ],
+)
 async def test_heads_that_mean_two_things_are_refused(
     running: Pool, lines: tuple[str, ...], expected: tuple[int, str]
 ) -> None:
@@ -290,12 +319,20 @@ async def test_more_than_eight_mebibytes_are_413(running: Pool) -> None:
     assert (status(answer), error(answer)["code"]) == (413, "request_too_large")
 
 
-@pytest.mark.parametrize("body", [
-    b'{"model":' + b"[" * 10_000, b'{"a":' * 10_000, b'{"model":"a","model":"b"}',
-    json.dumps(QUESTION)[:-1].encode() + b',"temperature":NaN}',
-    json.dumps(QUESTION | {"max_tokens": 10**12}).encode(), json.dumps(QUESTION | {"n": 10**9}).encode(),
-    json.dumps(QUESTION | {"max_tokens": -1}).encode(), b"\xff\xfe", b"",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"model":' + b"[" * 10_000,
+        b'{"a":' * 10_000,
+        b'{"model":"a","model":"b"}',
+        json.dumps(QUESTION)[:-1].encode() + b',"temperature":NaN}',
+        json.dumps(QUESTION | {"max_tokens": 10**12}).encode(),
+        json.dumps(QUESTION | {"n": 10**9}).encode(),
+        json.dumps(QUESTION | {"max_tokens": -1}).encode(),
+        b"\xff\xfe",
+        b"",
+    ],
+)
 async def test_absurd_bodies_are_a_400(running: Pool, body: bytes) -> None:
     assert await ask(running, body=body) == 400
 

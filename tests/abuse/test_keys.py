@@ -31,8 +31,14 @@ ENDS = ("success", "disconnect", "no reader", "node lost", "engine", "refused")
 @pytest.fixture(scope="module", params=["front", "asgi"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     node = LoopbackNode("a", step_seconds=0.01, text=("word ",) * 12)
-    with whole_pool.served(node, front=request.param == "front", queue_seconds=0.3, keepalive_seconds=1.0,
-                           slow_client_bytes=2000, slow_client_seconds=0.4) as one:  # fmt: skip
+    with whole_pool.served(
+        node,
+        front=request.param == "front",
+        queue_seconds=0.3,
+        keepalive_seconds=1.0,
+        slow_client_bytes=2000,
+        slow_client_seconds=0.4,
+    ) as one:
         yield one
 
 
@@ -138,8 +144,21 @@ def test_no_secret_is_in_anything_that_is_written(served: Served, capfd: pytest.
         for path in (f"/api/v1/keys/{name}", "/api/v1/nothing", "/v1/models/none", "/v1/responses/none", "/livez"):
             said += served.ask(raw(path, secret, {}))
             said.append(ask(served, "GET", path, key=secret))
-    for path in ("status", "version", "nodes", "models", "requests?last=500", "decisions", "tokens", "keys",
-                 "keys/usage", "usage", "audit?last=500", "joins", "openapi.json"):  # fmt: skip
+    for path in (
+        "status",
+        "version",
+        "nodes",
+        "models",
+        "requests?last=500",
+        "decisions",
+        "tokens",
+        "keys",
+        "keys/usage",
+        "usage",
+        "audit?last=500",
+        "joins",
+        "openapi.json",
+    ):
         said.append(ask(served, "GET", f"/api/v1/{path}"))
         assert status(said[-1]) == 200, path
     for story in json.loads(whole(ask(served, "GET", "/api/v1/requests?last=100")))["requests"]:

@@ -48,18 +48,38 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /api/generate": GENERATES,
     "POST /v1/messages/count_tokens": GENERATES | {"waiting": AT_ONCE, "priority": AT_ONCE},
     "POST /v1/videos": GENERATES | {"tokens_per_minute": NO_TEXT, "priority": IN_TURN},
-    "GET /v1/models": SHOWS, "GET /v1/models/{model}": SHOWS, "GET /api/tags": SHOWS, "GET /api/ps": SHOWS,
-    "POST /api/show": SHOWS, "GET /api/v1/models": SHOWS, "GET /api/v1/videos/models": SHOWS,
-    "GET /v1/responses/{response}": OWNED, "DELETE /v1/responses/{response}": OWNED,
-    "GET /v1/videos": OWNED, "GET /v1/videos/{video}": OWNED, "DELETE /v1/videos/{video}": OWNED,
-    "GET /v1/videos/{video}/content": OWNED, "POST /v1/videos/{video}/cancel": OWNED, "GET /api/v1/usage": OWNED,
+    "GET /v1/models": SHOWS,
+    "GET /v1/models/{model}": SHOWS,
+    "GET /api/tags": SHOWS,
+    "GET /api/ps": SHOWS,
+    "POST /api/show": SHOWS,
+    "GET /api/v1/models": SHOWS,
+    "GET /api/v1/videos/models": SHOWS,
+    "GET /v1/responses/{response}": OWNED,
+    "DELETE /v1/responses/{response}": OWNED,
+    "GET /v1/videos": OWNED,
+    "GET /v1/videos/{video}": OWNED,
+    "DELETE /v1/videos/{video}": OWNED,
+    "GET /v1/videos/{video}/content": OWNED,
+    "POST /v1/videos/{video}/cancel": OWNED,
+    "GET /api/v1/usage": OWNED,
     "GET /api/v1/key": OWNED,
-    "POST /v1/videos/edits": FIXED, "POST /v1/videos/extensions": FIXED, "POST /v1/videos/characters": FIXED,
-    "GET /v1/videos/characters/{character}": FIXED, "POST /v1/videos/{video}/remix": FIXED,
-    "GET /api/version": FIXED, "GET /api/v1/version": FIXED,
-    "POST /api/blobs/{digest}": FIXED, "POST /api/copy": FIXED, "POST /api/create": FIXED, "POST /api/embed": FIXED,
-    "POST /api/embeddings": FIXED, "POST /api/pull": FIXED, "POST /api/push": FIXED, "DELETE /api/delete": FIXED,
-}  # fmt: skip
+    "POST /v1/videos/edits": FIXED,
+    "POST /v1/videos/extensions": FIXED,
+    "POST /v1/videos/characters": FIXED,
+    "GET /v1/videos/characters/{character}": FIXED,
+    "POST /v1/videos/{video}/remix": FIXED,
+    "GET /api/version": FIXED,
+    "GET /api/v1/version": FIXED,
+    "POST /api/blobs/{digest}": FIXED,
+    "POST /api/copy": FIXED,
+    "POST /api/create": FIXED,
+    "POST /api/embed": FIXED,
+    "POST /api/embeddings": FIXED,
+    "POST /api/pull": FIXED,
+    "POST /api/push": FIXED,
+    "DELETE /api/delete": FIXED,
+}
 """By route and limit: HELD, or why the limit does not apply."""
 
 HELLO = [{"role": "user", "content": "hello " * 20}]
@@ -168,9 +188,10 @@ def held(limit: str) -> list[str]:
 def test_every_route_of_a_plain_key_has_its_limits(served: Served):
     described = {
         f"{method.upper()} {path}"
-        for path, item in served.document["paths"].items() for method, about in item.items()
+        for path, item in served.document["paths"].items()
+        for method, about in item.items()
         if about.get("x-scope") == "infer"
-    }  # fmt: skip
+    }
     assert set(TABLE) == described
     for route, row in TABLE.items():
         assert set(row) == set(KeyLimits.__struct_fields__), route

@@ -58,10 +58,24 @@ async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Po
     await port.until(lambda: port.application.registry.links.strangers() == 0)
 
 
-@pytest.mark.parametrize("path", [
-    "/api/v1/keys", "/api/v1/audit", "/api/v1/logs", "/api/v1/tokens", "/api/v1/settings", "/api/v1/requests",
-    "/api/v1/nodes/studio/cordon", "/api/v1/status?x", "/API/V1/STATUS", "status", "", "\x1b[2J", "../api/v1/status",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/v1/keys",
+        "/api/v1/audit",
+        "/api/v1/logs",
+        "/api/v1/tokens",
+        "/api/v1/settings",
+        "/api/v1/requests",
+        "/api/v1/nodes/studio/cordon",
+        "/api/v1/status?x",
+        "/API/V1/STATUS",
+        "status",
+        "",
+        "\x1b[2J",
+        "../api/v1/status",
+    ],
+)
 async def test_a_member_reads_nothing_else(port: Port, path: str):
     assert await ask(port, port.member("studio"), path) == "not_readable"
 

@@ -83,9 +83,16 @@ def target() -> Iterator[Target]:
         token = parse_token(made.token())
         url = made.facts["cluster_url"]
         rogue = asyncio.run(
-            enrol(url, token, name="rogue", machine="rogue", hardware=HARDWARE,
-                  folder=made.folder / "rogue", on_code=lambda code, seconds: None)
-        )  # fmt: skip
+            enrol(
+                url,
+                token,
+                name="rogue",
+                machine="rogue",
+                hardware=HARDWARE,
+                folder=made.folder / "rogue",
+                on_code=lambda code, seconds: None,
+            )
+        )
         ready = Target(made, rogue)
         for first in (send_bodies, send_long_prompts):  # the first long body allocates once
             asyncio.run(first(ready))
@@ -207,10 +214,20 @@ async def grammars(target: Target) -> None:
 ATTACKS: dict[str, Callable[[Target], Awaitable[None]]] = {
     one.__name__: one
     for one in (
-        send_bodies, send_requests_ahead, open_connections, drip_bodies, leave_answers_unread, send_long_prompts,
-        flood_of_reports, large_frames, answers_of_no_request, renewals, strangers_at_the_cluster_port, grammars,
+        send_bodies,
+        send_requests_ahead,
+        open_connections,
+        drip_bodies,
+        leave_answers_unread,
+        send_long_prompts,
+        flood_of_reports,
+        large_frames,
+        answers_of_no_request,
+        renewals,
+        strangers_at_the_cluster_port,
+        grammars,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("attack", ATTACKS)

@@ -45,8 +45,13 @@ async def dial(running: Pool, tls: ssl.SSLContext | None) -> Dialed:
 
 
 def chat(running: Pool, *lines: str) -> bytes:
-    head = ["POST /v1/chat/completions HTTP/1.1", "host: 127.0.0.1", f"authorization: Bearer {running.key}",
-            f"content-length: {len(QUESTION)}", *lines]  # fmt: skip
+    head = [
+        "POST /v1/chat/completions HTTP/1.1",
+        "host: 127.0.0.1",
+        f"authorization: Bearer {running.key}",
+        f"content-length: {len(QUESTION)}",
+        *lines,
+    ]
     return "\r\n".join(head).encode() + b"\r\n\r\n" + QUESTION
 
 
@@ -122,11 +127,17 @@ async def test_handshakes_that_stall_are_given_up(running: Pool):
 
 @pytest.mark.usefixtures("served_meanwhile")
 async def test_what_is_no_handshake_is_closed(running: Pool):
-    for sent in (b"GE", b"get / HTTP/1.1\r\n\r\n", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-                 b"SSH-2.0-x\r\n", b"\x80\x2e\x01\x00\x02\x00\x15\x00\x00\x00\x10" + bytes(40),
-                 b"\x15\x03\x01\x00\x02\x02\x28",
-                 b"\x16\x03\x01\xff\xff" + bytes(100_000), b"\0" * 200_000,
-                 b"\x16\x03\x01\x00\x04\x01\xff\xff\xff"):  # fmt: skip
+    for sent in (
+        b"GE",
+        b"get / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"SSH-2.0-x\r\n",
+        b"\x80\x2e\x01\x00\x02\x00\x15\x00\x00\x00\x10" + bytes(40),
+        b"\x15\x03\x01\x00\x02\x02\x28",
+        b"\x16\x03\x01\xff\xff" + bytes(100_000),
+        b"\0" * 200_000,
+        b"\x16\x03\x01\x00\x04\x01\xff\xff\xff",
+    ):
         dialed = await dial(running, None)
         dialed[1].write(sent)
         got = await until_closed(dialed, HANDSHAKE_SECONDS + 5)
@@ -157,8 +168,10 @@ SHAPES: dict[str, tuple[bytes, list[int]]] = {
     "a huge header": (get("x-a: " + "a" * 2**21), [431]),
     "a flood of headers": (get(*["x-a: b"] * 50_000), [431]),
     "requests ahead": (get() * 3 + get("connection: close"), [200, 200, 200, 200]),
-    "length and chunks": (get("content-length: 3", "transfer-encoding: chunked", method="POST") + b"0\r\n\r\n" + get(),
-                          [400]),
+    "length and chunks": (
+        get("content-length: 3", "transfer-encoding: chunked", method="POST") + b"0\r\n\r\n" + get(),
+        [400],
+    ),
     "two lengths": (get("content-length: 3", "content-length: 4", method="POST") + b"abcd" + get(), [400]),
     "a folded line": (get("x-a: b\r\n c: d\r\n\thost: evil.example"), [400]),
     "a bare newline": (b"GET /livez HTTP/1.1\nhost: 127.0.0.1\n\n" + get(), [400]),
@@ -168,14 +181,17 @@ SHAPES: dict[str, tuple[bytes, list[int]]] = {
     "HTTP/0.9": (b"GET /livez\r\n\r\n", [400]),
     "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", [400]),
     "HTTP/3.7": (get(version="HTTP/3.7"), [400]),
-    "an upgrade to h2c": (get("connection: upgrade, http2-settings, close", "upgrade: h2c",
-                              "http2-settings: AAMAAABkAAQ"),
-                          [200]),
+    "an upgrade to h2c": (
+        get("connection: upgrade, http2-settings, close", "upgrade: h2c", "http2-settings: AAMAAABkAAQ"),
+        [200],
+    ),
     "another encoding": (get("transfer-encoding: gzip, chunked, identity", method="POST") + get(), [400]),
-    "chunk sizes that overflow": (get("transfer-encoding: chunked", method="POST") + b"f" * 17 + b"\r\n" + get(),
-                                  [400, 405]),
+    "chunk sizes that overflow": (
+        get("transfer-encoding: chunked", method="POST") + b"f" * 17 + b"\r\n" + get(),
+        [400, 405],
+    ),
     "bytes that are nothing": (bytes(range(128, 256)) * 50 + b"\r\n\r\n", [400]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.usefixtures("served_meanwhile")

@@ -135,9 +135,24 @@ main()
 
 @pytest.mark.slow
 async def test_a_writer_that_dies_ends_the_coordinator_loudly(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", DYING, "up", "--state", str(tmp_path / "s"), "--listen", "127.0.0.1:0",
-               "--cluster-listen", "127.0.0.1:0", "-o", "json", "--set", "cluster.bonjour=false",
-               "--no-local-node"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        DYING,
+        "up",
+        "--state",
+        str(tmp_path / "s"),
+        "--listen",
+        "127.0.0.1:0",
+        "--cluster-listen",
+        "127.0.0.1:0",
+        "-o",
+        "json",
+        "--set",
+        "cluster.bonjour=false",
+        "--no-local-node",
+    ]
     process = Process(command, tmp_path / "err")
     try:
         facts = process.ready()

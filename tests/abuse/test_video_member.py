@@ -22,8 +22,11 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
         for _ in range(2):
             assert (await http.post("/v1/videos", json={"prompt": "a secret fox"})).status_code == 200
         await one.port.until(lambda: good.of(Lease))
-        await one.port.until(lambda: any("allow-video" in job.phase or "makes another" in job.phase
-                                         for job in one.conductor.board.jobs.values()))  # fmt: skip
+        await one.port.until(
+            lambda: any(
+                "allow-video" in job.phase or "makes another" in job.phase for job in one.conductor.board.jobs.values()
+            )
+        )
         assert hostile.of(Lease) == []
 
 

@@ -40,10 +40,15 @@ def bench_memory(folder: Path) -> list[Row]:
     mib = 1024 * 1024
     return [
         Row("coordinator RSS", "<= 120 MiB", f"{after / mib:.1f} MiB", after <= 120 * mib, commit()),
-        Row("coordinator growth, request 1,000 to 10,000", "<= 5 MiB", f"{(after - before) / mib:.2f} MiB",
-            after - before <= 5 * mib, commit()),
+        Row(
+            "coordinator growth, request 1,000 to 10,000",
+            "<= 5 MiB",
+            f"{(after - before) / mib:.2f} MiB",
+            after - before <= 5 * mib,
+            commit(),
+        ),
         Row("agent RSS", "<= 80 MiB", f"{agent / mib:.1f} MiB", agent <= 80 * mib, commit()),
-    ]  # fmt: skip
+    ]
 
 
 def bench_idle(folder: Path) -> list[Row]:
@@ -90,8 +95,15 @@ def bench_doctor(folder: Path) -> list[Row]:
         subprocess.run([*CLI, "doctor", "--state", str(folder / "none")], capture_output=True, env=environment())
         seconds.append(time.monotonic() - began)
     worst = max(seconds)
-    return [Row("cluster doctor", "<= 5 s", f"{worst:.2f} s, median {statistics.median(seconds):.2f} s", worst <= 5.0,
-                commit())]  # fmt: skip
+    return [
+        Row(
+            "cluster doctor",
+            "<= 5 s",
+            f"{worst:.2f} s, median {statistics.median(seconds):.2f} s",
+            worst <= 5.0,
+            commit(),
+        )
+    ]
 
 
 def bench_parts(folder: Path) -> list[Row]:
@@ -141,11 +153,37 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
 BY_NAME = frozenset({"simulation"})
 """Not in the plan: it plays in virtual time, so its figures are the same on every machine, all but one."""
 BUDGETS = {
-    "begin": 90, "help": 10, "doctor": 30, "idle": 40, "memory": 60, "metrics": 20, "page": 60, "parts": 60,
-    "simulation": 900, "video": 480, "stream": 210, "plain": 70, "bodies": 170, "apart": 20, "delay": 60, "many": 30,
-    "refusing": 20, "decode": 60, "server": 90, "itl": 240, "cancel": 60, "gate": 20, "prefix": 80, "estimate": 120,
-    "torture": 480, "pressure": 240, "tokenize": 90, "grammar": 60, "steady": 160, "end": 200,
-}  # fmt: skip
+    "begin": 90,
+    "help": 10,
+    "doctor": 30,
+    "idle": 40,
+    "memory": 60,
+    "metrics": 20,
+    "page": 60,
+    "parts": 60,
+    "simulation": 900,
+    "video": 480,
+    "stream": 210,
+    "plain": 70,
+    "bodies": 170,
+    "apart": 20,
+    "delay": 60,
+    "many": 30,
+    "refusing": 20,
+    "decode": 60,
+    "server": 90,
+    "itl": 240,
+    "cancel": 60,
+    "gate": 20,
+    "prefix": 80,
+    "estimate": 120,
+    "torture": 480,
+    "pressure": 240,
+    "tokenize": 90,
+    "grammar": 60,
+    "steady": 160,
+    "end": 200,
+}
 """Seconds that each group may take on two quiet cores; those of the plan make an hour at most."""
 
 
@@ -158,8 +196,10 @@ def main() -> int:
     """Run the groups and write the rows."""
     names = sys.argv[1:] or plan()
     stamp = {
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": machine(), "load": os.getloadavg()[0],
-    }  # fmt: skip
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "load": os.getloadavg()[0],
+    }
     print(", ".join(f"{name} {value}" for name, value in (*stamp.items(), ("commit", commit()))))
     print(f"{len(names)} groups, {sum(BUDGETS[name] for name in names) / 60:.0f} minutes at most", flush=True)
     rows: list[dict[str, object]] = []

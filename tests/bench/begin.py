@@ -28,20 +28,42 @@ def bench_begin(folder: Path) -> list[Row]:
     installed = time.monotonic()
     quiet = ("--set", "cluster.bonjour=false", "--set", "models.hub=false")
     up = Process(
-        [str(command), "up", "--state", str(folder / "a"), "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0",
-         "-o", "json", *quiet],
+        [
+            str(command),
+            "up",
+            "--state",
+            str(folder / "a"),
+            "--listen",
+            "127.0.0.1:0",
+            "--cluster-listen",
+            "127.0.0.1:0",
+            "-o",
+            "json",
+            *quiet,
+        ],
         folder / "up.err",
-    )  # fmt: skip
+    )
     try:
         facts = up.ready()
         (folder / "token").write_text(facts["join"].split()[1])
         words = ["join", facts["cluster_url"], "--token-file", str(folder / "token")]
         joining = time.monotonic()
         second = Process(
-            [str(command), *words, "--state", str(folder / "b"), "--name", "second", "-o", "json", "--set",
-             "node.machine=second", *quiet],
+            [
+                str(command),
+                *words,
+                "--state",
+                str(folder / "b"),
+                "--name",
+                "second",
+                "-o",
+                "json",
+                "--set",
+                "node.machine=second",
+                *quiet,
+            ],
             folder / "join.err",
-        )  # fmt: skip
+        )
         try:
             second.ready()
             answered = _first_token(facts)

@@ -31,8 +31,11 @@ def _tool(name: str) -> dict[str, Any]:
 
 
 def _step(number: int) -> list[dict[str, Any]]:
-    call = {"id": f"call_{number}", "type": "function",
-            "function": {"name": "read_file", "arguments": json.dumps({"path": f"/src/part_{number}.py"})}}  # fmt: skip
+    call = {
+        "id": f"call_{number}",
+        "type": "function",
+        "function": {"name": "read_file", "arguments": json.dumps({"path": f"/src/part_{number}.py"})},
+    }
     return [
         {"role": "assistant", "content": "I look at the file.", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": f"call_{number}", "content": 'def part(text):\n    return {"a": text}\n' * 28},

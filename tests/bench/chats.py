@@ -11,9 +11,22 @@ from typing import Any
 from tests.bench.load import connect, request
 
 WORDS = (
-    "value", "index", "module", "class", "method", "string", "list", "return", "object", "import", "default",
-    "function", "name", "type", "error",
-)  # fmt: skip
+    "value",
+    "index",
+    "module",
+    "class",
+    "method",
+    "string",
+    "list",
+    "return",
+    "object",
+    "import",
+    "default",
+    "function",
+    "name",
+    "type",
+    "error",
+)
 TEXTS = ("content", "reasoning", "reasoning_content")
 
 
@@ -42,9 +55,13 @@ def words(random: Random, count: int) -> str:
 def body(model: str, prompt: str, tokens: int) -> dict[str, object]:
     """Give a greedy, streamed request for exactly `tokens` tokens (a random model hardly ever ends by itself)."""
     return {
-        "model": model, "messages": [{"role": "user", "content": prompt}], "max_tokens": tokens, "temperature": 0,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
+        "model": model,
+        "messages": [{"role": "user", "content": prompt}],
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
 
 
 async def chat(base: str, key: str, asked: Mapping[str, object], heard: Callable[[], object] | None = None) -> Chat:

@@ -331,9 +331,13 @@ def bench_gate(_: Path) -> list[Row]:
     if missing():
         return [not_measured(name, target, missing())]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.gate", str(model()), str(ROWS)], capture_output=True, text=True, cwd=ROOT,
-        timeout=120, env=environment(**models.fast_blas()),
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.bench.gate", str(model()), str(ROWS)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=120,
+        env=environment(**models.fast_blas()),
+    )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     figures: list[float] = json.loads(done.stdout.splitlines()[-1])["microseconds"]
@@ -384,9 +388,13 @@ def bench_estimate(_: Path) -> list[Row]:
     if missing():
         return [not_measured(name, target, missing())]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.estimate"], capture_output=True, text=True, cwd=ROOT, timeout=600,
+        [sys.executable, "-m", "tests.bench.estimate"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=600,
         env=environment(**models.fast_blas()),
-    )  # fmt: skip
+    )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
@@ -402,9 +410,13 @@ def bench_grammar(_: Path) -> list[Row]:
     if missing():
         return [not_measured(step, "<= 1.5 ms", missing()), not_measured(refusal, "<= 100 ms", missing())]
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench.grammar"], capture_output=True, text=True, cwd=ROOT, timeout=300,
+        [sys.executable, "-m", "tests.bench.grammar"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
         env=environment(**models.fast_blas()),
-    )  # fmt: skip
+    )
     if done.returncode:
         raise RuntimeError(done.stdout + done.stderr)
     found = json.loads(done.stdout.splitlines()[-1])

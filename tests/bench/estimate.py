@@ -19,8 +19,20 @@ from tests.support.text_engine import Driver
 from wire.frames import Load
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "lfm2", "qwen3_next", "qwen3_moe")
-UNSEEN = ((48, 100), (96, 0), (96, 2000), (200, 700), (384, 0), (384, 3000), (700, 500), (768, 0), (180, 1200),
-          (480, 4000), (640, 2600), (24, 300))  # fmt: skip
+UNSEEN = (
+    (48, 100),
+    (96, 0),
+    (96, 2000),
+    (200, 700),
+    (384, 0),
+    (384, 3000),
+    (700, 500),
+    (768, 0),
+    (180, 1200),
+    (480, 4000),
+    (640, 2600),
+    (24, 300),
+)
 FILL = 500
 
 

@@ -264,13 +264,21 @@ def bench_refusing(folder: Path) -> list[Row]:
     answered = sum(one.status == 200 for one in took[REFUSED_WORD])
     extra, after = (max(one.seconds for one in moved) - usual) * 1000, (last.seconds - decided) * 1000
     return [
-        Row("one of two nodes refuses", "all answered, < 10 ms more at worst",
+        Row(
+            "one of two nodes refuses",
+            "all answered, < 10 ms more at worst",
             f"{answered} of {2 * ASKED} answered, {len(moved)} of them after a refusal, {extra:.1f} ms more at worst",
-            answered == 2 * ASKED and extra < 10, commit()),
-        Row("all refuse", "503 with numbers, <= 10 ms after that was decided",
+            answered == 2 * ASKED and extra < 10,
+            commit(),
+        ),
+        Row(
+            "all refuse",
+            "503 with numbers, <= 10 ms after that was decided",
             f"{last.status} after {last.seconds:.2f} s, {after:.1f} ms after that was decided",
-            last.status == 503 and last.memory and after <= 10, commit()),
-    ]  # fmt: skip
+            last.status == 503 and last.memory and after <= 10,
+            commit(),
+        ),
+    ]
 
 
 @dataclass(frozen=True, slots=True)

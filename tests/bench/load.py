@@ -53,8 +53,12 @@ async def connect(base: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter
 
 async def _stream(base: str, key: str, tokens: int, seen: Seen) -> None:
     reader, writer = await connect(base)
-    body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hello there"}], "stream": True,
-            "max_tokens": tokens}  # fmt: skip
+    body = {
+        "model": "scripted-1",
+        "messages": [{"role": "user", "content": "hello there"}],
+        "stream": True,
+        "max_tokens": tokens,
+    }
     writer.write(request(base, key, body))
     last = None
     try:
@@ -94,8 +98,12 @@ async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
 def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[float]:
     """Run `count` streams side by side; give the seconds between what came on any of them and what came on another
     next, as far as they are below `most`: the time of a step is not between two events of one."""
-    body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "stream": True,
-            "max_tokens": tokens}  # fmt: skip
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": "hello there"}],
+        "stream": True,
+        "max_tokens": tokens,
+    }
     parts, times = urlsplit(base), list[float]()
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
         for _ in range(count):
@@ -187,8 +195,16 @@ def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], b
     with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
         script.write(SCRIPT % (key, ", ".join(json.dumps(json.dumps(body)) for body in bodies)))
         script.flush()
-        command = ["wrk", "-t1", f"-c{lanes}", f"-d{seconds}", f"--timeout={PATIENCE}", "-s", script.name,
-                   base + "/v1/chat/completions"]  # fmt: skip
+        command = [
+            "wrk",
+            "-t1",
+            f"-c{lanes}",
+            f"-d{seconds}",
+            f"--timeout={PATIENCE}",
+            "-s",
+            script.name,
+            base + "/v1/chat/completions",
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     found = re.search(r"(\d+) requests in", done.stdout)
     if found is None or "Non-2xx" in done.stdout or "Socket errors" in done.stdout:

@@ -85,8 +85,12 @@ def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) 
         for _ in range(2):
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.bench.mock_node", str(step_ms), str(apart_us), str(int(keeps))],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment(),
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=environment(),
+            )
             stack.callback(_end, process)
             assert process.stdout is not None
             ports.append(int(process.stdout.readline()))
@@ -118,11 +122,26 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
     port = free_port()
     with (folder / f"sglang-{port}.log").open("wb") as log:
         process = subprocess.Popen(
-            [str(python), "-m", "sglang_router.launch_router", "--host", "127.0.0.1", "--port", str(port),
-             "--worker-urls", *[f"http://127.0.0.1:{p}" for p in ports],
-             "--prometheus-port", str(free_port()), "--log-level", "warn"],
-            stdout=log, stderr=log, env=environment(), start_new_session=True,
-        )  # fmt: skip
+            [
+                str(python),
+                "-m",
+                "sglang_router.launch_router",
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--worker-urls",
+                *[f"http://127.0.0.1:{p}" for p in ports],
+                "--prometheus-port",
+                str(free_port()),
+                "--log-level",
+                "warn",
+            ],
+            stdout=log,
+            stderr=log,
+            env=environment(),
+            start_new_session=True,
+        )
     try:
         base = f"http://127.0.0.1:{port}"
         until(lambda: _answers(base + "/health"), 60, SGLANG)
@@ -140,10 +159,24 @@ def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
     home.mkdir()
     with (folder / "mlx_lm.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "mlx_lm", "server", "--model", str(model), "--host", "127.0.0.1", "--port",
-             str(port), "--log-level", "WARNING"],
-            stdout=log, stderr=log, env=environment(**models.fast_blas(), HOME=str(home), HF_HUB_OFFLINE="1"),
-        )  # fmt: skip
+            [
+                sys.executable,
+                "-m",
+                "mlx_lm",
+                "server",
+                "--model",
+                str(model),
+                "--host",
+                "127.0.0.1",
+                "--port",
+                str(port),
+                "--log-level",
+                "WARNING",
+            ],
+            stdout=log,
+            stderr=log,
+            env=environment(**models.fast_blas(), HOME=str(home), HF_HUB_OFFLINE="1"),
+        )
     try:
         base = f"http://127.0.0.1:{port}"
         until(lambda: _answers(base + "/health"), 60, MLX)
@@ -182,9 +215,13 @@ class Library:
 def library(model: Path) -> Iterator[Library]:
     """Run mlx-lm's batches, model loaded, on the BLAS that the engine gets, too."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.library", str(model)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        text=True, cwd=ROOT, env=environment(**models.fast_blas()),
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.bench.library", str(model)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment(**models.fast_blas()),
+    )
     try:
         made = Library(process)
         made.hear()

@@ -76,17 +76,33 @@ def bench_scarce(_: Path) -> list[Row]:
     ours, fewest = six[OURS], min(run.loads for run in six.values() if run.served == run.fit)
     jain, lost = greedy[OURS].jain, death[OURS].refused + death[OURS].failed
     return [
-        Row("six models: loads", "<= 1.2 x the best plan's", f"{ours.loads}, best {fewest}",
-            ours.loads <= 1.2 * fewest, commit()),
-        Row("six models: nobody starved", "0 not served", str(ours.fit - ours.served), ours.served == ours.fit,
-            commit()),
+        Row(
+            "six models: loads",
+            "<= 1.2 x the best plan's",
+            f"{ours.loads}, best {fewest}",
+            ours.loads <= 1.2 * fewest,
+            commit(),
+        ),
+        Row(
+            "six models: nobody starved", "0 not served", str(ours.fit - ours.served), ours.served == ours.fit, commit()
+        ),
         Row("one greedy key of five: Jain's index", ">= 0.9", f"{jain:.3f}", jain >= 0.9, commit()),
-        Row("one key with many short requests: Jain's index", ">= 0.9", f"{chatty[OURS].jain:.3f}",
-            chatty[OURS].jain >= 0.9, commit()),
-        Row("a machine joins in a batch: TTFT p95", "<= 1.15 x a clairvoyant's, which moves nothing", f"{late:.2f} x",
-            late <= 1.15, commit()),
+        Row(
+            "one key with many short requests: Jain's index",
+            ">= 0.9",
+            f"{chatty[OURS].jain:.3f}",
+            chatty[OURS].jain >= 0.9,
+            commit(),
+        ),
+        Row(
+            "a machine joins in a batch: TTFT p95",
+            "<= 1.15 x a clairvoyant's, which moves nothing",
+            f"{late:.2f} x",
+            late <= 1.15,
+            commit(),
+        ),
         Row("nodes die and return: not served", "0", str(lost), lost == 0, commit()),
-    ]  # fmt: skip
+    ]
 
 
 def bench_decision(_: Path) -> list[Row]:

@@ -38,16 +38,22 @@ class Engine:
 
     def __init__(self, folder: Path) -> None:
         flat: dict[str, object] = {
-            "engine.kind": "mlx", "models.folders": (str(folder / "models"),), "models.hub": False,
+            "engine.kind": "mlx",
+            "models.folders": (str(folder / "models"),),
+            "models.hub": False,
             "models.profile": "off",
-        }  # fmt: skip
+        }
         settings = resolve([("bench", flat)]).value
         self.line, theirs = socket.socketpair()
         environment = engine_environment(os.environ, folder / "scratch", settings.engine.mlx.blas)
         self.process = subprocess.Popen(
             [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()], cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+            pass_fds=[theirs.fileno()],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         theirs.close()
         self.pongs: dict[int, float] = {}
         self.ends: dict[int, float] = {}

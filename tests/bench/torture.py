@@ -71,9 +71,13 @@ class Kind:
 
 
 KINDS = (
-    Kind(60, 48, 0.45), Kind(300, 48, 0.25), Kind(900, 32, 0.12), Kind(2500, 32, 0.10), Kind(6000, 16, 0.05),
+    Kind(60, 48, 0.45),
+    Kind(300, 48, 0.25),
+    Kind(900, 32, 0.12),
+    Kind(2500, 32, 0.10),
+    Kind(6000, 16, 0.05),
     Kind(30_000, 16, 0.03, 4),
-)  # fmt: skip
+)
 BEYOND = KINDS[-1]
 """More than any of the caps can hold."""
 
@@ -126,18 +130,27 @@ class Node:
 
     def __init__(self, folder: Path, memory: dict[str, object], **mlx: object) -> None:
         flat: dict[str, object] = {
-            "engine.kind": "mlx", "models.folders": (str(folder / "models"),), "models.hub": False,
-            "models.profile": "off", "models.trial": False, "models.preload": (MODEL,), "engine.mlx.chunk_floor": FLOOR,
-        }  # fmt: skip
+            "engine.kind": "mlx",
+            "models.folders": (str(folder / "models"),),
+            "models.hub": False,
+            "models.profile": "off",
+            "models.trial": False,
+            "models.preload": (MODEL,),
+            "engine.mlx.chunk_floor": FLOOR,
+        }
         flat |= {f"memory.{key}": value for key, value in memory.items()}
         flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}
         resolved = resolve([("bench", flat)])
         machine = open_machine(resolved.value)
         self.limiter = Limiter(resolved.value, machine, resolved.origins)
         self.supervisor = Supervisor(
-            resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
-            scratch=folder / "scratch", wired=self.limiter.wired,
-        )  # fmt: skip
+            resolved.value,
+            on_frame=self._frame,
+            on_change=self._change,
+            log_file=folder / "engine.log",
+            scratch=folder / "scratch",
+            wired=self.limiter.wired,
+        )
         self.poll = Poll(self.limiter, machine, self.supervisor)
         self._ends: dict[int, asyncio.Future[Frame]] = {}
         self._changed = asyncio.Event()
@@ -290,9 +303,14 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
         tasks = [
             asyncio.create_task(_client(node, seen, one, number, begun)) for number, one in enumerate(arrivals(seconds))
         ]
-        side = [asyncio.create_task(each) for each in (
-            _watch(node, seen, cap), _lend(node, seen, max(MIB, cap - rest) // LEASE_SHARE, begun), _load(node, seen)
-        )]  # fmt: skip
+        side = [
+            asyncio.create_task(each)
+            for each in (
+                _watch(node, seen, cap),
+                _lend(node, seen, max(MIB, cap - rest) // LEASE_SHARE, begun),
+                _load(node, seen),
+            )
+        ]
         try:
             await asyncio.gather(*tasks)
         finally:

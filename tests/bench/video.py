@@ -150,8 +150,10 @@ def bench_clip(folder: Path) -> list[Row]:
     ours, alone, ratio, ratios = ratio_of(pairs)
     figure = f"the engine alone ({ours:.1f} s against {alone:.1f}; {spread(ratios)})"
     told = f"{own / MIB:.0f} MiB of its own, {resident / MIB:.0f} resident, {len(family)} processes"
-    return [at_most("a clip, created to completed", 3, ratio, figure, "the bare engine"),
-            Row("Ray's footprint on a node", "told", told, True, commit())]  # fmt: skip
+    return [
+        at_most("a clip, created to completed", 3, ratio, figure, "the bare engine"),
+        Row("Ray's footprint on a node", "told", told, True, commit()),
+    ]
 
 
 def _real(made: Pool, folder: Path, **settings: str) -> Chain:
@@ -181,8 +183,14 @@ def _asked(job: dict[str, Any]) -> dict[str, Any]:
 def _alone(folder: Path, number: int) -> float:
     job = {**CLIP, "seed": number, "package": str(tiny_wan() / "tiny-wan"), "out": str(folder)}
     began = time.monotonic()
-    subprocess.run([python(), "-c", BARE, json.dumps(job), WORKER], check=True, env=environment(), cwd=folder,
-                   stdin=subprocess.DEVNULL, capture_output=True)  # fmt: skip
+    subprocess.run(
+        [python(), "-c", BARE, json.dumps(job), WORKER],
+        check=True,
+        env=environment(),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+    )
     return time.monotonic() - began
 
 
@@ -196,9 +204,15 @@ def bench_beside(folder: Path) -> list[Row]:
     over: list[int] = []
     with pool(folder) as made:
         one = _real(
-            made, folder, models__folders=f"{tiny_wan()},{folder / 'models'}", engine__kind="mlx",
-            models__profile="off", models__preload="chatter", memory__cap="18GiB", video__lease="10GiB",
-        )  # fmt: skip
+            made,
+            folder,
+            models__folders=f"{tiny_wan()},{folder / 'models'}",
+            engine__kind="mlx",
+            models__profile="off",
+            models__preload="chatter",
+            memory__cap="18GiB",
+            video__lease="10GiB",
+        )
         pairs = in_turn(
             lambda number: _beside_ours(one, number, over), lambda number: _beside_bare(one, folder, number), ROUNDS
         )
@@ -209,9 +223,14 @@ def bench_beside(folder: Path) -> list[Row]:
     above = sum(over)
     return [
         at_least("chats beside a video", 0.9, ratio, figure, "the same load without leases"),
-        Row("samples over the cap meanwhile", "0", f"{above} of {len(over)}, {restarts} restarts", not above and not
-            restarts, commit()),
-    ]  # fmt: skip
+        Row(
+            "samples over the cap meanwhile",
+            "0",
+            f"{above} of {len(over)}, {restarts} restarts",
+            not above and not restarts,
+            commit(),
+        ),
+    ]
 
 
 def _beside_ours(one: Chain, number: int, over: list[int]) -> float:
@@ -249,10 +268,18 @@ def _bare(folder: Path, number: int) -> Iterator[None]:
     """Run the same worker by itself while it denoises."""
     package = {"package": str(tiny_wan() / "tiny-wan"), "out": str(folder), "size": LEASE}
     job = {**JOB, "steps": 50, "frames": 121, "seed": number, **package}
-    with tempfile.TemporaryDirectory() as scratch, subprocess.Popen(
-        [python(), "-I", WORKER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-        env=worker_environment(environment(), Path(scratch)), cwd=scratch,
-    ) as process:  # fmt: skip
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        subprocess.Popen(
+            [python(), "-I", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=worker_environment(environment(), Path(scratch)),
+            cwd=scratch,
+        ) as process,
+    ):
         assert process.stdin is not None
         assert process.stdout is not None
         process.stdin.write(json.dumps(job) + "\n")
@@ -304,10 +331,15 @@ def bench_chain(folder: Path) -> list[Row]:
     wrong = [f"{x.victim} {x.phase}: {x.end}" for x in outcomes if x.end != expected(x.victim, x.phase)]
     slowest = max(outcome.back for outcome in outcomes if outcome.back is not None)
     return [
-        Row("kill -9 of every process in every phase", "each ends as documented", f"{len(outcomes)} kills, "
-            f"{len(wrong)} otherwise: {', '.join(wrong)}", not wrong, commit()),
+        Row(
+            "kill -9 of every process in every phase",
+            "each ends as documented",
+            f"{len(outcomes)} kills, {len(wrong)} otherwise: {', '.join(wrong)}",
+            not wrong,
+            commit(),
+        ),
         Row("memory back after any of them", "<= 2 s", f"{slowest:.2f} s at most", slowest <= 2, commit()),
-    ]  # fmt: skip
+    ]
 
 
 GROUPS = {"video": bench_video}

@@ -24,8 +24,14 @@ from tests.support.studio import words
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 RAY_PORTS = 29000
-BIG = ("engine.scripted.model=big-70b", "engine.scripted.memory=64GiB", "engine.scripted.weights=38GiB",
-       "engine.scripted.kv_per_token=2097152", "engine.scripted.tokens=400", "engine.scripted.step_ms=60")  # fmt: skip
+BIG = (
+    "engine.scripted.model=big-70b",
+    "engine.scripted.memory=64GiB",
+    "engine.scripted.weights=38GiB",
+    "engine.scripted.kv_per_token=2097152",
+    "engine.scripted.tokens=400",
+    "engine.scripted.step_ms=60",
+)
 WIDE, DESKTOP, PHONE = {"width": 1120, "height": 700}, {"width": 1280, "height": 800}, {"width": 390, "height": 800}
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
 POINTS = 12
@@ -61,8 +67,12 @@ def _asked(made: Pool) -> Iterator[None]:
         said = [{"role": "user", "content": text}]
         try:
             for _ in client.chat.completions.create(
-                model=model, messages=said, max_tokens=tokens, stream=True, extra_headers={"x-request-id": name},  # type: ignore[arg-type]
-            ):  # fmt: skip
+                model=model,
+                messages=said,  # type: ignore[arg-type]
+                max_tokens=tokens,
+                stream=True,
+                extra_headers={"x-request-id": name},
+            ):
                 pass
         except OpenAIError as error:
             print(f"{name}: {error}")

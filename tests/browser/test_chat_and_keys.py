@@ -100,16 +100,43 @@ def asked(home: Pool, key: str, name: str, model: str = "scripted-1") -> int:
 
 
 def test_markdown_is_shown_as_markdown(page: Page):
-    text = "\n".join((
-        "# Title", "", "Some **bold**, *slanted*, ~~old~~ and `a < b` text, [a link](https://example.org/x).", "",
-        "- one", "  - inner", "- two", "", "3. three", "", "> said", "", "| a | b |", "|---|:-:|", "| 1 | `2` |", "",
-        "```python", "if a < b:", "    print(a)", "```",
-    ))  # fmt: skip
+    text = "\n".join(
+        (
+            "# Title",
+            "",
+            "Some **bold**, *slanted*, ~~old~~ and `a < b` text, [a link](https://example.org/x).",
+            "",
+            "- one",
+            "  - inner",
+            "- two",
+            "",
+            "3. three",
+            "",
+            "> said",
+            "",
+            "| a | b |",
+            "|---|:-:|",
+            "| 1 | `2` |",
+            "",
+            "```python",
+            "if a < b:",
+            "    print(a)",
+            "```",
+        )
+    )
     found = page.evaluate(RENDER, text)
-    wanted = ("<h3>Title</h3>", "<strong>bold</strong>", "<em>slanted</em>", "<del>old</del>", "<code>a &lt; b</code>",
-              "<ul><li>one<ul><li>inner</li></ul></li><li>two</li></ul>", '<ol start="3"><li>three</li></ol>',
-              "<blockquote><p>said</p></blockquote>", "<td><code>2</code></td>",
-              "<code>if a &lt; b:\n    print(a)</code>")  # fmt: skip
+    wanted = (
+        "<h3>Title</h3>",
+        "<strong>bold</strong>",
+        "<em>slanted</em>",
+        "<del>old</del>",
+        "<code>a &lt; b</code>",
+        "<ul><li>one<ul><li>inner</li></ul></li><li>two</li></ul>",
+        '<ol start="3"><li>three</li></ol>',
+        "<blockquote><p>said</p></blockquote>",
+        "<td><code>2</code></td>",
+        "<code>if a &lt; b:\n    print(a)</code>",
+    )
     for part in wanted:
         assert part in found["html"], part
     assert found["links"] == ["https://example.org/x"]
@@ -182,8 +209,9 @@ def test_system_prompt_and_parameters_are_sent(page: Page):
     body = sent.value.post_data_json
     assert body is not None
     assert body["messages"] == [
-        {"role": "system", "content": "Be brief."}, {"role": "user", "content": "one two three four five"},
-    ]  # fmt: skip
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "one two three four five"},
+    ]
     assert (body["temperature"], body["max_tokens"]) == (0.5, 2)
     assert "top_p" not in body
     expect(page.get_by_text("cut at max tokens")).to_be_visible()

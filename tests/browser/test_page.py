@@ -34,9 +34,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
             made.join(name)
         client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=DefaultHttpxClient(trust_env=False))
         client.chat.completions.create(
-            model="scripted-1", messages=[{"role": "user", "content": "hi"}], max_tokens=4,
+            model="scripted-1",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=4,
             extra_headers={"x-request-id": "told-1"},
-        )  # fmt: skip
+        )
         made.cli("key", "create", HOSTILE)
         yield made
 

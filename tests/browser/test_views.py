@@ -36,9 +36,18 @@ OWN: dict[str, Any] = {"id": "k0", "name": "boss", "scopes": ["admin"], "expires
 def node(name: str = "studio", state: State = State.READY, **changes: Any) -> dict[str, Any]:
     """Return a node as the API shows it; every size differs."""
     memory = Memory(
-        cap=96 * GIB, ceiling=96 * GIB, margin=10 * GIB, phys=40 * GIB, recent=48 * GIB, current=40 * GIB,
-        reserved=8 * GIB, headroom=38 * GIB, leases=6 * GIB, bound_by="dynamic", armed=True,
-    )  # fmt: skip
+        cap=96 * GIB,
+        ceiling=96 * GIB,
+        margin=10 * GIB,
+        phys=40 * GIB,
+        recent=48 * GIB,
+        current=40 * GIB,
+        reserved=8 * GIB,
+        headroom=38 * GIB,
+        leases=6 * GIB,
+        bound_by="dynamic",
+        armed=True,
+    )
     engine = EngineState("mlx", "ready", running=12, waiting=13, counts=Counts(checks=1234, refusals=56))
     models = (a_model("qwen"), a_model("llama", loaded=False))
     report = Report(1, memory, engine, models, sharing=Sharing("always"))
@@ -50,15 +59,31 @@ def node(name: str = "studio", state: State = State.READY, **changes: Any) -> di
 
 def status(**changes: Any) -> dict[str, Any]:
     return {
-        "version": "1.2.3", "protocol": 7, "base_url": "http://host:8080/v1", "cluster_url": "macpool://host:8081",
-        "cluster": {"id": "c-1", "name": "home"}, "models": ["qwen", "llama", "tiny"], "in_flight": 4, "queued": 1234,
-        "warnings": [], "dangers": [], "self_suspect": False,
-    } | changes  # fmt: skip
+        "version": "1.2.3",
+        "protocol": 7,
+        "base_url": "http://host:8080/v1",
+        "cluster_url": "macpool://host:8081",
+        "cluster": {"id": "c-1", "name": "home"},
+        "models": ["qwen", "llama", "tiny"],
+        "in_flight": 4,
+        "queued": 1234,
+        "warnings": [],
+        "dangers": [],
+        "self_suspect": False,
+    } | changes
 
 
 def load(**values: float | None) -> dict[str, list[float | None]]:
-    names = ("prompt_tokens_per_second", "generated_tokens_per_second", "in_flight", "memory_bytes", "cap_bytes",
-             "ttft_seconds", "requests_per_second", "queued")  # fmt: skip
+    names = (
+        "prompt_tokens_per_second",
+        "generated_tokens_per_second",
+        "in_flight",
+        "memory_bytes",
+        "cap_bytes",
+        "ttft_seconds",
+        "requests_per_second",
+        "queued",
+    )
     return {name: [None, values.get(name)] for name in names}
 
 
@@ -95,8 +120,18 @@ class Answers:
 def api() -> Answers:
     now = status()
     load_now = {"interval_seconds": 10, "number": 1, "at": AT, "pool": load(), "nodes": {}}
-    made = Answers({"status": now, "nodes": [node()], "models": [], "requests": [], "ended": [], "joins": [],
-                    "conditions": [], "load": load_now})  # fmt: skip
+    made = Answers(
+        {
+            "status": now,
+            "nodes": [node()],
+            "models": [],
+            "requests": [],
+            "ended": [],
+            "joins": [],
+            "conditions": [],
+            "load": load_now,
+        }
+    )
     made.by_path = {"GET /api/v1/key": OWN, "GET /api/v1/history": load_now}
     return made
 
@@ -166,9 +201,14 @@ def test_a_macs_card_has_the_values_of_its_report(page: Page, api: Answers):
         from_left += size / 96 * 1000
     assert float(bar.locator("rect.peak").get_attribute("x") or 0) == pytest.approx(500)
     for text in (
-        "headroom 38.0 GiB", "of 96.0 GiB, limited by: other apps", "11 in flight, 12 running, 13 waiting",
-        "1,234 checks, 56 refusals", "M4 Max, 128.0 GiB, version 1.2.3", "gate armed", "not allowed",
-    ):  # fmt: skip
+        "headroom 38.0 GiB",
+        "of 96.0 GiB, limited by: other apps",
+        "11 in flight, 12 running, 13 waiting",
+        "1,234 checks, 56 refusals",
+        "M4 Max, 128.0 GiB, version 1.2.3",
+        "gate armed",
+        "not allowed",
+    ):
         expect(card.get_by_text(text, exact=text in ("gate armed", "not allowed"))).to_be_visible()
     facts = card.locator("dl").first.inner_text()
     assert "qwen" in facts
@@ -184,47 +224,68 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     until = AT + 3600
     pause = {"when": "always", "paused": True, "why": "paused by ann", "until": until, "by_hand": True}
     api.sections["nodes"] = [
-        node("cordoned", cordoned=True), node("silent", State.SUSPECT, heard_seconds=5), node("drains", State.DRAINING),
-        node("lost", State.LOST, heard_seconds=130), node("asleep", State.ASLEEP, heard_seconds=7),
-        node("paused", State.PAUSED, sharing=pause), node("joins", State.JOINING), node("gone", State.LEFT),
-        node("off", guard=False, gate_armed=False), node("inert", gate_armed=False),
-        node("over", headroom=-2 * GIB, remedy="close a program"), node("blind", current=None, headroom=None),
+        node("cordoned", cordoned=True),
+        node("silent", State.SUSPECT, heard_seconds=5),
+        node("drains", State.DRAINING),
+        node("lost", State.LOST, heard_seconds=130),
+        node("asleep", State.ASLEEP, heard_seconds=7),
+        node("paused", State.PAUSED, sharing=pause),
+        node("joins", State.JOINING),
+        node("gone", State.LEFT),
+        node("off", guard=False, gate_armed=False),
+        node("inert", gate_armed=False),
+        node("over", headroom=-2 * GIB, remedy="close a program"),
+        node("blind", current=None, headroom=None),
         node("breaks", breaker={"state": "open", "why": "signal 6", "until": AT}),
         node("videos", video=node()["video"] | {"allowed": True, "cause": "no Ray"}),
-    ]  # fmt: skip
+    ]
     show(page)
     expect(page.get_by_role("region", name="gone")).to_have_count(0)
     words = {
-        "cordoned": ("ready, cordoned", "gate armed"), "silent": ("suspect", "5.00 s ago"), "drains": ("draining",),
+        "cordoned": ("ready, cordoned", "gate armed"),
+        "silent": ("suspect", "5.00 s ago"),
+        "drains": ("draining",),
         "lost": ("lost", "Lost, last report 2 min ago. Look at its power and network."),
         "asleep": ("asleep", "Asleep, last report 7.00 s ago."),
         "paused": ("paused", "paused by ann, until ", "Its memory is with its owner."),
-        "joins": ("joining", "Joining: it gets requests after its first reports."), "off": ("guard off",),
-        "inert": ("gate not armed",), "over": ("-2.0 GiB", "close a program"), "blind": ("unknown",),
-        "breaks": ("signal 6",), "videos": ("allowed, not ready: no Ray",),
-    }  # fmt: skip
+        "joins": ("joining", "Joining: it gets requests after its first reports."),
+        "off": ("guard off",),
+        "inert": ("gate not armed",),
+        "over": ("-2.0 GiB", "close a program"),
+        "blind": ("unknown",),
+        "breaks": ("signal 6",),
+        "videos": ("allowed, not ready: no Ray",),
+    }
     for name, texts in words.items():
         card = page.get_by_role("region", name=name, exact=True)
         for text in texts:
             expect(card).to_contain_text(text)
     here = ["Cordon", "Drain", "Pause", "Allow video"]
     buttons = {
-        "cordoned": ["Uncordon", *here[1:]], "silent": here, "drains": here, "off": here,
-        "lost": ["Allow video", "Remove"], "asleep": ["Allow video", "Remove"], "paused": ["Resume", "Allow video"],
-        "joins": ["Allow video"], "videos": [*here[:3], "Deny video"],
-    }  # fmt: skip
+        "cordoned": ["Uncordon", *here[1:]],
+        "silent": here,
+        "drains": here,
+        "off": here,
+        "lost": ["Allow video", "Remove"],
+        "asleep": ["Allow video", "Remove"],
+        "paused": ["Resume", "Allow video"],
+        "joins": ["Allow video"],
+        "videos": [*here[:3], "Deny video"],
+    }
     for name, wanted in buttons.items():
         card = page.get_by_role("region", name=name, exact=True)
         assert card.get_by_role("button").all_inner_texts() == wanted, name
     for name in ("lost", "asleep", "paused", "joins"):
         assert page.get_by_role("region", name=name, exact=True).get_by_role("meter").count() == 0, name
-    expect(page.get_by_text("7 of 13 Macs ready, 1 joining, 1 paused, 1 asleep, 1 draining, 1 suspect, 1 lost, "
-                            "1 cordoned")).to_be_visible()  # fmt: skip
+    expect(
+        page.get_by_text("7 of 13 Macs ready, 1 joining, 1 paused, 1 asleep, 1 draining, 1 suspect, 1 lost, 1 cordoned")
+    ).to_be_visible()
     notes = page.get_by_role("status").get_by_role("listitem").all_inner_texts()
     assert notes == [
-        "silent has been silent for 5.00 s: it gets no new requests", "lost is lost: look at its power and network",
+        "silent has been silent for 5.00 s: it gets no new requests",
+        "lost is lost: look at its power and network",
         "breaks gets no requests: signal 6",
-    ]  # fmt: skip
+    ]
 
 
 def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(page: Page, api: Answers):
@@ -237,9 +298,11 @@ def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(pa
     show(page)
     listed = page.get_by_role("status").get_by_role("listitem")
     assert listed.all_inner_texts() == [
-        "a is lost – look Runbook: NodeDown", "b fails – read its log Runbook: BreakerOpen", "a: guard off",
+        "a is lost – look Runbook: NodeDown",
+        "b fails – read its log Runbook: BreakerOpen",
+        "a: guard off",
         "b: engine hung",
-    ]  # fmt: skip
+    ]
     assert [one.get_attribute("class") for one in listed.all()] == ["bad", "warn", "bad", "warn"]
     expect(page.get_by_role("link", name="Runbook: NodeDown")).to_have_attribute("href", "#/runbook/NodeDown")
     expect(page.get_by_text("All healthy")).to_have_count(0)
@@ -250,26 +313,45 @@ def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(pa
 
 
 def test_charts_show_the_newest_values_of_the_load(page: Page, api: Answers):
-    values = load(prompt_tokens_per_second=812.4, generated_tokens_per_second=9.25, in_flight=3, memory_bytes=40 * GIB,
-                  cap_bytes=96 * GIB, ttft_seconds=0.456, queued=17)  # fmt: skip
-    one = load(generated_tokens_per_second=5.5, in_flight=2, memory_bytes=20 * GIB, cap_bytes=48 * GIB,
-               ttft_seconds=0.25)  # fmt: skip
-    api.by_path["GET /api/v1/history"] = {"interval_seconds": 10, "number": 1, "at": AT, "pool": values,
-                                          "nodes": {"studio": one}}  # fmt: skip
+    values = load(
+        prompt_tokens_per_second=812.4,
+        generated_tokens_per_second=9.25,
+        in_flight=3,
+        memory_bytes=40 * GIB,
+        cap_bytes=96 * GIB,
+        ttft_seconds=0.456,
+        queued=17,
+    )
+    one = load(
+        generated_tokens_per_second=5.5, in_flight=2, memory_bytes=20 * GIB, cap_bytes=48 * GIB, ttft_seconds=0.25
+    )
+    api.by_path["GET /api/v1/history"] = {
+        "interval_seconds": 10,
+        "number": 1,
+        "at": AT,
+        "pool": values,
+        "nodes": {"studio": one},
+    }
     show(page)
     total, card = (
         page.get_by_role("region", name="The pool in the last hour"),
         page.get_by_role("region", name="studio"),
     )
     for where, title, text in (
-        (total, "Tokens per second", "generated 9.3, prompt 812"), (total, "Requests", "in flight 3, queued 17"),
-        (total, "Memory", "40.0 GiB"), (total, "Time to first token", "0.46 s"), (card, "Tokens per second", "5.5"),
-        (card, "Requests in flight", "2"), (card, "Memory", "20.0 GiB"), (card, "Time to first token", "0.25 s"),
-    ):  # fmt: skip
+        (total, "Tokens per second", "generated 9.3, prompt 812"),
+        (total, "Requests", "in flight 3, queued 17"),
+        (total, "Memory", "40.0 GiB"),
+        (total, "Time to first token", "0.46 s"),
+        (card, "Tokens per second", "5.5"),
+        (card, "Requests in flight", "2"),
+        (card, "Memory", "20.0 GiB"),
+        (card, "Time to first token", "0.25 s"),
+    ):
         chart = where.locator("figure").filter(has=page.get_by_role("img", name=title))
         assert chart.locator("figcaption b").inner_text() == text, title
-        expect(chart.get_by_role("img")).to_have_attribute("aria-label", f"{title} in the last 10 minutes: now {text}; "
-                                                           f"highest {highest(title, text)}")  # fmt: skip
+        expect(chart.get_by_role("img")).to_have_attribute(
+            "aria-label", f"{title} in the last 10 minutes: now {text}; highest {highest(title, text)}"
+        )
     expect(total.get_by_text("of 96.0 GiB", exact=True)).to_be_visible()
 
 
@@ -290,8 +372,12 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
     assert press(one, "Drain") == ("POST", "/api/v1/nodes/one/drain", {"wait_seconds": 30})
     assert press(one, "Allow video") == ("POST", "/api/v1/nodes/one/allow-video", None)
     assert press(one, "Pause") == ("POST", "/api/v1/nodes/one/pause", {"seconds": 7200})
-    for label, body in (("1 hour", {"seconds": 3600}), ("8 hours", {"seconds": 28800}), ("1 day", {"seconds": 86400}),
-                        ("until resumed", {})):  # fmt: skip
+    for label, body in (
+        ("1 hour", {"seconds": 3600}),
+        ("8 hours", {"seconds": 28800}),
+        ("1 day", {"seconds": 86400}),
+        ("until resumed", {}),
+    ):
         one.get_by_label("How long one is paused").select_option(label)
         assert press(one, "Pause") == ("POST", "/api/v1/nodes/one/pause", body)
     page.once("dialog", lambda dialog: dialog.dismiss())
@@ -315,21 +401,40 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
 
 
 def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers):
-    measured = {"max_context": 8192, "max_batch": 6, "kv_per_token": 64 * KIB, "transient": 1, "residual": 1,
-                "covered": 1}  # fmt: skip
-    place = {"state": "ready", "cause": "", "progress": 0.0, "prefill_speed": 1234.4, "decode_speed": 56.6,
-             "measured": None, "fingerprint": "f"}  # fmt: skip
-    api.sections["models"] = [{
-        "name": "qwen", "weights": 17 * GIB, "context": 32768, "fingerprint": "f", "conflict": True,
-        "nodes": [
-            place | {"id": "a", "name": "a", "model": "loaded", "measured": measured},
-            place | {"id": "b", "name": "b", "model": "known"},
-            place | {"id": "c", "name": "c", "model": "loading", "progress": 0.375},
-            place | {"id": "d", "name": "d", "model": "failed", "cause": "no such file"},
-            place | {"id": "e", "name": "e", "model": "loaded", "state": "lost"},
-            place | {"id": "f", "name": "f", "model": "loaded", "state": "left"},
-        ],
-    }]  # fmt: skip
+    measured = {
+        "max_context": 8192,
+        "max_batch": 6,
+        "kv_per_token": 64 * KIB,
+        "transient": 1,
+        "residual": 1,
+        "covered": 1,
+    }
+    place = {
+        "state": "ready",
+        "cause": "",
+        "progress": 0.0,
+        "prefill_speed": 1234.4,
+        "decode_speed": 56.6,
+        "measured": None,
+        "fingerprint": "f",
+    }
+    api.sections["models"] = [
+        {
+            "name": "qwen",
+            "weights": 17 * GIB,
+            "context": 32768,
+            "fingerprint": "f",
+            "conflict": True,
+            "nodes": [
+                place | {"id": "a", "name": "a", "model": "loaded", "measured": measured},
+                place | {"id": "b", "name": "b", "model": "known"},
+                place | {"id": "c", "name": "c", "model": "loading", "progress": 0.375},
+                place | {"id": "d", "name": "d", "model": "failed", "cause": "no such file"},
+                place | {"id": "e", "name": "e", "model": "loaded", "state": "lost"},
+                place | {"id": "f", "name": "f", "model": "loaded", "state": "left"},
+            ],
+        }
+    ]
     show(page, "models")
     card = page.get_by_role("region", name="qwen")
     expect(card).to_contain_text("17.0 GiB, context of 32,768 tokens")
@@ -339,8 +444,11 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
     assert texts == [
         "a: loaded Unload prefill 1,234 tokens/s, decode 57 tokens/s for one request measured: up to 8,192 tokens in "
         "one request, 6 requests at once, 64.0 KiB a token",
-        "b: on disk Load", "c: loading", "d: failed no such file Load", "e: lost",
-    ]  # fmt: skip
+        "b: on disk Load",
+        "c: loading",
+        "d: failed no such file Load",
+        "e: lost",
+    ]
     expect(card.get_by_role("progressbar", name="Loading qwen on c")).to_have_attribute("value", "0.375")
     unload, loads = card.get_by_role("button", name="Unload"), card.get_by_role("button", name="Load", exact=True)
     assert sent(api, unload) == ("POST", "/api/v1/models/unload", {"model": "qwen", "node": "a"})
@@ -355,21 +463,44 @@ def test_models_show_where_they_are_and_what_they_take(page: Page, api: Answers)
 
 def ended(name: str, outcome: str = "ok", **changes: Any) -> dict[str, Any]:
     return {
-        "request_id": name, "key": "laptop", "model": "qwen", "outcome": outcome, "message": "", "seconds": 12.3,
-        "prompt_tokens": 1001, "cached_tokens": 102, "completion_tokens": 203, "node": "studio", "at": AT,
-        "ttft_seconds": 0.45, "tokens_per_second": 17.6,
-    } | changes  # fmt: skip
+        "request_id": name,
+        "key": "laptop",
+        "model": "qwen",
+        "outcome": outcome,
+        "message": "",
+        "seconds": 12.3,
+        "prompt_tokens": 1001,
+        "cached_tokens": 102,
+        "completion_tokens": 203,
+        "node": "studio",
+        "at": AT,
+        "ttft_seconds": 0.45,
+        "tokens_per_second": 17.6,
+    } | changes
 
 
 def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page, api: Answers):
-    api.sections["requests"] = [{
-        "id": "r1", "key": "app", "model": "tiny", "node": "mini", "phase": "decoding", "prompt_tokens": 2001,
-        "cached_tokens": 302, "completion_tokens": 43, "attempts": 2, "stream": True, "at": AT,
-    }]  # fmt: skip
+    api.sections["requests"] = [
+        {
+            "id": "r1",
+            "key": "app",
+            "model": "tiny",
+            "node": "mini",
+            "phase": "decoding",
+            "prompt_tokens": 2001,
+            "cached_tokens": 302,
+            "completion_tokens": 43,
+            "attempts": 2,
+            "stream": True,
+            "at": AT,
+        }
+    ]
     api.sections["ended"] = [
-        ended("r2"), ended("r3", "no_headroom", message="no room", node="", ttft_seconds=None, tokens_per_second=None),
-        ended("r4", "engine_crashed", key="server"), ended("r5", "cancelled", model="llama"),
-    ]  # fmt: skip
+        ended("r2"),
+        ended("r3", "no_headroom", message="no room", node="", ttft_seconds=None, tokens_per_second=None),
+        ended("r4", "engine_crashed", key="server"),
+        ended("r5", "cancelled", model="llama"),
+    ]
     show(page, "requests")
     row = page.get_by_role("region", name="Requests in flight").get_by_role("row").nth(1)
     assert cells(row)[1:] == ["r1", "app", "tiny", "mini", "decoding", "2,001", "302", "43", "2"]
@@ -379,8 +510,13 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
     assert [row[0] for row in found] == ["r5", "r4", "r3", "r2"], "the newest first"
     assert found[3] == ["r2", "laptop", "qwen", "studio", "ok", "0.45 s", "18", "12 s", "1,001", "102", "203"]
     assert found[2] == ["r3", "laptop", "qwen", "–", "no_headroom no room", "–", "–", "12 s", "1,001", "102", "203"]
-    for kind, ids in (("ok", ["r2"]), ("refused", ["r3"]), ("failed", ["r4"]), ("cancelled", ["r5"]),
-                      ("all", ["r5", "r4", "r3", "r2"])):  # fmt: skip
+    for kind, ids in (
+        ("ok", ["r2"]),
+        ("refused", ["r3"]),
+        ("failed", ["r4"]),
+        ("cancelled", ["r5"]),
+        ("all", ["r5", "r4", "r3", "r2"]),
+    ):
         page.get_by_label("Outcome").select_option(kind)
         expect(rows).to_have_count(1 + len(ids))
         assert [cells(row)[1] for row in rows.all()[1:]] == ids
@@ -401,28 +537,51 @@ def test_requests_in_flight_and_ended_have_every_value_in_its_column(page: Page,
 
 def test_one_request_is_explained_with_the_arithmetic_of_each_mac(page: Page, api: Answers):
     steps = [{"at": 0.25, "what": "sent", "node": "studio"}, {"at": 130.0, "what": "first token", "node": "studio"}]
-    candidate = {"state": "ready", "need": 3 * GIB, "headroom": 9 * GIB, "expected_ttft_seconds": 1.5,
-                 "expected_answer_seconds": 20.0, "chosen": False, "why_not": ""}  # fmt: skip
+    candidate = {
+        "state": "ready",
+        "need": 3 * GIB,
+        "headroom": 9 * GIB,
+        "expected_ttft_seconds": 1.5,
+        "expected_answer_seconds": 20.0,
+        "chosen": False,
+        "why_not": "",
+    }
     api.by_path["GET /api/v1/requests/r%201"] = {
-        "under_way": [], "requests": [ended("r 1") | {"key_name": "laptop", "steps": steps}],
-        "decisions": [{"seconds_ago": 61.0, "nodes": 3, "refused": "", "candidates": [
-            candidate | {"node": "a", "name": "a", "chosen": True}, candidate | {"node": "b", "name": "b"},
-            candidate | {"node": "c", "name": "c", "why_not": "no room", "headroom": 1 * GIB},
-            candidate | {"node": "d", "name": "d", "state": "lost", "why_not": "lost"},
-        ]}],
-    }  # fmt: skip
+        "under_way": [],
+        "requests": [ended("r 1") | {"key_name": "laptop", "steps": steps}],
+        "decisions": [
+            {
+                "seconds_ago": 61.0,
+                "nodes": 3,
+                "refused": "",
+                "candidates": [
+                    candidate | {"node": "a", "name": "a", "chosen": True},
+                    candidate | {"node": "b", "name": "b"},
+                    candidate | {"node": "c", "name": "c", "why_not": "no room", "headroom": 1 * GIB},
+                    candidate | {"node": "d", "name": "d", "state": "lost", "why_not": "lost"},
+                ],
+            }
+        ],
+    }
     show(page, "requests/r%201")
     text = " ".join(page.locator("main").inner_text().split())
     for words in (
-        "qwen: ok after 12 s.", "key laptop", "Mac studio", "time to first token 0.45 s", "decode 18 tokens/s",
-        "1,001 prompt, 102 of them cached, 203 generated", "Decision 61 s ago, among 3 Macs",
-    ):  # fmt: skip
+        "qwen: ok after 12 s.",
+        "key laptop",
+        "Mac studio",
+        "time to first token 0.45 s",
+        "decode 18 tokens/s",
+        "1,001 prompt, 102 of them cached, 203 generated",
+        "Decision 61 s ago, among 3 Macs",
+    ):
         assert words in text, words
     rows = page.get_by_role("region", name="Macs").get_by_role("row")
     assert [cells(row) for row in rows.all()[1:]] == [
-        ["a", "3.0 GiB", "9.0 GiB", "1.50 s", "20 s", "chosen"], ["b", "3.0 GiB", "9.0 GiB", "1.50 s", "20 s", "fits"],
-        ["c", "3.0 GiB", "1.0 GiB", "1.50 s", "20 s", "no room"], ["d", "–", "–", "–", "–", "lost"],
-    ]  # fmt: skip
+        ["a", "3.0 GiB", "9.0 GiB", "1.50 s", "20 s", "chosen"],
+        ["b", "3.0 GiB", "9.0 GiB", "1.50 s", "20 s", "fits"],
+        ["c", "3.0 GiB", "1.0 GiB", "1.50 s", "20 s", "no room"],
+        ["d", "–", "–", "–", "–", "lost"],
+    ]
     listed = page.get_by_role("region", name="Steps").get_by_role("row")
     assert [cells(row) for row in listed.all()[1:]] == [
         ["0.25 s", "sent", "studio"],
@@ -434,15 +593,35 @@ def test_one_request_is_explained_with_the_arithmetic_of_each_mac(page: Page, ap
 
 
 KEY = {
-    "id": "k1", "name": "app", "scopes": ["infer"], "created": AT, "expires": AT + 60,
-    "limits": {"models": ["qwen*"], "labels": [], "requests_per_minute": 10, "tokens_per_minute": None,
-               "concurrency": 2, "waiting": None, "priority": "high"},
-}  # fmt: skip
+    "id": "k1",
+    "name": "app",
+    "scopes": ["infer"],
+    "created": AT,
+    "expires": AT + 60,
+    "limits": {
+        "models": ["qwen*"],
+        "labels": [],
+        "requests_per_minute": 10,
+        "tokens_per_minute": None,
+        "concurrency": 2,
+        "waiting": None,
+        "priority": "high",
+    },
+}
 
 
 def used(day: str, key: str = "k1", **changes: Any) -> dict[str, Any]:
-    return {"day": day, "key": key, "name": "app", "model": "qwen", "requests": 5, "failed": 1, "prompt_tokens": 1000,
-            "cached_tokens": 400, "completion_tokens": 70} | changes  # fmt: skip
+    return {
+        "day": day,
+        "key": key,
+        "name": "app",
+        "model": "qwen",
+        "requests": 5,
+        "failed": 1,
+        "prompt_tokens": 1000,
+        "cached_tokens": 400,
+        "completion_tokens": 70,
+    } | changes
 
 
 def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone(page: Page, api: Answers):
@@ -465,23 +644,35 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
     make.get_by_label("Tokens per minute").fill("5000")
     make.get_by_label("Requests queued").fill("0")
     make.get_by_label("Priority").select_option("low")
-    assert sent(api, make.get_by_role("button", name="Create")) == ("POST", "/api/v1/keys", {
-        "name": "kitchen", "scopes": ["metrics"], "ttl_seconds": 2592000,
-        "limits": {"priority": "low", "tokens_per_minute": 5000, "waiting": 0, "models": ["qwen*", "llama-8b"]},
-    })  # fmt: skip
+    assert sent(api, make.get_by_role("button", name="Create")) == (
+        "POST",
+        "/api/v1/keys",
+        {
+            "name": "kitchen",
+            "scopes": ["metrics"],
+            "ttl_seconds": 2592000,
+            "limits": {"priority": "low", "tokens_per_minute": 5000, "waiting": 0, "models": ["qwen*", "llama-8b"]},
+        },
+    )
     expect(make.get_by_text("mp_k2_secret")).to_be_visible()
     row.get_by_role("button", name="Edit").click()
     edit = page.get_by_role("region", name="Edit app")
     edit.get_by_label("Requests at once").fill("3")
-    assert sent(api, edit.get_by_role("button", name="Save")) == ("PUT", "/api/v1/keys/k1/limits", {
-        "limits": {"priority": "high", "requests_per_minute": 10, "concurrency": 3, "models": ["qwen*"]},
-    })  # fmt: skip
+    assert sent(api, edit.get_by_role("button", name="Save")) == (
+        "PUT",
+        "/api/v1/keys/k1/limits",
+        {
+            "limits": {"priority": "high", "requests_per_minute": 10, "concurrency": 3, "models": ["qwen*"]},
+        },
+    )
     expect(edit).to_have_count(0)
     row.get_by_role("button", name="Edit").click()
     edit.get_by_label("New expiry").select_option("in 7 days")
     assert sent(api, edit.get_by_role("button", name="Save")) == (
-        "PUT", "/api/v1/keys/k1/expiry", {"ttl_seconds": 604800},
-    )  # fmt: skip
+        "PUT",
+        "/api/v1/keys/k1/expiry",
+        {"ttl_seconds": 604800},
+    )
     assert [path for _, path, _ in api.asked].count("/api/v1/keys/k1/name") == 0
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, row.get_by_role("button", name="Rotate")) == ("POST", "/api/v1/keys/k1/rotate", None)
@@ -497,18 +688,34 @@ def test_a_keys_row_shows_its_limits_and_its_buttons_send_what_was_changed_alone
 
 def test_usage_is_summed_by_key_and_model_and_stacked_by_day(page: Page, api: Answers):
     days = [time.strftime("%Y-%m-%d", time.gmtime(time.time() - 86400 * ago)) for ago in (1, 0)]
-    api.by_path |= {"GET /api/v1/keys": {"keys": []}, "GET /api/v1/keys/usage": {"usage": [
-        used(days[0]), used(days[1], completion_tokens=30),
-        used(days[1], "k2", name="", model="", requests=1, failed=0, prompt_tokens=9, cached_tokens=0,
-             completion_tokens=3),
-    ]}}  # fmt: skip
+    api.by_path |= {
+        "GET /api/v1/keys": {"keys": []},
+        "GET /api/v1/keys/usage": {
+            "usage": [
+                used(days[0]),
+                used(days[1], completion_tokens=30),
+                used(
+                    days[1],
+                    "k2",
+                    name="",
+                    model="",
+                    requests=1,
+                    failed=0,
+                    prompt_tokens=9,
+                    cached_tokens=0,
+                    completion_tokens=3,
+                ),
+            ]
+        },
+    }
     show(page, "keys")
     usage = page.get_by_role("region", name="Usage by day")
     rows = usage.get_by_role("row")
     expect(rows).to_have_count(3)
     assert [cells(row) for row in rows.all()[1:]] == [
-        ["app", "qwen", "10", "2", "2,000", "800", "100"], ["k2 (ended)", "(no model)", "1", "0", "9", "0", "3"],
-    ]  # fmt: skip
+        ["app", "qwen", "10", "2", "2,000", "800", "100"],
+        ["k2 (ended)", "(no model)", "1", "0", "9", "0", "3"],
+    ]
     expect(usage.locator("figcaption b")).to_have_text(f"{days[1]}: prompt 609, cached 400, generated 33")
     label = usage.get_by_role("img").get_attribute("aria-label") or ""
     assert label.endswith(f"{days[0]} 1,070, {days[1]} 1,042")
@@ -535,7 +742,7 @@ def test_joining_sends_the_token_the_code_and_the_decision(page: Page, api: Answ
         "POST /api/v1/tokens": {"join": "echo mpj1.x | cluster join macpool://h --token-file -", "qr": ["10", "01"]},
         "POST /api/v1/joins/123456": {"name": "air", "decision": "approved"},
         "DELETE /api/v1/joins/123456": {"name": "air", "decision": "rejected"},
-    }  # fmt: skip
+    }
     api.sections["joins"] = [{"name": "air", "chip": "M2", "address": "10.0.0.9", "replaces": "studio"}]
     show(page, "join")
     expect(page.get_by_role("listitem")).to_contain_text("air M2, 10.0.0.9")
@@ -557,13 +764,24 @@ def test_joining_sends_the_token_the_code_and_the_decision(page: Page, api: Answ
 
 
 def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page: Page, api: Answers):
-    job = {"model": "wan", "prompt": "a red fox", "size": "640x480", "seconds": "2", "created_at": AT, "phase": "",
-           "progress": 0, "error": None}  # fmt: skip
-    api.by_path["GET /v1/videos"] = {"data": [
-        job | {"id": "v1", "status": "in_progress", "progress": 42, "phase": "denoising"},
-        job | {"id": "v2", "status": "failed", "error": {"message": "the Mac was lost"}},
-        job | {"id": "v3", "status": "completed", "progress": 100}, job | {"id": "v4", "status": "queued"},
-    ]}  # fmt: skip
+    job = {
+        "model": "wan",
+        "prompt": "a red fox",
+        "size": "640x480",
+        "seconds": "2",
+        "created_at": AT,
+        "phase": "",
+        "progress": 0,
+        "error": None,
+    }
+    api.by_path["GET /v1/videos"] = {
+        "data": [
+            job | {"id": "v1", "status": "in_progress", "progress": 42, "phase": "denoising"},
+            job | {"id": "v2", "status": "failed", "error": {"message": "the Mac was lost"}},
+            job | {"id": "v3", "status": "completed", "progress": 100},
+            job | {"id": "v4", "status": "queued"},
+        ]
+    }
     show(page, "videos")
     cards = {name: page.get_by_role("region", name=name) for name in ("v1", "v2", "v3", "v4")}
     expect(cards["v1"].get_by_role("progressbar")).to_have_attribute("value", "42")
@@ -576,9 +794,11 @@ def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page:
 
 
 def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers):
-    api.by_path["GET /api/v1/settings"] = {"settings": [
-        {"key": "router.queue_seconds", "value": 30, "origin": "--set", "description": "How long."},
-    ]}  # fmt: skip
+    api.by_path["GET /api/v1/settings"] = {
+        "settings": [
+            {"key": "router.queue_seconds", "value": 30, "origin": "--set", "description": "How long."},
+        ]
+    }
     show(page, "settings")
     text = " ".join(page.locator("main").inner_text().split())
     assert "version 1.2.3, protocol 7 endpoint http://host:8080/v1 cluster port macpool://host:8081 cluster c-1" in text

@@ -30,11 +30,17 @@ FILES = {
     "README.md": "# greet\n\nSays hello, politely.\n",
 }
 RULES = (
-    "Read a file before you change it.", "Change as little as possible.", "Run the tests after each change.",
-    "Keep to the style of the file at hand.", "Names are whole words.", "Functions are short, and do one thing.",
-    "Never touch what nobody asked for.", "Say what you did in one sentence, and stop.",
-    "Errors are told, never hidden.", "A test that fails is read before anything is changed.",
-)  # fmt: skip
+    "Read a file before you change it.",
+    "Change as little as possible.",
+    "Run the tests after each change.",
+    "Keep to the style of the file at hand.",
+    "Names are whole words.",
+    "Functions are short, and do one thing.",
+    "Never touch what nobody asked for.",
+    "Say what you did in one sentence, and stop.",
+    "Errors are told, never hidden.",
+    "A test that fails is read before anything is changed.",
+)
 SYSTEM = "You are a coding agent. You work in a folder by calling tools, one at a time.\n\n" + "\n".join(
     f"{number}. {RULES[number % len(RULES)]} This is rule {number} of {section}."
     for section in ("reading", "writing", "testing", "telling")
@@ -47,8 +53,11 @@ _COUNT = {"type": "integer", "minimum": 0, "maximum": 9}
 
 def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
     schema = {
-        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
-    }  # fmt: skip
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
     return {"name": name, "description": description, "parameters": schema}
 
 
@@ -72,13 +81,26 @@ TOOLS = (
     ),
 )
 STEPS = (
-    "list_files", "run_tests", "read_file", "search", "read_file", "note", "edit_file", "run_tests", "edit_file",
-    "run_tests", "read_file", "note", "run_tests",
-)  # fmt: skip
+    "list_files",
+    "run_tests",
+    "read_file",
+    "search",
+    "read_file",
+    "note",
+    "edit_file",
+    "run_tests",
+    "edit_file",
+    "run_tests",
+    "read_file",
+    "note",
+    "run_tests",
+)
 REPORT = {
-    "type": "object", "properties": {"done": {"type": "boolean"}, "files": _COUNT},
-    "required": ["done", "files"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"done": {"type": "boolean"}, "files": _COUNT},
+    "required": ["done", "files"],
+    "additionalProperties": False,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,14 +160,26 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
     messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": TASK}]
     for turn, name in enumerate([*steps, ""]):
         begun, first, text, calls, usage = time.monotonic(), 0.0, "", dict[int, Any](), None
-        chosen: Any = {"tool_choice": {"type": "function", "function": {"name": name}}} if name else {
-            "tool_choice": "none",
-            "response_format": {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}},
-        }  # fmt: skip
+        chosen: Any = (
+            {"tool_choice": {"type": "function", "function": {"name": name}}}
+            if name
+            else {
+                "tool_choice": "none",
+                "response_format": {"type": "json_schema", "json_schema": {"name": "report", "schema": REPORT}},
+            }
+        )
         raw = client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=messages, tools=tools, stream=True, stream_options={"include_usage": True},
-            max_tokens=300, temperature=0, prompt_cache_key="agent-1", parallel_tool_calls=False, **chosen,
-        )  # fmt: skip
+            model=MODEL,
+            messages=messages,
+            tools=tools,
+            stream=True,
+            stream_options={"include_usage": True},
+            max_tokens=300,
+            temperature=0,
+            prompt_cache_key="agent-1",
+            parallel_tool_calls=False,
+            **chosen,
+        )
         for chunk in raw.parse():
             first = first or time.monotonic() - begun
             if turn == 1:
@@ -160,8 +194,9 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
         call = calls.get(0)
         said = call.function.arguments if call else json.dumps(json.loads(text))
         cached = usage.prompt_tokens_details.cached_tokens or 0
-        yield Turn(name, said, usage.prompt_tokens, cached, usage.completion_tokens,
-                   raw.headers["x-macpool-node"], first)  # fmt: skip
+        yield Turn(
+            name, said, usage.prompt_tokens, cached, usage.completion_tokens, raw.headers["x-macpool-node"], first
+        )
         if call:
             told = {"name": call.function.name, "arguments": said}
             asked: Any = [{"id": call.id, "type": "function", "function": told}]
@@ -182,19 +217,32 @@ def with_anthropic(made: Pool, steps: tuple[str, ...], events: list[str]) -> Ite
         ),
         Folder(),
     )
-    tools: Any = [{"name": one["name"], "description": one["description"], "input_schema": one["parameters"],
-                   "strict": True} for one in TOOLS]  # fmt: skip
+    tools: Any = [
+        {"name": one["name"], "description": one["description"], "input_schema": one["parameters"], "strict": True}
+        for one in TOOLS
+    ]
     messages: Any = [{"role": "user", "content": TASK}]
     for turn, name in enumerate([*steps, ""]):
         begun, first, text, written, start, block = time.monotonic(), 0.0, "", 0, None, None
-        chosen: Any = {"tool_choice": {"type": "tool", "name": name, "disable_parallel_tool_use": True}} if name else {
-            "tool_choice": {"type": "none"}, "output_config": {"format": {"type": "json_schema", "schema": REPORT}},
-        }  # fmt: skip
+        chosen: Any = (
+            {"tool_choice": {"type": "tool", "name": name, "disable_parallel_tool_use": True}}
+            if name
+            else {
+                "tool_choice": {"type": "none"},
+                "output_config": {"format": {"type": "json_schema", "schema": REPORT}},
+            }
+        )
         raw = client.messages.with_raw_response.create(
-            model=MODEL, system="You are careful. " + SYSTEM,
-            messages=messages, tools=tools, stream=True, max_tokens=300,
-            extra_body={"temperature": 0}, extra_headers={"x-session-id": "agent-2"}, **chosen,
-        )  # fmt: skip
+            model=MODEL,
+            system="You are careful. " + SYSTEM,
+            messages=messages,
+            tools=tools,
+            stream=True,
+            max_tokens=300,
+            extra_body={"temperature": 0},
+            extra_headers={"x-session-id": "agent-2"},
+            **chosen,
+        )
         for event in raw.parse():
             first = first or time.monotonic() - begun
             if turn == 1:

@@ -68,8 +68,10 @@ def of_chat(body: Exchange, text: str) -> None:
     assert last == "[DONE]"
     assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]][-1] in (
-        "stop", "length", "tool_calls",
-    )  # fmt: skip
+        "stop",
+        "length",
+        "tool_calls",
+    )
     wants_usage = body.get("stream_options", {}).get("include_usage", False)
     assert ("usage" in chunks[-1] and chunks[-1]["usage"] is not None) == wants_usage
 
@@ -106,11 +108,16 @@ def of_tags(_: Exchange, text: str) -> None:
 
 
 SHAPES = {
-    "/v1/chat/completions": of_chat, "/v1/responses": of_responses, "/v1/messages": of_messages,
-    "/v1/messages/count_tokens": lambda _, text: json.loads(text)["input_tokens"], "/v1/models": of_models,
-    "/api/chat": of_ollama, "/api/tags": of_tags, "/api/show": lambda _, text: json.loads(text)["capabilities"],
+    "/v1/chat/completions": of_chat,
+    "/v1/responses": of_responses,
+    "/v1/messages": of_messages,
+    "/v1/messages/count_tokens": lambda _, text: json.loads(text)["input_tokens"],
+    "/v1/models": of_models,
+    "/api/chat": of_ollama,
+    "/api/tags": of_tags,
+    "/api/show": lambda _, text: json.loads(text)["capabilities"],
     "/": lambda _, text: None,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("said", list(exchanges()))

@@ -19,16 +19,24 @@ HELLO: Any = [{"role": "user", "content": "hello"}]
 ASK: dict[str, Any] = {"model": "tiny", "max_tokens": 64, "messages": HELLO}
 PATH = "/v1/messages"
 WEATHER: Any = {
-    "name": "weather", "description": "Looks", "input_schema": {"type": "object", "properties": {"city": {}}},
-}  # fmt: skip
+    "name": "weather",
+    "description": "Looks",
+    "input_schema": {"type": "object", "properties": {"city": {}}},
+}
 CALL = json.dumps({"index": 0, "id": "call_1", "name": "weather", "arguments": '{"city": "Ulm"}'})
 
 
 def spoken(asked: Generate) -> tuple[list[Delta], str]:
     """Think, say something, call twice, say something else."""
     second = CALL.replace("call_1", "call_2")
-    pieces = [(Channel.REASONING, "let "), (Channel.REASONING, "me"), (Channel.CONTENT, "I look."),
-              (Channel.TOOL_CALL, CALL), (Channel.TOOL_CALL, second), (Channel.CONTENT, "Done.")]  # fmt: skip
+    pieces = [
+        (Channel.REASONING, "let "),
+        (Channel.REASONING, "me"),
+        (Channel.CONTENT, "I look."),
+        (Channel.TOOL_CALL, CALL),
+        (Channel.TOOL_CALL, second),
+        (Channel.CONTENT, "Done."),
+    ]
     return [Delta(asked.request, 0, (1,), ((int(channel), text),)) for channel, text in pieces], "tool_calls"
 
 
@@ -108,8 +116,15 @@ async def test_the_events_are_in_the_order_that_clients_know(cluster: LoopbackCl
     assert events[0].message.usage.input_tokens == 2  # told by the node before its first token
     assert events[0].message.stop_reason is None
     deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
-    assert deltas == ["thinking_delta", "thinking_delta", "signature_delta", "text_delta", "input_json_delta",
-                      "input_json_delta", "text_delta"]  # fmt: skip
+    assert deltas == [
+        "thinking_delta",
+        "thinking_delta",
+        "signature_delta",
+        "text_delta",
+        "input_json_delta",
+        "input_json_delta",
+        "text_delta",
+    ]
     assert [event.type for event in events[-2:]] == ["message_delta", "message_stop"]
     assert events[-2].usage.output_tokens == 6
 
@@ -136,27 +151,39 @@ async def test_every_part_of_a_conversation_reaches_the_node(cluster: LoopbackCl
         {"role": "system", "content": "and kind"},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
         {"role": "user", "content": "three"},
-        {"role": "assistant", "content": [
-            {"type": "thinking", "thinking": "hm", "signature": "xyz"},
-            {"type": "redacted_thinking", "data": "abc"},
-            {"type": "text", "text": "I look."},
-            {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
-        ]},
-        {"role": "user", "content": [
-            {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sun"}]},
-            {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True},
-            {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
-        ]},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "xyz"},
+                {"type": "redacted_thinking", "data": "abc"},
+                {"type": "text", "text": "I look."},
+                {"type": "tool_use", "id": "toolu_1", "name": "weather", "input": {"city": "Ulm"}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "toolu_1", "content": [{"type": "text", "text": "sun"}]},
+                {"type": "tool_result", "tool_use_id": "toolu_2", "is_error": True},
+                {"type": "text", "text": "so?", "cache_control": {"type": "ephemeral"}},
+            ],
+        },
         {"role": "system", "content": "be brief now"},
-    ]  # fmt: skip
+    ]
     system = [{"type": "text", "text": "You help."}, {"type": "text", "text": "Be exact."}]
     async with library(cluster) as client:
         await client.messages.create(
-            model="tiny", max_tokens=9, system=system, messages=messages, tools=[WEATHER],
+            model="tiny",
+            max_tokens=9,
+            system=system,
+            messages=messages,
+            tools=[WEATHER],
             tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-            thinking={"type": "enabled", "budget_tokens": 1024}, output_config={"effort": "low"},
-            extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9}, metadata={"user_id": "me"},
-        )  # fmt: skip
+            thinking={"type": "enabled", "budget_tokens": 1024},
+            output_config={"effort": "low"},
+            extra_body={"temperature": 0.5, "top_k": 7, "top_p": 0.9},
+            metadata={"user_id": "me"},
+        )
     sent = generated(cluster)
     assert sent.messages == (
         Message("system", "You help.\n\nBe exact.\n\nand kind"),
@@ -168,8 +195,10 @@ async def test_every_part_of_a_conversation_reaches_the_node(cluster: LoopbackCl
         Message("system", "be brief now"),
     )
     assert json.loads(sent.tools)[0]["function"] == {
-        "name": "weather", "description": "Looks", "parameters": WEATHER["input_schema"],
-    }  # fmt: skip
+        "name": "weather",
+        "description": "Looks",
+        "parameters": WEATHER["input_schema"],
+    }
     assert json.loads(sent.template) == {"reasoning_effort": "low", "enable_thinking": True}
     params = sent.params
     assert (params.max_tokens, params.temperature, params.top_k, params.top_p) == (9, 0.5, 7, 0.9)
@@ -246,9 +275,13 @@ async def test_models_in_anthropics_shape(cluster: LoopbackCluster):
 # errors
 
 
-@pytest.mark.parametrize(("key", "status", "kind"), [
-    ("mp_wrong_key", 401, "authentication_error"), ("", 403, "permission_error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "status", "kind"),
+    [
+        ("mp_wrong_key", 401, "authentication_error"),
+        ("", 403, "permission_error"),
+    ],
+)
 async def test_keys(cluster: LoopbackCluster, key: str, status: int, kind: str):
     async with library(cluster, key or cluster.make_key("metrics")) as client:
         for call in (client.messages.create(**ASK), client.messages.count_tokens(model="tiny", messages=HELLO)):
@@ -297,16 +330,31 @@ async def test_a_stream_that_breaks_ends_with_an_error_event(cluster: LoopbackCl
 IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
 
 
-@pytest.mark.parametrize(("fields", "param", "word"), [
-    ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
-    ({"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
-     "messages[0].content[0].type", "document"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}]},
-     "messages[0].content[0].content[0].type", "image"),
-    ({"container": "c"}, "container", "container"), ({"mcp_servers": [{}]}, "mcp_servers", "mcp_servers"),
-    ({"speed": "fast"}, "speed", "speed"), ({"diagnostics": {}}, "diagnostics", "diagnostics"),
-    ({"inference_geo": "eu"}, "inference_geo", "inference_geo"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param", "word"),
+    [
+        ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0].type", "image"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "document", "source": {}}]}]},
+            "messages[0].content[0].type",
+            "document",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "x", "content": [IMAGE]}]}
+                ]
+            },
+            "messages[0].content[0].content[0].type",
+            "image",
+        ),
+        ({"container": "c"}, "container", "container"),
+        ({"mcp_servers": [{}]}, "mcp_servers", "mcp_servers"),
+        ({"speed": "fast"}, "speed", "speed"),
+        ({"diagnostics": {}}, "diagnostics", "diagnostics"),
+        ({"inference_geo": "eu"}, "inference_geo", "inference_geo"),
+    ],
+)
 async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str, word: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)
@@ -316,20 +364,33 @@ async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, 
     assert word in error["message"]
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 0}, "max_tokens"), ({"messages": []}, "messages"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}]},
-     "messages[0].content[0].type"),
-    ({"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
-     "messages[0].content[0].type"),
-    ({"system": 5}, "system"), ({"stop_sequences": "x"}, "stop_sequences"), ({"temperature": 3}, "temperature"),
-    ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"), ({"thinking": {"type": "x"}}, "thinking.type"),
-    ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
-    ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
-    ({"tool_choice": {"type": "auto"}}, "tool_choice"), ({"stream": "yes"}, "stream"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_use", "id": "x", "name": "y", "input": {}}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_result", "tool_use_id": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        ({"system": 5}, "system"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"temperature": 3}, "temperature"),
+        ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
+        ({"thinking": {"type": "x"}}, "thinking.type"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema"),
+        ({"output_config": {"format": {"type": "regex", "schema": {}}}}, "output_config.format.type"),
+        ({"tool_choice": {"type": "auto"}}, "tool_choice"),
+        ({"stream": "yes"}, "stream"),
+    ],
+)
 async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fields: dict, param: str):
     body = {name: value for name, value in (ASK | fields).items() if value is not None}
     async with plain(cluster) as client:
@@ -338,8 +399,14 @@ async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fi
 
 
 async def test_what_changes_nothing_passes(cluster: LoopbackCluster):
-    ignored = {"metadata": {"user_id": "x"}, "service_tier": "auto", "cache_control": {"type": "ephemeral"},
-               "context_management": {"edits": []}, "speed": "standard", "container": None}  # fmt: skip
+    ignored = {
+        "metadata": {"user_id": "x"},
+        "service_tier": "auto",
+        "cache_control": {"type": "ephemeral"},
+        "context_management": {"edits": []},
+        "speed": "standard",
+        "container": None,
+    }
     async with plain(cluster) as client:
         headers = {"anthropic-version": "2023-06-01", "anthropic-beta": "context-management-2025-06-27"}
         answer = await client.post(PATH + "?beta=true", json=ASK | ignored, headers=headers)

@@ -55,12 +55,25 @@ def parsed(raw: bytes) -> tuple[int, dict]:
     return int(top.split()[1]), json.loads(body)
 
 
-@pytest.mark.parametrize("body", [
-    b"", b"{", b"nonsense", b"[]", b'{"model":"\xff"}', b'{"model":"x","model":"y"}', b'{"n":NaN}', b"{}",
-    b'{"model":' + b"[" * 4000, json.dumps(ASK | {"max_tokens": 10**12}).encode(),
-    json.dumps(ASK | {"n": 10**9}).encode(), json.dumps(ASK | {"messages": []}).encode(),
-    json.dumps(ASK | {"stream": "yes"}).encode(), b'{"model":"\\ud800"}',
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b'{"model":"\xff"}',
+        b'{"model":"x","model":"y"}',
+        b'{"n":NaN}',
+        b"{}",
+        b'{"model":' + b"[" * 4000,
+        json.dumps(ASK | {"max_tokens": 10**12}).encode(),
+        json.dumps(ASK | {"n": 10**9}).encode(),
+        json.dumps(ASK | {"messages": []}).encode(),
+        json.dumps(ASK | {"stream": "yes"}).encode(),
+        b'{"model":"\\ud800"}',
+    ],
+)
 async def test_a_bad_body_is_a_400_in_openai_shape(cluster: LoopbackCluster, body: bytes):
     status, answer = await post(cluster, body)
     assert status == 400

@@ -164,8 +164,16 @@ async def test_when_all_refuse_the_answer_is_a_503_with_the_numbers():
     assert (error["code"], error["type"]) == ("no_headroom", "server_error")
     assert error["memory"]["headroom"] == 2 * MIB
     assert set(error["memory"]) == {
-        "predicted", "ceiling", "current", "reserved", "estimate", "margin", "cap", "headroom", "bound_by",
-    }  # fmt: skip
+        "predicted",
+        "ceiling",
+        "current",
+        "reserved",
+        "estimate",
+        "margin",
+        "cap",
+        "headroom",
+        "bound_by",
+    }
     assert "best node b has 2.0 MiB" in error["message"]
 
 
@@ -406,9 +414,13 @@ async def test_every_way_a_key_can_be_wrong(cluster: LoopbackCluster):
     async with httpx.AsyncClient(trust_env=False, base_url=cluster.base_url) as client:
         for path in ("/v1/models", CHAT):
             for headers in (
-                {}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {cluster.key}"}, {"x-api-key": "ü"},
-                {"authorization": f"Bearer {expired}"}, {"authorization": f"Bearer {cluster.key}x"},
-            ):  # fmt: skip
+                {},
+                {"authorization": "Bearer wrong"},
+                {"authorization": f"Basic {cluster.key}"},
+                {"x-api-key": "ü"},
+                {"authorization": f"Bearer {expired}"},
+                {"authorization": f"Bearer {cluster.key}x"},
+            ):
                 method = "GET" if path == "/v1/models" else "POST"
                 raw = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
                 answer = await client.request(method, path, headers=raw)
@@ -428,10 +440,18 @@ async def test_a_key_without_the_scope_is_a_403(cluster: LoopbackCluster):
         assert (await client.post(CHAT, json=ASK)).status_code == 200
 
 
-@pytest.mark.parametrize(("method", "path", "allow"), [
-    ("GET", CHAT, "POST"), ("PUT", CHAT, "POST"), ("OPTIONS", CHAT, "POST"), ("POST", "/v1/models", "GET, HEAD"),
-    ("DELETE", "/v1/models/tiny", "GET, HEAD"), ("POST", "/health", "GET, HEAD"), ("POST", "/livez", "GET, HEAD"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", CHAT, "POST"),
+        ("PUT", CHAT, "POST"),
+        ("OPTIONS", CHAT, "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("DELETE", "/v1/models/tiny", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+        ("POST", "/livez", "GET, HEAD"),
+    ],
+)
 async def test_another_method_is_a_405_that_says_which(cluster: LoopbackCluster, method: str, path: str, allow: str):
     async with plain(cluster) as client:
         answer = await client.request(method, path)
@@ -523,8 +543,15 @@ async def test_health_is_green_only_if_a_request_could_be_served_now():
 def test_the_description_of_these_routes_is_whole():
     paths, schemas = openapi_paths(), openapi_schemas()
     door: Any = LoopbackCluster(LoopbackNode("a")).app
-    by_pattern = {"/v1/models", "/v1/models/{model}", "/v1/responses/{response}", "/v1/messages/count_tokens",
-                  "/api/blobs/{digest}", "/health", "/livez"}  # fmt: skip
+    by_pattern = {
+        "/v1/models",
+        "/v1/models/{model}",
+        "/v1/responses/{response}",
+        "/v1/messages/count_tokens",
+        "/api/blobs/{digest}",
+        "/health",
+        "/livez",
+    }
     elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # what answers those has tests of its own
     assert set(paths) - elsewhere == set(door.dialects) | OLLAMA_PATHS | by_pattern
     text = json.dumps(paths) + json.dumps(schemas)

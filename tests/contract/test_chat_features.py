@@ -16,8 +16,11 @@ from wire.frames import Channel, Delta, Generate, Logprob, Message, ToolCall
 Play = tuple[Sequence[Delta], str]
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "what is the weather in Ulm?"}]}
 PARAMETERS = {
-    "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"], "additionalProperties": False,
-}  # fmt: skip
+    "type": "object",
+    "properties": {"city": {"type": "string"}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS, "strict": True}}
 LOOSE = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 FEATURES = ("tools", "logprobs", "sampling", "grammar")
@@ -258,9 +261,16 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
     more = {"top_k": 40, "min_p": 0.1, "repetition_penalty": 1.5}
     async with library(cluster) as client:
         await client.chat.completions.create(
-            **ASK, presence_penalty=0.5, frequency_penalty=-0.5, temperature=0.7, top_p=0.9, seed=7, stop=["x"],
-            logit_bias={"5": -100}, extra_body=more,
-        )  # fmt: skip
+            **ASK,
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            temperature=0.7,
+            top_p=0.9,
+            seed=7,
+            stop=["x"],
+            logit_bias={"5": -100},
+            extra_body=more,
+        )
     params = heard(node).params
     assert (params.top_k, params.min_p, params.repetition_penalty) == (40, 0.1, 1.5)
     assert (params.presence_penalty, params.frequency_penalty, params.logit_bias) == (0.5, -0.5, ((5, -100.0),))
@@ -270,16 +280,22 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
 # what is not offered
 
 
-@pytest.mark.parametrize(("fields", "named"), [
-    ({"tools": [LOOSE]}, "no node offers tools with tiny"),
-    ({"tools": [TOOL]}, "no node offers formats, strict tools or forced calls and tools with tiny"),
-    ({"response_format": {"type": "json_object"}}, "no node offers formats, strict tools or forced calls with tiny"),
-    ({"extra_body": {"guided_regex": "a"}}, "no node offers formats, strict tools or forced calls with tiny"),
-    ({"logprobs": True}, "no node offers logprobs with tiny"),
-    ({"presence_penalty": 1.0}, "no node offers top_k, min_p, penalties or logit_bias with tiny"),
-    ({"logprobs": True, "tools": [LOOSE]}, "no node offers logprobs and tools with tiny"),
-    ({"tools": [LOOSE], "stream": True}, "no node offers tools with tiny"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"tools": [LOOSE]}, "no node offers tools with tiny"),
+        ({"tools": [TOOL]}, "no node offers formats, strict tools or forced calls and tools with tiny"),
+        (
+            {"response_format": {"type": "json_object"}},
+            "no node offers formats, strict tools or forced calls with tiny",
+        ),
+        ({"extra_body": {"guided_regex": "a"}}, "no node offers formats, strict tools or forced calls with tiny"),
+        ({"logprobs": True}, "no node offers logprobs with tiny"),
+        ({"presence_penalty": 1.0}, "no node offers top_k, min_p, penalties or logit_bias with tiny"),
+        ({"logprobs": True, "tools": [LOOSE]}, "no node offers logprobs and tools with tiny"),
+        ({"tools": [LOOSE], "stream": True}, "no node offers tools with tiny"),
+    ],
+)
 async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster, fields: dict[str, Any], named: str):
     (node,) = cluster.nodes.values()
     node.models = (a_model(),)
@@ -292,12 +308,15 @@ async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster,
     assert answer.choices[0].finish_reason == "stop"
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-    ({"extra_body": {"guided_json": {}, "guided_decoding_backend": "outlines"}}, "guided_decoding_backend"),
-    ({"functions": [{"name": "weather"}]}, "functions"),
-    ({"response_format": {"type": "poem"}}, "response_format.type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"extra_body": {"guided_json": {}, "guided_decoding_backend": "outlines"}}, "guided_decoding_backend"),
+        ({"functions": [{"name": "weather"}]}, "functions"),
+        ({"response_format": {"type": "poem"}}, "response_format.type"),
+    ],
+)
 async def test_what_is_not_offered_is_named(cluster: LoopbackCluster, fields: dict[str, Any], param: str):
     async with library(cluster) as client:
         with pytest.raises(openai.BadRequestError) as caught:

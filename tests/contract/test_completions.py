@@ -101,9 +101,12 @@ async def test_log_probabilities_in_the_older_shape():
 
 
 REFUSED = [
-    ({"suffix": "end"}, "suffix"), ({"best_of": 3}, "best_of"), ({"best_of": 3, "n": 2}, "best_of"),
-    ({"echo": True, "logprobs": 1}, "echo"), ({"echo": True, "prompt": [1, 2]}, "echo"),
-]  # fmt: skip
+    ({"suffix": "end"}, "suffix"),
+    ({"best_of": 3}, "best_of"),
+    ({"best_of": 3, "n": 2}, "best_of"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "prompt": [1, 2]}, "echo"),
+]
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
@@ -119,14 +122,26 @@ async def test_what_asks_for_nothing_passes(cluster: LoopbackCluster):
         await client.completions.create(**ASK, suffix=None, best_of=2, n=2, user="me", echo=False, logprobs=None)
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"prompt": ""}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [""]}, "prompt[0]"),
-    ({"prompt": [[]]}, "prompt[0]"), ({"prompt": ["a", 1]}, "prompt[1]"), ({"prompt": [1, "a"]}, "prompt[1]"),
-    ({"prompt": [-1]}, "prompt[0]"), ({"prompt": [True]}, "prompt[0]"), ({"prompt": ["x"] * 65}, "prompt"),
-    ({"prompt": {"a": 1}}, "prompt"), ({"max_tokens": 0}, "max_tokens"), ({"logprobs": True}, "logprobs"),
-    ({"messages": []}, "messages"), ({"prompt": ["x"] * 64, "n": 5}, "n"),
-    ({"stream_options": {"include_usage": True}}, "stream_options"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [""]}, "prompt[0]"),
+        ({"prompt": [[]]}, "prompt[0]"),
+        ({"prompt": ["a", 1]}, "prompt[1]"),
+        ({"prompt": [1, "a"]}, "prompt[1]"),
+        ({"prompt": [-1]}, "prompt[0]"),
+        ({"prompt": [True]}, "prompt[0]"),
+        ({"prompt": ["x"] * 65}, "prompt"),
+        ({"prompt": {"a": 1}}, "prompt"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logprobs": True}, "logprobs"),
+        ({"messages": []}, "messages"),
+        ({"prompt": ["x"] * 64, "n": 5}, "n"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+)
 async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)

@@ -16,17 +16,34 @@ from tests.test_routes import CLI, VERBS
 ROOT = Path(__file__).parents[2]
 COLOUR = re.compile(r"\x1b\[(?:\d+;)*(?:3[0-8]|4[0-8]|9[0-7]|10[0-7])(?:;\d+)*m")
 ARGUMENTS: dict[str, list[str]] = {
-    "node show": ["a"], "node logs": ["a"], "video show": ["video_x"], "video wait": ["video_x"],
-    "video get": ["video_x"], "model show": ["scripted-1"], "key show": ["first"], "token show": ["first"],
-    "logs": ["--bytes", "1000"], "top": ["--once"], "config check": [], "config show": [],
-    "env": [], "completion": ["bash"], "service status": [], "simulate": ["--help"], "version": ["--cluster"],
-}  # fmt: skip
+    "node show": ["a"],
+    "node logs": ["a"],
+    "video show": ["video_x"],
+    "video wait": ["video_x"],
+    "video get": ["video_x"],
+    "model show": ["scripted-1"],
+    "key show": ["first"],
+    "token show": ["first"],
+    "logs": ["--bytes", "1000"],
+    "top": ["--once"],
+    "config check": [],
+    "config show": [],
+    "env": [],
+    "completion": ["bash"],
+    "service status": [],
+    "simulate": ["--help"],
+    "version": ["--cluster"],
+}
 """What a verb that only looks is given."""
 READING = sorted(
-    {verb for verb, routes in VERBS.items()
-     if not isinstance(routes, str) and all(one.startswith("GET") for one in routes)}
-    - {"trust-ca", "login"} | set(ARGUMENTS)
-)  # fmt: skip
+    {
+        verb
+        for verb, routes in VERBS.items()
+        if not isinstance(routes, str) and all(one.startswith("GET") for one in routes)
+    }
+    - {"trust-ca", "login"}
+    | set(ARGUMENTS)
+)
 
 
 @pytest.fixture(scope="module")

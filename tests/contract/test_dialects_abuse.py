@@ -52,11 +52,25 @@ def message_of(route: str, body: bytes) -> str:
 
 
 BAD = [
-    b"", b"{", b"nonsense", b"[]", b'"x"', b"null", b'{"model":"\xff"}', b'{"model":"x","model":"y"}', b'{"n":NaN}',
-    b"{}", b'{"model":' + b"[" * 4000, b'{"model":"\\ud800"}', b'{"model":1e999}', b'{"model":{"a":{}}}',
-    b'{"model":"tiny","messages":"x","input":7,"prompt":{}}', b'{"stream":true}', b"\x00" * 50,
+    b"",
+    b"{",
+    b"nonsense",
+    b"[]",
+    b'"x"',
+    b"null",
+    b'{"model":"\xff"}',
+    b'{"model":"x","model":"y"}',
+    b'{"n":NaN}',
+    b"{}",
+    b'{"model":' + b"[" * 4000,
+    b'{"model":"\\ud800"}',
+    b'{"model":1e999}',
+    b'{"model":{"a":{}}}',
+    b'{"model":"tiny","messages":"x","input":7,"prompt":{}}',
+    b'{"stream":true}',
+    b"\x00" * 50,
     b'{"model":"tiny","' + b"x" * 5000 + b'":1}',
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("route", ALL)

@@ -16,8 +16,14 @@ from wire.frames import Message, Params, ToolCall
 ALL = "".join(TEXT)
 ASK: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
 PROMPT = {"model": "tiny", "prompt": "hello"}
-WEATHER = {"type": "function", "function": {"name": "weather", "description": "Looks",
-                                            "parameters": {"type": "object", "properties": {"city": {}}}}}  # fmt: skip
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Looks",
+        "parameters": {"type": "object", "properties": {"city": {}}},
+    },
+}
 
 
 @pytest.fixture
@@ -44,9 +50,15 @@ async def test_a_chat_is_a_stream_of_lines_unless_it_is_not_wanted(cluster: Loop
     for end in (last, whole):
         assert (end["model"], end["done"], end["done_reason"]) == ("tiny", True, "stop")
         assert (end["prompt_eval_count"], end["eval_count"]) == (2, len(TEXT))
-        assert all(isinstance(end[name], int) for name in (
-            "total_duration", "load_duration", "prompt_eval_duration", "eval_duration",
-        ))  # fmt: skip
+        assert all(
+            isinstance(end[name], int)
+            for name in (
+                "total_duration",
+                "load_duration",
+                "prompt_eval_duration",
+                "eval_duration",
+            )
+        )
     assert whole["message"] == {"role": "assistant", "content": ALL}
 
 
@@ -82,10 +94,23 @@ async def test_thoughts_and_calls(cluster: LoopbackCluster):
 
 async def test_every_option_reaches_the_node(cluster: LoopbackCluster):
     options = {
-        "num_predict": 7, "stop": ["END"], "seed": 5, "temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1,
-        "repeat_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.3, "num_ctx": 8192, "mirostat": 0,
-        "num_gpu": 99, "tfs_z": 1.0, "repeat_last_n": 64, "num_thread": 8,
-    }  # fmt: skip
+        "num_predict": 7,
+        "stop": ["END"],
+        "seed": 5,
+        "temperature": 0.5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repeat_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "num_ctx": 8192,
+        "mirostat": 0,
+        "num_gpu": 99,
+        "tfs_z": 1.0,
+        "repeat_last_n": 64,
+        "num_thread": 8,
+    }
     async with plain(cluster) as client:
         answer = await client.post("/api/chat", json=ASK | {"options": options, "keep_alive": "5m", "think": "low"})
     assert answer.status_code == 200
@@ -106,20 +131,27 @@ async def test_thinking_is_a_switch(cluster: LoopbackCluster, think: bool, templ
 async def test_results_find_their_calls_without_ids(cluster: LoopbackCluster):
     messages = [
         {"role": "user", "content": "sun?"},
-        {"role": "assistant", "content": "", "thinking": "hm", "tool_calls": [
-            {"function": {"name": "weather", "arguments": {"city": "Ulm"}}},
-            {"id": "own", "function": {"name": "clock", "arguments": {}, "index": 1}},
-        ]},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "hm",
+            "tool_calls": [
+                {"function": {"name": "weather", "arguments": {"city": "Ulm"}}},
+                {"id": "own", "function": {"name": "clock", "arguments": {}, "index": 1}},
+            ],
+        },
         {"role": "tool", "tool_name": "clock", "content": "noon"},
         {"role": "tool", "content": "yes"},
-    ]  # fmt: skip
+    ]
     async with plain(cluster) as client:
         await client.post("/api/chat", json=ASK | {"messages": messages})
     calls = (ToolCall("call_1_0", "weather", '{"city":"Ulm"}'), ToolCall("own", "clock", "{}"))
     assert generated(cluster).messages == (
-        Message("user", "sun?"), Message("assistant", "", tool_calls=calls, reasoning="hm"),
-        Message("tool", "noon", "clock", tool_call_id="own"), Message("tool", "yes", tool_call_id="call_1_0"),
-    )  # fmt: skip
+        Message("user", "sun?"),
+        Message("assistant", "", tool_calls=calls, reasoning="hm"),
+        Message("tool", "noon", "clock", tool_call_id="own"),
+        Message("tool", "yes", tool_call_id="call_1_0"),
+    )
 
 
 async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
@@ -141,10 +173,19 @@ async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
     assert [int(part) for part in version.split(".")] >= [0, 6, 4]
 
 
-@pytest.mark.parametrize(("method", "path"), [
-    ("POST", "/api/pull"), ("POST", "/api/push"), ("POST", "/api/create"), ("POST", "/api/copy"),
-    ("DELETE", "/api/delete"), ("POST", "/api/embed"), ("POST", "/api/embeddings"), ("POST", "/api/blobs/sha256:x"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/pull"),
+        ("POST", "/api/push"),
+        ("POST", "/api/create"),
+        ("POST", "/api/copy"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/embed"),
+        ("POST", "/api/embeddings"),
+        ("POST", "/api/blobs/sha256:x"),
+    ],
+)
 async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: str, path: str):
     async with plain(cluster) as client:
         answer = await client.request(method, path, json={"model": "tiny"})
@@ -153,14 +194,19 @@ async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: 
     assert nobody.status_code == 401
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    ("/api/chat", {"logprobs": True}, "logprobs"),
-    ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
-    ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat"),
-    ("/api/chat", {"options": {"typical_p": 0.5}}, "options.typical_p"),
-    ("/api/generate", {"template": "{{ .Prompt }}"}, "template"), ("/api/generate", {"suffix": "x"}, "suffix"),
-    ("/api/generate", {"context": [1, 2]}, "context"), ("/api/generate", {"images": ["aGk="]}, "images"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"logprobs": True}, "logprobs"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+        ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat"),
+        ("/api/chat", {"options": {"typical_p": 0.5}}, "options.typical_p"),
+        ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
+        ("/api/generate", {"suffix": "x"}, "suffix"),
+        ("/api/generate", {"context": [1, 2]}, "context"),
+        ("/api/generate", {"images": ["aGk="]}, "images"),
+    ],
+)
 async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, path: str, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
@@ -168,13 +214,19 @@ async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, 
     assert (answer.status_code, found["code"], found["param"]) == (400, "unsupported_parameter", param)
 
 
-@pytest.mark.parametrize(("path", "fields", "param"), [
-    ("/api/chat", {"messages": []}, "messages"), ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
-    ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
-    ("/api/chat", {"options": {"temperatur": 1}}, "options.temperatur"), ("/api/chat", {"think": "very"}, "think"),
-    ("/api/generate", {"prompt": ""}, "prompt"), ("/api/generate", {"stream": "no"}, "stream"),
-    ("/api/chat", {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"messages": []}, "messages"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
+        ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
+        ("/api/chat", {"options": {"temperatur": 1}}, "options.temperatur"),
+        ("/api/chat", {"think": "very"}, "think"),
+        ("/api/generate", {"prompt": ""}, "prompt"),
+        ("/api/generate", {"stream": "no"}, "stream"),
+        ("/api/chat", {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+    ],
+)
 async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, path: str, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
@@ -195,8 +247,14 @@ async def test_a_stream_that_breaks_says_so_in_its_last_line(cluster: LoopbackCl
 
 async def test_nobody_is_served_without_a_key(cluster: LoopbackCluster):
     async with plain(cluster) as client:
-        for method, path in (("POST", "/api/chat"), ("POST", "/api/generate"), ("GET", "/api/tags"), ("GET", "/api/ps"),
-                             ("POST", "/api/show"), ("GET", "/api/version")):  # fmt: skip
+        for method, path in (
+            ("POST", "/api/chat"),
+            ("POST", "/api/generate"),
+            ("GET", "/api/tags"),
+            ("GET", "/api/ps"),
+            ("POST", "/api/show"),
+            ("GET", "/api/version"),
+        ):
             answer = await client.request(method, path, json=ASK, headers={"authorization": ""})
             assert answer.status_code == 401
             assert isinstance(answer.json()["error"], str)

@@ -81,9 +81,12 @@ def test_what_is_refused_before_it_is_read_is_described(served: Served, path: st
     get = path == "/v1/models/x"
     method = ("GET" if get else "POST") if wrong != "method" else "PATCH"
     headers = {"authorization": f"Bearer {served.keys['admin']}", "content-type": "application/json"} | {
-        "host": {"host": "evil.example"}, "key": {"authorization": "Bearer x"}, "origin": {"origin": "null"},
-        "method": {}, "length": {"content-length": "99999999"},
-    }[wrong]  # fmt: skip
+        "host": {"host": "evil.example"},
+        "key": {"authorization": "Bearer x"},
+        "origin": {"origin": "null"},
+        "method": {},
+        "length": {"content-length": "99999999"},
+    }[wrong]
     if get and wrong in ("origin", "length"):
         return  # reading is not guarded by the page that asks, and has no body
     with requests.Session() as session:

@@ -16,8 +16,13 @@ from wire.frames import Message, ToolCall
 ALL = "".join(TEXT)
 ASK: dict[str, Any] = {"model": "tiny", "input": "hello"}
 PATH = "/v1/responses"
-WEATHER: Any = {"type": "function", "name": "weather", "description": "Looks", "strict": True,
-           "parameters": {"type": "object", "properties": {"city": {}}}}  # fmt: skip
+WEATHER: Any = {
+    "type": "function",
+    "name": "weather",
+    "description": "Looks",
+    "strict": True,
+    "parameters": {"type": "object", "properties": {"city": {}}},
+}
 
 
 @pytest.fixture
@@ -52,10 +57,16 @@ async def test_the_events_of_a_text(cluster: LoopbackCluster):
         events = await collect(await client.responses.create(**ASK, stream=True))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events] == [
-        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
-        *["response.output_text.delta"] * len(TEXT), "response.output_text.done", "response.content_part.done",
-        "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+        *["response.output_text.delta"] * len(TEXT),
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == ALL
     assert events[-1].response.output_text == ALL
     assert events[-1].response.usage.output_tokens == len(TEXT)
@@ -74,8 +85,12 @@ async def test_thoughts_and_calls(cluster: LoopbackCluster):
     final = events[-1].response
     assert [item.type for item in whole.output] == ["reasoning", "message", "function_call", "function_call"]
     assert [item.type for item in final.output] == [
-        "reasoning", "message", "function_call", "function_call", "message",
-    ]  # fmt: skip
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+        "message",
+    ]
     assert final.output[0].content[0].text == whole.output[0].content[0].text == "let me"
     call = final.output[2]
     assert (call.call_id, call.name, call.arguments) == ("call_1", "weather", '{"city": "Ulm"}')
@@ -92,28 +107,49 @@ async def test_a_conversation_of_items_reaches_the_node(cluster: LoopbackCluster
     items: Any = [
         {"role": "developer", "content": "help"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sun?"}]},
-        {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None,
-         "content": [{"type": "reasoning_text", "text": "hm"}]},
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
+        {
+            "type": "reasoning",
+            "id": "rs_1",
+            "summary": [],
+            "encrypted_content": None,
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "I look.", "annotations": []}],
+        },
         {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "weather", "arguments": "{}"},
         {"type": "function_call", "call_id": "c2", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "yes"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "no"}]},
-    ]  # fmt: skip
+    ]
     async with library(cluster) as client:
         await client.responses.create(
-            model="tiny", input=items, tools=[WEATHER], parallel_tool_calls=False, reasoning={"effort": "low"},
-            text={"format": {"type": "text"}}, include=["reasoning.encrypted_content"], store=False,
-            prompt_cache_key="x", truncation="disabled", user="me", service_tier="auto",
-        )  # fmt: skip
+            model="tiny",
+            input=items,
+            tools=[WEATHER],
+            parallel_tool_calls=False,
+            reasoning={"effort": "low"},
+            text={"format": {"type": "text"}},
+            include=["reasoning.encrypted_content"],
+            store=False,
+            prompt_cache_key="x",
+            truncation="disabled",
+            user="me",
+            service_tier="auto",
+        )
     sent = generated(cluster)
     calls = (ToolCall("c1", "weather", "{}"), ToolCall("c2", "weather", "{}"))
     assert sent.messages == (
-        Message("developer", "help"), Message("user", "sun?"),
+        Message("developer", "help"),
+        Message("user", "sun?"),
         Message("assistant", "I look.", tool_calls=calls, reasoning="hm"),
-        Message("tool", "yes", tool_call_id="c1"), Message("tool", "no", tool_call_id="c2"),
-    )  # fmt: skip
+        Message("tool", "yes", tool_call_id="c1"),
+        Message("tool", "no", tool_call_id="c2"),
+    )
     assert sent.params.one_call is True
     assert json.loads(sent.template) == {"reasoning_effort": "low"}
     assert json.loads(sent.tools)[0]["function"]["strict"] is True
@@ -131,10 +167,11 @@ async def test_an_answer_is_gone_on_with(cluster: LoopbackCluster, stream: bool)
         await client.responses.create(model="tiny", input=again, previous_response_id=first.id, instructions="two")
     calls = tuple(ToolCall(name, "weather", '{"city": "Ulm"}') for name in ("call_1", "call_2"))
     assert generated(cluster).messages == (
-        Message("system", "two"), Message("user", "hello"),
+        Message("system", "two"),
+        Message("user", "hello"),
         Message("assistant", "I look.Done.", tool_calls=calls, reasoning="let me"),
         Message("tool", "sun", tool_call_id="call_1"),
-    )  # fmt: skip
+    )
 
 
 async def test_what_is_kept_can_be_had_and_forgotten_by_its_own_key_alone(cluster: LoopbackCluster):
@@ -187,15 +224,23 @@ async def test_a_stream_that_breaks_says_why(cluster: LoopbackCluster):
     assert events[-1].response.error.code == "server_error"
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"background": True}, "background"), ({"conversation": "c"}, "conversation"), ({"prompt": {"id": "p"}}, "prompt"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"text": {"format": {"type": "poem"}}}, "text.format.type"),
-    ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
-    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"conversation": "c"}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"text": {"format": {"type": "poem"}}}, "text.format.type"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
+            "input[0].content[0].type",
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
 async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)
@@ -203,13 +248,22 @@ async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, 
     assert (answer.status_code, error["code"], error["param"]) == (400, "unsupported_parameter", param)
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"input": ""}, "input"), ({"input": []}, "input"), ({"input": 5}, "input"), ({"model": None}, "model"),
-    ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"), ({"max_output_tokens": 0}, "max_output_tokens"),
-    ({"include": [5]}, "include[0]"), ({"metadata": {"a": 1}}, "metadata.a"),
-    ({"messages": []}, "messages"), ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
-    ({"previous_response_id": "resp_none"}, "previous_response_id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"model": None}, "model"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"include": [5]}, "include[0]"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"messages": []}, "messages"),
+        ({"reasoning": {"effort": "most"}}, "reasoning.effort"),
+        ({"previous_response_id": "resp_none"}, "previous_response_id"),
+    ],
+)
 async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, fields: dict, param: str):
     async with plain(cluster) as client:
         answer = await client.post(PATH, json=ASK | fields)

@@ -10,9 +10,15 @@ from tests.support.loopback_cluster import LoopbackCluster
 __all__ = ["by", "cluster"]
 
 
-@pytest.mark.parametrize(("field", "header"), [
-    ("prompt_cache_key", None), ("user", None), (None, "x-session-id"), ("user", "x-session-id"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "header"),
+    [
+        ("prompt_cache_key", None),
+        ("user", None),
+        (None, "x-session-id"),
+        ("user", "x-session-id"),
+    ],
+)
 async def test_a_named_conversation_reaches_the_router(cluster: LoopbackCluster, field: str | None, header: str | None):
     seen: list[str] = []
     submit = cluster.dispatcher.submit

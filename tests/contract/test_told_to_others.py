@@ -39,16 +39,19 @@ def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Cod
         assert "the client's answer has the details" in story["message"]
 
 
-@pytest.mark.parametrize(("fields", "reason"), [
-    ({"messages": [{"role": WRITTEN, "content": "x"}]}, "messages[0].role"),
-    ({"messages": [{"role": "user", "content": [{"type": WRITTEN}]}]}, "messages[0].content[0].type '…'"),
-    ({"tools": [{"type": "function", "function": {"name": WRITTEN}}]}, "tools[0].function.name"),
-    ({"logit_bias": {WRITTEN: 1}}, "logit_bias.…"),
-    ({"chat_template_kwargs": {"template_" + WRITTEN: 1}}, "chat_template_kwargs.…"),
-    ({"functions": [WRITTEN]}, "functions is not offered"),
-    ({"temprature": 1}, "unknown field 'temprature': did you mean temperature?"),
-    ({"max_tokens": 0}, "max_tokens: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"messages": [{"role": WRITTEN, "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": [{"type": WRITTEN}]}]}, "messages[0].content[0].type '…'"),
+        ({"tools": [{"type": "function", "function": {"name": WRITTEN}}]}, "tools[0].function.name"),
+        ({"logit_bias": {WRITTEN: 1}}, "logit_bias.…"),
+        ({"chat_template_kwargs": {"template_" + WRITTEN: 1}}, "chat_template_kwargs.…"),
+        ({"functions": [WRITTEN]}, "functions is not offered"),
+        ({"temprature": 1}, "unknown field 'temprature': did you mean temperature?"),
+        ({"max_tokens": 0}, "max_tokens: "),
+    ],
+)
 def test_a_body_that_is_refused_is_found_with_its_reason_and_not_quoted(fields: dict[str, object], reason: str):
     with served(LoopbackNode("a")) as pool:
         body = {"model": "tiny", "messages": [{"role": "user", "content": WRITTEN}], **fields}
@@ -63,12 +66,19 @@ def test_a_body_that_is_refused_is_found_with_its_reason_and_not_quoted(fields: 
         assert WRITTEN not in others
 
 
-@pytest.mark.parametrize(("path", "body"), [
-    ("/v1/completions", {"model": "tiny"}), ("/v1/responses", {"model": "tiny"}), ("/v1/messages", {"model": "tiny"}),
-    ("/v1/messages/count_tokens", {"model": "tiny"}), ("/api/chat", {"model": "tiny"}), ("/api/generate", {}),
-    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x" * 9_000_000}]}),
-    ("/v1/chat/completions", {"model": "nowhere", "messages": [{"role": "user", "content": "x"}]}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"model": "tiny"}),
+        ("/v1/responses", {"model": "tiny"}),
+        ("/v1/messages", {"model": "tiny"}),
+        ("/v1/messages/count_tokens", {"model": "tiny"}),
+        ("/api/chat", {"model": "tiny"}),
+        ("/api/generate", {}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x" * 9_000_000}]}),
+        ("/v1/chat/completions", {"model": "nowhere", "messages": [{"role": "user", "content": "x"}]}),
+    ],
+)
 def test_every_route_keeps_why_it_refused(path: str, body: object):
     with served(LoopbackNode("a")) as pool:
         told, answer = ask(pool, "POST", path, "infer", body)

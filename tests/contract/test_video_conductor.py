@@ -61,7 +61,9 @@ async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
         assert len(holder.of(Lease)) == 2
         rows = await one.port.get("/api/v1/leases")
         assert {(row["job"], row["size"], row["orphan"]) for row in rows["leases"]} == {
-            (videos[1], 36 * GIB, False), (videos[2], 36 * GIB, False)}  # fmt: skip
+            (videos[1], 36 * GIB, False),
+            (videos[2], 36 * GIB, False),
+        }
 
 
 async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_on(tmp_path: Path):

@@ -88,9 +88,13 @@ async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
 async def test_create_poll_download_delete(tmp_path: Path):
     async with pool(tmp_path) as one, one.sdk() as client:
         video = await client.videos.create_and_poll(
-            model="wan", prompt="a fox", seconds="4", size="1280x720", poll_interval_ms=20,
+            model="wan",
+            prompt="a fox",
+            seconds="4",
+            size="1280x720",
+            poll_interval_ms=20,
             extra_body={"steps": 8, "seed": 7, "fps": 8, "negative_prompt": "blur", "guidance": 4.5},
-        )  # fmt: skip
+        )
         assert (video.status, video.progress, video.size, video.seconds) == ("completed", 100, "1280x720", "4.125")
         assert (video.object, video.model, video.prompt, video.error) == ("video", "wan", "a fox", None)
         assert video.expires_at is not None
@@ -98,13 +102,25 @@ async def test_create_poll_download_delete(tmp_path: Path):
         assert video.expires_at - video.completed_at == pytest.approx(86400, abs=1)
         assert video.model_extra is not None
         assert {name: video.model_extra[name] for name in ("frames", "fps", "steps", "seed", "phase")} == {
-            "frames": 33, "fps": 8, "steps": 8, "seed": 7, "phase": "completed"}  # fmt: skip
+            "frames": 33,
+            "fps": 8,
+            "steps": 8,
+            "seed": 7,
+            "phase": "completed",
+        }
         (lease,) = one.peer.of(Lease)
         assert lease.size == 36 * GIB
         assert json.loads(lease.spec) == {
-            "prompt": "a fox", "width": 1280, "height": 720, "frames": 33, "fps": 8, "steps": 8,
-            "negative_prompt": "blur", "guidance": 4.5, "seed": 7,
-        }  # fmt: skip
+            "prompt": "a fox",
+            "width": 1280,
+            "height": 720,
+            "frames": 33,
+            "fps": 8,
+            "steps": 8,
+            "negative_prompt": "blur",
+            "guidance": 4.5,
+            "seed": 7,
+        }
         content = await client.videos.download_content(video.id)
         assert content.read() == CLIP
         assert content.response.headers["content-type"] == "video/mp4"
@@ -161,11 +177,18 @@ async def test_one_range_is_sent_and_nothing_more(tmp_path: Path):
         whole = await http.get(url)
         tag = whole.headers["etag"]
         for header, status, expected in (
-            ("bytes=0-99", 206, CLIP[:100]), ("bytes=100-", 206, CLIP[100:]), ("bytes=-7", 206, CLIP[-7:]),
-            (f"bytes={size - 1}-{size + 5}", 206, CLIP[-1:]), (f"bytes=-{size * 9}", 206, CLIP),
-            ("bytes=0-1,5-6", 200, CLIP), ("bytes=" + ",".join(["0-"] * 500), 200, CLIP), ("lines=0-5", 200, CLIP),
-            ("bytes=9-5", 200, CLIP), ("bytes=x-", 200, CLIP), ("bytes=-", 200, CLIP),
-        ):  # fmt: skip
+            ("bytes=0-99", 206, CLIP[:100]),
+            ("bytes=100-", 206, CLIP[100:]),
+            ("bytes=-7", 206, CLIP[-7:]),
+            (f"bytes={size - 1}-{size + 5}", 206, CLIP[-1:]),
+            (f"bytes=-{size * 9}", 206, CLIP),
+            ("bytes=0-1,5-6", 200, CLIP),
+            ("bytes=" + ",".join(["0-"] * 500), 200, CLIP),
+            ("lines=0-5", 200, CLIP),
+            ("bytes=9-5", 200, CLIP),
+            ("bytes=x-", 200, CLIP),
+            ("bytes=-", 200, CLIP),
+        ):
             answer = await http.get(url, headers={"range": header})
             assert (answer.status_code, answer.content == expected) == (status, True), header[:40]
             assert ("content-range" in answer.headers) == (status == 206)
@@ -257,10 +280,19 @@ async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tm
         path = f"/v1/videos/{video.id}/content"
         headers = [(b"authorization", f"Bearer {one.key}".encode()), (b"host", b"127.0.0.1")]
         scope = {
-            "type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "query_string": b"",
-            "headers": headers, "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80), "scheme": "http",
-            "http_version": "1.1", "asgi": {"version": "3.0"}, "root_path": "",
-        }  # fmt: skip
+            "type": "http",
+            "method": "GET",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 80),
+            "scheme": "http",
+            "http_version": "1.1",
+            "asgi": {"version": "3.0"},
+            "root_path": "",
+        }
         await one.port.application.app(scope, receive, send)
         assert b"".join(got) == CLIP
 
@@ -331,7 +363,7 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
         ({"input_reference": ("a.png", b"\x89PNG" + b"x" * 2_000_000, "image/png")}, 400, "input_reference", "image"),
         ({"extra_body": {"n": "2"}}, 400, "n", "one clip"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_that_cannot_be_is_refused_by_name(
     shared: Pool, fields: dict[str, Any], status: int, param: str | None, words: str
@@ -352,7 +384,10 @@ async def test_what_is_rounded_is_said(tmp_path: Path):
         answer = (await http.post("/v1/videos", json={"prompt": "x", "size": "470x270", "frames": 90})).json()
         assert (answer["size"], answer["frames"], answer["seconds"]) == ("480x272", 93, "5.812")
         assert ["480x272" in answer["warnings"][0], "93" in answer["warnings"][1], "81" in answer["warnings"][2]] == [
-            True, True, True]  # fmt: skip
+            True,
+            True,
+            True,
+        ]
 
 
 async def test_what_no_known_node_could_hold_is_a_413_with_numbers(tmp_path: Path):
@@ -408,20 +443,32 @@ async def test_without_a_node_that_is_allowed_it_is_a_503_that_names_the_command
         ("multipart/form-data; boundary=x", b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nx', "no end"),
         ("multipart/form-data; boundary=x", b"--x\r\ncontent-disposition: form-data\r\n\r\nx\r\n--x--\r\n", "no name"),
         ("multipart/form-data; boundary=x", b"--x\r\n\r\nx\r\n--x--\r\n", "no name"),
-        ("multipart/form-data; boundary=x",
-         b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n\xff\xfe\r\n--x--\r\n', "UTF-8"),
-        ("multipart/form-data; boundary=x",
-         b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nx\r\n' * 2 + b"--x--\r\n", "twice"),
-        ("multipart/form-data; boundary=x",
-         b'--x\r\ncontent-disposition: form-data; name="f"; filename="../../x"\r\n\r\nx\r\n--x--\r\n', "not read here"),
-        ("multipart/form-data; boundary=x",
-         b"".join(b'--x\r\ncontent-disposition: form-data; name="a%d"\r\n\r\nx\r\n' % n for n in range(40)), "32"),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\n\xff\xfe\r\n--x--\r\n',
+            "UTF-8",
+        ),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\ncontent-disposition: form-data; name="prompt"\r\n\r\nx\r\n' * 2 + b"--x--\r\n",
+            "twice",
+        ),
+        (
+            "multipart/form-data; boundary=x",
+            b'--x\r\ncontent-disposition: form-data; name="f"; filename="../../x"\r\n\r\nx\r\n--x--\r\n',
+            "not read here",
+        ),
+        (
+            "multipart/form-data; boundary=x",
+            b"".join(b'--x\r\ncontent-disposition: form-data; name="a%d"\r\n\r\nx\r\n' % n for n in range(40)),
+            "32",
+        ),
         ("multipart/form-data; boundary=x", b"--x\r\n" + b"a: " + b"b" * 5000 + b"\r\n\r\n", "form cannot be read"),
         ("multipart/form-data; boundary=x", b"--x\r\n" + b"a: b\r\n" * 20 + b"\r\n", "form cannot be read"),
         ("application/json", b'{"prompt":"x","prompt":"y"}', "twice"),
         ("application/json", b"[]", "object"),
     ],
-)  # fmt: skip
+)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_a_body_that_is_none_is_a_400(shared: Pool, content_type: str, body: bytes, words: str):
     async with shared.http() as http:
@@ -447,9 +494,19 @@ async def test_a_hundred_megabytes_are_not_read(shared: Pool, content_type: str)
 
 
 @pytest.mark.parametrize(
-    "name", ["x", "..", "../../cluster.db", "video_", "video_" + "0" * 24, "video_" + "g" * 24, "%2e%2e%2fcluster.db",
-             "video_0000%00", "x" * 5000]
-)  # fmt: skip
+    "name",
+    [
+        "x",
+        "..",
+        "../../cluster.db",
+        "video_",
+        "video_" + "0" * 24,
+        "video_" + "g" * 24,
+        "%2e%2e%2fcluster.db",
+        "video_0000%00",
+        "x" * 5000,
+    ],
+)
 @pytest.mark.asyncio(loop_scope="module")
 async def test_ids_that_are_none(shared: Pool, name: str):
     async with shared.http() as http:

@@ -41,10 +41,17 @@ async def test_the_list_of_models_has_what_clients_read_of_other_servers():
     assert (tiny["type"], tiny["object"], tiny["owned_by"]) == ("llm", "model", "macpool")
 
 
-@pytest.mark.parametrize(("asked", "served_as"), [
-    ("tiny", "tiny"), ("Tiny", "tiny"), ("openai/tiny", "tiny"), ("ollama/TINY", "tiny"),
-    ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("openrouter/qwen/qwen3-8b", "Qwen/Qwen3-8B"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("asked", "served_as"),
+    [
+        ("tiny", "tiny"),
+        ("Tiny", "tiny"),
+        ("openai/tiny", "tiny"),
+        ("ollama/TINY", "tiny"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("openrouter/qwen/qwen3-8b", "Qwen/Qwen3-8B"),
+    ],
+)
 async def test_a_model_is_found_without_case_and_without_the_providers_name(asked: str, served_as: str):
     async with served(a_cluster()) as cluster, plain(cluster) as client:
         for stream in (False, True):
@@ -113,11 +120,21 @@ async def test_an_answer_names_its_reasoning_tokens_and_its_model(stream: bool):
     assert prints[0] == prints[1] != prints[2]
 
 
-@pytest.mark.parametrize(("path", "base"), [
-    ("/chat/completions", "/v1"), ("/models", "/v1"), ("/messages", "/v1"), ("/responses/x", "/v1"),
-    ("/v1/v1/chat/completions", ""), ("/v1/v1/messages", ""), ("//v1/v1/models", ""), ("/v1/api/chat", ""),
-    ("/api/v1/chat/completions", "/v1"), ("/openai/v1/models", "/v1"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("/chat/completions", "/v1"),
+        ("/models", "/v1"),
+        ("/messages", "/v1"),
+        ("/responses/x", "/v1"),
+        ("/v1/v1/chat/completions", ""),
+        ("/v1/v1/messages", ""),
+        ("//v1/v1/models", ""),
+        ("/v1/api/chat", ""),
+        ("/api/v1/chat/completions", "/v1"),
+        ("/openai/v1/models", "/v1"),
+    ],
+)
 def test_a_wrong_base_url_gets_the_right_one(path: str, base: str):
     message = not_found(path, "https://studio.local:8080").message
     assert message.endswith(f": set the client's base URL to https://studio.local:8080{base}")

@@ -46,9 +46,23 @@ def test_the_coordinators_own_mac_stays_left_until_a_person_wants_it_back(made: 
         assert all(one["state"] == "left" for one in made.nodes_now())
         assert not identity(made.state).exists()
     assert made.coordinator.stop() == 0
-    command = [*CLI, "up", "--local-node", "--state", str(made.state), "--listen", "127.0.0.1:0", "--cluster-listen",
-               "127.0.0.1:0", "-o", "json", "--set", "cluster.bonjour=false", "--set", 
-               "engine.kind=scripted"]  # fmt: skip
+    command = [
+        *CLI,
+        "up",
+        "--local-node",
+        "--state",
+        str(made.state),
+        "--listen",
+        "127.0.0.1:0",
+        "--cluster-listen",
+        "127.0.0.1:0",
+        "-o",
+        "json",
+        "--set",
+        "cluster.bonjour=false",
+        "--set",
+        "engine.kind=scripted",
+    ]
     back = Process(command, made.folder / "back.err")
     try:
         assert back.ready()["local_node_ready"] is True
@@ -104,8 +118,17 @@ def test_a_start_that_cannot_work_creates_nothing(tmp_path: Path, arguments: lis
 def test_a_taken_port_creates_nothing(made: Pool, tmp_path: Path):
     made.up()
     port = made.base.rpartition(":")[2]
-    done = made.run("up", "--state", str(tmp_path / "s"), "--listen", f"127.0.0.1:{port}", "--cluster-listen",
-                    "127.0.0.1:0", "--set", "cluster.bonjour=false")  # fmt: skip
+    done = made.run(
+        "up",
+        "--state",
+        str(tmp_path / "s"),
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--cluster-listen",
+        "127.0.0.1:0",
+        "--set",
+        "cluster.bonjour=false",
+    )
     assert (done.returncode, f"cannot listen on 127.0.0.1:{port}" in done.stderr) == (1, True), done.stderr
     assert not (tmp_path / "s" / "cluster.db").exists()
 
@@ -163,12 +186,35 @@ def test_a_chat_waits_for_a_node_that_starts(made: Pool):
 def test_ctrl_c_says_stopped_and_nothing_else(made: Pool, verb: str):
     made.up()
     if verb == "join":
-        command = [*CLI, "join", made.facts["cluster_url"], "--token-file", made.token_file("one"), "--state",
-                   str(made.folder / "one"), "--set", "engine.kind=scripted", "--set", "node.machine=one"]  # fmt: skip
+        command = [
+            *CLI,
+            "join",
+            made.facts["cluster_url"],
+            "--token-file",
+            made.token_file("one"),
+            "--state",
+            str(made.folder / "one"),
+            "--set",
+            "engine.kind=scripted",
+            "--set",
+            "node.machine=one",
+        ]
         awaited = "Ctrl-C stops it"
     else:
-        command = [*CLI, "up", "--state", str(made.folder / "two"), "--listen", "127.0.0.1:0", "--cluster-listen",
-                   "127.0.0.1:0", "--set", "engine.kind=scripted", "--set", "cluster.bonjour=false"]  # fmt: skip
+        command = [
+            *CLI,
+            "up",
+            "--state",
+            str(made.folder / "two"),
+            "--listen",
+            "127.0.0.1:0",
+            "--cluster-listen",
+            "127.0.0.1:0",
+            "--set",
+            "engine.kind=scripted",
+            "--set",
+            "cluster.bonjour=false",
+        ]
         awaited = "Ctrl-C stops it"
     out, err = made.folder / "out.txt", made.folder / "err.txt"
     with out.open("wb") as first, err.open("wb") as second:

@@ -33,8 +33,14 @@ EMPTY = {
     "Pressure": "only where the system has a word for it: macOS, and Linux with pressure stalls",
 }
 """Panels that may have no data, and why."""
-SMALL = ("engine.scripted.memory=16GiB", "engine.scripted.kv_per_token=16777216", "engine.scripted.context=512",
-         "engine.scripted.refuse=forbidden", "engine.scripted.step_ms=10", "engine.scripted.tokens=40")  # fmt: skip
+SMALL = (
+    "engine.scripted.memory=16GiB",
+    "engine.scripted.kv_per_token=16777216",
+    "engine.scripted.context=512",
+    "engine.scripted.refuse=forbidden",
+    "engine.scripted.step_ms=10",
+    "engine.scripted.tokens=40",
+)
 """A node with room for a few requests at a time, which refuses those with that word."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 RAY_PORTS = 25000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))

@@ -51,8 +51,9 @@ def claude(made: Pool) -> Iterator[anthropic.Anthropic]:
 
 def theirs() -> Any:
     functions = (tool["function"] for tool in TOOLS)
-    return [{"name": one["name"], "description": one["description"], "input_schema": one["parameters"]}
-            for one in functions]  # fmt: skip
+    return [
+        {"name": one["name"], "description": one["description"], "input_schema": one["parameters"]} for one in functions
+    ]
 
 
 def flat() -> Any:
@@ -85,8 +86,10 @@ def test_anthropics_library_calls_a_tool_and_is_answered(claude: anthropic.Anthr
     calls = [block for block in answer.content if block.type == "tool_use"]
     assert [(call.name, call.input) for call in calls] == list(use.calls)
     assert counted == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
-    results = [{"type": "tool_result", "tool_use_id": call.id, "content": result}
-               for call, result in zip(calls, use.results, strict=True)]  # fmt: skip
+    results = [
+        {"type": "tool_result", "tool_use_id": call.id, "content": result}
+        for call, result in zip(calls, use.results, strict=True)
+    ]
     messages += [{"role": "assistant", "content": answer.content}, {"role": "user", "content": results}]
     after = claude.messages.create(messages=messages, **asking)
     assert [block.text for block in after.content if block.type == "text"] == [use.answer]
@@ -101,9 +104,12 @@ def test_one_call_at_most(client: OpenAI, claude: anthropic.Anthropic) -> None:
     assert len(answer.choices[0].message.tool_calls or []) == 1
     assert answer.choices[0].finish_reason == "tool_calls"
     said = claude.messages.create(
-        model=NAME, max_tokens=200, tools=theirs(), messages=[{"role": "user", "content": BOTH.prompt}],
+        model=NAME,
+        max_tokens=200,
+        tools=theirs(),
+        messages=[{"role": "user", "content": BOTH.prompt}],
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
-    )  # fmt: skip
+    )
     assert [block.type for block in said.content].count("tool_use") == 1
 
 
@@ -120,25 +126,35 @@ def test_responses_call_a_tool_and_go_on_by_id(client: OpenAI) -> None:
         first = list(stream)[-1].response  # pyright: ignore
     calls = [item for item in first.output if item.type == "function_call"]
     assert [(call.name, json.loads(call.arguments)) for call in calls] == list(BOTH.calls)
-    results: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": result}
-                    for call, result in zip(calls, BOTH.results, strict=True)]  # fmt: skip
+    results: Any = [
+        {"type": "function_call_output", "call_id": call.call_id, "output": result}
+        for call, result in zip(calls, BOTH.results, strict=True)
+    ]
     after = client.responses.create(
         model=NAME, input=results, previous_response_id=first.id, tools=flat(), temperature=0.0
     )
     assert after.output_text == BOTH.answer
     items: Any = [{"role": "user", "content": BOTH.prompt}, *[item.to_dict() for item in first.output], *results]
     by_items = client.responses.create(
-        model=NAME, tools=flat(), store=False, temperature=0.0,
+        model=NAME,
+        tools=flat(),
+        store=False,
+        temperature=0.0,
         input=items,
-    )  # fmt: skip
+    )
     assert by_items.output_text == BOTH.answer
 
 
 def test_ollamas_routes_answer(made: Pool) -> None:
     base = made.facts["base_url"].removesuffix("/v1")
     headers = {"Authorization": f"Bearer {made.key}"}
-    asking: Any = {"model": NAME + ":latest", "messages": [{"role": "user", "content": USE.prompt}],
-                   "tools": list(TOOLS), "options": {"temperature": 0}, "stream": False}  # fmt: skip
+    asking: Any = {
+        "model": NAME + ":latest",
+        "messages": [{"role": "user", "content": USE.prompt}],
+        "tools": list(TOOLS),
+        "options": {"temperature": 0},
+        "stream": False,
+    }
     with httpx.Client(trust_env=False, base_url=base, headers=headers, timeout=60) as ollama:
         first = ollama.post("/api/chat", json=asking).json()["message"]
         assert [(one["function"]["name"], one["function"]["arguments"]) for one in first["tool_calls"]] == list(

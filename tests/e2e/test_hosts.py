@@ -89,9 +89,13 @@ class Lab:
 
     def up_on(self, number: int, *settings: str) -> None:
         self.pool.up(
-            "http.tls=off", *settings, listen="0.0.0.0:8080", cluster_listen="0.0.0.0:8081", bonjour=True,
+            "http.tls=off",
+            *settings,
+            listen="0.0.0.0:8080",
+            cluster_listen="0.0.0.0:8081",
+            bonjour=True,
             wrap=self.hosts[number].enter(),
-        )  # fmt: skip
+        )
         self.newest = self.pool.coordinator
 
     def join(self, name: str, number: int, *settings: str, **how: Any) -> Process:
@@ -130,9 +134,11 @@ class Lab:
     def _chat(self, prompt: int, tokens: int) -> Chat:
         chat = Chat()
         body = {
-            "model": "scripted-1", "stream": True, "max_tokens": tokens,
+            "model": "scripted-1",
+            "stream": True,
+            "max_tokens": tokens,
             "messages": [{"role": "user", "content": "word " * prompt}],
-        }  # fmt: skip
+        }
         headers = {"Authorization": f"Bearer {self.pool.key}"}
         with (
             httpx.Client(**CLIENT) as client,

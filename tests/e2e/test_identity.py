@@ -29,9 +29,12 @@ def ask(made: Pool, tokens: int = 4) -> str:
     """Send a request and return the node that answered."""
     body = {"model": "scripted-1", "max_tokens": tokens, "messages": [{"role": "user", "content": "hello"}]}
     answer = httpx.post(
-        f"{made.facts['base_url']}/chat/completions", json=body, headers={"Authorization": f"Bearer {made.key}"},
-        timeout=30, trust_env=False,
-    )  # fmt: skip
+        f"{made.facts['base_url']}/chat/completions",
+        json=body,
+        headers={"Authorization": f"Bearer {made.key}"},
+        timeout=30,
+        trust_env=False,
+    )
     assert answer.status_code == 200, answer.text
     return answer.headers["x-macpool-node"]
 
@@ -43,14 +46,19 @@ def test_a_conflict_is_shown_and_requests_go_to_one_model(divided: Pool) -> None
     (row,) = json.loads(divided.run("models", "--state", str(divided.state), "-o", "json").stdout)["models"]
     assert (row["fingerprint"], row["conflict"]) == ("alpha", True)
     assert {node["name"]: node["fingerprint"] for node in row["nodes"]} == {
-        "one": "beta", "two": "alpha", "three": "alpha",
-    }  # fmt: skip
+        "one": "beta",
+        "two": "alpha",
+        "three": "alpha",
+    }
 
 
 def test_a_stream_ends_where_only_the_other_model_is_left(divided: Pool) -> None:
     body = {
-        "model": "scripted-1", "max_tokens": 400, "stream": True, "messages": [{"role": "user", "content": "hello"}],
-    }  # fmt: skip
+        "model": "scripted-1",
+        "max_tokens": 400,
+        "stream": True,
+        "messages": [{"role": "user", "content": "hello"}],
+    }
     headers = {"Authorization": f"Bearer {divided.key}"}
     url = f"{divided.facts['base_url']}/chat/completions"
     divided.cli("node", "remove", "--yes", "three")

@@ -77,8 +77,12 @@ def first_token(asking: httpx.Client) -> float:
 
 
 def test_four_tokens_of_another_key_come_beside_one_that_has_all_rows(one: Pool) -> None:
-    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": LONG,
-            "logit_bias": {str(EOS): -100}}  # fmt: skip
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Hello!"}],
+        "max_tokens": LONG,
+        "logit_bias": {str(EOS): -100},
+    }
     with client(one, "greedy") as greedy, client(one, "other") as other, ThreadPoolExecutor(2 * ROWS) as threads:
         quiet = min(first_token(other) for _ in range(3))
         long = [threads.submit(greedy.post, "/v1/chat/completions", json=body) for _ in range(2 * ROWS)]

@@ -17,8 +17,17 @@ from tests.support.processes import CLI, Pool, environment, pool
 DOCS = Path(__file__).parents[2] / "docs"
 BLOCK = re.compile(r"^```(sh|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")]
-LONG = ("cluster up", "cluster join", "echo mpj1.…", "uv tool install", "cluster approve", "cluster login", "sudo ",
-        "cluster open", "cluster doctor")  # fmt: skip
+LONG = (
+    "cluster up",
+    "cluster join",
+    "echo mpj1.…",
+    "uv tool install",
+    "cluster approve",
+    "cluster login",
+    "sudo ",
+    "cluster open",
+    "cluster doctor",
+)
 """What runs until it is stopped, installs, or needs another machine: test_walks.py types these."""
 PLACEHOLDERS = {"mp_…": "{key}", "http://127.0.0.1:8080/v1": "{base}", "NAME": "studio", "MODEL": "macpool-tiny"}
 

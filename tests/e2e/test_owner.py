@@ -21,8 +21,12 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 def chat(pool: Pool, tokens: int, stream: bool = True) -> tuple[int, str, str]:
     """Ask; give status, the node that began the answer, and all that came."""
-    body = {"model": "scripted-1", "stream": stream, "max_tokens": tokens,
-            "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
+    body = {
+        "model": "scripted-1",
+        "stream": stream,
+        "max_tokens": tokens,
+        "messages": [{"role": "user", "content": "hi"}],
+    }
     headers = {"Authorization": f"Bearer {pool.key}"}
     answer = httpx.post(f"{pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False)
     return answer.status_code, answer.headers.get("x-macpool-node", ""), answer.text

@@ -78,8 +78,21 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     cluster_pool.up()
     cluster_pool.join("studio", "memory.cap=64GiB")
     (node,) = cluster_pool.cli("nodes")["nodes"]
-    for field in ("id", "name", "state", "cap", "ceiling", "margin", "phys", "current", "headroom", "reserved",
-                  "in_flight", "models", "gate_armed"):  # fmt: skip
+    for field in (
+        "id",
+        "name",
+        "state",
+        "cap",
+        "ceiling",
+        "margin",
+        "phys",
+        "current",
+        "headroom",
+        "reserved",
+        "in_flight",
+        "models",
+        "gate_armed",
+    ):
         assert field in node
     assert node["cap"] == 64 * 2**30
     assert node["gate_armed"] is True
@@ -92,8 +105,13 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     assert inspected["enforcement"]["phys"] > 0
     assert inspected["system_memory"]["available"] > 0
     shown = cluster_pool.run("node", "show", "studio", "--state", str(cluster_pool.state)).stdout
-    for line in ("cap       64.0 GiB, decided by setting, tier custom", "headroom  ", "guard     armed; level ok",
-                 "remedy    raise memory.cap", "counts    "):  # fmt: skip
+    for line in (
+        "cap       64.0 GiB, decided by setting, tier custom",
+        "headroom  ",
+        "guard     armed; level ok",
+        "remedy    raise memory.cap",
+        "counts    ",
+    ):
         assert line in shown
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
     assert "raise memory.cap" not in table, "no advice where all is well"
@@ -375,9 +393,23 @@ def identity_of(made: Pool, name: str) -> str:
 
 def joined_by_token(made: Pool, name: str) -> Process:
     """Type the join line on a machine that has an identity already; give the node once it serves."""
-    command = [*CLI, "join", made.facts["cluster_url"], "--token-file", made.token_file(name),
-               "--state", str(made.folder / name), "--name", name, "-o", "json", "--set", f"node.machine={name}",
-               "--set", "engine.kind=scripted"]  # fmt: skip
+    command = [
+        *CLI,
+        "join",
+        made.facts["cluster_url"],
+        "--token-file",
+        made.token_file(name),
+        "--state",
+        str(made.folder / name),
+        "--name",
+        name,
+        "-o",
+        "json",
+        "--set",
+        f"node.machine={name}",
+        "--set",
+        "engine.kind=scripted",
+    ]
     process = Process(command, made.folder / f"{name}.again.err")
     made.nodes[name] = process
     process.ready()
@@ -579,7 +611,7 @@ def test_a_second_coordinator_and_a_second_node_in_one_folder_are_refused(cluste
         (["token", "create", "--ttl", "soon"], 2, "duration"),
         (["nodes", "--url", "http://127.0.0.1:1"], 4, "--key-file"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_at_the_command_are_told_with_the_next_step(
     cluster_pool: Pool, arguments: list[str], code: int, words: str
 ) -> None:
@@ -701,9 +733,16 @@ def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> 
     ):
         arguments = [part for pair in pairs for part in ("--set", pair)]
         refused = cluster_pool.run(
-            "up", "--listen", "127.0.0.1:0", "--cluster-listen", "127.0.0.1:0", "--no-local-node", "--state",
-            str(cluster_pool.state), *arguments,
-        )  # fmt: skip
+            "up",
+            "--listen",
+            "127.0.0.1:0",
+            "--cluster-listen",
+            "127.0.0.1:0",
+            "--no-local-node",
+            "--state",
+            str(cluster_pool.state),
+            *arguments,
+        )
         assert refused.returncode in (1, 2)
         assert said in refused.stderr
 
@@ -770,8 +809,16 @@ def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Po
     assert httpx.get(facts["base_url"].removesuffix("/v1") + "/api/v1/nodes", trust_env=False).status_code == 401
     assert [row["key"] for row in cluster_pool.cli("key", "usage")["usage"]] == ["anonymous"]
     refused = cluster_pool.run(
-        "up", "--listen", "0.0.0.0:0", "--cluster-listen", "127.0.0.1:0", "--no-local-node", "--set",
-        "http.anonymous=true", "--state", str(cluster_pool.folder / "other"),
-    )  # fmt: skip
+        "up",
+        "--listen",
+        "0.0.0.0:0",
+        "--cluster-listen",
+        "127.0.0.1:0",
+        "--no-local-node",
+        "--set",
+        "http.anonymous=true",
+        "--state",
+        str(cluster_pool.folder / "other"),
+    )
     assert refused.returncode == 2
     assert "can be reached from others" in refused.stderr

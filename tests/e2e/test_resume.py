@@ -71,10 +71,14 @@ class Chat:
     def body(self) -> dict[str, Any]:
         drawn = {"temperature": 0.9, "seed": self.number} if self.number % 6 == 0 else {"temperature": 0.0}
         return {
-            "model": "llama", "max_tokens": TOKENS, "stream": True, "stream_options": {"include_usage": True},
+            "model": "llama",
+            "max_tokens": TOKENS,
+            "stream": True,
+            "stream_options": {"include_usage": True},
             "messages": [{"role": "user", "content": f"Tell me story number {self.number}."}],
-            "logit_bias": {str(end_of_text(self.pool)): -100}, **drawn,
-        }  # fmt: skip
+            "logit_bias": {str(end_of_text(self.pool)): -100},
+            **drawn,
+        }
 
     def run(self, enough: int = 30) -> Heard:
         heard = Heard()
@@ -145,8 +149,10 @@ def undisturbed(pair: Pool) -> list[Heard]:
 def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: float, noticed: float = NOTICED) -> None:
     gap = max(heard.gap(after.since) for heard in after.heard)
     usual = max(heard.gap(0.0) for heard in undisturbed)
-    print(f"{after.moved} of {STREAMS} streams moved from {after.victim}: longest gap {gap:.2f} s, "
-          f"undisturbed {usual:.2f} s, writing again {rewriting:.2f} s")  # fmt: skip
+    print(
+        f"{after.moved} of {STREAMS} streams moved from {after.victim}: longest gap {gap:.2f} s, "
+        f"undisturbed {usual:.2f} s, writing again {rewriting:.2f} s"
+    )
     for heard, whole in zip(after.heard, undisturbed, strict=True):
         assert (heard.text, heard.finish) == (whole.text, whole.finish)
         assert (heard.last, len(heard.ids)) == ("data: [DONE]", 1)

@@ -121,13 +121,18 @@ class Load:
         """Ask once; say how it ended: "whole", "told" (an error event and no [DONE]), "refused" with the seconds to
         wait, "nobody" at the door (no byte of an answer), or what came that is none of these. `begun` hears its first
         bytes."""
-        body = {"model": "scripted-1", "stream": True, "max_tokens": tokens,
-                "messages": [{"role": "user", "content": "hi"}]}  # fmt: skip
+        body = {
+            "model": "scripted-1",
+            "stream": True,
+            "max_tokens": tokens,
+            "messages": [{"role": "user", "content": "hi"}],
+        }
         headers = {"Authorization": f"Bearer {self.pool.key}"}
         text, heard = "", False
         try:
-            with httpx.stream("POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60,
-                              trust_env=False) as answer:  # fmt: skip
+            with httpx.stream(
+                "POST", f"{self.pool.base}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False
+            ) as answer:
                 heard = True
                 for piece in answer.iter_text():
                     text += piece
@@ -181,8 +186,9 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
     assert load.since(first) == {"whole"}, "while nodes are upgraded no request fails"
     told = pool.cli("version", "--cluster")
     assert [(one["name"], one["ok"], one["protocol"]) for one in told["members"]] == [
-        ("studio", True, 1), ("mini", True, 1),
-    ]  # fmt: skip
+        ("studio", True, 1),
+        ("mini", True, 1),
+    ]
     assert "WHAT TO DO" in pool.run("version", "--cluster", "--state", str(pool.state)).stdout
 
 
@@ -195,8 +201,11 @@ def restart_the_coordinator(pool: Pool, load: Load, long: Future[str]) -> None:
     assert pool.coordinator is not None
     assert pool.coordinator.stop() == 0
     assert long.result(10) == "told", "what is longer than http.drain_seconds ends with an error event"
-    pool.up("http.drain_seconds=1", listen=pool.base.partition("//")[2],
-            cluster_listen=pool.facts["cluster_url"].removeprefix("macpool://"))  # fmt: skip
+    pool.up(
+        "http.drain_seconds=1",
+        listen=pool.base.partition("//")[2],
+        cluster_listen=pool.facts["cluster_url"].removeprefix("macpool://"),
+    )
     until(lambda: all(pool.serves(name) for name in members), what="nodes back by themselves")
     assert {node["name"]: node["id"] for node in pool.nodes_now()} == members
     assert {name: pool.nodes[name].children() for name in members} == engines, "no engine noticed"

@@ -20,15 +20,30 @@ BACK = 2.0 + 3.0
 """Seconds until the memory is back, with what a busy machine may add; at rest it is below 2 s."""
 CELLS = {
     "node": (
-        ("worker", "loading"), ("worker", "saving"), ("actor", "loading"), ("actor", "denoising"), ("actor", "saving"),
-        ("raylet", "denoising"), ("engine", "acquiring"), ("agent", "saving"), ("launcher", "loading"),
-        ("engine", "denoising"), ("agent", "pulling"), ("launcher", "acquiring"), ("agent", "queued"),
+        ("worker", "loading"),
+        ("worker", "saving"),
+        ("actor", "loading"),
+        ("actor", "denoising"),
+        ("actor", "saving"),
+        ("raylet", "denoising"),
+        ("engine", "acquiring"),
+        ("agent", "saving"),
+        ("launcher", "loading"),
+        ("engine", "denoising"),
+        ("agent", "pulling"),
+        ("launcher", "acquiring"),
+        ("agent", "queued"),
     ),
     "coordinator": (
-        ("driver", "denoising"), ("coordinator", "denoising"), ("gcs_server", "saving"), ("coordinator", "pulling"),
-        ("driver", "acquiring"), ("coordinator", "acquiring"), ("gcs_server", "acquiring"),
+        ("driver", "denoising"),
+        ("coordinator", "denoising"),
+        ("gcs_server", "saving"),
+        ("coordinator", "pulling"),
+        ("driver", "acquiring"),
+        ("coordinator", "acquiring"),
+        ("gcs_server", "acquiring"),
     ),
-}  # fmt: skip
+}
 """Those that cost no minutes. A process that waits twice as long before each of its starts (Ray, its driver, the
 engine) is not killed twice in a row."""
 
@@ -68,6 +83,7 @@ def listening(process: Process) -> set[tuple[str, int]]:
         with suppress(psutil.Error):
             found |= {
                 (one.laddr.ip.removeprefix("::ffff:"), one.laddr.port)
-                for one in child.net_connections("tcp") if one.status == psutil.CONN_LISTEN
-            }  # fmt: skip
+                for one in child.net_connections("tcp")
+                if one.status == psutil.CONN_LISTEN
+            }
     return found

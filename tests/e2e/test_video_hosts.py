@@ -60,15 +60,24 @@ class Lab:
         self.pool.call = lambda ask: local.submit(ask).result()
         self._local = local
         self.pool.up(
-            "http.tls=off", *(f"video.{name}={value}" for name, value in settings.items()), listen="0.0.0.0:8080",
-            cluster_listen="0.0.0.0:8081", wrap=self.hosts[1].enter(),
-        )  # fmt: skip
+            "http.tls=off",
+            *(f"video.{name}={value}" for name, value in settings.items()),
+            listen="0.0.0.0:8080",
+            cluster_listen="0.0.0.0:8081",
+            wrap=self.hosts[1].enter(),
+        )
         for number, (name, cap) in enumerate(CAPS.items(), 2):
             self.pool.join(
-                name, f"memory.cap={cap}GiB", "memory.margin=1GiB", "models.hub=false",
-                f"models.folders={tiny_wan()}", f"worker.environments={self.gate.environments}",
-                "engine.scripted.step_ms=10", wrap=self.hosts[number].enter(), wait=False,
-            )  # fmt: skip
+                name,
+                f"memory.cap={cap}GiB",
+                "memory.margin=1GiB",
+                "models.hub=false",
+                f"models.folders={tiny_wan()}",
+                f"worker.environments={self.gate.environments}",
+                "engine.scripted.step_ms=10",
+                wrap=self.hosts[number].enter(),
+                wait=False,
+            )
         for name in CAPS:
             until_ray(self.pool, name)
 

@@ -112,9 +112,13 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert list(leases.iterdir()) == [leases / "leases.json"]
 
 
-@pytest.mark.parametrize(("how", "code", "word"), [
-    ("black", "output_invalid", "black"), ("nan", "output_invalid", "Non-finite"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "code", "word"),
+    [
+        ("black", "output_invalid", "black"),
+        ("nan", "output_invalid", "Non-finite"),
+    ],
+)
 async def test_what_is_no_picture_is_a_failure_and_leaves_no_clip(
     make: Make, tmp_path: Path, how: str, code: str, word: str
 ):
@@ -201,12 +205,17 @@ def held(phase: Phase) -> dict[str, object]:
     return {**JOB, "prompt": f"hold={phase}"}
 
 
-@pytest.mark.parametrize(("victim", "phase", "code", "real"), [
-    *(("worker", phase, "worker_crashed", False) for phase in PHASES),
-    *(("attendant", phase, "worker_lost", False) for phase in PHASES),
-    ("order", Phase.STARTING, "cancelled", False), ("order", Phase.SAVING, "cancelled", False),
-    ("worker", Phase.DENOISING, "worker_crashed", True), ("attendant", Phase.DECODING, "worker_lost", True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("victim", "phase", "code", "real"),
+    [
+        *(("worker", phase, "worker_crashed", False) for phase in PHASES),
+        *(("attendant", phase, "worker_lost", False) for phase in PHASES),
+        ("order", Phase.STARTING, "cancelled", False),
+        ("order", Phase.SAVING, "cancelled", False),
+        ("worker", Phase.DENOISING, "worker_crashed", True),
+        ("attendant", Phase.DECODING, "worker_lost", True),
+    ],
+)
 async def test_the_lease_is_back_whoever_is_killed_and_whenever(
     make: Make, phase: Phase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
@@ -238,8 +247,14 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
 ):
     folder = tmp_path / "node"
     settings = flat(worker__environments=str(standin(tmp_path).environments))
-    command = [sys.executable, "-m", "tests.support.studio_process", str(folder), json.dumps(settings),
-               json.dumps(held(phase))]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.studio_process",
+        str(folder),
+        json.dumps(settings),
+        json.dumps(held(phase)),
+    ]
     with subprocess.Popen(  # noqa: ASYNC220  nothing else runs on this loop meanwhile
         command, cwd=ROOT, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as agent:
@@ -319,9 +334,15 @@ async def attend(node: Node, *words: str) -> tuple[int, str]:
     """Attend as somebody would who has these words; give the exit code and what was said."""
     place = node.folder / "node" / "video" / "leases" / "l-1.1"
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "node.video.worker.worker_parent", str(place), *words, cwd=ROOT, env=environment(),
+        sys.executable,
+        "-m",
+        "node.video.worker.worker_parent",
+        str(place),
+        *words,
+        cwd=ROOT,
+        env=environment(),
         stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
     _, said = await process.communicate()
     return process.returncode or 0, said.decode()
 
@@ -378,17 +399,21 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     assert refused.code == "lease_superseded"
 
 
-@pytest.mark.parametrize(("settings", "size", "job", "code", "word"), [
-    ({"memory.guard": "off"}, LEASE, JOB, "guard_off", "memory.guard is off"),
-    ({"worker.environments": "/nonexistent"}, LEASE, JOB, "video_not_ready", "cluster video install"),
-    ({"worker.enabled": False}, LEASE, JOB, "video_not_ready", "worker.enabled"),
-    ({"models.folders": ""}, LEASE, JOB, "video_not_ready", "no video package"),
-    ({}, 200 * GIB, JOB, "lease_too_large", "never fit"),
-    ({}, 0, JOB, "invalid_request", "lease of 0 bytes"),
-    ({}, LEASE, {**JOB, "width": 5}, "invalid_request", "width"),
-    ({}, LEASE, {**JOB, "shell": "rm"}, "invalid_request", "shell"),
-    ({}, LEASE, {"width": 64}, "invalid_request", "prompt"),
-], ids=lambda value: value if isinstance(value, str) and "_" in value else "")  # fmt: skip
+@pytest.mark.parametrize(
+    ("settings", "size", "job", "code", "word"),
+    [
+        ({"memory.guard": "off"}, LEASE, JOB, "guard_off", "memory.guard is off"),
+        ({"worker.environments": "/nonexistent"}, LEASE, JOB, "video_not_ready", "cluster video install"),
+        ({"worker.enabled": False}, LEASE, JOB, "video_not_ready", "worker.enabled"),
+        ({"models.folders": ""}, LEASE, JOB, "video_not_ready", "no video package"),
+        ({}, 200 * GIB, JOB, "lease_too_large", "never fit"),
+        ({}, 0, JOB, "invalid_request", "lease of 0 bytes"),
+        ({}, LEASE, {**JOB, "width": 5}, "invalid_request", "width"),
+        ({}, LEASE, {**JOB, "shell": "rm"}, "invalid_request", "shell"),
+        ({}, LEASE, {"width": 64}, "invalid_request", "prompt"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and "_" in value else "",
+)
 async def test_what_cannot_be_is_refused_by_name_and_takes_nothing(
     make: Make, settings: dict[str, object], size: int, job: dict[str, object], code: str, word: str
 ):
@@ -469,11 +494,16 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "large").symlink_to(models.path("llama", trained=False, preset="bench50m"))
     node = await make(
-        attends=False, engine__kind="mlx", models__trial=False,
+        attends=False,
+        engine__kind="mlx",
+        models__trial=False,
         models__folders=f"{studio.tiny_wan()},{tmp_path / 'models'}",
-        models__profile="off", models__preload="large" if pinned else "", memory__cap="6GiB", memory__margin="64MiB",
+        models__profile="off",
+        models__preload="large" if pinned else "",
+        memory__cap="6GiB",
+        memory__margin="64MiB",
         memory__canary="off",
-    )  # fmt: skip
+    )
     if not pinned:
         node.supervisor.send(encode(Load(1, "large")), Load, 1)
 

@@ -106,8 +106,12 @@ def nobody_else_reaches_ray(family: list[psutil.Process]) -> None:
         with suppress(psutil.NoSuchProcess):
             for one in process.net_connections("tcp"):
                 assert ipaddress.ip_address(one.laddr.ip.removeprefix("::ffff:")).is_loopback, (process, one)
-    lan = {address.address for found in psutil.net_if_addrs().values() for address in found
-           if address.family == socket.AF_INET and not address.address.startswith("127.")}  # fmt: skip
+    lan = {
+        address.address
+        for found in psutil.net_if_addrs().values()
+        for address in found
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
     for address in lan:
         with socket.socket() as line:
             line.settimeout(2)

@@ -21,9 +21,10 @@ from tests.support.standin import Gate, standin
 from tests.support.studio import flat
 
 pytestmark = [
-    pytest.mark.slow, pytest.mark.timeout(400),
+    pytest.mark.slow,
+    pytest.mark.timeout(400),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-]  # fmt: skip
+]
 SMALL: dict[str, Any] = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48"}
 HELD: Any = SMALL | {"prompt": "hold=denoising"}
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
@@ -139,7 +140,8 @@ def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path)
     client.videos.delete(made.id)
     until(lambda: not state.exists(), 10, "its files removed")
     assert "token" not in " ".join(word for process in below(pool) for word in process.cmdline()).lower().replace(
-        "token-fd", ""), "no secret on a command line"  # fmt: skip
+        "token-fd", ""
+    ), "no secret on a command line"
     chats(pool, client)
 
 

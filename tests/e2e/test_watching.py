@@ -37,8 +37,10 @@ def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield "/v1/chat/completions", {**few, "messages": messages, "stream": stream}
         yield "/v1/completions", {**few, "prompt": text, "stream": stream}
         yield "/v1/messages", {**few, "messages": messages[1:], "system": SYSTEM, "stream": stream}
-        yield "/v1/responses", {"model": model, "input": text, "instructions": SYSTEM, "max_output_tokens": 16,
-                                "stream": stream}  # fmt: skip
+        yield (
+            "/v1/responses",
+            {"model": model, "input": text, "instructions": SYSTEM, "max_output_tokens": 16, "stream": stream},
+        )
         yield "/api/chat", {"model": model, "messages": messages, "stream": stream, "options": {"num_predict": 8}}
         yield "/api/generate", {"model": model, "prompt": text, "stream": stream, "options": {"num_predict": 8}}
     yield "/v1/messages/count_tokens", {"model": model, "messages": messages[1:]}
@@ -52,14 +54,27 @@ def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def everything_said(made: Pool) -> str:
     """Give all that the pool has written or tells: logs, screens, metrics, requests, events, the command's words."""
-    files = [file for file in made.folder.rglob("*") if file.is_file() and
-             (file.parent.name == "logs" or file.suffix == ".err")]  # fmt: skip
+    files = [
+        file
+        for file in made.folder.rglob("*")
+        if file.is_file() and (file.parent.name == "logs" or file.suffix == ".err")
+    ]
     assert len(files) >= 7, files
     texts = [file.read_bytes().decode(errors="replace") for file in files]
     with httpx.Client(base_url=made.base, headers={"authorization": f"Bearer {made.secret}"}, trust_env=False) as api:
-        paths = ["/metrics", "/prometheus/sd", "/api/v1/requests?last=1000", "/api/v1/events?last=500", "/api/v1/logs",
-                 "/api/v1/nodes", "/api/v1/status", "/api/v1/conditions", "/api/v1/keys", "/api/v1/audit",
-                 "/api/v1/decisions"]  # fmt: skip
+        paths = [
+            "/metrics",
+            "/prometheus/sd",
+            "/api/v1/requests?last=1000",
+            "/api/v1/events?last=500",
+            "/api/v1/logs",
+            "/api/v1/nodes",
+            "/api/v1/status",
+            "/api/v1/conditions",
+            "/api/v1/keys",
+            "/api/v1/audit",
+            "/api/v1/decisions",
+        ]
         paths += [f"/prometheus/nodes/{node['id']}" for node in made.nodes_now() if node["state"] == "ready"]
         texts += [api.get(path).text for path in paths]
     texts += [made.run(verb, "--state", str(made.state)).stdout for verb in ("status", "top", "events", "logs")]
@@ -79,20 +94,33 @@ def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
                     refused += [answer.text] if answer.is_error else []
             for word in ("forbidden", "explode"):
                 body = {"model": "scripted-1", "messages": [{"role": "user", "content": f"{PROMPT} {word}"}]}
-                answer = client.post("/v1/chat/completions", json=body,
-                                     headers={"x-api-key": made.key, "x-request-id": f"trace-{word}"})  # fmt: skip
+                answer = client.post(
+                    "/v1/chat/completions", json=body, headers={"x-api-key": made.key, "x-request-id": f"trace-{word}"}
+                )
                 refused.append(answer.text)
                 assert answer.status_code >= 500
             for key in (WRONG_KEY, ODD_KEY, made.key + "x", token):
                 for path in ("/v1/models", "/api/v1/status", "/metrics", f"/v1/models?api_key={key}"):
                     assert client.get(path, headers={"authorization": f"Bearer {key}"}).status_code == 401
-            client.post("/v1/chat/completions", content=f'{{"model": "x", "messages": "{PROMPT}'.encode(),
-                        headers={"x-api-key": made.key})  # fmt: skip
+            client.post(
+                "/v1/chat/completions",
+                content=f'{{"model": "x", "messages": "{PROMPT}'.encode(),
+                headers={"x-api-key": made.key},
+            )
         assert len(refused) > 6
         until(lambda: made.serves("one"), what="the engine is back")
         told = everything_said(made)
-        for secret in (PROMPT, "zebra-canary", SYSTEM, made.key, made.secret, WRONG_KEY, ODD_KEY, token,
-                       made.facts["join"].split()[1]):  # fmt: skip
+        for secret in (
+            PROMPT,
+            "zebra-canary",
+            SYSTEM,
+            made.key,
+            made.secret,
+            WRONG_KEY,
+            ODD_KEY,
+            token,
+            made.facts["join"].split()[1],
+        ):
             where = told.find(secret)
             assert where < 0, f"{secret[:12]} is told: …{told[max(0, where - 300) : where + 60]}…"
         assert not any(SYSTEM in one for one in refused)
@@ -114,8 +142,9 @@ def following(made: Pool, *verb: str) -> Iterator[Callable[[str], object]]:
     """Run a verb that goes on for ever; give what waits for a text in its output."""
     output = made.folder / "output.txt"
     with output.open("wb") as out:
-        running = subprocess.Popen([*CLI, *verb, "--state", str(made.state)], stdout=out, stderr=out,
-                                   env=environment(), cwd=made.folder)  # fmt: skip
+        running = subprocess.Popen(
+            [*CLI, *verb, "--state", str(made.state)], stdout=out, stderr=out, env=environment(), cwd=made.folder
+        )
     try:
         yield lambda text: until(lambda: text in output.read_text(), 20, f"{text!r} in {' '.join(verb)}")
     finally:

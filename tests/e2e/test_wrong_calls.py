@@ -106,7 +106,7 @@ ALONE: tuple[tuple[str, int, str], ...] = (
     ("login http://127.0.0.1:1 --key-file /etc/hostname", 4, "`cluster key create NAME`"),
     ("trust-ca http://127.0.0.1:1", 2, "is not an HTTPS endpoint"),
     ("help nods", 2, "did you mean `cluster nodes`?"),
-)  # fmt: skip
+)
 RUNNING: tuple[tuple[str, int, str], ...] = (
     # said by the coordinator
     ("node show nope", 5, "nope"),
@@ -136,7 +136,7 @@ RUNNING: tuple[tuple[str, int, str], ...] = (
     ("video create a fox", 5, "`cluster video install`"),
     ("video get video_nope", 5, "video_nope"),
     ("login http://127.0.0.1:1 --key-file /etc/hostname", 6, "a coordinator runs in"),
-)  # fmt: skip
+)
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +154,16 @@ def typed(line: str, state: Path) -> subprocess.CompletedProcess[str]:
     """Run a line as it is typed, with a state folder of its own."""
     env = {**environment(), "MACPOOL_STATE": str(state)}
     command = [*CLI, *line.split()]
-    return subprocess.run(command, capture_output=True, text=True, env=env, cwd=state.parent, timeout=60,
-                          stdin=subprocess.DEVNULL, check=False)  # fmt: skip
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        env=env,
+        cwd=state.parent,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
 
 
 def check(done: subprocess.CompletedProcess[str], code: int, words: str) -> None:

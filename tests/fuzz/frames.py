@@ -87,10 +87,22 @@ SEEDS: tuple[Frame, ...] = (
     Generate(1, 1, "r", "tiny", (), Params(max_tokens=5), 0),
 )
 EXTREMES = (
-    b"\xcf" + b"\xff" * 8, b"\xd3\x80" + bytes(7), b"\xcf\x7f" + b"\xff" * 7, b"\xcb\x7f\xf8" + bytes(6),
-    b"\xcb\x7f\xf0" + bytes(6), b"\xff", b"\xc0", b"\xdd\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\x90", b"\xc1",
-    b"\xd9\x04\xed\xa0\x80x", b"\xa1\x1b", b"\xce\x7f\xff\xff\xff", b"\x00",
-)  # fmt: skip
+    b"\xcf" + b"\xff" * 8,
+    b"\xd3\x80" + bytes(7),
+    b"\xcf\x7f" + b"\xff" * 7,
+    b"\xcb\x7f\xf8" + bytes(6),
+    b"\xcb\x7f\xf0" + bytes(6),
+    b"\xff",
+    b"\xc0",
+    b"\xdd\xff\xff\xff\xff",
+    b"\xdb\xff\xff\xff\xff",
+    b"\x90",
+    b"\xc1",
+    b"\xd9\x04\xed\xa0\x80x",
+    b"\xa1\x1b",
+    b"\xce\x7f\xff\xff\xff",
+    b"\x00",
+)
 """Values of msgpack that fit nowhere, or only just."""
 
 

@@ -31,18 +31,29 @@ PRESETS = {
 
 def _common(shape: Shape) -> Config:
     return {
-        "hidden_size": shape.hidden, "num_hidden_layers": shape.layers, "intermediate_size": shape.inner,
-        "num_attention_heads": shape.heads, "num_key_value_heads": shape.kv_heads, "head_dim": shape.head_dim,
-        "vocab_size": shape.vocabulary, "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0, "tie_word_embeddings": True,
-    }  # fmt: skip
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "intermediate_size": shape.inner,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_dim,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": True,
+    }
 
 
 def _experts(shape: Shape, count: int) -> Config:
     return {
-        "num_experts": count, "num_experts_per_tok": 2, "decoder_sparse_step": 1, "mlp_only_layers": [],
-        "moe_intermediate_size": shape.inner // 4, "norm_topk_prob": True,
-    }  # fmt: skip
+        "num_experts": count,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": shape.inner // 4,
+        "norm_topk_prob": True,
+    }
 
 
 def _llama(shape: Shape) -> Config:
@@ -60,36 +71,58 @@ def _qwen3_moe(shape: Shape) -> Config:
 def _gemma3_text(shape: Shape) -> Config:
     """Every second layer sees a window of 64 tokens only: a rotating cache beside a growing one."""
     return {
-        "architectures": ["Gemma3ForCausalLM"], **_common(shape), "query_pre_attn_scalar": shape.head_dim,
-        "sliding_window": 64, "sliding_window_pattern": 2, "rope_local_base_freq": 10000.0,
-    }  # fmt: skip
+        "architectures": ["Gemma3ForCausalLM"],
+        **_common(shape),
+        "query_pre_attn_scalar": shape.head_dim,
+        "sliding_window": 64,
+        "sliding_window_pattern": 2,
+        "rope_local_base_freq": 10000.0,
+    }
 
 
 def _lfm2(shape: Shape) -> Config:
     """Short convolutions, whose state has a fixed size, between layers of attention."""
     kinds = ["full_attention" if n % 2 else "conv" for n in range(shape.layers)]
     return {
-        "architectures": ["Lfm2ForCausalLM"], **_common(shape), "norm_eps": 1e-5, "conv_bias": False,
-        "conv_L_cache": 3, "block_dim": shape.hidden, "block_ff_dim": shape.inner, "block_multiple_of": 32,
-        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": False, "layer_types": kinds,
-    }  # fmt: skip
+        "architectures": ["Lfm2ForCausalLM"],
+        **_common(shape),
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": shape.hidden,
+        "block_ff_dim": shape.inner,
+        "block_multiple_of": 32,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "layer_types": kinds,
+    }
 
 
 def _qwen3_next(shape: Shape) -> Config:
     """A gated delta net, whose state is two arrays, then attention, each with experts."""
     return {
-        "architectures": ["Qwen3NextForCausalLM"], **_common(shape), **_experts(shape, 4),
-        "linear_num_value_heads": shape.heads, "linear_num_key_heads": shape.kv_heads,
-        "linear_key_head_dim": shape.head_dim, "linear_value_head_dim": shape.head_dim, "linear_conv_kernel_dim": 4,
-        "shared_expert_intermediate_size": shape.inner // 4, "partial_rotary_factor": 0.5,
+        "architectures": ["Qwen3NextForCausalLM"],
+        **_common(shape),
+        **_experts(shape, 4),
+        "linear_num_value_heads": shape.heads,
+        "linear_num_key_heads": shape.kv_heads,
+        "linear_key_head_dim": shape.head_dim,
+        "linear_value_head_dim": shape.head_dim,
+        "linear_conv_kernel_dim": 4,
+        "shared_expert_intermediate_size": shape.inner // 4,
+        "partial_rotary_factor": 0.5,
         "full_attention_interval": 2,
-    }  # fmt: skip
+    }
 
 
 _FAMILIES = {
-    "llama": _llama, "qwen3": _qwen3, "qwen3_moe": _qwen3_moe, "gemma3_text": _gemma3_text, "lfm2": _lfm2,
+    "llama": _llama,
+    "qwen3": _qwen3,
+    "qwen3_moe": _qwen3_moe,
+    "gemma3_text": _gemma3_text,
+    "lfm2": _lfm2,
     "qwen3_next": _qwen3_next,
-}  # fmt: skip
+}
 ARCHITECTURES = tuple(_FAMILIES)
 
 

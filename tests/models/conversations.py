@@ -47,9 +47,15 @@ class Conversation:
 
 
 CAPITALS = {
-    "France": "Paris", "Italy": "Rome", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima", "Norway": "Oslo",
-    "Kenya": "Nairobi", "Cuba": "Havana",
-}  # fmt: skip
+    "France": "Paris",
+    "Italy": "Rome",
+    "Japan": "Tokyo",
+    "Egypt": "Cairo",
+    "Peru": "Lima",
+    "Norway": "Oslo",
+    "Kenya": "Nairobi",
+    "Cuba": "Havana",
+}
 _MEMORY = (
     "Macpool joins the Macs of a household into one pool. Each Mac says how much memory its process really uses, "
     "and each request goes to a Mac that has room for it. Before every forward a gate adds what is used, what is "
@@ -59,9 +65,31 @@ _MEMORY = (
 _CODE = '```python\ndef greet(name):\n    print("Hello, " + name)\n\n\ngreet("world")\n```'
 _TABLE = "| n | n * n |\n|---|---|\n| 1 | 1 |\n| 2 | 4 |\n| 3 | 9 |\n| 4 | 16 |"
 _THINGS = (
-    "lamp", "key", "map", "rope", "clock", "coin", "bell", "book", "chair", "drum", "flag", "glass",
-    "hat", "ink", "jar", "kite", "ladder", "mirror", "net", "oar", "pipe", "quilt", "ring", "sail",
-)  # fmt: skip
+    "lamp",
+    "key",
+    "map",
+    "rope",
+    "clock",
+    "coin",
+    "bell",
+    "book",
+    "chair",
+    "drum",
+    "flag",
+    "glass",
+    "hat",
+    "ink",
+    "jar",
+    "kite",
+    "ladder",
+    "mirror",
+    "net",
+    "oar",
+    "pipe",
+    "quilt",
+    "ring",
+    "sail",
+)
 _SHELVES = 64
 """Lines of a ledger: enough that the prompt is longer than 1,000 tokens of the tiny tokenizer."""
 

@@ -43,9 +43,11 @@ def make_tokenizer(folder: Path, vocabulary: int) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(MARKERS), special_tokens=list(SPECIALS), show_progress=False,
+        vocab_size=vocabulary - len(MARKERS),
+        special_tokens=list(SPECIALS),
+        show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(_texts(), trainer)
     tokenizer.add_tokens(list(MARKERS))
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -22,11 +22,33 @@ import psutil
 import pytest
 
 LIBRARIES = (
-    "anyio", "click", "cryptography.x509", "fastapi", "httptools", "httpx", "hypothesis.strategies", "ifaddr", "jinja2",
-    "jsonschema", "msgspec", "numpy", "openai", "platformdirs", "prometheus_client", "pydantic", "pytest_asyncio",
-    "pytest_timeout", "rich.console", "schemathesis.pytest.plugin", "segno", "structlog", "uvicorn", "uvloop",
-    "xdist.plugin", "zeroconf",
-)  # fmt: skip
+    "anyio",
+    "click",
+    "cryptography.x509",
+    "fastapi",
+    "httptools",
+    "httpx",
+    "hypothesis.strategies",
+    "ifaddr",
+    "jinja2",
+    "jsonschema",
+    "msgspec",
+    "numpy",
+    "openai",
+    "platformdirs",
+    "prometheus_client",
+    "pydantic",
+    "pytest_asyncio",
+    "pytest_timeout",
+    "rich.console",
+    "schemathesis.pytest.plugin",
+    "segno",
+    "structlog",
+    "uvicorn",
+    "uvloop",
+    "xdist.plugin",
+    "zeroconf",
+)
 """Imported before the fork, where they are installed: they take most of the start of a test run."""
 TIMED_OUT = 124
 """In the place of an exit code."""

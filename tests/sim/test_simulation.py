@@ -244,8 +244,9 @@ def test_a_trace_is_played_as_it_was_recorded(tmp_path: Path):
     scenario = read(EQUALS[:start] + '[[load]]\nmodel = "chat"\ntrace = "trace.jsonl"\n')
     _, pool = play(scenario, "balanced", 1, tmp_path)
     assert [(fate.arrived, fate.turn.prompt, fate.turn.output) for fate in pool.fates.values()] == [
-        (0.5, 100, 10), (2.0, 200, 20),
-    ]  # fmt: skip
+        (0.5, 100, 10),
+        (2.0, 200, 20),
+    ]
 
 
 def test_the_shipped_scenarios_can_be_read_and_the_clairvoyant_is_always_there():

@@ -48,9 +48,12 @@ def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHE
 
 
 def streamed(
-    dialect: Dialect, *said: tuple[int, str], finished: Finished = FINISHED, broken: Problem | None = None,
+    dialect: Dialect,
+    *said: tuple[int, str],
+    finished: Finished = FINISHED,
+    broken: Problem | None = None,
     **body: Any,
-) -> str:  # fmt: skip
+) -> str:
     """Give all that a stream writes: its opening, one delta for each piece, and its end."""
     request, job = asked(dialect, stream=True, **body)
     demand = msgspec.structs.replace(job.demand, prompt_tokens=finished.prompt_tokens)

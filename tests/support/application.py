@@ -83,9 +83,12 @@ async def application(
         settings = CoordinatorSettings()
         count = itertools.count(1)
         dispatcher = Dispatcher(
-            registry.links.send, settings.router, clock=time.monotonic, numbers=lambda: (number := next(count), number),
+            registry.links.send,
+            settings.router,
+            clock=time.monotonic,
+            numbers=lambda: (number := next(count), number),
             quotas=Quotas(ring.limits),
-        )  # fmt: skip
+        )
         if over is not None:
             dispatcher = over.dispatcher
             dispatcher.quotas = Quotas(ring.limits)
@@ -96,8 +99,19 @@ async def application(
         metrics, conditions = Metrics(registry, dispatcher, ring, "0", authority.lives), Conditions()
         metrics.conditions = conditions.flags
         visitors, load = Visitors(ring, pepper, time.time), LoadHistory()
-        api = Api(registry, admin, approvals, ring, dispatcher, loads, conductor, facts, openapi_paths(), visitors,
-                  Seen(metrics, conditions, load, Events(), folder / "coordinator.log"))  # fmt: skip
+        api = Api(
+            registry,
+            admin,
+            approvals,
+            ring,
+            dispatcher,
+            loads,
+            conductor,
+            facts,
+            openapi_paths(),
+            visitors,
+            Seen(metrics, conditions, load, Events(), folder / "coordinator.log"),
+        )
         used = over.settings if over else settings.router
         videos = Videos(conductor, ring, dispatcher.quotas, used, dispatcher.counters, Page(Private(api.app)))
         door = FrontDoor(dispatcher, ring, used, control=videos)

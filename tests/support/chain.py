@@ -82,10 +82,15 @@ class Chain:
 
     def join(self) -> None:
         settings = {
-            "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": "false", "models.folders": str(tiny_wan()),
-            "worker.environments": str(self.gate.environments), "worker.ray_ports": str(self._ports),
-            "node.report_busy": "0.1", "node.report_idle": "0.2",
-        }  # fmt: skip
+            "memory.cap": "90GiB",
+            "memory.margin": "1GiB",
+            "models.hub": "false",
+            "models.folders": str(tiny_wan()),
+            "worker.environments": str(self.gate.environments),
+            "worker.ray_ports": str(self._ports),
+            "node.report_busy": "0.1",
+            "node.report_idle": "0.2",
+        }
         self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
 
     def whole(self) -> None:
@@ -212,8 +217,11 @@ class Chain:
         self._mend(victim, below)
         freed = time.monotonic()
         self.let_go(phase)
-        ended = until(lambda: now if (now := self.job(name))["status"] in ("completed", "failed") else None, SECONDS,
-                      f"the end of the job after {victim} was killed while {phase}")  # fmt: skip
+        ended = until(
+            lambda: now if (now := self.job(name))["status"] in ("completed", "failed") else None,
+            SECONDS,
+            f"the end of the job after {victim} was killed while {phase}",
+        )
         if phase in RUNNING and not dies:
             back = self._back(worker, freed, victim)
         until(lambda: self._others(before), SECONDS, f"others in the place of {victim} and of all that goes with it")
@@ -258,8 +266,9 @@ class Chain:
 
     def _whole_clip(self, name: str) -> None:
         run = json.loads((self.pool.state / "run.json").read_text())
-        answer = self._client.get(f"{run['url']}/v1/videos/{name}/content",
-                                  headers={"authorization": f"Bearer {run['secret']}"})  # fmt: skip
+        answer = self._client.get(
+            f"{run['url']}/v1/videos/{name}/content", headers={"authorization": f"Bearer {run['secret']}"}
+        )
         assert answer.content.startswith(CLIP), answer.status_code
 
 

@@ -25,16 +25,28 @@ def fp8(folder: Path, *, layers: int = 6, scale: str = "BF16", packed: bool = Tr
             shutil.copy(models.path("llama") / name, folder)
     llama = json.loads((models.path("llama") / "config.json").read_text())
     config: dict[str, Any] = {
-        "model_type": "ministral3", "architectures": ["MinistralForCausalLM"], "hidden_size": 1024,
-        "num_hidden_layers": layers, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 4,
-        "head_dim": 64, "rms_norm_eps": 1e-5, "vocab_size": 512, "max_position_embeddings": 8192,
+        "model_type": "ministral3",
+        "architectures": ["MinistralForCausalLM"],
+        "hidden_size": 1024,
+        "num_hidden_layers": layers,
+        "intermediate_size": 2048,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 512,
+        "max_position_embeddings": 8192,
         "rope_parameters": {
-            "rope_theta": 10000.0, "rope_type": "default", "llama_4_scaling_beta": 0.1,
+            "rope_theta": 10000.0,
+            "rope_type": "default",
+            "llama_4_scaling_beta": 0.1,
             "original_max_position_embeddings": 8192,
         },
-        "tie_word_embeddings": True, **({"quantization_config": {"quant_method": "fp8"}} if packed else {}),
-        "eos_token_id": llama["eos_token_id"], "dtype": "bfloat16",
-    }  # fmt: skip
+        "tie_word_embeddings": True,
+        **({"quantization_config": {"quant_method": "fp8"}} if packed else {}),
+        "eos_token_id": llama["eos_token_id"],
+        "dtype": "bfloat16",
+    }
     (folder / "config.json").write_text(json.dumps(config))
     mx.random.seed(7)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}

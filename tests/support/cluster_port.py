@@ -152,9 +152,12 @@ class Port:
 
     def client_of(self, key: str) -> httpx.AsyncClient:
         return httpx.AsyncClient(
-            transport=httpx.ASGITransport(self.application.app), base_url="http://127.0.0.1",
-            headers={"Authorization": f"Bearer {key}"}, trust_env=False, timeout=60,
-        )  # fmt: skip
+            transport=httpx.ASGITransport(self.application.app),
+            base_url="http://127.0.0.1",
+            headers={"Authorization": f"Bearer {key}"},
+            trust_env=False,
+            timeout=60,
+        )
 
     @asynccontextmanager
     async def undisturbed(self) -> AsyncGenerator[None]:

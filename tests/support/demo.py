@@ -111,16 +111,20 @@ def main() -> int:
         right, by_node = all_at_once(client, model, others)
         spread = ", ".join(f"{name} gave {count}" for name, count in sorted(by_node.items()))
         show(f"{len(others)} questions at once", f"{right} answers word for word; {spread}")
-        verbs = {"cluster nodes": ["nodes"], f"cluster place {model} --prompt-tokens 20000": [
-            "place", model, "--prompt-tokens", "20000"]}  # fmt: skip
+        verbs = {
+            "cluster nodes": ["nodes"],
+            f"cluster place {model} --prompt-tokens 20000": ["place", model, "--prompt-tokens", "20000"],
+        }
         for title, arguments in verbs.items():
             done = demo.run(*arguments, "--state", str(demo.state))
             show("$ " + title, done.stdout + done.stderr)
             if done.returncode:
                 return done.returncode
         survived, writing, name = without_power(demo, client, model, first)
-        show(f"{name} loses its power while it writes {writing} of {STREAMS} answers",
-             f"{survived} of {STREAMS} answers word for word: what it was writing went on on the other")  # fmt: skip
+        show(
+            f"{name} loses its power while it writes {writing} of {STREAMS} answers",
+            f"{survived} of {STREAMS} answers word for word: what it was writing went on on the other",
+        )
         if survived != STREAMS:
             return 1
         if text != first["answer"] or right != len(others) or len(by_node) != NODES:

@@ -167,10 +167,28 @@ class Hosts:
         ready = host.folder / "ready"
         ready.unlink(missing_ok=True)
         outer = subprocess.Popen(
-            ["ip", "netns", "exec", host.namespace, "unshare", "--mount", "--uts", "--ipc", "--pid", "--fork",
-             "--kill-child", "--mount-proc", "sh", "-c", BOOT.format(host=host.name, ready=ready)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+            [
+                "ip",
+                "netns",
+                "exec",
+                host.namespace,
+                "unshare",
+                "--mount",
+                "--uts",
+                "--ipc",
+                "--pid",
+                "--fork",
+                "--kill-child",
+                "--mount-proc",
+                "sh",
+                "-c",
+                BOOT.format(host=host.name, ready=ready),
+            ],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         deadline = time.monotonic() + 10
         while not ready.exists():
             if outer.poll() is not None or time.monotonic() > deadline:

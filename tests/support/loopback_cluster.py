@@ -38,9 +38,16 @@ TEXT = ("The ", "pool ", "answers ", "from ", "one ", "Mac.")
 def a_model(name: str = "tiny", **changes: object) -> Model:
     """Make a loaded model with a 4,096-token context and 64 KiB of KV per token."""
     facts: dict[str, object] = {
-        "loaded": True, "weights": 1 * GIB, "kv_per_token": 64 * 1024, "transient": 64 * MIB, "context": 4096,
-        "prefill_speed": 1000.0, "decode_speed": 50.0, "expected_output": 64, "fingerprint": "tiny-1",
-    } | changes  # fmt: skip
+        "loaded": True,
+        "weights": 1 * GIB,
+        "kv_per_token": 64 * 1024,
+        "transient": 64 * MIB,
+        "context": 4096,
+        "prefill_speed": 1000.0,
+        "decode_speed": 50.0,
+        "expected_output": 64,
+        "fingerprint": "tiny-1",
+    } | changes
     return Model(name, **facts)  # pyright: ignore[reportArgumentType]
 
 
@@ -49,9 +56,16 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
     margin = 2 * GIB
     phys = cap - margin - headroom_bytes
     facts: dict[str, object] = {
-        "cap": cap, "ceiling": cap, "margin": margin, "phys": phys, "active": 0, "current": phys,
-        "headroom": headroom_bytes, "bound_by": "static", "armed": True,
-    } | changes  # fmt: skip
+        "cap": cap,
+        "ceiling": cap,
+        "margin": margin,
+        "phys": phys,
+        "active": 0,
+        "current": phys,
+        "headroom": headroom_bytes,
+        "bound_by": "static",
+        "armed": True,
+    } | changes
     return Memory(**facts)  # pyright: ignore[reportArgumentType]
 
 
@@ -95,8 +109,13 @@ class LoopbackNode:
         return msgspec.structs.replace(memory, reserved=reserved, headroom=room)
 
     def report(self) -> Report:
-        return Report(0, self.reading(), EngineState("loopback", self.engine, running=len(self.reserved)), self.models,
-                      self.acked_seq)  # fmt: skip
+        return Report(
+            0,
+            self.reading(),
+            EngineState("loopback", self.engine, running=len(self.reserved)),
+            self.models,
+            self.acked_seq,
+        )
 
 
 class LoopbackCluster:
@@ -135,8 +154,9 @@ class LoopbackCluster:
         self.dispatcher.set_view(ClusterView(tuple(self._view(node) for node in self.nodes.values())))
 
     def _view(self, node: LoopbackNode) -> NodeView:
-        return view_of(node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic(),
-                       labels=node.labels)  # fmt: skip
+        return view_of(
+            node.report(), node=node.id, name=node.name, state=node.state, heard_at=time.monotonic(), labels=node.labels
+        )
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
         """Take a frame from the dispatcher to a node; False where there is no link."""
@@ -174,8 +194,10 @@ class LoopbackCluster:
         node.reserved.pop(asked.request, None)
         written = sum(map(len, steps)) + sum(map(len, asked.resume))
         stops = (node.stop,) * asked.params.n if node.stop else ()
-        self.say(node, Finished(asked.request, (reason,) * asked.params.n, tokens, written, stops=stops,
-                                thought=node.thought))  # fmt: skip
+        self.say(
+            node,
+            Finished(asked.request, (reason,) * asked.params.n, tokens, written, stops=stops, thought=node.thought),
+        )
 
     def _gate(self, node: LoopbackNode, asked: Generate, tokens: int) -> Refused | None:
         model = next(model for model in node.models if model.name == asked.model)

@@ -56,9 +56,13 @@ class Person:
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
         """Run a line of shell; return what it printed. AssertionError for another exit code or a traceback."""
         done = subprocess.run(
-            [*self.host.enter(), "sh", "-c", line], capture_output=True, text=True, input=answer,
-            env=self.environment(), timeout=SECONDS,
-        )  # fmt: skip
+            [*self.host.enter(), "sh", "-c", line],
+            capture_output=True,
+            text=True,
+            input=answer,
+            env=self.environment(),
+            timeout=SECONDS,
+        )
         said = f"{self.host.name}$ {line}\n{done.stdout}{done.stderr}"
         self.seen.append(said)
         assert done.returncode == code, f"exit code {done.returncode}, not {code}:\n{said}"
@@ -70,9 +74,13 @@ class Person:
         leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         process = subprocess.Popen(
-            [*self.host.enter(), "sh", "-c", line], stdin=follower, stdout=follower, stderr=follower,
-            env=self.environment() | {"TERM": "xterm-256color"}, start_new_session=True,
-        )  # fmt: skip
+            [*self.host.enter(), "sh", "-c", line],
+            stdin=follower,
+            stdout=follower,
+            stderr=follower,
+            env=self.environment() | {"TERM": "xterm-256color"},
+            start_new_session=True,
+        )
         os.close(follower)
         printed = b""
         try:
@@ -96,8 +104,10 @@ class Person:
         number = len(list(self.host.folder.glob("*.err")))
         process = Process(
             ["sh", "-c", f"exec {line}"] if "|" not in line else ["sh", "-c", line],
-            self.host.folder / f"{number}.err", wrap=self.host.enter(), env=self.environment(),
-        )  # fmt: skip
+            self.host.folder / f"{number}.err",
+            wrap=self.host.enter(),
+            env=self.environment(),
+        )
         self._stack.callback(process.close)
         return Started(line, process)
 

@@ -23,26 +23,65 @@ WALL = 1_800_000_000.0
 HUGE = 2**63 - 1
 MEASURES = NodeMeasures(
     GateMeasures(
-        (("prefill", 3), ("join", 3)), (("no_headroom", 1),),
-        Tally((1,) * (len(PREDICTED_BOUNDS) + 1), 8.0), Tally((1,) * (len(TRANSIENT_BOUNDS) + 1), 8e9),
+        (("prefill", 3), ("join", 3)),
+        (("no_headroom", 1),),
+        Tally((1,) * (len(PREDICTED_BOUNDS) + 1), 8.0),
+        Tally((1,) * (len(TRANSIENT_BOUNDS) + 1), 8e9),
     ),
-    1.5, 50_000_000,
-)  # fmt: skip
+    1.5,
+    50_000_000,
+)
 
 DISTINCT = Report(
     1,
     Memory(
-        cap=1001, ceiling=1002, margin=1003, phys=1004, active=1005, recent=1006, current=1007, reserved=1008,
-        headroom=-1009, leases=1010, bound_by="dynamic", armed=True, source="phys_footprint", age=0.25, total=1011,
-        base=1012, reusable=1000, cache=1013, peak=1014, canary=1015,
+        cap=1001,
+        ceiling=1002,
+        margin=1003,
+        phys=1004,
+        active=1005,
+        recent=1006,
+        current=1007,
+        reserved=1008,
+        headroom=-1009,
+        leases=1010,
+        bound_by="dynamic",
+        armed=True,
+        source="phys_footprint",
+        age=0.25,
+        total=1011,
+        base=1012,
+        reusable=1000,
+        cache=1013,
+        peak=1014,
+        canary=1015,
     ),
     EngineState(
-        "mlx", "hung", "stuck", restarts=2001, running=2002, waiting=2003, queued_tokens=2004,
+        "mlx",
+        "hung",
+        "stuck",
+        restarts=2001,
+        running=2002,
+        waiting=2003,
+        queued_tokens=2004,
         counts=Counts(
-            checks=2005, refusals=2006, forwards=2007, steps=2008, failures=2009, sheds=2010, evictions=2011,
-            shrinks=2012, preemptions=2013, overs=2014, departures=2015,
+            checks=2005,
+            refusals=2006,
+            forwards=2007,
+            steps=2008,
+            failures=2009,
+            sheds=2010,
+            evictions=2011,
+            shrinks=2012,
+            preemptions=2013,
+            overs=2014,
+            departures=2015,
         ),
-        cache=CacheState(2016, 2017, 2018, 2019, 2020, 2021), recycles=2022, rows=2023, wired=2024, leaked=2025,
+        cache=CacheState(2016, 2017, 2018, 2019, 2020, 2021),
+        recycles=2022,
+        rows=2023,
+        wired=2024,
+        leaked=2025,
     ),
     (
         a_model("read", loaded=True, weights=3001),
@@ -55,31 +94,63 @@ DISTINCT = Report(
     enforcement=Enforcement(
         Level.OVER_SOFT, phys=5001, highest=5002, interval=5003, tier="safe", polls=5004, over_caps=5005, kills=5006
     ),
-)  # fmt: skip
+)
 """A report of which every field is another number, so that a swap of two is seen."""
 
 
 def view(name: str = "a", models: int = 1, report: Report | None = None, **changes: Any) -> NodeView:
     """Make a node's view from an honest report, or from a given one."""
     honest = Report(
-        1, a_memory(total=64 * GIB, source="statm", base=GIB), EngineState("mlx", "ready", counts=Counts(6, 1, 6, 100)),
+        1,
+        a_memory(total=64 * GIB, source="statm", base=GIB),
+        EngineState("mlx", "ready", counts=Counts(6, 1, 6, 100)),
         tuple(a_model(f"model-{number}", profiled=True, max_context=4096) for number in range(models)),
-        system=System(8 * GIB, "normal", "meminfo", 0.5), enforcement=Enforcement(Level.OK, 4 * GIB, 5 * GIB, 5 * GIB),
-    )  # fmt: skip
+        system=System(8 * GIB, "normal", "meminfo", 0.5),
+        enforcement=Enforcement(Level.OK, 4 * GIB, 5 * GIB, 5 * GIB),
+    )
     facts: dict[str, Any] = {"state": "ready", "heard_at": NOW - 1} | changes
     return view_of(report or honest, node=NodeId(name), name=name, **facts)
 
 
 def lying(models: tuple[Model, ...] = ()) -> Report:
     """Say what no machine can be."""
-    memory = changed(a_memory(), cap=HUGE, ceiling=-1, margin=-HUGE, phys=-1, active=HUGE, recent=-5, current=HUGE,
-                     reserved=HUGE, headroom=HUGE, age=math.nan, source='x"\n\\', bound_by="\x1b[31m", total=-1,
-                     base=HUGE, canary=-HUGE)  # fmt: skip
-    engine = EngineState('"}\n evil 1', "exploded\n", restarts=HUGE, running=-3, queued_tokens=HUGE,
-                         counts=Counts(-1, HUGE, -1, HUGE), cache=CacheState(-1, HUGE, -1, HUGE))  # fmt: skip
+    memory = changed(
+        a_memory(),
+        cap=HUGE,
+        ceiling=-1,
+        margin=-HUGE,
+        phys=-1,
+        active=HUGE,
+        recent=-5,
+        current=HUGE,
+        reserved=HUGE,
+        headroom=HUGE,
+        age=math.nan,
+        source='x"\n\\',
+        bound_by="\x1b[31m",
+        total=-1,
+        base=HUGE,
+        canary=-HUGE,
+    )
+    engine = EngineState(
+        '"}\n evil 1',
+        "exploded\n",
+        restarts=HUGE,
+        running=-3,
+        queued_tokens=HUGE,
+        counts=Counts(-1, HUGE, -1, HUGE),
+        cache=CacheState(-1, HUGE, -1, HUGE),
+    )
     system = System(-1, 'a"b', "x", math.inf, -5)
-    return Report(-1, memory, engine, models, -5, system=system,
-                  enforcement=Enforcement(77, -1, HUGE, None, "x", "y", '"\n', ("z",), HUGE, HUGE, HUGE))  # fmt: skip
+    return Report(
+        -1,
+        memory,
+        engine,
+        models,
+        -5,
+        system=system,
+        enforcement=Enforcement(77, -1, HUGE, None, "x", "y", '"\n', ("z",), HUGE, HUGE, HUGE),
+    )
 
 
 def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodePicture:
@@ -126,12 +197,29 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture
         ("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89)
     )
     picture = PoolPicture(
-        version="0.1.0", python="3.11.7", wall=WALL, now=NOW, view=seen, states={"ready": nodes}, self_suspect=False,
-        counters=busy_counters(models, nodes), keys={"k1": "laptop"}, in_flight=dict.fromkeys(members, 2),
-        unacknowledged=dict.fromkeys(members, GIB), leaks=0, barred=frozenset(), opened_breakers=0, waiting=1,
-        queue_limit=64, oldest=0.5, keys_refused=0, certificates=lives,
+        version="0.1.0",
+        python="3.11.7",
+        wall=WALL,
+        now=NOW,
+        view=seen,
+        states={"ready": nodes},
+        self_suspect=False,
+        counters=busy_counters(models, nodes),
+        keys={"k1": "laptop"},
+        in_flight=dict.fromkeys(members, 2),
+        unacknowledged=dict.fromkeys(members, GIB),
+        leaks=0,
+        barred=frozenset(),
+        opened_breakers=0,
+        waiting=1,
+        queue_limit=64,
+        oldest=0.5,
+        keys_refused=0,
+        certificates=lives,
         node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),
-        links=Links(nodes, 0, nodes, 0), conditions={"GateInert": False},
-        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192), video=busy_video(),
-    )  # fmt: skip
+        links=Links(nodes, 0, nodes, 0),
+        conditions={"GateInert": False},
+        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192),
+        video=busy_video(),
+    )
     return replace(picture, **changes)

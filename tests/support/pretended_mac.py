@@ -30,16 +30,43 @@ TOOLS: dict[str, str] = {
 }
 """A Mac Studio without a firewall that never sleeps: nothing is wrong with it."""
 EXAMINED: dict[str, Any] = {
-    "error": "", "faults": [], "settings": [], "machine": "m", "engine": "mlx", "sections": [], "folders": [],
-    "hardware": {"chip": "Apple M3 Ultra"}, "video": {"enabled": False, "first_port": 6480},
-    "memory": {"total": 128 * GIB, "metal": 96 * GIB, "container": None, "safe": 120 * GIB, "error": "",
-               "metal_reported": True,
-               "cap": 96 * GIB, "bound_by": "static", "remedy": "", "warning": "", "margin": 10 * GIB, "guard": "on"},
-    "identity": None, "identity_error": "", "dialled": [],
-}  # fmt: skip
+    "error": "",
+    "faults": [],
+    "settings": [],
+    "machine": "m",
+    "engine": "mlx",
+    "sections": [],
+    "folders": [],
+    "hardware": {"chip": "Apple M3 Ultra"},
+    "video": {"enabled": False, "first_port": 6480},
+    "memory": {
+        "total": 128 * GIB,
+        "metal": 96 * GIB,
+        "container": None,
+        "safe": 120 * GIB,
+        "error": "",
+        "metal_reported": True,
+        "cap": 96 * GIB,
+        "bound_by": "static",
+        "remedy": "",
+        "warning": "",
+        "margin": 10 * GIB,
+        "guard": "on",
+    },
+    "identity": None,
+    "identity_error": "",
+    "dialled": [],
+}
 PLUGGED = Power(plugged=True)
-DEVICE = {"installed": True, "error": "", "version": "0.32.4", "models": "0.32.2", "device": "Apple M3 Ultra",
-          "metal": True, "most": 96 * GIB}  # fmt: skip
+DEVICE = {
+    "installed": True,
+    "error": "",
+    "version": "0.32.4",
+    "models": "0.32.2",
+    "device": "Apple M3 Ultra",
+    "metal": True,
+    "most": 96 * GIB,
+}
 
 
 def pretended(

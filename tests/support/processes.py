@@ -60,9 +60,14 @@ class Process:
         self.output: list[str] = []
         with log.open("ab") as errors:
             self.popen = subprocess.Popen(
-                [*wrap, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, text=True,
-                env=env or environment(), cwd=log.parent,
-            )  # fmt: skip
+                [*wrap, *command],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=env or environment(),
+                cwd=log.parent,
+            )
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -181,9 +186,19 @@ class Pool:
     ) -> dict[str, Any]:
         """Start the coordinator; give its ready line."""
         command = [
-            *CLI, "up", "--state", str(self.state), "--listen", listen, "--cluster-listen", cluster_listen,
-            "-o", "json", "--set", f"cluster.bonjour={str(bonjour).lower()}",
-        ]  # fmt: skip
+            *CLI,
+            "up",
+            "--state",
+            str(self.state),
+            "--listen",
+            listen,
+            "--cluster-listen",
+            cluster_listen,
+            "-o",
+            "json",
+            "--set",
+            f"cluster.bonjour={str(bonjour).lower()}",
+        ]
         command += [] if local_node else ["--no-local-node"]
         kind = ("engine.kind=scripted",) if local_node and not _names_kind(settings) else ()
         command += [item for setting in (*kind, *settings) for item in ("--set", setting)]
@@ -195,9 +210,15 @@ class Pool:
         return self.facts
 
     def join(
-        self, name: str, *settings: str, wait: bool = True, url: bool = True, token: bool = True,
-        wrap: Sequence[str] = (), env: dict[str, str] | None = None,
-    ) -> Process:  # fmt: skip
+        self,
+        name: str,
+        *settings: str,
+        wait: bool = True,
+        url: bool = True,
+        token: bool = True,
+        wrap: Sequence[str] = (),
+        env: dict[str, str] | None = None,
+    ) -> Process:
         """Start a node, with the scripted engine unless a kind is named.
 
         It joins when it has not joined before, by Bonjour without `url`, by code without `token`.

@@ -73,9 +73,13 @@ def prometheus(folder: Path, configuration: str, *beside: Path) -> Iterator[Prom
     for other in beside:
         shutil.copy(other, folder)
     command = [
-        "prometheus", f"--config.file={file}", f"--storage.tsdb.path={folder / 'data'}",
-        f"--web.listen-address=127.0.0.1:{port}", "--storage.tsdb.retention.time=1h", "--log.level=warn",
-    ]  # fmt: skip
+        "prometheus",
+        f"--config.file={file}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--storage.tsdb.retention.time=1h",
+        "--log.level=warn",
+    ]
     with log.open("wb") as errors:
         running = subprocess.Popen(
             command, stdout=errors, stderr=errors, stdin=subprocess.DEVNULL, env=environment(), cwd=folder

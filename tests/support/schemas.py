@@ -4,13 +4,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 _TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "object": dict, "array": list, "string": str, "integer": int, "number": (int, float), "boolean": bool,
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
     "null": type(None),
-}  # fmt: skip
+}
 _KNOWN = {
-    "type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "minimum", "maximum",
-    "maxLength", "enum", "const", "title", "description",
-}  # fmt: skip
+    "type",
+    "properties",
+    "required",
+    "additionalProperties",
+    "items",
+    "minItems",
+    "maxItems",
+    "minimum",
+    "maximum",
+    "maxLength",
+    "enum",
+    "const",
+    "title",
+    "description",
+}
 
 
 def violations(value: Any, schema: Mapping[str, Any]) -> list[str]:

@@ -90,10 +90,15 @@ def _write(interpreter: Path, *words: str | Path) -> None:
 def flat(**settings: object) -> dict[str, object]:
     """Give the settings of a node with a pretended Mac of 128 GiB, a tiny package and quick clocks."""
     return {
-        "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": False,
-        "models.folders": str(tiny_wan()), "worker.environments": str(environments()), "worker.start_timeout": 20,
+        "engine.kind": "scripted",
+        "memory.cap": "90GiB",
+        "memory.margin": "1GiB",
+        "models.hub": False,
+        "models.folders": str(tiny_wan()),
+        "worker.environments": str(environments()),
+        "worker.start_timeout": 20,
         **{key.replace("__", "."): value for key, value in settings.items()},
-    }  # fmt: skip
+    }
 
 
 def words(**settings: object) -> tuple[str, ...]:
@@ -121,9 +126,14 @@ class Node:
         self._model = model
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
-            self.settings, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
-            scratch=folder / "scratch", wired=self.limiter.wired, patience=Patience(first=0.01, longest=0.01),
-        )  # fmt: skip
+            self.settings,
+            on_frame=self._frame,
+            on_change=self._change,
+            log_file=folder / "engine.log",
+            scratch=folder / "scratch",
+            wired=self.limiter.wired,
+            patience=Patience(first=0.01, longest=0.01),
+        )
         self.poll = Poll(self.limiter, self.machine, self.supervisor)
         self.studio = Studio(self.settings, folder, self.limiter, self.poll, self.supervisor)
         self.studio.connect(self._said, self._changed.set)
@@ -156,9 +166,13 @@ class Node:
         ]
         with (self.folder / "attendant.log").open("ab") as log:
             process = subprocess.Popen(
-                command, env=clean(OPENAI_API_KEY="sk-not-for-workers"), cwd=ROOT, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=log,
-            )  # fmt: skip
+                command,
+                env=clean(OPENAI_API_KEY="sk-not-for-workers"),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
         self.attendants.append(process)
 
     async def until(self, wanted: Callable[[], Any], seconds: float = WAIT) -> Any:
@@ -192,9 +206,13 @@ class Node:
     # leases
 
     def ask(
-        self, size: int = LEASE, job: Mapping[str, object] = JOB, lease: str = "l-1", generation: int = 1,
+        self,
+        size: int = LEASE,
+        job: Mapping[str, object] = JOB,
+        lease: str = "l-1",
+        generation: int = 1,
         model: str = "",
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Ask for a lease; its job has the lease's name."""
         self.lender.ask(
             Lease(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
@@ -206,15 +224,20 @@ class Node:
 
     async def frame(self, kind: type[F], lease: str = "l-1") -> F:
         """Wait for the frame of this kind about a lease."""
-        return await self.until(lambda: next(
-            (one for one in self.frames if isinstance(one, kind) and getattr(one, "lease", "") == lease), None
-        ))  # fmt: skip
+        return await self.until(
+            lambda: next(
+                (one for one in self.frames if isinstance(one, kind) and getattr(one, "lease", "") == lease), None
+            )
+        )
 
     async def answer(self, lease: str = "l-1") -> LeaseGranted | LeaseRefused:
         """Wait for the first word about a lease."""
-        return await self.until(lambda: next(
-            (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease), None
-        ))  # fmt: skip
+        return await self.until(
+            lambda: next(
+                (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease),
+                None,
+            )
+        )
 
     async def ended(self, lease: str = "l-1") -> LeaseEnded:
         """Wait for the end of a lease."""

@@ -22,14 +22,29 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 TEXT, VOCABULARY, LAYERS = 64, 256, 2
 SHAPE = {
-    "num_attention_heads": 2, "attention_head_dim": 32, "in_channels": 16, "out_channels": 16, "text_dim": TEXT,
-    "freq_dim": 64, "ffn_dim": 128, "num_layers": LAYERS, "cross_attn_norm": True, "eps": 1e-6,
+    "num_attention_heads": 2,
+    "attention_head_dim": 32,
+    "in_channels": 16,
+    "out_channels": 16,
+    "text_dim": TEXT,
+    "freq_dim": 64,
+    "ffn_dim": 128,
+    "num_layers": LAYERS,
+    "cross_attn_norm": True,
+    "eps": 1e-6,
     "rope_max_seq_len": 1024,
-}  # fmt: skip
+}
 CODEC = {
-    "base_dim": 8, "decoder_base_dim": None, "z_dim": 16, "in_channels": 3, "out_channels": 3, "patch_size": 1,
-    "scale_factor_spatial": 8, "scale_factor_temporal": 4, "is_residual": False,
-}  # fmt: skip
+    "base_dim": 8,
+    "decoder_base_dim": None,
+    "z_dim": 16,
+    "in_channels": 3,
+    "out_channels": 3,
+    "patch_size": 1,
+    "scale_factor_spatial": 8,
+    "scale_factor_temporal": 4,
+    "is_residual": False,
+}
 LAYOUTS = {"transpose_conv3d_weight": (0, 4, 1, 2, 3), "transpose_conv2d_weight": (0, 3, 1, 2)}
 """From the engine's order of axes to that of the files."""
 
@@ -81,23 +96,48 @@ def tokenizer(folder: Path) -> None:
         single="$A </s>", pair="$A </s> $B </s>", special_tokens=[("</s>", 1)]
     )
     specials = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    write(folder / "tokenizer" / "tokenizer_config.json", specials | {
-        "tokenizer_class": "T5TokenizerFast", "extra_ids": 0, "additional_special_tokens": [], "model_max_length": 512,
-    })  # fmt: skip
+    write(
+        folder / "tokenizer" / "tokenizer_config.json",
+        specials
+        | {
+            "tokenizer_class": "T5TokenizerFast",
+            "extra_ids": 0,
+            "additional_special_tokens": [],
+            "model_max_length": 512,
+        },
+    )
     write(folder / "tokenizer" / "special_tokens_map.json", specials)
     made.save(str(folder / "tokenizer" / "tokenizer.json"))
 
 
 def text_encoder(folder: Path) -> None:
     heads, each, inner = 2, 8, 64
-    write(folder / "text_encoder" / "config.json", {
-        "architectures": ["UMT5EncoderModel"], "model_type": "umt5", "d_model": TEXT, "d_kv": each, "d_ff": inner,
-        "num_layers": LAYERS, "num_heads": heads, "vocab_size": VOCABULARY, "relative_attention_num_buckets": 32,
-        "relative_attention_max_distance": 128, "feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu_new",
-        "is_gated_act": True, "layer_norm_epsilon": 1e-6, "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1,
-        "decoder_start_token_id": 0, "tie_word_embeddings": False, "is_encoder_decoder": True,
-        "torch_dtype": "bfloat16",
-    })  # fmt: skip
+    write(
+        folder / "text_encoder" / "config.json",
+        {
+            "architectures": ["UMT5EncoderModel"],
+            "model_type": "umt5",
+            "d_model": TEXT,
+            "d_kv": each,
+            "d_ff": inner,
+            "num_layers": LAYERS,
+            "num_heads": heads,
+            "vocab_size": VOCABULARY,
+            "relative_attention_num_buckets": 32,
+            "relative_attention_max_distance": 128,
+            "feed_forward_proj": "gated-gelu",
+            "dense_act_fn": "gelu_new",
+            "is_gated_act": True,
+            "layer_norm_epsilon": 1e-6,
+            "dropout_rate": 0.0,
+            "pad_token_id": 0,
+            "eos_token_id": 1,
+            "decoder_start_token_id": 0,
+            "tie_word_embeddings": False,
+            "is_encoder_decoder": True,
+            "torch_dtype": "bfloat16",
+        },
+    )
     sizes = {"shared.weight": (VOCABULARY, TEXT)}
     for layer in range(LAYERS):
         block = f"encoder.block.{layer}.layer"
@@ -115,14 +155,23 @@ def text_encoder(folder: Path) -> None:
 def make(folder: Path) -> None:
     mx.random.seed(7)
     parts = {
-        "scheduler": ("diffusers", "UniPCMultistepScheduler"), "text_encoder": ("transformers", "UMT5EncoderModel"),
-        "tokenizer": ("transformers", "T5TokenizerFast"), "transformer": ("diffusers", "WanTransformer3DModel"),
-        "transformer_2": ("diffusers", "WanTransformer3DModel"), "vae": ("diffusers", "AutoencoderKLWan"),
-    }  # fmt: skip
-    write(folder / "model_index.json", {
-        "_class_name": "WanPipeline", "_diffusers_version": "0.35.0", "boundary_ratio": 0.875,
-        "expand_timesteps": False, **parts,
-    })  # fmt: skip
+        "scheduler": ("diffusers", "UniPCMultistepScheduler"),
+        "text_encoder": ("transformers", "UMT5EncoderModel"),
+        "tokenizer": ("transformers", "T5TokenizerFast"),
+        "transformer": ("diffusers", "WanTransformer3DModel"),
+        "transformer_2": ("diffusers", "WanTransformer3DModel"),
+        "vae": ("diffusers", "AutoencoderKLWan"),
+    }
+    write(
+        folder / "model_index.json",
+        {
+            "_class_name": "WanPipeline",
+            "_diffusers_version": "0.35.0",
+            "boundary_ratio": 0.875,
+            "expand_timesteps": False,
+            **parts,
+        },
+    )
     for part in (experts, codec, tokenizer, text_encoder):
         part(folder)
 
@@ -133,8 +182,10 @@ def spoil(folder: Path, how: str) -> None:
         file = folder / "transformer_2" / "diffusion_pytorch_model.safetensors"
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         return
-    part, name, value = {"black": ("vae", "decoder.conv_out.bias", -10.0),
-                         "nan": ("transformer", "proj_out.bias", float("nan"))}[how]  # fmt: skip
+    part, name, value = {
+        "black": ("vae", "decoder.conv_out.bias", -10.0),
+        "nan": ("transformer", "proj_out.bias", float("nan")),
+    }[how]
     file = folder / part / "diffusion_pytorch_model.safetensors"
     weights: Any = dict(cast("Any", mx.load(str(file))))
     mx.eval(weights)  # the file that they are read from is about to be written

@@ -82,7 +82,7 @@ class VideoPeer:
     def report(self) -> Any:
         video = VideoState(
             True, "", f"ray-{self.name}", (self.package,), tuple(self.leases.values()), allowed=self.allowed
-        )  # fmt: skip
+        )
         lent = sum(lease.size for lease in self.leases.values())
         memory = a_memory(self.room - lent, 128 * GIB, leases=lent)
         changes: dict[str, Any] = {"memory": memory, "video": replace(video, **self.video)} | self.report_changes
@@ -149,7 +149,7 @@ class VideoPeer:
         files = artifacts_of(self.told or self.files) if code == "completed" else ()
         ended = self.ended[lease] = LeaseEnded(
             lease, state.generation, code, message, files, peak, 3.0, b'{"frames":49}' if files else b""
-        )  # fmt: skip
+        )
         self.say(ended, self.report())
 
     def _release(self, frame: Release) -> None:

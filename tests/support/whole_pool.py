@@ -97,8 +97,10 @@ def served(*nodes: LoopbackNode, front: bool = True, **settings: object) -> Iter
             cluster = LoopbackCluster(*(nodes or (LoopbackNode("a"),)), settings=RouterSettings(**settings))  # pyright: ignore
             ended, loop = asyncio.Event(), asyncio.get_running_loop()
             async with application(Path(folder), over=cluster) as built:
-                keys = {scope: built.admin.create_key(scope, [scope], None)["key"]
-                        for scope in ("infer", "metrics", "admin")}  # fmt: skip
+                keys = {
+                    scope: built.admin.create_key(scope, [scope], None)["key"]
+                    for scope in ("infer", "metrics", "admin")
+                }
                 async with cluster.serving() as url:
 
                     def call(what: Callable[[], object]) -> object:

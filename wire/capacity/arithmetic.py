@@ -146,8 +146,9 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     )
     if predicted is None or memory.bound_by == UNREADABLE:
         what = "the footprint of the engine" if predicted is None else "the available memory of its system"
-        return Refused(Code.UNREADABLE, f"{what} cannot be read; no request starts there until it can",
-                       numbers, 2.0, node)  # fmt: skip
+        return Refused(
+            Code.UNREADABLE, f"{what} cannot be read; no request starts there until it can", numbers, 2.0, node
+        )
     text = (
         f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
         f"are taken, {show_size(reserved)} promised, {show_size(memory.margin)} kept as margin)"
@@ -175,9 +176,16 @@ def shed(memory: Memory, over: int) -> Refused:
     now = current(memory.active, memory.phys, memory.recent)
     room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
     numbers = Numbers(
-        None if now is None else now + memory.reserved + memory.margin, memory.ceiling, now, memory.reserved, 0,
-        memory.margin, memory.cap, room, memory.bound_by,
-    )  # fmt: skip
+        None if now is None else now + memory.reserved + memory.margin,
+        memory.ceiling,
+        now,
+        memory.reserved,
+        0,
+        memory.margin,
+        memory.cap,
+        room,
+        memory.bound_by,
+    )
     message = f"the node was {show_size(over)} over its cap minus leases and ended this request; send it again"
     return Refused(Code.NO_ROOM, message, numbers)
 

@@ -86,8 +86,10 @@ def _decided(decided: Decided | WrongCode | Locked) -> dict[str, Any]:
     if isinstance(decided, Locked):
         raise ProblemError(
             Problem(
-                429, "too_many_wrong_codes", "too many wrong codes: nothing is decided for a while",
+                429,
+                "too_many_wrong_codes",
+                "too many wrong codes: nothing is decided for a while",
                 retry_after=decided.seconds,
             )
-        )  # fmt: skip
+        )
     raise ProblemError(Problem(404, "code_not_found", "no waiting machine shows this code: compare both screens"))

@@ -43,8 +43,9 @@ class JournalRoutes:
 
         After a break `Last-Event-ID` asks for those that were missed."""
         if self._events.full:
-            raise ProblemError(Problem(503, "too_many_readers", "as many read the events as may: try again later",
-                                       retry_after=10.0))  # fmt: skip
+            raise ProblemError(
+                Problem(503, "too_many_readers", "as many read the events as may: try again later", retry_after=10.0)
+            )
         missed = request.headers.get("last-event-id", "")
         number = int(missed) if missed.isascii() and missed.isdigit() and len(missed) < 16 else None
         told = self._events.read(number, last, follow=follow)

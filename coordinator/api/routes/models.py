@@ -59,10 +59,17 @@ class ModelRoutes:
         for node in view.nodes:
             for model in node.models.values():
                 shown, identity = served[model.name], view.identity(model.name)
-                row = found.setdefault(model.name, {
-                    "name": model.name, "nodes": [], "weights": shown.weights, "context": shown.context,
-                    "fingerprint": identity.fingerprint, "conflict": identity.conflict,
-                })  # fmt: skip
+                row = found.setdefault(
+                    model.name,
+                    {
+                        "name": model.name,
+                        "nodes": [],
+                        "weights": shown.weights,
+                        "context": shown.context,
+                        "fingerprint": identity.fingerprint,
+                        "conflict": identity.conflict,
+                    },
+                )
                 place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
                 place["fingerprint"] = model.fingerprint
                 row["nodes"].append({**place, **speeds(model), "measured": measured(model)})

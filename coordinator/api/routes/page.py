@@ -82,6 +82,7 @@ class PageRoutes:
             return key is not None and key.allows("metrics")
 
         return StreamingResponse(
-            self._live.stream(welcome, follow=follow), media_type=EVENTS,
+            self._live.stream(welcome, follow=follow),
+            media_type=EVENTS,
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-        )  # fmt: skip
+        )

@@ -86,8 +86,13 @@ class RequestRoutes:
         stories, decisions = history.told(request_id), history.decided_on(request_id)
         tickets = [ticket for ticket in self._traffic.under_way() if ticket.job.request_id == request_id]
         if not stories and not decisions and not tickets:
-            raise ProblemError(Problem(404, "request_not_found", f"nothing is kept of a request {request_id[:100]!r}: "
-                               f"the newest {STORIES_KEPT} are"))  # fmt: skip
+            raise ProblemError(
+                Problem(
+                    404,
+                    "request_not_found",
+                    f"nothing is kept of a request {request_id[:100]!r}: the newest {STORIES_KEPT} are",
+                )
+            )
         return {
             "schema": 1,
             "under_way": [_under_way(ticket, self._traffic.now()) for ticket in tickets],

@@ -32,8 +32,12 @@ class VideoRoutes:
         conductor, limits = self._conductor, self._ring.limits(KEY.get()) or NO_LIMITS
         models = package_rows(visible(self._registry.view(), limits), conductor.profiles)
         profiles = {key: profile for key, profile in conductor.profiles.items() if limits.allows(key.package)}
-        return {"schema": 1, "lease": conductor.settings.lease_bytes, "models": models,
-                "profiles": profile_rows(profiles)}  # fmt: skip
+        return {
+            "schema": 1,
+            "lease": conductor.settings.lease_bytes,
+            "models": models,
+            "profiles": profile_rows(profiles),
+        }
 
     async def leases(self) -> dict[str, Any]:
         """List the memory that nodes have lent to videos, oldest first; sizes in bytes."""

@@ -21,9 +21,7 @@ STATE = click.option(
 PASSPHRASE = click.option(
     "--passphrase-file", type=click.Path(path_type=Path), help="File whose first line is the passphrase; - reads stdin."
 )
-OUTPUT = click.option(
-    "-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format."
-)  # fmt: skip
+OUTPUT = click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 
 
 @click.command()
@@ -49,8 +47,13 @@ def backup(
         made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
         raise Problem(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
-    told = {"schema": 1, "file": str(made.file), "bytes": made.size, "encrypted": made.encrypted,
-            **_described(made.manifest)}  # fmt: skip
+    told = {
+        "schema": 1,
+        "file": str(made.file),
+        "bytes": made.size,
+        "encrypted": made.encrypted,
+        **_described(made.manifest),
+    }
     if output == "json":
         _print_json(told)
         return
@@ -62,8 +65,9 @@ def backup(
     for path in made.manifest.outside:
         click.echo(f"{path} is named by the settings and not in it: keep it, too")
     if not made.encrypted:
-        click.secho("it is not encrypted and holds the cluster's key: whoever reads it has the cluster", fg="yellow",
-                    err=True)  # fmt: skip
+        click.secho(
+            "it is not encrypted and holds the cluster's key: whoever reads it has the cluster", fg="yellow", err=True
+        )
 
 
 @click.command()
@@ -99,8 +103,17 @@ def restore(
         raise Problem(REFUSED, str(error)) from None
     if output == "json":
         counts = {name: getattr(done.counts, name) for name in ("members", "keys", "tokens", "jobs")}
-        _print_json({"schema": 1, "state": str(folder), "generation": done.generation, **counts,
-                     "aside": str(done.aside or ""), "config": done.config, **_described(done.manifest)})  # fmt: skip
+        _print_json(
+            {
+                "schema": 1,
+                "state": str(folder),
+                "generation": done.generation,
+                **counts,
+                "aside": str(done.aside or ""),
+                "config": done.config,
+                **_described(done.manifest),
+            }
+        )
         return
     _print_restored(folder, done)
 
@@ -123,15 +136,22 @@ def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
     if output == "json":
         _print_json({"schema": 1, "file": str(file), "whole": True, **told})
         return
-    click.echo(f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {moment(told['made'])} by macpool "
-               f"{told['macpool']}, {told['files']} files")  # fmt: skip
+    click.echo(
+        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {moment(told['made'])} by macpool "
+        f"{told['macpool']}, {told['files']} files"
+    )
 
 
 def _described(manifest: Any) -> dict[str, Any]:
     return {
-        "cluster": manifest.cluster, "name": manifest.name, "made": manifest.made, "macpool": manifest.macpool,
-        "epoch": manifest.epoch, "files": len(manifest.members), "artifacts": manifest.artifacts,
-    }  # fmt: skip
+        "cluster": manifest.cluster,
+        "name": manifest.name,
+        "made": manifest.made,
+        "macpool": manifest.macpool,
+        "epoch": manifest.epoch,
+        "files": len(manifest.members),
+        "artifacts": manifest.artifacts,
+    }
 
 
 def _print_json(told: dict[str, Any]) -> None:

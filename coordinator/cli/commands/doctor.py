@@ -68,8 +68,10 @@ def doctor(
         click.echo(json.dumps({"schema": 1, "checks": checks, "counts": counts, "exit": code, "bundle": written}))
     else:
         more = "" if everything else " (--all prints them)"
-        click.echo(f"{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok, {counts['not here']} that "
-                   f"have no answer here{more}")  # fmt: skip
+        click.echo(
+            f"{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok, {counts['not here']} that "
+            f"have no answer here{more}"
+        )
     if written and not as_json:
         click.echo(f"the bundle is in {written}: look through it before you send it")
     sys.exit(code)
@@ -98,14 +100,20 @@ def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
     now = in_force(here.session, told)
     contents = {
         "findings.json": [one.row() for one in found],
-        "versions.json": {"macpool": version("macpool"), "python": platform.python_version(), "system":
-                          platform.platform(), "machine": platform.machine(), "hardware": told.get("hardware"),
-                          "device": here.device(), "coordinator": here.version().value},
+        "versions.json": {
+            "macpool": version("macpool"),
+            "python": platform.python_version(),
+            "system": platform.platform(),
+            "machine": platform.machine(),
+            "hardware": told.get("hardware"),
+            "device": here.device(),
+            "coordinator": here.version().value,
+        },
         "settings.json": settings,
         "running.json": {"who": now.who, "settings": settings_told(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
         "nodes.json": here.nodes().value if here.session.running else None,
-    }  # fmt: skip
+    }
     try:
         write(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())
     except OSError as error:

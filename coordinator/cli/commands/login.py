@@ -13,8 +13,12 @@ from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, Problem
 
 @click.command()
 @click.argument("url")
-@click.option("--key-file", envvar="MACPOOL_KEY_FILE", type=click.Path(path_type=Path),
-              help="File with an API key; `-` reads it from standard input; asked for without it.")  # fmt: skip
+@click.option(
+    "--key-file",
+    envvar="MACPOOL_KEY_FILE",
+    type=click.Path(path_type=Path),
+    help="File with an API key; `-` reads it from standard input; asked for without it.",
+)
 @click.option("--fingerprint", help="Of the authority, from the output of `cluster up`; asked about without it.")
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder to keep it in.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
@@ -26,14 +30,18 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     """
     folder, base = state or default_state(), base_url(url)
     if (folder / "run.json").exists():
-        raise Problem(REFUSED, f"a coordinator runs in {folder}, and the commands use that one: `cluster login` is for "
-                      "other machines, or for another --state")  # fmt: skip
+        raise Problem(
+            REFUSED,
+            f"a coordinator runs in {folder}, and the commands use that one: `cluster login` is for "
+            "other machines, or for another --state",
+        )
     reached = Reached(base, _key(key_file), _authority(base, fingerprint))
     _check(reached)
     _keep(folder, reached)
     answer = {"schema": 1, "url": base, "file": str(folder / LOGIN)}
-    Session(folder, None, None, output).show(answer, lambda _: click.echo(
-        f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it"))  # fmt: skip
+    Session(folder, None, None, output).show(
+        answer, lambda _: click.echo(f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it")
+    )
 
 
 @click.command()

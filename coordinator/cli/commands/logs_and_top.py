@@ -156,8 +156,10 @@ def _picture(session: Session, width: int) -> "Group":
         f"{status['in_flight']} in flight  {status['queued']} queued"
     )
     found: list[RenderableType] = [head, Text()]
-    found += [Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else
-                   "yellow") for one in status["conditions"]]  # fmt: skip
+    found += [
+        Text(harmless(f"{one['name']}: {one['summary']}"), "bold red" if one["severity"] == "critical" else "yellow")
+        for one in status["conditions"]
+    ]
     return Group(*found, table(nodes, width), Text("█ current  ▒ reserved  ░ margin  · free", "dim"))
 
 
@@ -169,16 +171,25 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
     wide = width >= WIDE_SCREEN
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "STATE", "MEMORY", "USED", "HEADROOM", "RUN", "QUEUE"):
-        grid.add_column(column, no_wrap=column != "NODE", overflow="fold",
-                        justify="right" if column in ("HEADROOM", "RUN", "QUEUE") else "left")  # fmt: skip
+        grid.add_column(
+            column,
+            no_wrap=column != "NODE",
+            overflow="fold",
+            justify="right" if column in ("HEADROOM", "RUN", "QUEUE") else "left",
+        )
     for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
         grid.add_column(column, no_wrap=True)
     letters = max(NARROW_BAR, min(BAR, width - 80 + NARROW_BAR))
     for node in nodes:
         cells = [
-            node["name"], state_of(node), bar(node, letters), memory_of(node),
-            headroom_of(node), str(node["running"]), str(node["waiting"]),
-        ]  # fmt: skip
+            node["name"],
+            state_of(node),
+            bar(node, letters),
+            memory_of(node),
+            headroom_of(node),
+            str(node["running"]),
+            str(node["waiting"]),
+        ]
         if wide:
             cells += [guard_of(node), str(node["in_flight"]), models_of(node), ago(node["heard_seconds"])]
         lost = node["state"] in ("lost", "suspect")

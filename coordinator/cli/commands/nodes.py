@@ -122,9 +122,30 @@ def _print_tree(value: dict[str, Any], indent: str = "") -> None:
 
 
 def _shown(name: str, item: object) -> str:
-    sizes = {"cap", "ceiling", "margin", "phys", "active", "recent", "current", "reserved", "headroom", "leases",
-             "weights", "total", "memory", "unacknowledged", "base", "cache", "peak", "available", "worker", "highest",
-             "interval", "canary"}  # fmt: skip
+    sizes = {
+        "cap",
+        "ceiling",
+        "margin",
+        "phys",
+        "active",
+        "recent",
+        "current",
+        "reserved",
+        "headroom",
+        "leases",
+        "weights",
+        "total",
+        "memory",
+        "unacknowledged",
+        "base",
+        "cache",
+        "peak",
+        "available",
+        "worker",
+        "highest",
+        "interval",
+        "canary",
+    }
     if name == "joined" and isinstance(item, float):
         return moment(item)
     if name in sizes and (item is None or isinstance(item, int)):
@@ -192,8 +213,11 @@ def drain(session: Session, node: str, wait: float | None) -> None:
         )
     session.show(answer, lambda _: None)
     if answer["left"]:
-        raise Problem(REFUSED, f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
-                      "wait with --wait, or let them end")  # fmt: skip
+        raise Problem(
+            REFUSED,
+            f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
+            "wait with --wait, or let them end",
+        )
     if not session.json:
         click.echo(f"{node} is empty and cordoned")
 

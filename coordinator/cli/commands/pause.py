@@ -85,10 +85,13 @@ def _pause_here(session: Session, seconds: float | None) -> None:
     except OSError as error:
         raise Problem(1, f"{file.path} cannot be written: {error.strerror}") from None
     end = "until `cluster resume`" if until is None else f"until {moment(until)}"
-    session.show({"schema": 1, "paused": True, "until": until}, lambda _: click.echo(
-        f"this Mac takes nothing new from the next second on, {end}; what runs here moves or ends, then its memory is "
-        "back"
-    ))  # fmt: skip
+    session.show(
+        {"schema": 1, "paused": True, "until": until},
+        lambda _: click.echo(
+            f"this Mac takes nothing new from the next second on, {end}; what runs here moves or ends, then its "
+            "memory is back"
+        ),
+    )
 
 
 def _file(state: Path) -> PauseFile:

@@ -38,9 +38,15 @@ def service() -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def install(
-    ctx: click.Context, user: str | None, state: Path | None, coordinator: bool, wired_limit_mb: int | None,
-    dry_run: bool, output: str, arguments: tuple[str, ...],
-) -> None:  # fmt: skip
+    ctx: click.Context,
+    user: str | None,
+    state: Path | None,
+    coordinator: bool,
+    wired_limit_mb: int | None,
+    dry_run: bool,
+    output: str,
+    arguments: tuple[str, ...],
+) -> None:
     """Install the service, or repair it. Running it again changes nothing.
 
     It runs `cluster up` where a cluster was created and `cluster join` where a node has joined, so join once by hand
@@ -57,8 +63,15 @@ def install(
         return
     with _refusals(), waiting("installing the service, and waiting until it stays up"):
         done, standing = carry_out(host, plan)
-    answer = {"schema": 1, "done": done, "unit": str(host.unit), "user": plan.user, "state": plan.state,
-              "role": plan.role, "pid": standing.pid}  # fmt: skip
+    answer = {
+        "schema": 1,
+        "done": done,
+        "unit": str(host.unit),
+        "user": plan.user,
+        "state": plan.state,
+        "role": plan.role,
+        "pid": standing.pid,
+    }
     if output == "json":
         click.echo(json.dumps(answer))
         return
@@ -85,13 +98,25 @@ def _plan(
         raise Problem(2, refused)
     role = "coordinator" if coordinator or (folder / "cluster.db").exists() else "node"
     if role == "node" and not (folder / "node" / "identity" / "identity.json").exists():
-        raise Problem(NOT_FOUND, f"no node has joined from {folder}, and no cluster was made there: join once by hand "
-                      "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator")  # fmt: skip
+        raise Problem(
+            NOT_FOUND,
+            f"no node has joined from {folder}, and no cluster was made there: join once by hand "
+            "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator",
+        )
     _understood(role, arguments)
     if wired:
         _safe(host, folder, wired)
-    return Plan(role, sys.executable, name, grp.getgrgid(gid).gr_name, home, str(folder),
-                f"/{host.logs.relative_to(host.root)}", arguments, wired)  # fmt: skip
+    return Plan(
+        role,
+        sys.executable,
+        name,
+        grp.getgrgid(gid).gr_name,
+        home,
+        str(folder),
+        f"/{host.logs.relative_to(host.root)}",
+        arguments,
+        wired,
+    )
 
 
 def _data_folder(host: "Host") -> str:
@@ -172,9 +197,17 @@ def status(ctx: click.Context, output: str) -> None:
     host = ctx.obj if isinstance(ctx.obj, Host) else Host()
     with _refusals():
         found, now = existing(host, host.unit), host.standing()
-    answer: dict[str, Any] = {"schema": 1, "installed": bool(found.text), "loaded": now.loaded, "running": now.running,
-                              "pid": now.pid, "user": found.user, "state": _state_of(found.program),
-                              "unit": str(host.unit), "last_exit": now.last_exit}  # fmt: skip
+    answer: dict[str, Any] = {
+        "schema": 1,
+        "installed": bool(found.text),
+        "loaded": now.loaded,
+        "running": now.running,
+        "pid": now.pid,
+        "user": found.user,
+        "state": _state_of(found.program),
+        "unit": str(host.unit),
+        "last_exit": now.last_exit,
+    }
     click.echo(json.dumps(answer) if output == "json" else _told(answer))
     if not now.running:
         sys.exit(INSTALLED_NOT_RUNNING if found.text or now.loaded else NOT_FOUND)

@@ -123,8 +123,12 @@ def token_show(session: Session, token_: str) -> None:
 
 
 def _print_token(row: dict[str, Any]) -> None:
-    found = {"id": row["id"], "name": row["name"] or "-", "uses left": row["uses_left"],
-             "expires": moment(row["expires"])}  # fmt: skip
+    found = {
+        "id": row["id"],
+        "name": row["name"] or "-",
+        "uses left": row["uses_left"],
+        "expires": moment(row["expires"]),
+    }
     for name, value in found.items():
         click.echo(f"{name:<9} {value}")
 
@@ -153,17 +157,29 @@ def key() -> None:
 
 def limits(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options for a key's limits."""
-    for option in reversed((
-        click.option("--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."),
-        click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
-        click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
-        click.option("--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."),
-        click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
-        click.option("--waiting", type=click.IntRange(0),
-                     help="Most queued requests; by default a quarter of all, more while no other key waits."),
-        click.option("--priority", type=click.Choice(["low", "normal", "high"]),
-                     help="Its share of queue and decode slots beside other keys: 1, 4 (normal) or 16."),
-    )):  # fmt: skip
+    for option in reversed(
+        (
+            click.option(
+                "--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."
+            ),
+            click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
+            click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
+            click.option(
+                "--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."
+            ),
+            click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
+            click.option(
+                "--waiting",
+                type=click.IntRange(0),
+                help="Most queued requests; by default a quarter of all, more while no other key waits.",
+            ),
+            click.option(
+                "--priority",
+                type=click.Choice(["low", "normal", "high"]),
+                help="Its share of queue and decode slots beside other keys: 1, 4 (normal) or 16.",
+            ),
+        )
+    ):
         command = option(command)
     return command
 
@@ -176,9 +192,14 @@ def limits_of(given: dict[str, Any]) -> dict[str, Any]:
 @key.command("create")
 @click.argument("name")
 @click.option(
-    "--scope", "scopes", multiple=True, type=click.Choice(["infer", "admin", "metrics"]), default=("infer",),
-    show_default=True, help="A permission of the key; may be repeated.",
-)  # fmt: skip
+    "--scope",
+    "scopes",
+    multiple=True,
+    type=click.Choice(["infer", "admin", "metrics"]),
+    default=("infer",),
+    show_default=True,
+    help="A permission of the key; may be repeated.",
+)
 @click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
 @limits
 @options
@@ -234,10 +255,15 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
 @key.command("limit")
 @click.argument("key_", metavar="KEY")
 @limits
-@click.option("--clear", "cleared", multiple=True, metavar="LIMIT",
-              type=click.Choice([name.replace("_", "-") for name in CLEARABLE] + ["all"]),
-              help="Remove a limit: models, labels, requests-per-minute, tokens-per-minute, concurrency, waiting, "
-              "priority, or all; may be repeated.")  # fmt: skip
+@click.option(
+    "--clear",
+    "cleared",
+    multiple=True,
+    metavar="LIMIT",
+    type=click.Choice([name.replace("_", "-") for name in CLEARABLE] + ["all"]),
+    help="Remove a limit: models, labels, requests-per-minute, tokens-per-minute, concurrency, waiting, "
+    "priority, or all; may be repeated.",
+)
 @options
 def key_limit(session: Session, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
     """Change the named limits of a key, at once; the others stay. Prints the limits before and after."""
@@ -252,8 +278,10 @@ def key_limit(session: Session, key_: str, cleared: tuple[str, ...], **given: An
     after = {name: value for name, value in {**kept, **changes}.items() if value not in (None, (), [])}
     call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/limits", {"limits": after})
     answer = {"schema": 1, "id": row["id"], "name": row["name"], "before": row["limits"], "after": after}
-    session.show(answer, lambda made: click.echo(
-        f"{_title(row)}\n  before  {_told(made['before'])}\n  after   {_told(made['after'])}"))  # fmt: skip
+    session.show(
+        answer,
+        lambda made: click.echo(f"{_title(row)}\n  before  {_told(made['before'])}\n  after   {_told(made['after'])}"),
+    )
 
 
 @key.command("rename")
@@ -324,13 +352,18 @@ def audit(session: Session, last: int) -> None:
         lambda answer: table(
             ("WHEN", "WHO", "FROM", "WHAT", "TO"),
             [
-                (second(act["at"]), act.get("actor_name") or act["actor"], act.get("address") or "-", act["action"],
-                 act["subject"])
+                (
+                    second(act["at"]),
+                    act.get("actor_name") or act["actor"],
+                    act.get("address") or "-",
+                    act["action"],
+                    act["subject"],
+                )
                 for act in answer["acts"]
             ],
             fold=("WHO", "TO"),
         ),
-    )  # fmt: skip
+    )
 
 
 @key.command("revoke")

@@ -87,8 +87,10 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
     text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can vouch for {_scope(pem)}"
     click.echo(text, err=True)
     if not sys.stdin.isatty():
-        raise click.UsageError("there is no terminal to ask whether that is right: compare it with the line of "
-                               "`cluster up`, then add --fingerprint")  # fmt: skip
+        raise click.UsageError(
+            "there is no terminal to ask whether that is right: compare it with the line of "
+            "`cluster up`, then add --fingerprint"
+        )
     if not click.confirm("Does the coordinator's `cluster up` show the same?", err=True):
         raise Problem(PIN, "nothing was trusted: another machine may be in between")
 
@@ -128,8 +130,11 @@ def check(pem: str, base: str, wanted: str | None) -> str:
         raise Problem(1, f"{base} sent no certificate") from None
     found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
     if wanted is not None and wanted.lower().replace(":", "") != found:
-        raise Problem(PIN, f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
-                      "somebody may be in between")  # fmt: skip
+        raise Problem(
+            PIN,
+            f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
+            "somebody may be in between",
+        )
     if not all(_names(certificate) or [""]):  # an empty name permits all
         raise Problem(PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it")
     return found
@@ -197,8 +202,11 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise Problem(1, f"this system has no {command[0]}: add the certificate of `cluster trust-ca --print` to its "
-                      "authorities by hand") from None  # fmt: skip
+        raise Problem(
+            1,
+            f"this system has no {command[0]}: add the certificate of `cluster trust-ca --print` to its "
+            "authorities by hand",
+        ) from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip()
         raise Problem(1, f"{' '.join(command)} failed ({said}): run it again with sudo")

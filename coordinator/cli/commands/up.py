@@ -89,8 +89,9 @@ def up(
         _check_node(folder, models, pairs)
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
-    options = Options(folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value,
-                      rows_shown(explained(resolved)))  # fmt: skip
+    options = Options(
+        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(explained(resolved))
+    )
 
     spinner = ExitStack()
 
@@ -103,8 +104,11 @@ def up(
             if not with_node and local_node is None:
                 click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
             if facts["local_node_ready"] is False:
-                click.secho(f"this Mac's own node does not answer yet: `cluster nodes` shows its state, "
-                            f"{folder / 'logs' / 'node.log'} why", fg="yellow")  # fmt: skip
+                click.secho(
+                    f"this Mac's own node does not answer yet: `cluster nodes` shows its state, "
+                    f"{folder / 'logs' / 'node.log'} why",
+                    fg="yellow",
+                )
 
     with spinner:
         if with_node:

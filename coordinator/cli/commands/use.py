@@ -94,15 +94,21 @@ def _print_requests(answer: dict[str, Any]) -> None:
         ("ID", "MODEL", "KEY", "SECONDS", "OUTCOME", "PROMPT", "CACHED", "ANSWER", "WAY"),
         [
             (
-                one["request_id"], one["model"] or "-", one["key"], f"{one['seconds']:.2f}", one["outcome"],
-                str(one["prompt_tokens"] or "-"), str(one["cached_tokens"]), str(one["completion_tokens"]),
+                one["request_id"],
+                one["model"] or "-",
+                one["key"],
+                f"{one['seconds']:.2f}",
+                one["outcome"],
+                str(one["prompt_tokens"] or "-"),
+                str(one["cached_tokens"]),
+                str(one["completion_tokens"]),
                 " ".join(f"{step['what'].partition(':')[0]} {step['node']}".strip() for step in one["steps"])
                 or one["message"],
             )
             for one in answer["requests"]
         ],
         alarming=(),
-    )  # fmt: skip
+    )
 
 
 def _print_story(answer: dict[str, Any]) -> None:
@@ -120,8 +126,10 @@ def _print_story(answer: dict[str, Any]) -> None:
         if one["timings"] is not None:
             times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
             click.echo(f"  on the node: {times}")
-        click.echo(f"  tokens: {one['prompt_tokens']} of prompt ({one['cached_tokens']} cached), "
-                   f"{one['completion_tokens']} of answer")  # fmt: skip
+        click.echo(
+            f"  tokens: {one['prompt_tokens']} of prompt ({one['cached_tokens']} cached), "
+            f"{one['completion_tokens']} of answer"
+        )
     for one in answer["decisions"]:
         click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
         _print_placement({"candidates": one["candidates"], "node": None})
@@ -156,9 +164,11 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
     if output == "json":
         click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
         return
-    click.echo(f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same by {policy}, "
-               f"{len(found.instead)} not; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s by "
-               f"{policy}")  # fmt: skip
+    click.echo(
+        f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same by {policy}, "
+        f"{len(found.instead)} not; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s by "
+        f"{policy}"
+    )
     if found.instead:
         table(("REQUEST", "TAKEN", "INSTEAD"), found.instead[:50])
 
@@ -167,8 +177,13 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 @click.argument("prompt", nargs=-1)
 @click.option("--model", help="Which model; the first one served unless given.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
-@click.option("--wait", type=click.FloatRange(0, 3600), default=60.0, show_default=True,
-              help="Longest wait, in seconds, for a node that starts.")  # fmt: skip
+@click.option(
+    "--wait",
+    type=click.FloatRange(0, 3600),
+    default=60.0,
+    show_default=True,
+    help="Longest wait, in seconds, for a node that starts.",
+)
 @options
 def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
     """Send a prompt to a model and print the answer; without PROMPT it is read from standard input."""
@@ -204,8 +219,11 @@ def _answer(
         late = time.monotonic() >= until
         if served or late:
             if not (model or served):
-                raise Problem(REFUSED, "no node serves a model: `cluster nodes` shows each node's state, "
-                              "`cluster models` which models there are")  # fmt: skip
+                raise Problem(
+                    REFUSED,
+                    "no node serves a model: `cluster nodes` shows each node's state, "
+                    "`cluster models` which models there are",
+                )
             name = model or served[0]
             response = session.request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
             if response.status < 400:
@@ -260,8 +278,10 @@ def env(session: Session, shell: str) -> None:
         if value is not None:
             click.echo(assign.format(name, shlex.quote(value)))
     if key is None:
-        click.echo(f"# {', '.join(KEY_VARIABLES)}: the key that `cluster up` printed first, or a new one from "
-                   "`cluster key create NAME`")  # fmt: skip
+        click.echo(
+            f"# {', '.join(KEY_VARIABLES)}: the key that `cluster up` printed first, or a new one from "
+            "`cluster key create NAME`"
+        )
     if untrusted:
         click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
 
@@ -317,10 +337,16 @@ def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, An
 
     lines = compare(coordinator, [Running(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
     return [
-        {"name": one.running.name, "state": one.running.state, "version": one.running.version,
-         "protocol": one.running.protocol, "ok": one.ok, "advice": one.advice}
+        {
+            "name": one.running.name,
+            "state": one.running.state,
+            "version": one.running.version,
+            "protocol": one.running.protocol,
+            "ok": one.ok,
+            "advice": one.advice,
+        }
         for one in lines
-    ]  # fmt: skip
+    ]
 
 
 def _print_version(answer: dict[str, Any]) -> None:

@@ -57,8 +57,11 @@ def _print(answer: dict[str, Any]) -> None:
 
 @video.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
-@click.option("--wheelhouse", type=click.Path(exists=True, file_okay=False, path_type=Path),
-              help="Take all packages from this folder and ask no index.")  # fmt: skip
+@click.option(
+    "--wheelhouse",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Take all packages from this folder and ask no index.",
+)
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     """Make the environment that videos are made in, on this machine: some gigabytes, locked by hash.

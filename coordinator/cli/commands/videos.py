@@ -40,11 +40,17 @@ def list_videos(session: Session, last: int) -> None:
 def _print_list(answer: dict[str, Any]) -> None:
     rows = [
         (
-            one["id"], one["status"], f"{one['progress']} %", one["model"], one["size"], f"{one['seconds']} s",
-            moment(one["created_at"]), harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
+            one["id"],
+            one["status"],
+            f"{one['progress']} %",
+            one["model"],
+            one["size"],
+            f"{one['seconds']} s",
+            moment(one["created_at"]),
+            harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
         )
         for one in answer["data"]
-    ]  # fmt: skip
+    ]
     table(("ID", "STATE", "DONE", "MODEL", "SIZE", "LENGTH", "ASKED", "PHASE"), rows, alarming=("failed",))
 
 
@@ -131,8 +137,10 @@ def get(session: Session, video: str, output_file: Path | None, thumbnail: bool)
     variant = "thumbnail" if thumbnail else "video"
     file = output_file or Path(f"{Path(video).name}.{'webp' if thumbnail else 'mp4'}")
     size = _download(session, video, file, variant)
-    session.show({"schema": 1, "id": video, "file": str(file), "bytes": size},
-                 lambda one: click.echo(f"{one['file']}: {show_size(one['bytes'])}"))  # fmt: skip
+    session.show(
+        {"schema": 1, "id": video, "file": str(file), "bytes": size},
+        lambda one: click.echo(f"{one['file']}: {show_size(one['bytes'])}"),
+    )
 
 
 def _download(session: Session, video: str, file: Path, variant: str) -> int:
@@ -240,12 +248,18 @@ def list_leases(session: Session) -> None:
 def _print_leases(answer: dict[str, Any]) -> None:
     rows = [
         (
-            one["name"], show_size(one["size"]), one["job"], one["phase"], f"{one['progress']} %",
-            show_size(one["footprint"]), show_size(one["peak"]), moment(one["since"]),
+            one["name"],
+            show_size(one["size"]),
+            one["job"],
+            one["phase"],
+            f"{one['progress']} %",
+            show_size(one["footprint"]),
+            show_size(one["peak"]),
+            moment(one["since"]),
             "being given back" if one["orphan"] else "",
         )
         for one in answer["leases"]
-    ]  # fmt: skip
+    ]
     table(("NODE", "LENT", "VIDEO", "PHASE", "DONE", "FOOTPRINT", "PEAK", "SINCE", ""), rows)
 
 
@@ -265,8 +279,15 @@ def calibration(session: Session, model: str, sizes: list[str], steps: int, fram
         body = {"model": model, "prompt": PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
         made = _wait(session, session.call("POST", "/v1/videos", body)["id"], None)
         fault = made["error"]["message"] if made["error"] else ""
-        rows.append({"size": made["size"], "status": made["status"], "peak": made["peak"],
-                     "seconds": made["wall_seconds"], "error": fault})  # fmt: skip
+        rows.append(
+            {
+                "size": made["size"],
+                "status": made["status"],
+                "peak": made["peak"],
+                "seconds": made["wall_seconds"],
+                "error": fault,
+            }
+        )
         session.call("DELETE", f"/v1/videos/{made['id']}")
     return rows
 
@@ -280,8 +301,11 @@ def known_models(session: Session) -> dict[str, Any]:
     """Return the known video models."""
     answer = session.call("GET", "/api/v1/videos/models")
     if not answer["models"]:
-        raise Problem(NOT_FOUND, "no node has a model for videos: put one into a folder of models on a Mac, run "
-                      "`cluster video install` there, and allow it with `cluster node allow-video NAME`")  # fmt: skip
+        raise Problem(
+            NOT_FOUND,
+            "no node has a model for videos: put one into a folder of models on a Mac, run "
+            "`cluster video install` there, and allow it with `cluster node allow-video NAME`",
+        )
     return answer
 
 

@@ -32,9 +32,13 @@ FULL_RETRY = 30.0
 
 
 def admit(
-    body: VideoBody, view: ClusterView, board: Board, profiles: Profiles, settings: VideoSettings,
+    body: VideoBody,
+    view: ClusterView,
+    board: Board,
+    profiles: Profiles,
+    settings: VideoSettings,
     limits: KeyLimits | None = None,
-) -> Wanted | Problem:  # fmt: skip
+) -> Wanted | Problem:
     """Return the job to run, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
@@ -67,9 +71,11 @@ def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     if body.model in view.models():
         return invalid(f"the model {body.model!r} makes no videos: ask it at /v1/chat/completions", "model")
     causes = [
-        f"{node.name}: {package.cause}" for node in view.nodes for package in node.video.packages
+        f"{node.name}: {package.cause}"
+        for node in view.nodes
+        for package in node.video.packages
         if package.name == body.model and package.cause
-    ]  # fmt: skip
+    ]
     near = difflib.get_close_matches(body.model, known, 3, 0.4) or sorted(known)[:3]
     hint = "; ".join(causes[:3]) or (f"the nearest names are {', '.join(near)}" if near else "no node has any")
     return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
@@ -108,8 +114,9 @@ def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
     if len(here) < len(nodes):
         return None
     if guard_off(here):
-        return Problem(503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent "
-                       "without it")  # fmt: skip
+        return Problem(
+            503, "guard_off", "memory.guard is off on every node that could make this: no memory is lent without it"
+        )
     causes = [_cause(node) for node in here if not node.video.ready or video_denied(node)]
     if len(causes) < len(here):
         return None
@@ -130,7 +137,18 @@ def _full(board: Board, settings: VideoSettings) -> Problem | None:
 
 def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> Wanted:
     return Wanted(
-        package.name, body.prompt, clip.width, clip.height, clip.frames, clip.fps, clip.steps, clip.tokens,
-        body.negative_prompt or "", body.guidance, body.guidance_2, body.seed, clip.warnings,
+        package.name,
+        body.prompt,
+        clip.width,
+        clip.height,
+        clip.frames,
+        clip.fps,
+        clip.steps,
+        clip.tokens,
+        body.negative_prompt or "",
+        body.guidance,
+        body.guidance_2,
+        body.seed,
+        clip.warnings,
         limits.labels,
-    )  # fmt: skip
+    )

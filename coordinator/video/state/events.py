@@ -111,9 +111,20 @@ class Tick:
 
 
 Event = (
-    Submitted | Placed | Waits | Said | Reported | NodeAway | NodeRemoved | Fetched | NotFetched
-    | Cancelled | Deleted | Restarted | Tick
-)  # fmt: skip
+    Submitted
+    | Placed
+    | Waits
+    | Said
+    | Reported
+    | NodeAway
+    | NodeRemoved
+    | Fetched
+    | NotFetched
+    | Cancelled
+    | Deleted
+    | Restarted
+    | Tick
+)
 
 
 # -- actions --------------------------------------------------------------------------------------------------------

@@ -21,14 +21,16 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-MOVES: Mapping[State, frozenset[State]] = MappingProxyType({
-    State.QUEUED: frozenset({State.LEASING, State.FAILED}),
-    State.LEASING: frozenset({State.QUEUED, State.IN_PROGRESS, State.FAILED}),
-    State.IN_PROGRESS: frozenset({State.QUEUED, State.FINALIZING, State.FAILED}),
-    State.FINALIZING: frozenset({State.COMPLETED, State.FAILED}),
-    State.COMPLETED: frozenset(),
-    State.FAILED: frozenset(),
-})  # fmt: skip
+MOVES: Mapping[State, frozenset[State]] = MappingProxyType(
+    {
+        State.QUEUED: frozenset({State.LEASING, State.FAILED}),
+        State.LEASING: frozenset({State.QUEUED, State.IN_PROGRESS, State.FAILED}),
+        State.IN_PROGRESS: frozenset({State.QUEUED, State.FINALIZING, State.FAILED}),
+        State.FINALIZING: frozenset({State.COMPLETED, State.FAILED}),
+        State.COMPLETED: frozenset(),
+        State.FAILED: frozenset(),
+    }
+)
 """Legal state transitions. An ended job has none."""
 OPEN = frozenset({State.QUEUED, State.LEASING, State.IN_PROGRESS, State.FINALIZING})
 SHOWN: Mapping[State, str] = MappingProxyType({State.LEASING: "queued", State.FINALIZING: "in_progress"})
@@ -78,10 +80,17 @@ class Wanted(msgspec.Struct, frozen=True):
     def spec(self) -> bytes:
         """Encode the clip for the worker (`wire.frames.Lease.spec`)."""
         spec: dict[str, Any] = {
-            "prompt": self.prompt, "width": self.width, "height": self.height, "frames": self.frames, "fps": self.fps,
-            "steps": self.steps, "negative_prompt": self.negative_prompt or None, "guidance": self.guidance,
-            "guidance_2": self.guidance_2, "seed": self.seed,
-        }  # fmt: skip
+            "prompt": self.prompt,
+            "width": self.width,
+            "height": self.height,
+            "frames": self.frames,
+            "fps": self.fps,
+            "steps": self.steps,
+            "negative_prompt": self.negative_prompt or None,
+            "guidance": self.guidance,
+            "guidance_2": self.guidance_2,
+            "seed": self.seed,
+        }
         return msgspec.json.encode({name: value for name, value in spec.items() if value is not None})
 
 

@@ -40,10 +40,15 @@ def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
     if job.state != State.LEASING:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
-    turn.put(moved(
-        replace(job, room_by=None), State.IN_PROGRESS, phase="starting", started=turn.now,
-        due=turn.now + turn.rules.start_seconds,
-    ))  # fmt: skip
+    turn.put(
+        moved(
+            replace(job, room_by=None),
+            State.IN_PROGRESS,
+            phase="starting",
+            started=turn.now,
+            due=turn.now + turn.rules.start_seconds,
+        )
+    )
 
 
 def _refused(turn: Turn, node: str, frame: LeaseRefused) -> None:
@@ -87,11 +92,12 @@ def _fetching(turn: Turn, frame: LeaseEnded) -> Job | None:
     """Return the job of a repeated lease end whose files are being fetched. It has no hold any more."""
     return next(
         (
-            job for job in turn.jobs.values()
+            job
+            for job in turn.jobs.values()
             if job.state == State.FINALIZING and (job.lease, job.generation) == (frame.lease, frame.generation)
         ),
         None,
-    )  # fmt: skip
+    )
 
 
 def _text(made: bytes) -> str:
@@ -142,10 +148,17 @@ def _progress(turn: Turn, state: LeaseState) -> None:
     percent = max(job.progress, min(FETCHING, max(0, state.progress)))
     phase = state.phase if began else "starting"
     turn.put(
-        replace(job, progress=percent, phase=phase[:40], step=state.step, peak=max(job.peak, state.peak), due=due,
-                away=False),
+        replace(
+            job,
+            progress=percent,
+            phase=phase[:40],
+            step=state.step,
+            peak=max(job.peak, state.peak),
+            due=due,
+            away=False,
+        ),
         save=False,
-    )  # fmt: skip
+    )
 
 
 def _told(turn: Turn, hold: Hold, present: bool) -> None:

@@ -183,9 +183,9 @@ def _frame(width: int, height: int, limits: Limits, token: int) -> tuple[int, in
     wide, high = rounded_side(width, token), rounded_side(height, token)
     if wide * high > limits.pixels:
         return Impossible(
-            "size", f"size: a frame may have {limits.pixels} pixels (1280x720 has 921600), and {wide}x{high} has "
-            f"{wide * high}",
-        )  # fmt: skip
+            "size",
+            f"size: a frame may have {limits.pixels} pixels (1280x720 has 921600), and {wide}x{high} has {wide * high}",
+        )
     return wide, high
 
 
@@ -206,9 +206,9 @@ def _frames(wish: Wish, fps: int, limits: Limits, step: int) -> int | Impossible
     fitting = fitting_fps(seconds, limits.frames, step)
     rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // LEAST_FPS} s are possible at most"
     return Impossible(
-        "seconds", f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: "
-        f"{rather}",
-    )  # fmt: skip
+        "seconds",
+        f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: {rather}",
+    )
 
 
 def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:

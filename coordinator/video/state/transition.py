@@ -54,10 +54,19 @@ class Turn:
     def again(self, job: Job, phase: str) -> None:
         """Return a job to its position in the queue. Its generation grows, and later messages about the old lease are
         ignored."""
-        self.put(moved(
-            job, State.QUEUED, generation=job.generation + 1, lease="", node="", progress=0, step=0, phase=phase,
-            started=None,
-        ))  # fmt: skip
+        self.put(
+            moved(
+                job,
+                State.QUEUED,
+                generation=job.generation + 1,
+                lease="",
+                node="",
+                progress=0,
+                step=0,
+                phase=phase,
+                started=None,
+            )
+        )
 
     def room_by(self, job: Job) -> float:
         """Return when this job fails for lack of room: `room_seconds` after it first found none."""

@@ -75,10 +75,17 @@ def _placed(turn: Turn, board: Board, event: Placed) -> None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
     room_by = turn.room_by(head)
-    job = turn.put(moved(
-        replace(head, room_by=room_by), State.LEASING, generation=generation, node=event.node, lease=event.lease,
-        phase="asking a node", due=min(turn.now + turn.rules.lease_seconds, room_by),
-    ))  # fmt: skip
+    job = turn.put(
+        moved(
+            replace(head, room_by=room_by),
+            State.LEASING,
+            generation=generation,
+            node=event.node,
+            lease=event.lease,
+            phase="asking a node",
+            due=min(turn.now + turn.rules.lease_seconds, room_by),
+        )
+    )
     turn.holds[event.lease] = Hold(event.lease, event.node, generation, job.id, job.size, turn.now)
     turn.actions.append(Ask(job))
 
@@ -100,9 +107,17 @@ def _fetched(turn: Turn, event: Fetched | NotFetched) -> None:
         return
     if isinstance(event, Fetched):
         expires = turn.now + turn.rules.keep_seconds
-        turn.put(moved(
-            job, State.COMPLETED, phase="completed", progress=100, files=event.files, ended=turn.now, expires=expires
-        ))  # fmt: skip
+        turn.put(
+            moved(
+                job,
+                State.COMPLETED,
+                phase="completed",
+                progress=100,
+                files=event.files,
+                ended=turn.now,
+                expires=expires,
+            )
+        )
     else:
         turn.fail(job, event.fault.code, event.fault.message)
         turn.actions.append(Expire(job.id))

@@ -47,9 +47,14 @@ class Constraint:
     """
 
     def __init__(
-        self, matcher: LLMatcher, tokenizer: LLTokenizer, thinking: Thinking | None, opener: int | None,
-        unending: bytes, eos: frozenset[int],
-    ) -> None:  # fmt: skip
+        self,
+        matcher: LLMatcher,
+        tokenizer: LLTokenizer,
+        thinking: Thinking | None,
+        opener: int | None,
+        unending: bytes,
+        eos: frozenset[int],
+    ) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
         self._waiting = thinking if opener is None else None

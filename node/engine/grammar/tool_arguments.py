@@ -20,14 +20,39 @@ from typing import Final, cast
 
 from node.engine.grammar.tool_spec import PREFIX, Json, Tool, Unfit
 
-UNHELD: Final = frozenset({
-    "anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "minProperties", "maxProperties", "propertyNames",
-    "dependentRequired", "dependentSchemas", "dependencies", "enum", "const",
-})  # fmt: skip
+UNHELD: Final = frozenset(
+    {
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "patternProperties",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "enum",
+        "const",
+    }
+)
 """Keywords that the parameters of a tool as a whole must not use where each parameter is written separately."""
-RULING: Final = frozenset({
-    "pattern", "format", "minLength", "maxLength", "anyOf", "oneOf", "allOf", "not", "if", "$ref",
-})  # fmt: skip
+RULING: Final = frozenset(
+    {
+        "pattern",
+        "format",
+        "minLength",
+        "maxLength",
+        "anyOf",
+        "oneOf",
+        "allOf",
+        "not",
+        "if",
+        "$ref",
+    }
+)
 """Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
 them."""
 LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
@@ -284,8 +309,14 @@ class Guard:
 
     def _anything(self) -> Json:
         within: Json = {"patternProperties": {self.pattern: ANYTHING}, "additionalProperties": False}
-        return {"anyOf": [{"type": ["null", "boolean", "number"]}, {"type": "string", "pattern": self.pattern},
-                          {"type": "array", "items": ANYTHING}, {"type": "object", **within}]}  # fmt: skip
+        return {
+            "anyOf": [
+                {"type": ["null", "boolean", "number"]},
+                {"type": "string", "pattern": self.pattern},
+                {"type": "array", "items": ANYTHING},
+                {"type": "object", **within},
+            ]
+        }
 
     def _inside(self, found: object) -> object:
         if found is True:

@@ -22,11 +22,27 @@ KEY: Final = re.compile(r"\w+", re.ASCII)
 SCALARS: Final = ("integer", "number", "boolean", "null")
 BOUNDS: Final = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 KINDS: Final = ("string", *SCALARS, "array", "object")
-UNWRITTEN: Final = frozenset({
-    "allOf", "not", "if", "patternProperties", "prefixItems", "uniqueItems", "contains", "pattern", "format",
-    "minProperties", "maxProperties", "propertyNames", "dependentRequired", "dependentSchemas", "dependencies",
-    "unevaluatedProperties", "unevaluatedItems",
-})  # fmt: skip
+UNWRITTEN: Final = frozenset(
+    {
+        "allOf",
+        "not",
+        "if",
+        "patternProperties",
+        "prefixItems",
+        "uniqueItems",
+        "contains",
+        "pattern",
+        "format",
+        "minProperties",
+        "maxProperties",
+        "propertyNames",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+    }
+)
 """Keywords that are not rendered as rules."""
 
 

@@ -38,25 +38,47 @@ class Tags:
 
 
 QWEN: Final = Tags(
-    "\n<function={name}>\n", "</function>\n", "<parameter={key}>\n", "</parameter>",
-    ("</parameter>", "</function>", "</tool_call>"), nullable=True,
-)  # fmt: skip
+    "\n<function={name}>\n",
+    "</function>\n",
+    "<parameter={key}>\n",
+    "</parameter>",
+    ("</parameter>", "</function>", "</tool_call>"),
+    nullable=True,
+)
 GLM: Final = Tags(
-    "{name}", "", "<arg_key>{key}</arg_key>", "</arg_value>", ("</arg_value>", "</tool_call>", "<arg_key>"),
+    "{name}",
+    "",
+    "<arg_key>{key}</arg_key>",
+    "</arg_value>",
+    ("</arg_value>", "</tool_call>", "<arg_key>"),
     inner="<arg_value>",
-)  # fmt: skip
+)
 MINIMAX: Final = Tags(
-    '<invoke name="{name}">\n', "</invoke>", '<parameter name="{key}">', "</parameter>",
-    ("</parameter>", "</invoke>", "</minimax:tool_call>"), several=True, nullable=True,
-)  # fmt: skip
+    '<invoke name="{name}">\n',
+    "</invoke>",
+    '<parameter name="{key}">',
+    "</parameter>",
+    ("</parameter>", "</invoke>", "</minimax:tool_call>"),
+    several=True,
+    nullable=True,
+)
 MINICPM: Final = Tags(
-    '"{name}">', "", '<param name="{key}">', "</param>", ("</param>", "</function>"), nullable=True, wrapped=True,
-)  # fmt: skip
+    '"{name}">',
+    "",
+    '<param name="{key}">',
+    "</param>",
+    ("</param>", "</function>"),
+    nullable=True,
+    wrapped=True,
+)
 KIMI_K3: Final = Tags(
-    '<|open|>call tool="{name}" index="{at}"<|sep|>', "<|close|>call<|sep|>",
-    '<|open|>argument key="{key}" type="{kind}"<|sep|>', "<|close|>argument<|sep|>",
-    ("<|open|>", "<|close|>", "<|sep|>"), several=True,
-)  # fmt: skip
+    '<|open|>call tool="{name}" index="{at}"<|sep|>',
+    "<|close|>call<|sep|>",
+    '<|open|>argument key="{key}" type="{kind}"<|sep|>',
+    "<|close|>argument<|sep|>",
+    ("<|open|>", "<|close|>", "<|sep|>"),
+    several=True,
+)
 
 
 def tagged(sheet: Sheet, tags: Tags, tool: Tool) -> str:

@@ -72,7 +72,7 @@ def _object(sheet: Sheet, tools: Sequence[Tool]) -> str:
     """Return the rule of a call as an object with a name and arguments."""
     chosen = " | ".join(
         f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {sheet.json(tool.schema)}' for tool in tools
-    )  # fmt: skip
+    )
     return f'object: "{{" BLANK? {_key("name")} named BLANK? "}}"\nnamed: {chosen}\n'
 
 
@@ -90,7 +90,7 @@ def _mistral(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
     if "[ARGS]" in sheet.calling.template:
         chosen = " | ".join(
             f"{json.dumps(tool.name)} {sheet.mark('[ARGS]')} {sheet.json(tool.schema)}" for tool in tools
-        )  # fmt: skip
+        )
         return f"calls: call{'' if one else '+'}\ncall: {start} rest\nrest: {chosen}\n"
     more = "" if one else '(BLANK? "," BLANK? object)*'
     return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(sheet, tools)}'
@@ -137,8 +137,13 @@ def _braced(quote: str, *, nested: bool) -> Form:
 
 
 TAGS: dict[str, Tags] = {
-    "qwen3_coder": QWEN, "glm47": GLM, "laguna": GLM, "minimax_m2": MINIMAX, "minicpm5": MINICPM, "kimi_k3": KIMI_K3,
-}  # fmt: skip
+    "qwen3_coder": QWEN,
+    "glm47": GLM,
+    "laguna": GLM,
+    "minimax_m2": MINIMAX,
+    "minicpm5": MINICPM,
+    "kimi_k3": KIMI_K3,
+}
 """Formats with tags around each argument."""
 FORMS: dict[str, Form] = {
     "json_tools": _json_tools,

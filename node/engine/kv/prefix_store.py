@@ -223,6 +223,11 @@ class PrefixCache(Generic[V]):
     def state(self) -> CacheState:
         """Return the size and the counters of the cache."""
         return CacheState(
-            self._nbytes, len(self._order), self._hits, self._hit_tokens, self._stores, self._evictions,
+            self._nbytes,
+            len(self._order),
+            self._hits,
+            self._hit_tokens,
+            self._stores,
+            self._evictions,
             tuple(self._evicted),
-        )  # fmt: skip
+        )

@@ -87,13 +87,26 @@ class Gate:
         phys = reading.phys if reading.live(now) else None
         margin, current = self._margin(limits), arithmetic.current(use.active, phys, use.recent)
         return Memory(
-            cap=limits.cap, ceiling=limits.ceiling, margin=margin, phys=phys, active=use.active,
-            recent=use.recent, current=current, reserved=use.reserved,
+            cap=limits.cap,
+            ceiling=limits.ceiling,
+            margin=margin,
+            phys=phys,
+            active=use.active,
+            recent=use.recent,
+            current=current,
+            reserved=use.reserved,
             headroom=arithmetic.headroom(limits.ceiling, margin, current, use.reserved),
-            leases=limits.leases, bound_by=limits.bound_by, guard=limits.guard, armed=self.armed(reading, now),
-            source=reading.source, age=max(0.0, now - reading.at), total=total, base=base,
-            cache=use.cache, peak=use.peak,
-        )  # fmt: skip
+            leases=limits.leases,
+            bound_by=limits.bound_by,
+            guard=limits.guard,
+            armed=self.armed(reading, now),
+            source=reading.source,
+            age=max(0.0, now - reading.at),
+            total=total,
+            base=base,
+            cache=use.cache,
+            peak=use.peak,
+        )
 
     def _margin(self, limits: Limits) -> int:
         residual = self._residual() if limits.margin_auto else None

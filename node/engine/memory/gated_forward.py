@@ -123,11 +123,19 @@ class Forwards:
         if self._asked is not None:
             site, estimate, before = self._asked
             log.warning(
-                "forward over", excess=show_size(excess(memory)), asked=site.name.lower(), estimate=show_size(estimate),
-                before=show_size(before.phys), now=show_size(memory.phys), active_before=show_size(before.active),
-                active=show_size(memory.active), rose=show_size(self.height.above()),
-                reserved=show_size(before.reserved), headroom=show_size(before.headroom), pool=show_size(memory.cache),
-            )  # fmt: skip
+                "forward over",
+                excess=show_size(excess(memory)),
+                asked=site.name.lower(),
+                estimate=show_size(estimate),
+                before=show_size(before.phys),
+                now=show_size(memory.phys),
+                active_before=show_size(before.active),
+                active=show_size(memory.active),
+                rose=show_size(self.height.above()),
+                reserved=show_size(before.reserved),
+                headroom=show_size(before.headroom),
+                pool=show_size(memory.cache),
+            )
         return shed(memory, excess(memory))
 
     def falls_at(self) -> float | None:
@@ -173,6 +181,13 @@ class Forwards:
     def counts(self) -> Counts:
         """Return the counters of checks, refusals and calls."""
         return Counts(
-            self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, self.failures,
-            sheds=self.sheds, shrinks=self.shrinks, preemptions=self.preemptions, overs=self.overs,
-        )  # fmt: skip
+            self.gate.checks.total(),
+            self.gate.refusals.total(),
+            self._forwards,
+            self._steps,
+            self.failures,
+            sheds=self.sheds,
+            shrinks=self.shrinks,
+            preemptions=self.preemptions,
+            overs=self.overs,
+        )

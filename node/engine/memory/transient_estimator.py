@@ -255,10 +255,12 @@ class Estimator:
         rich = _tells_apart(samples)
         if rich:
             copied = self.transient.seen
-            terms = _least_squares([
-                ((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
-                for (rows, longest, grew), taken in samples
-            ])  # fmt: skip
+            terms = _least_squares(
+                [
+                    ((1.0, rows, rows * longest), max(1.0, taken - grew * copied * rows * longest), 1.0)
+                    for (rows, longest, grew), taken in samples
+                ]
+            )
         self.transient = replace(self.transient, **dict(zip(_STEP, terms, strict=True)))
         self._raise(_STEP, samples, self._foreseen_step, 0.0 if rich else 1.0)
         self._steps.unfitted = False
@@ -320,8 +322,11 @@ def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transie
 def _error(samples: Sequence[Sample], found: Transient) -> float:
     """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
     it."""
-    ratios = [prefill_transient(found, tokens, past, grows=grew) / taken
-              for (tokens, past, grew), taken in samples if taken > 0]  # fmt: skip
+    ratios = [
+        prefill_transient(found, tokens, past, grows=grew) / taken
+        for (tokens, past, grew), taken in samples
+        if taken > 0
+    ]
     return sum(ratios) / len(ratios) / max(min(ratios), 1e-9) if ratios else 0.0
 
 

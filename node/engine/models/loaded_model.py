@@ -169,11 +169,18 @@ def load(found: Found, weighed: Callable[[int], None] = lambda weights: None) ->
     weighed(weights)
     warmth = _warm(model)
     resident = Resident(
-        found, model, warmth.kv, weights, warmth.vocabulary, _defaults(folder, config), Ledger(warmth.kv),
+        found,
+        model,
+        warmth.kv,
+        weights,
+        warmth.vocabulary,
+        _defaults(folder, config),
+        Ledger(warmth.kv),
         Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         step_seconds=warmth.step_seconds,
-        pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed), plain=plain(new_cache(model)),
-    )  # fmt: skip
+        pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed),
+        plain=plain(new_cache(model)),
+    )
     resident.reads.learn(warmth.prefill_speed)
     resident.writes.learn(1 / warmth.step_seconds)
     yield resident

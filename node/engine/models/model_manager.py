@@ -418,10 +418,14 @@ class Shelf:
             self.returns.came()
             return
         if answer.code is Code.NO_ROOM and need > most_weights(memory):
-            answer = Refused(Code.TOO_LARGE, (
-                f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
-                f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
-            ), answer.numbers)  # fmt: skip
+            answer = Refused(
+                Code.TOO_LARGE,
+                (
+                    f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
+                    f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
+                ),
+                answer.numbers,
+            )
         log.warning("model not loaded", model=found.name, cause=answer.message)
         self.ended.append(NotLoaded(found.name, answer))
 

@@ -72,7 +72,7 @@ def key_of(fingerprint: str, hardware: Hardware) -> Key:
     device = "metal" if mx.metal.is_available() else "cpu"
     return Key(
         fingerprint, hardware.chip, hardware.memory, device, _version("mlx"), _version("mlx-lm"), _version("macpool")
-    )  # fmt: skip
+    )
 
 
 def _version(name: str) -> str:

@@ -194,8 +194,12 @@ class Probe:
         before = extent_of(cache)
         clear_pool()
         self.spike.mark()
-        forward(resident.model, islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens), cache,
-                last=False)  # fmt: skip
+        forward(
+            resident.model,
+            islice(cycle(self.ids), past % len(self.ids), past % len(self.ids) + tokens),
+            cache,
+            last=False,
+        )
         after = extent_of(cache)
         wrote, grew = after.size - before.size, after.room > before.room
         estimator.observe(tokens, past, self.spike.height.above() - wrote, grew=grew)
@@ -253,11 +257,16 @@ class Probe:
         """Return the measured profile."""
         resident = self.resident
         return Profile(
-            key, resident.estimator.transient, resident.kv, max(0, self.residual()), resident.estimator.highest,
+            key,
+            resident.estimator.transient,
+            resident.kv,
+            max(0, self.residual()),
+            resident.estimator.highest,
             max((one.tokens for one in self.taken), default=0),
-            max((one.past + one.tokens for one in self.taken), default=0), self.rows,
+            max((one.past + one.tokens for one in self.taken), default=0),
+            self.rows,
             round(self.seconds - max(0.0, self._ends - time.monotonic()), 3),
-        )  # fmt: skip
+        )
 
 
 def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
@@ -282,9 +291,19 @@ class Profiler:
     """
 
     def __init__(
-        self, profiles: Profiles, hardware: Hardware, ask: Ask, spike: Spike, longest: Callable[[Resident], int],
-        narrowed: Callable[[], int], *, chunk: int, batch: int, context: int, on: bool,
-    ) -> None:  # fmt: skip
+        self,
+        profiles: Profiles,
+        hardware: Hardware,
+        ask: Ask,
+        spike: Spike,
+        longest: Callable[[Resident], int],
+        narrowed: Callable[[], int],
+        *,
+        chunk: int,
+        batch: int,
+        context: int,
+        on: bool,
+    ) -> None:
         self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
         self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
@@ -349,10 +368,18 @@ class Profiler:
             self._profiles.write(profile)
             self._adopt(resident, profile)
         log.info(
-            "profile", model=resident.name, source="measured", forwards=len(probe.taken), chunk=profile.chunk,
-            reach=profile.reach, rows=profile.rows, seconds=profile.seconds, residual=show_size(profile.residual),
-            highest=show_size(profile.highest), settled=None if settled is None else settled.tokens,
-        )  # fmt: skip
+            "profile",
+            model=resident.name,
+            source="measured",
+            forwards=len(probe.taken),
+            chunk=profile.chunk,
+            reach=profile.reach,
+            rows=profile.rows,
+            seconds=profile.seconds,
+            residual=show_size(profile.residual),
+            highest=show_size(profile.highest),
+            settled=None if settled is None else settled.tokens,
+        )
         return settled
 
     def _settle(self, probe: Probe, ask: Ask) -> Generator[None, None, Settled]:

@@ -21,10 +21,14 @@ def look() -> dict[str, object]:
     except PackageNotFoundError:
         models = ""
     return {
-        "installed": True, "error": "", "version": version("mlx"), "models": models,
-        "device": str(facts.get("device_name", "")) if metal else "cpu", "metal": metal,
+        "installed": True,
+        "error": "",
+        "version": version("mlx"),
+        "models": models,
+        "device": str(facts.get("device_name", "")) if metal else "cpu",
+        "metal": metal,
         "most": int(facts.get("max_recommended_working_set_size", 0)),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

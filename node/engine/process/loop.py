@@ -37,7 +37,7 @@ class Loop:
 
     def __init__(
         self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._engine = engine
         self._send = send
         self._reading = reading

@@ -208,9 +208,11 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
 
     threading.Thread(target=ending.infer, name="inference", daemon=True).start()
     others = {
-        "writer": writer.run, "prompts": loop.read, "long prompts": loop.read_long,
+        "writer": writer.run,
+        "prompts": loop.read,
+        "long prompts": loop.read_long,
         "watchdog": lambda: os.read(terminations, 1),
-    }  # fmt: skip
+    }
     for name, work in others.items():
         threading.Thread(target=ending.guarded(work), name=name, daemon=True).start()
     return ending.guarded(read)()

@@ -61,10 +61,14 @@ def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Ref
     if shape.choices > batch:
         return Refused(Code.UNSUPPORTED, f"n is {shape.choices}, and at most {batch} answers are written at once")
     if shape.prompt + shape.limit > model.context:
-        return Refused(Code.CONTEXT, (
-            f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
-            f"{shape.prompt + shape.limit}; {model.name} takes {model.context}: shorten the prompt or lower max_tokens"
-        ))  # fmt: skip
+        return Refused(
+            Code.CONTEXT,
+            (
+                f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
+                f"{shape.prompt + shape.limit}; {model.name} takes {model.context}: "
+                "shorten the prompt or lower max_tokens"
+            ),
+        )
     return None
 
 
@@ -75,13 +79,24 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
     needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
     holds = max(0, arithmetic.most_bytes(memory))
     numbers = Numbers(
-        needed + memory.margin, memory.cap, memory.current, memory.reserved, needed - model.weights, memory.margin,
-        memory.cap, memory.headroom, memory.bound_by,
-    )  # fmt: skip
-    return Refused(Code.TOO_LARGE, (
-        f"needs {show_size(needed)} (weights {show_size(model.weights)}, {shape.length} tokens × {shape.choices}), "
-        f"this node can hold {show_size(holds)}: shorten the prompt or lower max_tokens or n"
-    ), numbers)  # fmt: skip
+        needed + memory.margin,
+        memory.cap,
+        memory.current,
+        memory.reserved,
+        needed - model.weights,
+        memory.margin,
+        memory.cap,
+        memory.headroom,
+        memory.bound_by,
+    )
+    return Refused(
+        Code.TOO_LARGE,
+        (
+            f"needs {show_size(needed)} (weights {show_size(model.weights)}, {shape.length} tokens × {shape.choices}), "
+            f"this node can hold {show_size(holds)}: shorten the prompt or lower max_tokens or n"
+        ),
+        numbers,
+    )
 
 
 def admit(shape: Shape, memory: Memory, model: Model, cost: int, gate: Gate) -> Refused | None:

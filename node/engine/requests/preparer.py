@@ -39,10 +39,14 @@ class Door:
     """
 
     def __init__(
-        self, library: Library, context: Callable[[Found], int] = lambda found: found.context, *,
-        barred: Callable[[Found], str] = lambda found: found.cause, recorder: Recording | None = None,
+        self,
+        library: Library,
+        context: Callable[[Found], int] = lambda found: found.context,
+        *,
+        barred: Callable[[Found], str] = lambda found: found.cause,
+        recorder: Recording | None = None,
         trials: Trials | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._library = library
         self._context = context
         self._barred = barred
@@ -76,10 +80,12 @@ class Door:
         files = _files(Path(found.folder))
         trial = self._trials.need(found.fingerprint, files) if self._trials is not None and tokenizer is None else 0
         return trial + reading_bytes(
-            text_bytes(frame), files, loads=tokenizer is None,
+            text_bytes(frame),
+            files,
+            loads=tokenizer is None,
             guides=guided and (tokenizer is None or not self._grammars.knows(tokenizer)),
             context=self._context(found) if isinstance(frame, Generate) else 0,
-        )  # fmt: skip
+        )
 
     def features(self, found: Found) -> tuple[str, ...]:
         """Return the features of a model (wire.report.Model). Before the first request has loaded its tokenizer all
@@ -102,8 +108,17 @@ class Door:
 
     def count(self, asked: Count) -> Finished | Refusal:
         """Return the number of a prompt's tokens. Never raises."""
-        request = Generate(asked.request, 0, "", asked.model, asked.messages, Params(), asked.created,
-                           tools=asked.tools, template=asked.template)  # fmt: skip
+        request = Generate(
+            asked.request,
+            0,
+            "",
+            asked.model,
+            asked.messages,
+            Params(),
+            asked.created,
+            tools=asked.tools,
+            template=asked.template,
+        )
         try:
             tokenizer = self._for(request)
             if isinstance(tokenizer, Refused):
@@ -156,9 +171,14 @@ class Door:
             if request.text or request.ids:
                 return tokenizer.plain_pipeline(params.stop)
             return tokenizer.pipeline(
-                request.request_id, choice, params.stop, request.tools, prompt.thinking, one_call=params.one_call,
+                request.request_id,
+                choice,
+                params.stop,
+                request.tools,
+                prompt.thinking,
+                one_call=params.one_call,
                 grammar=grammar,
-            )  # fmt: skip
+            )
 
         return Prepared(
             request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar, shared=shared

@@ -79,10 +79,21 @@ def too_long(frame: Generate | Count, need: int, memory: Memory) -> Refused | No
     if not memory.guard or need <= holds:
         return None
     numbers = Numbers(
-        need + memory.margin, memory.cap, memory.current, memory.reserved, need, memory.margin, memory.cap,
-        memory.headroom, memory.bound_by,
-    )  # fmt: skip
-    return Refused(Code.TOO_LARGE, (
-        f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
-        f"{show_size(holds)}: shorten the prompt"
-    ), numbers)  # fmt: skip
+        need + memory.margin,
+        memory.cap,
+        memory.current,
+        memory.reserved,
+        need,
+        memory.margin,
+        memory.cap,
+        memory.headroom,
+        memory.bound_by,
+    )
+    return Refused(
+        Code.TOO_LARGE,
+        (
+            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
+            f"{show_size(holds)}: shorten the prompt"
+        ),
+        numbers,
+    )

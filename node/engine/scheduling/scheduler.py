@@ -285,14 +285,17 @@ class Generation:
         begun = Counter(id(one.sequence) for one in self._prefills if one.cache is not None for _ in one.rows)
         holding = [
             (one, begun[id(one)] + sum(row.commitment.joined for row in one.writing()))
-            for one in sorted(self._live.values(), key=_age) if one not in self._preempted
-        ]  # fmt: skip
+            for one in sorted(self._live.values(), key=_age)
+            if one not in self._preempted
+        ]
         holding = [(one, size) for one, size in holding if size]
         needed = len(first.rows)
         places = giving_way(
-            first.owner, needed, needed - self._free_rows(),
+            first.owner,
+            needed,
+            needed - self._free_rows(),
             [Holding(one.request.owner, size) for one, size in holding],
-        )  # fmt: skip
+        )
         for sequence in [holding[place][0] for place in places]:
             self._yield(sequence, keep=True)
 
@@ -328,8 +331,10 @@ class Generation:
         """Yield the prefills without a cache in the order in which they get rows."""
         taken = Counter(
             row.sequence.request.owner.name
-            for one in self._residents().values() for batch in one.batches.values() for row in batch.rows()
-        )  # fmt: skip
+            for one in self._residents().values()
+            for batch in one.batches.values()
+            for row in batch.rows()
+        )
         for one in self._prefills:
             if one.cache is not None:
                 taken[one.owner.name] += len(one.rows)
@@ -463,9 +468,10 @@ class Generation:
         if prefill not in self._prefills:  # another of its rows was in a batch that just broke
             return None
         count = self._forwards.ask_shrinking(
-            Site.PREFILL, shrunk(count, self._floor),
+            Site.PREFILL,
+            shrunk(count, self._floor),
             lambda tokens: resident.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
-        )  # fmt: skip
+        )
         if isinstance(count, Refused):
             return count
         prefill.retry_at, last = 0.0, count == prefill.left
@@ -754,8 +760,9 @@ class Generation:
         """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
         delivered = sequence.delivered
         self._release(sequence)
-        log.warning("ended", request=sequence.number, request_id=sequence.request.request_id, code=code,
-                    left=len(self._live))  # fmt: skip
+        log.warning(
+            "ended", request=sequence.number, request_id=sequence.request.request_id, code=code, left=len(self._live)
+        )
         if delivered:
             self._out.ends.append(Failed(sequence.number, code, refused.message))
         else:
@@ -770,8 +777,7 @@ class Generation:
             row.commitment = Commitment(0)
         self._preempted.append(sequence)
         self._forwards.preemptions += 1
-        log.warning("preempted", request=sequence.number, request_id=sequence.request.request_id,
-                    left=len(self._live))  # fmt: skip
+        log.warning("preempted", request=sequence.number, request_id=sequence.request.request_id, left=len(self._live))
 
     def _return_next(self, now: float) -> None:
         """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
@@ -875,10 +881,15 @@ def finished(sequence: Sequence, now: float) -> Finished:
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(
-        sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
-        sum(len(row.ids) for row in sequence.rows), sequence.prompt_cached, timings,
-        stops=stops if any(stops) else (), thought=sum(row.pipeline.thought for row in sequence.rows),
-    )  # fmt: skip
+        sequence.number,
+        tuple(row.reason for row in sequence.rows),
+        sequence.shape.prompt,
+        sum(len(row.ids) for row in sequence.rows),
+        sequence.prompt_cached,
+        timings,
+        stops=stops if any(stops) else (),
+        thought=sum(row.pipeline.thought for row in sequence.rows),
+    )
 
 
 def _ends_next(row: Row) -> bool:

@@ -199,13 +199,21 @@ class Scripted:
     def report(self, now: float) -> EngineReport:
         """Return the report."""
         return EngineReport(
-            self._memory(now), (self._model(),), len(self._running), len(self._waiting),
-            sum(sequence.shape.prompt for sequence in self._waiting), self._acked,
-            Counts(self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps,
-                   sheds=self._sheds),
-            held=self.gate.held, enforced=self._enforced, measures=self.gate.measures(), roomed=self._roomed,
+            self._memory(now),
+            (self._model(),),
+            len(self._running),
+            len(self._waiting),
+            sum(sequence.shape.prompt for sequence in self._waiting),
+            self._acked,
+            Counts(
+                self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, sheds=self._sheds
+            ),
+            held=self.gate.held,
+            enforced=self._enforced,
+            measures=self.gate.measures(),
+            roomed=self._roomed,
             metal_limit=self._metal,
-        )  # fmt: skip
+        )
 
     def halt(self) -> None:
         """Do nothing, because there are no native calls."""
@@ -439,11 +447,13 @@ class Scripted:
     def _finished(self, sequence: Sequence, now: float) -> Finished:
         stops = tuple(row.stops.found for row in sequence.rows)
         return Finished(
-            sequence.number, tuple(row.reason for row in sequence.rows), sequence.shape.prompt,
+            sequence.number,
+            tuple(row.reason for row in sequence.rows),
+            sequence.shape.prompt,
             sum(row.produced for row in sequence.rows),
             timings=Timings(sequence.begun - sequence.arrived, 0.0, now - sequence.begun),
             stops=stops if any(stops) else (),
-        )  # fmt: skip
+        )
 
     # memory
 
@@ -461,12 +471,18 @@ class Scripted:
     def _model(self) -> Model:
         settings = self._settings
         return Model(
-            name=settings.model, fingerprint=settings.identity or f"scripted:{settings.model}", loaded=True,
-            weights=self._weights, kv_per_token=settings.kv_per_token, context=settings.context,
+            name=settings.model,
+            fingerprint=settings.identity or f"scripted:{settings.model}",
+            loaded=True,
+            weights=self._weights,
+            kv_per_token=settings.kv_per_token,
+            context=settings.context,
             prefill_speed=PREFILL_SPEED,
-            decode_speed=1000 / max(settings.step_ms, 0.001), groups=self._ledger.groups(),
-            expected_output=settings.tokens, features=("tools",) if settings.tools else (),
-        )  # fmt: skip
+            decode_speed=1000 / max(settings.step_ms, 0.001),
+            groups=self._ledger.groups(),
+            expected_output=settings.tokens,
+            features=("tools",) if settings.tools else (),
+        )
 
 
 def build(settings: NodeSettings, recorder: Recording) -> Scripted:

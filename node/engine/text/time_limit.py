@@ -42,4 +42,4 @@ class Deadline:
                 self._raised = True
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(
                     ctypes.c_ulong(self._thread), ctypes.py_object(DeadlineError)
-                )  # fmt: skip
+                )

@@ -55,11 +55,25 @@ if TYPE_CHECKING:
 
 LONGEST_MESSAGE: Final = 300
 """Most characters of an error's text in a message: templates can raise with a whole conversation in it."""
-RESERVED: Final = frozenset({
-    "messages", "conversation", "tools", "add_generation_prompt", "tokenize", "chat_template", "strftime_now",
-    "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
-    "tokenizer_kwargs", "sanitize_control_tokens",
-})  # fmt: skip
+RESERVED: Final = frozenset(
+    {
+        "messages",
+        "conversation",
+        "tools",
+        "add_generation_prompt",
+        "tokenize",
+        "chat_template",
+        "strftime_now",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "sanitize_control_tokens",
+    }
+)
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
@@ -361,9 +375,12 @@ class Tokenizer:
     ) -> str:
         with Deadline(RENDER_SECONDS, f"the chat template took more than {RENDER_SECONDS:.0f} s"):
             messages = [_written(message, self._own_renderer) for message in request.messages]
-            return cast("str", cast("Any", self.wrapper).apply_chat_template(
-                messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
-            ))  # fmt: skip
+            return cast(
+                "str",
+                cast("Any", self.wrapper).apply_chat_template(
+                    messages, tools=tools, add_generation_prompt=not continued, tokenize=False, **variables
+                ),
+            )
 
     def _check(self, ids: tuple[int, ...]) -> None:
         if not ids:

@@ -77,8 +77,10 @@ class Trials:
         most, deadline = self._memory + PER_FILE_BYTE * files, time.monotonic() + CLOCK_SECONDS
         with subprocess.Popen(
             [sys.executable, "-P", "-m", "node.engine.text.tokenizer_trial_main", str(folder), str(self._cpu)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        ) as process:  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        ) as process:
             try:
                 while process.poll() is None:
                     taken = footprint_of((process.pid,)) or 0
@@ -86,7 +88,7 @@ class Trials:
                         return (
                             f"its template or tokenizer took {show_size(taken)} for prompts of 20 kB "
                             f"({show_size(most)} are allowed): it is not used"
-                        )  # fmt: skip
+                        )
                     if time.monotonic() > deadline:
                         return f"its template or tokenizer did not end within {CLOCK_SECONDS:.0f} s: it is not used"
                     try:

@@ -20,9 +20,25 @@ from wire.frames import Generate, Message, Params
 LENGTH = 20_000
 """Characters of the longest texts: more than enough to reveal an expression with exponential time."""
 PIECES = (
-    "a", " ", "\n", "1", "!", "a ", "aA1!", "\u00e9", "\u6f22", "\U0001f44d\U0001f3fd", ". ", "\t \n", "_-",
-    "'s ", "\r\n", "<|", "{{", "a" * 63 + "!",
-)  # fmt: skip
+    "a",
+    " ",
+    "\n",
+    "1",
+    "!",
+    "a ",
+    "aA1!",
+    "\u00e9",
+    "\u6f22",
+    "\U0001f44d\U0001f3fd",
+    ". ",
+    "\t \n",
+    "_-",
+    "'s ",
+    "\r\n",
+    "<|",
+    "{{",
+    "a" * 63 + "!",
+)
 """Texts are repetitions of these, with and without another end: tokenizers' expressions match them greedily."""
 TOOLS = '[{"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}]'
 

@@ -99,9 +99,7 @@ class Driver:
             creating = self._creating.pop(message.lease, None)
             if creating is not None:
                 creating.cancel()
-        task = asyncio.create_task(
-            self._create(message) if isinstance(message, Create) else self._kill(message.lease)
-        )  # fmt: skip
+        task = asyncio.create_task(self._create(message) if isinstance(message, Create) else self._kill(message.lease))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         if isinstance(message, Create):
@@ -127,9 +125,13 @@ async def _connect(wanted: Connect) -> None:
 
     def init() -> None:
         ray.init(
-            address=wanted.address, namespace=NAMESPACE, _node_ip_address=host, log_to_driver=False,
-            configure_logging=False, include_dashboard=False,
-        )  # fmt: skip
+            address=wanted.address,
+            namespace=NAMESPACE,
+            _node_ip_address=host,
+            log_to_driver=False,
+            configure_logging=False,
+            include_dashboard=False,
+        )
 
     async with asyncio.timeout(CONNECT_SECONDS):
         await asyncio.to_thread(init)
@@ -138,9 +140,16 @@ async def _connect(wanted: Connect) -> None:
 async def _create(wanted: Create) -> None:
     kind: Any = ray.remote(Host)
     actor = kind.options(
-        name=wanted.lease, namespace=NAMESPACE, lifetime="detached", get_if_exists=True, num_cpus=0,
-        resources={RESOURCE: wanted.gib}, max_restarts=0, max_task_retries=0, max_concurrency=4,
-    ).remote(wanted.folder, wanted.lease, wanted.generation)  # fmt: skip
+        name=wanted.lease,
+        namespace=NAMESPACE,
+        lifetime="detached",
+        get_if_exists=True,
+        num_cpus=0,
+        resources={RESOURCE: wanted.gib},
+        max_restarts=0,
+        max_task_retries=0,
+        max_concurrency=4,
+    ).remote(wanted.folder, wanted.lease, wanted.generation)
     await actor.begun.remote()
 
 

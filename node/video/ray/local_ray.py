@@ -70,15 +70,26 @@ def missing() -> str:
 def command(ports: int, folder: Path, gib: int) -> list[str]:
     """Return the command line of Ray: an interpreter of ours that becomes `ray start --head`."""
     numbers = {
-        "node-manager-port": ports, "object-manager-port": ports + 1, "dashboard-agent-grpc-port": ports + 2,
-        "dashboard-agent-listen-port": ports + 3, "runtime-env-agent-port": ports + 4,
-        "metrics-export-port": ports + 5, "port": ports + 6, "min-worker-port": ports + 10,
-        "max-worker-port": ports + PORTS - 1, "num-cpus": 1, "num-gpus": 0, "object-store-memory": ray_process.STORE,
-    }  # fmt: skip
+        "node-manager-port": ports,
+        "object-manager-port": ports + 1,
+        "dashboard-agent-grpc-port": ports + 2,
+        "dashboard-agent-listen-port": ports + 3,
+        "runtime-env-agent-port": ports + 4,
+        "metrics-export-port": ports + 5,
+        "port": ports + 6,
+        "min-worker-port": ports + 10,
+        "max-worker-port": ports + PORTS - 1,
+        "num-cpus": 1,
+        "num-gpus": 0,
+        "object-store-memory": ray_process.STORE,
+    }
     return ray_process.command(
-        "--head", f"--node-ip-address={HOST}", *ray_process.numbered(numbers), f"--temp-dir={folder}",
+        "--head",
+        f"--node-ip-address={HOST}",
+        *ray_process.numbered(numbers),
+        f"--temp-dir={folder}",
         f'--resources={{"{RESOURCE}": {gib}}}',
-    )  # fmt: skip
+    )
 
 
 def environment(inherited: Mapping[str, str], files: Path, node: str) -> dict[str, str]:
@@ -312,10 +323,18 @@ class DriverProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", "node.video.ray.driver", str(theirs.fileno()),
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-                cwd=private_folder(self._files / "empty"), start_new_session=True, env=variables,
-            )  # fmt: skip
+                sys.executable,
+                "-P",
+                "-m",
+                "node.video.ray.driver",
+                str(theirs.fileno()),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                cwd=private_folder(self._files / "empty"),
+                start_new_session=True,
+                env=variables,
+            )
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
             writer.write(encode(Connect(address)))

@@ -35,12 +35,19 @@ HOST = "127.0.0.1"
 KEPT = ("PATH", "HOME", "USER", "LANG", "LC_ALL", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
 """Variables that Ray's processes inherit."""
 SLIM = {
-    "RAY_USAGE_STATS_ENABLED": "0", "RAY_enable_metrics_collection": "0", "RAY_memory_monitor_refresh_ms": "0",
-    "RAY_prestart_worker_first_driver": "0", "RAY_enable_core_worker_task_event_to_gcs": "0", "RAY_event_stats": "0",
-    "RAY_DISABLE_IMPORT_WARNING": "1", "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
-    "RAY_kill_child_processes_on_worker_exit": "false", "RAY_raylet_start_wait_time_s": "90",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "PYTHONUNBUFFERED": "1",
-}  # fmt: skip
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_enable_metrics_collection": "0",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_core_worker_task_event_to_gcs": "0",
+    "RAY_event_stats": "0",
+    "RAY_DISABLE_IMPORT_WARNING": "1",
+    "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    "RAY_kill_child_processes_on_worker_exit": "false",
+    "RAY_raylet_start_wait_time_s": "90",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "PYTHONUNBUFFERED": "1",
+}
 """Settings of every process of Ray.
 
 The actor ends its worker: if Ray ended the worker first, that end would look like a crash. Without a "cluster" Ray uses
@@ -67,9 +74,14 @@ def environment(inherited: Mapping[str, str], files: Path) -> dict[str, str]:
 async def start(words: Sequence[str], variables: Mapping[str, str], folder: Path) -> asyncio.subprocess.Process:
     """Start Ray in its own session, with a pipe as stdin. Raises OSError when that is not possible."""
     return await asyncio.create_subprocess_exec(
-        *words, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
-        start_new_session=True, cwd=folder, env=variables,
-    )  # fmt: skip
+        *words,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        start_new_session=True,
+        cwd=folder,
+        env=variables,
+    )
 
 
 async def until_started(process: asyncio.subprocess.Process, seconds: float) -> bytes:

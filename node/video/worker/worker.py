@@ -40,9 +40,19 @@ CACHE = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
 BEAT = 1.0
 TRANSFORMER = (
-    "in_channels", "out_channels", "num_layers", "num_attention_heads", "attention_head_dim", "ffn_dim", "patch_size",
-    "text_dim", "freq_dim", "cross_attn_norm", "eps", "rope_max_seq_len",
-)  # fmt: skip
+    "in_channels",
+    "out_channels",
+    "num_layers",
+    "num_attention_heads",
+    "attention_head_dim",
+    "ffn_dim",
+    "patch_size",
+    "text_dim",
+    "freq_dim",
+    "cross_attn_norm",
+    "eps",
+    "rope_max_seq_len",
+)
 """Keys of a transformer's config that describe its shape."""
 EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
@@ -135,11 +145,20 @@ def package_config(root: Path, config_class: Any) -> Any:
     known["has_transformer_2"] = two
     known["vae_config"] = _narrowed(known["vae_config"], picture)
     return fitting(
-        config_class, priority=base.priority, aliases=[], model_name=str(root), base_model=base.model_name,
-        controlnet_model=None, custom_transformer_model=None, num_train_steps=base.num_train_steps,
-        max_sequence_length=base.max_sequence_length, supports_guidance=True, requires_sigma_shift=False,
-        transformer_overrides=known, text_encoder_overrides=_narrowed(base.text_encoder_overrides, text),
-    )  # fmt: skip
+        config_class,
+        priority=base.priority,
+        aliases=[],
+        model_name=str(root),
+        base_model=base.model_name,
+        controlnet_model=None,
+        custom_transformer_model=None,
+        num_train_steps=base.num_train_steps,
+        max_sequence_length=base.max_sequence_length,
+        supports_guidance=True,
+        requires_sigma_shift=False,
+        transformer_overrides=known,
+        text_encoder_overrides=_narrowed(base.text_encoder_overrides, text),
+    )
 
 
 def _config(root: Path, part: str) -> dict[str, Any]:
@@ -175,8 +194,14 @@ def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
     """Make the clip of a job and report its progress. Returns the facts of the clip."""
     mx: Any = importlib.import_module("mlx.core")
     wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
-    line.say("start", pid=os.getpid(), wired=wired, isolated=sys.flags.isolated, names=sorted(os.environ),
-             device=str(mx.default_device()))  # fmt: skip
+    line.say(
+        "start",
+        pid=os.getpid(),
+        wired=wired,
+        isolated=sys.flags.isolated,
+        names=sorted(os.environ),
+        device=str(mx.default_device()),
+    )
     pulse.peak = mx.get_peak_memory
     threading.Thread(target=pulse.run, daemon=True).start()
     engine: Any = importlib.import_module("mflux.models.wan.variants")
@@ -187,22 +212,36 @@ def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
     line.say("loading")
     root = Path(job["package"])
     model = fitting(
-        engine.Wan2_2_TI2V, model_path=str(root), model_config=package_config(root, configs.ModelConfig),
-        quantize=job.get("quantize"), prompt_embed_disk_cache=False,
-    )  # fmt: skip
-    line.say("loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"),
-             mlx=importlib.metadata.version("mlx"))  # fmt: skip
+        engine.Wan2_2_TI2V,
+        model_path=str(root),
+        model_config=package_config(root, configs.ModelConfig),
+        quantize=job.get("quantize"),
+        prompt_embed_disk_cache=False,
+    )
+    line.say(
+        "loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"), mlx=importlib.metadata.version("mlx")
+    )
 
     def got_on(event: Any) -> None:
         line.say("progress", phase=event.phase, step=event.step, steps=event.total_steps)
 
     wanted = {name: job[name] for name in ("guidance", "guidance_2", "negative_prompt") if job.get(name) is not None}
     video = fitting(
-        model.generate_video, seed=job["seed"], prompt=job["prompt"], width=job["width"], height=job["height"],
-        num_frames=job["frames"], fps=job["fps"], num_inference_steps=job["steps"], progress_callback=got_on,
-        release_inactive_denoiser=True, release_denoisers_before_decode=True, clear_cache_each_step=True,
-        clear_cache_each_transformer_block=True, **wanted,
-    )  # fmt: skip
+        model.generate_video,
+        seed=job["seed"],
+        prompt=job["prompt"],
+        width=job["width"],
+        height=job["height"],
+        num_frames=job["frames"],
+        fps=job["fps"],
+        num_inference_steps=job["steps"],
+        progress_callback=got_on,
+        release_inactive_denoiser=True,
+        release_denoisers_before_decode=True,
+        clear_cache_each_step=True,
+        clear_cache_each_transformer_block=True,
+        **wanted,
+    )
     line.say("progress", phase="save", step=job["steps"], steps=job["steps"])
     return saved(video, job, mx)
 
@@ -260,8 +299,9 @@ def main() -> int:
         made = make(job, line, pulse)
     except BaseException as error:
         code = code_of(error, began=pulse.blocks > 0)
-        line.say("failed", code=code, message=f"{type(error).__name__}: {error}"[:600],
-                 trace=traceback.format_exc()[-4000:])  # fmt: skip
+        line.say(
+            "failed", code=code, message=f"{type(error).__name__}: {error}"[:600], trace=traceback.format_exc()[-4000:]
+        )
         return EXIT_FAILED
     line.say("done", made=made)
     return 0

@@ -47,9 +47,13 @@ WORD = 1.0
 DEATH_LOOK = 0.02
 COMPLETED = "completed"
 PHASES = {
-    "start": Phase.STARTING, "denoise": Phase.DENOISING, "decode": Phase.DECODING, "convert": Phase.DECODING,
-    "generated": Phase.SAVING, "save": Phase.SAVING,
-}  # fmt: skip
+    "start": Phase.STARTING,
+    "denoise": Phase.DENOISING,
+    "decode": Phase.DECODING,
+    "convert": Phase.DECODING,
+    "generated": Phase.SAVING,
+    "save": Phase.SAVING,
+}
 CODES = frozenset({"output_invalid", "generation_failed", "model_invalid", "disk_full"})
 """Failure codes that a worker may report."""
 KEPT = ("PATH", "USER", "LANG", "LC_ALL")

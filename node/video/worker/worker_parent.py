@@ -106,9 +106,15 @@ class Attendant:
         scratch = self._folder / SCRATCH
         with (self._folder / LOG).open("ab") as errors:
             return subprocess.Popen(
-                [grant.python, "-I", str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                env=grant.environment, cwd=scratch, start_new_session=True, close_fds=True,
-            )  # fmt: skip
+                [grant.python, "-I", str(WORKER)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=grant.environment,
+                cwd=scratch,
+                start_new_session=True,
+                close_fds=True,
+            )
 
     def _claim(self, pid: int) -> None:
         try:

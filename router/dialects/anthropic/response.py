@@ -22,9 +22,15 @@ Anthropic signs the reasoning of its models, and clients return the signature un
 is required: some clients drop a reasoning block without one.
 """
 _TYPES: dict[int, str] = {
-    401: "authentication_error", 403: "permission_error", 404: "not_found_error", 408: "timeout_error",
-    413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error", 504: "timeout_error",
-}  # fmt: skip
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 Block = dict[str, object]
 

@@ -26,28 +26,40 @@ from router.dialects.shared.common_fields import (
 from router.dialects.shared.field_table import Parameters
 from router.dialects.shared.template import Effort
 
-HARMLESS: Mapping[str, str] = MappingProxyType({
-    **OTHER_SERVERS,
-    "user_profile_id": WHO, "workspace_id": WHO, "service_tier": BILL, "cache_control": CACHE,
-    "context_management": "nothing is taken out of a conversation: the model sees all of it",
-})  # fmt: skip
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "container": (None,), "diagnostics": (None,), "inference_geo": (None,), "mcp_servers": (None, []),
-    "speed": (None, "standard"),
-})  # fmt: skip
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    "container": "nothing runs on the server but models",
-    "diagnostics": "what the prefix cache found is cache_read_input_tokens",
-    "inference_geo": "every answer is made on the Macs of this cluster",
-    "mcp_servers": "call them from the client, and offer what they do as tools",
-    "speed": "there is one speed",
-    "max_tokens": "required",
-    "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
-    "display omitted leaves thinking blocks out",
-    "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
-    "tools": "custom ones; a tool of another type would have to run here, and is left out",
-    "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
-})  # fmt: skip
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        **OTHER_SERVERS,
+        "user_profile_id": WHO,
+        "workspace_id": WHO,
+        "service_tier": BILL,
+        "cache_control": CACHE,
+        "context_management": "nothing is taken out of a conversation: the model sees all of it",
+    }
+)
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "container": (None,),
+        "diagnostics": (None,),
+        "inference_geo": (None,),
+        "mcp_servers": (None, []),
+        "speed": (None, "standard"),
+    }
+)
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "container": "nothing runs on the server but models",
+        "diagnostics": "what the prefix cache found is cache_read_input_tokens",
+        "inference_geo": "every answer is made on the Macs of this cluster",
+        "mcp_servers": "call them from the client, and offer what they do as tools",
+        "speed": "there is one speed",
+        "max_tokens": "required",
+        "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
+        "display omitted leaves thinking blocks out",
+        "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
+        "tools": "custom ones; a tool of another type would have to run here, and is left out",
+        "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
+    }
+)
 
 
 class Cached(Strict):

@@ -45,8 +45,20 @@ class OllamaRequest(Request, frozen=True, gc=False):
 
     def job(self, key: str, request_id: str, created: int) -> Job:
         """Build the job for the dispatcher; see `Request`."""
-        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
-                   self.template, include_usage=True, text=self.text, ignored=self.ignored)  # fmt: skip
+        return Job(
+            self.demand,
+            key,
+            request_id,
+            self.messages,
+            self.params,
+            created,
+            self.stream,
+            self.tools,
+            self.template,
+            include_usage=True,
+            text=self.text,
+            ignored=self.ignored,
+        )
 
     def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
         """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
@@ -136,8 +148,18 @@ def _request(
     model = plain_name(body.model)
     demand = demand_of_plain(model, text, (), params) if text else demand_of(model, messages, params, tools.text)
     stream = body.stream is not False
-    return OllamaRequest(demand, tuple(messages), params, stream, True, tools.text, template, chat=chat, text=text,
-                         ignored=nameable([*ignored, *unread, *tools.left_out]))  # fmt: skip
+    return OllamaRequest(
+        demand,
+        tuple(messages),
+        params,
+        stream,
+        True,
+        tools.text,
+        template,
+        chat=chat,
+        text=text,
+        ignored=nameable([*ignored, *unread, *tools.left_out]),
+    )
 
 
 def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]] | Problem:

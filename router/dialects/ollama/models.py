@@ -19,9 +19,17 @@ SPOKEN = "0.12.6"
 """Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
 NEVER = "0001-01-01T00:00:00Z"
 """Ollama's form of no time: a model is unloaded when its memory is needed, not at a fixed time."""
-REFUSED = frozenset({
-    "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete", "/api/embed", "/api/embeddings",
-})  # fmt: skip
+REFUSED = frozenset(
+    {
+        "/api/pull",
+        "/api/push",
+        "/api/create",
+        "/api/copy",
+        "/api/delete",
+        "/api/embed",
+        "/api/embeddings",
+    }
+)
 
 Row = dict[str, object]
 
@@ -51,9 +59,13 @@ def running(view: ClusterView) -> bytes:
     """List every model that is loaded on some node; sizes are those of one copy."""
     loaded = view.loaded()
     rows = (loaded[name] for name in sorted(loaded))
-    return msgspec.json.encode({"models": [
-        _row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context) for model in rows
-    ]})  # fmt: skip
+    return msgspec.json.encode(
+        {
+            "models": [
+                _row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context) for model in rows
+            ]
+        }
+    )
 
 
 def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
@@ -67,20 +79,38 @@ def show(view: ClusterView, body: bytes, created: int) -> bytes | Problem:
     model = view.served().get(view.canonical_name(name))
     if model is None:
         return Problem(404, "model_not_found", f"no node serves the model {name!r}", "model")
-    return msgspec.json.encode({
-        "license": "", "modelfile": "", "parameters": "", "template": "", "details": _details(),
-        "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
-        "capabilities": ["completion", *(["tools"] if "tools" in model.features else [])],
-        "modified_at": moment(created),
-    })  # fmt: skip
+    return msgspec.json.encode(
+        {
+            "license": "",
+            "modelfile": "",
+            "parameters": "",
+            "template": "",
+            "details": _details(),
+            "model_info": {"general.architecture": "mlx", "mlx.context_length": model.context},
+            "capabilities": ["completion", *(["tools"] if "tools" in model.features else [])],
+            "modified_at": moment(created),
+        }
+    )
 
 
 def _row(model: Model, **more: object) -> Row:
     digest = hashlib.sha256((model.fingerprint or model.name).encode()).hexdigest()
-    return {"name": model.name, "model": model.name, "size": model.weights, "digest": digest, "details": _details(),
-            **more}  # fmt: skip
+    return {
+        "name": model.name,
+        "model": model.name,
+        "size": model.weights,
+        "digest": digest,
+        "details": _details(),
+        **more,
+    }
 
 
 def _details() -> Row:
-    return {"parent_model": "", "format": "mlx", "family": "", "families": [], "parameter_size": "",
-            "quantization_level": ""}  # fmt: skip
+    return {
+        "parent_model": "",
+        "format": "mlx",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }

@@ -56,10 +56,15 @@ class Shape:
         waiting, prefill, decode = map(_nanoseconds, (timings.waiting, timings.prefill, timings.decode))
         cut = bool(finished.reasons) and finished.reasons[0] == "length"
         return {
-            "done": True, "done_reason": "length" if cut else "stop", "total_duration": waiting + prefill + decode,
-            "load_duration": waiting, "prompt_eval_count": finished.prompt_tokens, "prompt_eval_duration": prefill,
-            "eval_count": finished.completion_tokens, "eval_duration": decode,
-        }  # fmt: skip
+            "done": True,
+            "done_reason": "length" if cut else "stop",
+            "total_duration": waiting + prefill + decode,
+            "load_duration": waiting,
+            "prompt_eval_count": finished.prompt_tokens,
+            "prompt_eval_duration": prefill,
+            "eval_count": finished.completion_tokens,
+            "eval_duration": decode,
+        }
 
 
 class Lines:

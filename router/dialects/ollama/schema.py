@@ -29,51 +29,97 @@ from router.dialects.shared.field_table import Parameters
 
 _NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
 _WHOLE = "a conversation that is too long is refused, never shortened"
-HARMLESS: Mapping[str, str] = MappingProxyType({
-    "keep_alive": KEEP,
-    "truncate": _WHOLE, "shift": _WHOLE,
-})  # fmt: skip
-CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "logprobs": (None, False), "top_logprobs": (None, 0),
-})  # fmt: skip
-GENERATE_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    **CHAT_NEUTRAL, "context": (None, []), "images": (None, []), "suffix": (None, ""), "template": (None, ""),
-    "width": (None, 0), "height": (None, 0), "steps": (None, 0),
-})  # fmt: skip
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    "format": "json, or a JSON schema", "logprobs": _NO_LOGPROBS, "top_logprobs": _NO_LOGPROBS,
-    "context": "use /api/chat, and send the conversation",
-    "suffix": "nothing is written into the middle of a text",
-    "template": "a template of a request's own is never run; raw takes a prompt as it is",
-    "images": "text only", "width": "text only", "height": "text only", "steps": "text only",
-    "stream": "true where it is not given",
-    "think": "true and false set the template's enable_thinking, low, medium and high its reasoning_effort too",
-    "raw": "the prompt goes to the model without its template",
-    "options": "see the options",
-    "model": "`:latest` at its end is taken off",
-})  # fmt: skip
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        "keep_alive": KEEP,
+        "truncate": _WHOLE,
+        "shift": _WHOLE,
+    }
+)
+CHAT_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "logprobs": (None, False),
+        "top_logprobs": (None, 0),
+    }
+)
+GENERATE_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        **CHAT_NEUTRAL,
+        "context": (None, []),
+        "images": (None, []),
+        "suffix": (None, ""),
+        "template": (None, ""),
+        "width": (None, 0),
+        "height": (None, 0),
+        "steps": (None, 0),
+    }
+)
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "format": "json, or a JSON schema",
+        "logprobs": _NO_LOGPROBS,
+        "top_logprobs": _NO_LOGPROBS,
+        "context": "use /api/chat, and send the conversation",
+        "suffix": "nothing is written into the middle of a text",
+        "template": "a template of a request's own is never run; raw takes a prompt as it is",
+        "images": "text only",
+        "width": "text only",
+        "height": "text only",
+        "steps": "text only",
+        "stream": "true where it is not given",
+        "think": "true and false set the template's enable_thinking, low, medium and high its reasoning_effort too",
+        "raw": "the prompt goes to the model without its template",
+        "options": "see the options",
+        "model": "`:latest` at its end is taken off",
+    }
+)
 
 _NODE = "the node's matter"
-OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType({
-    **dict.fromkeys((
-        "num_batch", "num_gpu", "main_gpu", "num_thread", "low_vram", "f16_kv", "logits_all", "vocab_only", "use_mmap",
-        "use_mlock", "embedding_only", "numa",
-    ), _NODE),
-    "num_ctx": "a request takes what it needs, up to the model's context",
-    "num_keep": _WHOLE,
-    "repeat_last_n": "the penalties look at the whole answer",
-    "penalize_newline": "newlines are tokens like others",
-    "mirostat_eta": "nothing without mirostat", "mirostat_tau": "nothing without mirostat",
-})  # fmt: skip
-OPTIONS_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "mirostat": (None, 0), "tfs_z": (None, 1, 1.0), "typical_p": (None, 1, 1.0), "draft_num_predict": (None, 0),
-})  # fmt: skip
-OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType({
-    "mirostat": "use temperature, top_p or min_p", "tfs_z": "use top_p or min_p", "typical_p": "use top_p or min_p",
-    "draft_num_predict": "the engine's matter",
-    "num_predict": "-1 and -2: as long as the model's context lets it",
-    "repeat_penalty": "1 turns it off",
-})  # fmt: skip
+OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        **dict.fromkeys(
+            (
+                "num_batch",
+                "num_gpu",
+                "main_gpu",
+                "num_thread",
+                "low_vram",
+                "f16_kv",
+                "logits_all",
+                "vocab_only",
+                "use_mmap",
+                "use_mlock",
+                "embedding_only",
+                "numa",
+            ),
+            _NODE,
+        ),
+        "num_ctx": "a request takes what it needs, up to the model's context",
+        "num_keep": _WHOLE,
+        "repeat_last_n": "the penalties look at the whole answer",
+        "penalize_newline": "newlines are tokens like others",
+        "mirostat_eta": "nothing without mirostat",
+        "mirostat_tau": "nothing without mirostat",
+    }
+)
+OPTIONS_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "mirostat": (None, 0),
+        "tfs_z": (None, 1, 1.0),
+        "typical_p": (None, 1, 1.0),
+        "draft_num_predict": (None, 0),
+    }
+)
+OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "mirostat": "use temperature, top_p or min_p",
+        "tfs_z": "use top_p or min_p",
+        "typical_p": "use top_p or min_p",
+        "draft_num_predict": "the engine's matter",
+        "num_predict": "-1 and -2: as long as the model's context lets it",
+        "repeat_penalty": "1 turns it off",
+    }
+)
 
 
 class Options(Strict):

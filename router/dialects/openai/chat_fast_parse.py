@@ -137,8 +137,20 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
     if found.parallel_tool_calls is False or SURROGATE_ESCAPE.search(rest):
         return None
     options, most = found.stream_options, found.max_completion_tokens
-    optional = (found.stream, found.max_tokens, most, found.n, found.temperature, found.top_p, found.seed, found.top_k,
-                found.min_p, found.presence_penalty, found.frequency_penalty, found.repetition_penalty)  # fmt: skip
+    optional = (
+        found.stream,
+        found.max_tokens,
+        most,
+        found.n,
+        found.temperature,
+        found.top_p,
+        found.seed,
+        found.top_k,
+        found.min_p,
+        found.presence_penalty,
+        found.frequency_penalty,
+        found.repetition_penalty,
+    )
     of_tools = (found.tools, found.tool_choice, found.parallel_tool_calls)
     keys = 2 + len(optional) - optional.count(None) + 2 * (options is not None) + 3 - of_tools.count(UNSET)
     messages = list[Message]()
@@ -155,11 +167,18 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
         return None
     top_k = found.top_k
     params = Params(
-        found.max_tokens if most is None else most, found.temperature, found.top_p, found.seed, (), found.n or 1,
-        None if top_k is None else max(0, top_k), found.min_p, found.presence_penalty or 0.0,
+        found.max_tokens if most is None else most,
+        found.temperature,
+        found.top_p,
+        found.seed,
+        (),
+        found.n or 1,
+        None if top_k is None else max(0, top_k),
+        found.min_p,
+        found.presence_penalty or 0.0,
         found.frequency_penalty or 0.0,
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
-    )  # fmt: skip
+    )
     demand = demand_of(found.model, messages, params, tools)
     return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 

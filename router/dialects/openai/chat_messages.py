@@ -12,9 +12,13 @@ from router.errors import Problem, invalid
 from wire.frames import Message, ToolCall
 
 _ONLY = (
-    ("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("reasoning", "assistant"),
-    ("refusal", "assistant"), ("annotations", "assistant"), ("tool_call_id", "tool"),
-)  # fmt: skip
+    ("tool_calls", "assistant"),
+    ("reasoning_content", "assistant"),
+    ("reasoning", "assistant"),
+    ("refusal", "assistant"),
+    ("annotations", "assistant"),
+    ("tool_call_id", "tool"),
+)
 
 
 def messages_of(found: list[ChatMessage]) -> tuple[Message, ...] | Problem:

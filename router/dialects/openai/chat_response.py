@@ -182,8 +182,17 @@ def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[
     """Render the whole answer to a request without a stream; `custom` names its custom tools."""
     choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
     name = f"chatcmpl-{job.request_id}"
-    return _encode(_Completion(name, "chat.completion", job.created, job.demand.model, choices, usage_of(finished),
-                               shown_fingerprint(answer.fingerprint)))  # fmt: skip
+    return _encode(
+        _Completion(
+            name,
+            "chat.completion",
+            job.created,
+            job.demand.model,
+            choices,
+            usage_of(finished),
+            shown_fingerprint(answer.fingerprint),
+        )
+    )
 
 
 @lru_cache(maxsize=64)
@@ -221,5 +230,4 @@ def _json(value: object) -> str:
 def usage_of(finished: Finished) -> Usage:
     """Return the exact token counts of a finished request."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
-    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens),
-                 _Written(finished.thought))  # fmt: skip
+    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens), _Written(finished.thought))

@@ -38,45 +38,57 @@ TOOLS_NOTE = (
 BILL = "there is one class of service here, and no bill"
 CACHE = "a hint for a cache; ours finds common beginnings by itself"
 WHO = "says who asks; nothing depends on it here"
-HARMLESS: Mapping[str, str] = MappingProxyType({
-    **OTHER_SERVERS,
-    "safety_identifier": WHO, "metadata": "nothing is kept with an answer", "service_tier": BILL,
-    "prompt_cache_retention": CACHE, "prompt_cache_options": CACHE, "store": "answers are not kept",
-    "prediction": "an answer is as fast without it", "moderation": "answers are not filtered",
-    "verbosity": "say it in the prompt", "web_search_options": "nothing is searched here: offer a tool that does",
-})  # fmt: skip
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        **OTHER_SERVERS,
+        "safety_identifier": WHO,
+        "metadata": "nothing is kept with an answer",
+        "service_tier": BILL,
+        "prompt_cache_retention": CACHE,
+        "prompt_cache_options": CACHE,
+        "store": "answers are not kept",
+        "prediction": "an answer is as fast without it",
+        "moderation": "answers are not filtered",
+        "verbosity": "say it in the prompt",
+        "web_search_options": "nothing is searched here: offer a tool that does",
+    }
+)
 """Fields without an effect on the answer of such a cluster, with the reason."""
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-})  # fmt: skip
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "functions": (None, []),
+        "function_call": (None, "none", "auto"),
+        "modalities": (None, ["text"]),
+        "audio": (None,),
+    }
+)
 """Fields that are not offered, with their accepted neutral values."""
 
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    "prompt_cache_key": SESSION_NOTE,
-    "user": SESSION_NOTE,
-    "session_id": SESSION_NOTE,
-    "chat_id": SESSION_NOTE,
-    "repeat_penalty": "as repetition_penalty",
-    "enable_thinking": "the template's variable",
-    "thinking": "true, false, or a type of enabled or disabled: the template's enable_thinking; a budget is ignored",
-    "think": "as thinking",
-    "reasoning": "effort as reasoning_effort, enabled as enable_thinking; the rest of it is ignored",
-    "usage": "include: as stream_options.include_usage",
-    "tools": TOOLS_NOTE,
-    "tool_choice": "auto, none, required, or a tool by its name",
-    "parallel_tool_calls": "false ends an answer with its first call",
-    "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
-    "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
-    "max_completion_tokens": "goes before max_tokens",
-    "functions": "it is deprecated, use tools",
-    "function_call": "it is deprecated, use tools and tool_calls",
-    **FORMS,
-    "include_obfuscation": "nothing is added to the chunks of a stream",
-})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "prompt_cache_key": SESSION_NOTE,
+        "user": SESSION_NOTE,
+        "session_id": SESSION_NOTE,
+        "chat_id": SESSION_NOTE,
+        "repeat_penalty": "as repetition_penalty",
+        "enable_thinking": "the template's variable",
+        "thinking": "true, false, or a type of enabled or disabled: sets enable_thinking; a budget is ignored",
+        "think": "as thinking",
+        "reasoning": "effort as reasoning_effort, enabled as enable_thinking; the rest of it is ignored",
+        "usage": "include: as stream_options.include_usage",
+        "tools": TOOLS_NOTE,
+        "tool_choice": "auto, none, required, or a tool by its name",
+        "parallel_tool_calls": "false ends an answer with its first call",
+        "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
+        "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
+        "max_completion_tokens": "goes before max_tokens",
+        "functions": "it is deprecated, use tools",
+        "function_call": "it is deprecated, use tools and tool_calls",
+        **FORMS,
+        "include_obfuscation": "nothing is added to the chunks of a stream",
+    }
+)
 """Alternatives, where there are any."""
 
 

@@ -45,9 +45,20 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
 
     def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
         text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
-        return Job(demand_of_plain(self.model, text, ids, self.params), key, request_id, (), self.params, created,
-                   self.stream, include_usage=self.include_usage, text=text, ids=ids, session=self.session,
-                   ignored=self.ignored)  # fmt: skip
+        return Job(
+            demand_of_plain(self.model, text, ids, self.params),
+            key,
+            request_id,
+            (),
+            self.params,
+            created,
+            self.stream,
+            include_usage=self.include_usage,
+            text=text,
+            ids=ids,
+            session=self.session,
+            ignored=self.ignored,
+        )
 
     def _echoes(self) -> list[str]:
         """Return the text before each choice."""
@@ -89,8 +100,9 @@ def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionReques
     if isinstance(grammar, Problem):
         return grammar
     params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
-    return CompletionRequest(body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo),
-                             body.session, nameable(ignored))  # fmt: skip
+    return CompletionRequest(
+        body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo), body.session, nameable(ignored)
+    )
 
 
 def _prompts(body: CompletionBody) -> tuple[Prompt, ...]:

@@ -13,21 +13,23 @@ from router.dialects.shared.formats import FORMS, Formed
 
 HARMLESS: Mapping[str, str] = OTHER_SERVERS
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    **FORMS,
-    "prompt_cache_key": SESSION_NOTE,
-    "user": SESSION_NOTE,
-    "session_id": SESSION_NOTE,
-    "chat_id": SESSION_NOTE,
-    "repeat_penalty": "as repetition_penalty",
-    "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
-    "best_of": "only where it is n: all answers are given back, none is chosen",
-    "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
-    "probabilities of a prompt are not computed",
-    "prompt": f"a text, token ids, or up to {MOST_PROMPTS} of either; choices are counted through: prompt × n",
-    "max_tokens": "16 where it is not given, as the API has it",
-    "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
-})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        **FORMS,
+        "prompt_cache_key": SESSION_NOTE,
+        "user": SESSION_NOTE,
+        "session_id": SESSION_NOTE,
+        "chat_id": SESSION_NOTE,
+        "repeat_penalty": "as repetition_penalty",
+        "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
+        "best_of": "only where it is n: all answers are given back, none is chosen",
+        "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
+        "probabilities of a prompt are not computed",
+        "prompt": f"a text, token ids, or up to {MOST_PROMPTS} of either; choices are counted through: prompt × n",
+        "max_tokens": "16 where it is not given, as the API has it",
+        "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
+    }
+)
 
 TokenIds = Annotated[
     list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MOST_TOKENS)

@@ -50,15 +50,23 @@ def _model(model: Model, created: int, *, loaded: bool) -> dict[str, object]:
     """
     length, more = model.context or None, (_BY_FEATURE.get(feature, ()) for feature in model.features)
     return {
-        "id": model.name, "object": "model", "created": created, "owned_by": OWNER, "type": "llm",
-        "context_length": length, "max_model_len": length, "max_context_length": length,
-        "loaded_context_length": length if loaded else None, "state": "loaded" if loaded else "not-loaded",
-        "compatibility_type": "mlx", "size": model.weights,
+        "id": model.name,
+        "object": "model",
+        "created": created,
+        "owned_by": OWNER,
+        "type": "llm",
+        "context_length": length,
+        "max_model_len": length,
+        "max_context_length": length,
+        "loaded_context_length": length if loaded else None,
+        "state": "loaded" if loaded else "not-loaded",
+        "compatibility_type": "mlx",
+        "size": model.weights,
         "capabilities": ["tool_use"] if TOOLS in model.features else [],
         "supported_parameters": [*_ALWAYS, *chain.from_iterable(more)],
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": {"n_ctx_train": length, "size": model.weights},
-    }  # fmt: skip
+    }
 
 
 def anthropic_listing(view: ClusterView, created: int) -> bytes:
@@ -77,5 +85,12 @@ def anthropic_one(view: ClusterView, name: str, created: int) -> bytes | Problem
 
 def _anthropic(model: Model, created: int) -> dict[str, object]:
     moment = datetime.fromtimestamp(created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-    return {"type": "model", "id": model.name, "display_name": model.name, "created_at": moment, "lifecycle": "active",
-            "max_input_tokens": model.context, "max_tokens": model.context}  # fmt: skip
+    return {
+        "type": "model",
+        "id": model.name,
+        "display_name": model.name,
+        "created_at": moment,
+        "lifecycle": "active",
+        "max_input_tokens": model.context,
+        "max_tokens": model.context,
+    }

@@ -54,10 +54,18 @@ class Outline:
     def shape(self, job: Job, status: str, output: list[Shape], **more: object) -> Shape:
         """Return a whole answer in this state."""
         return {
-            "id": f"resp_{self.name}", "object": "response", "created_at": job.created, "status": status,
-            "error": None, "incomplete_details": None, "model": job.demand.model, "output": output, "usage": None,
-            **self._echo, **more,
-        }  # fmt: skip
+            "id": f"resp_{self.name}",
+            "object": "response",
+            "created_at": job.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "model": job.demand.model,
+            "output": output,
+            "usage": None,
+            **self._echo,
+            **more,
+        }
 
     def finished(self, job: Job, output: list[Shape], finished: Finished) -> Shape:
         """Return a whole finished answer."""

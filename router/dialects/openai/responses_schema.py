@@ -29,39 +29,49 @@ from router.dialects.shared.field_table import Parameters
 from router.dialects.shared.formats import JsonObject, NamedFunction, Schema, Word, choice_kind
 from router.dialects.shared.template import Effort
 
-HARMLESS: Mapping[str, str] = MappingProxyType({
-    **{name: why for name, why in CHAT_HARMLESS.items() if name not in ("metadata", "store")},
-    "truncation": "a conversation that is too long is refused, never shortened",
-    "context_management": "nothing is taken out of a conversation: the model sees all of it",
-    "max_tool_calls": "it counts calls of tools that run on the server, and none do",
-    "client_metadata": "says who asks; nothing depends on it here",
-})  # fmt: skip
-NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({
-    "access_programs": (None,), "background": (None, False), "conversation": (None,), "image": (None,),
-    "prompt": (None,), "top_logprobs": (None, 0),
-})  # fmt: skip
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    "background": "a request is answered while its client waits",
-    "conversation": "use previous_response_id",
-    "prompt": "prompts are not kept here, send them in input",
-    "top_logprobs": "log probabilities are those of /v1/chat/completions",
-    "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
-    "tool_choice": "auto, none, required, or a tool by its name",
-    "text": "format: text, json_object or json_schema, kept to also where it is not strict; verbosity changes nothing",
-    "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
-    "include": "changes nothing: reasoning is given as it is, and nothing else runs here",
-    "store": "kept in memory until newer answers need the place; true where it is not given",
-    "previous_response_id": "of an answer that was kept for the same key",
-    "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items are "
-    "refused by name",
-    "metadata": "given back with the answer",
-    "prompt_cache_key": SESSION_NOTE,
-    "user": SESSION_NOTE,
-    "session_id": SESSION_NOTE,
-    "chat_id": SESSION_NOTE,
-    "stream_options": "include_obfuscation false",
-    "parallel_tool_calls": "false ends an answer with its first call",
-})  # fmt: skip
+HARMLESS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: why for name, why in CHAT_HARMLESS.items() if name not in ("metadata", "store")},
+        "truncation": "a conversation that is too long is refused, never shortened",
+        "context_management": "nothing is taken out of a conversation: the model sees all of it",
+        "max_tool_calls": "it counts calls of tools that run on the server, and none do",
+        "client_metadata": "says who asks; nothing depends on it here",
+    }
+)
+NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
+    {
+        "access_programs": (None,),
+        "background": (None, False),
+        "conversation": (None,),
+        "image": (None,),
+        "prompt": (None,),
+        "top_logprobs": (None, 0),
+    }
+)
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "background": "a request is answered while its client waits",
+        "conversation": "use previous_response_id",
+        "prompt": "prompts are not kept here, send them in input",
+        "top_logprobs": "log probabilities are those of /v1/chat/completions",
+        "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
+        "tool_choice": "auto, none, required, or a tool by its name",
+        "text": "format: text, json_object or json_schema, enforced even if not strict; verbosity has no effect",
+        "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
+        "include": "changes nothing: reasoning is given as it is, and nothing else runs here",
+        "store": "kept in memory until newer answers need the place; true where it is not given",
+        "previous_response_id": "of an answer that was kept for the same key",
+        "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items "
+        "are refused by name",
+        "metadata": "given back with the answer",
+        "prompt_cache_key": SESSION_NOTE,
+        "user": SESSION_NOTE,
+        "session_id": SESSION_NOTE,
+        "chat_id": SESSION_NOTE,
+        "stream_options": "include_obfuscation false",
+        "parallel_tool_calls": "false ends an answer with its first call",
+    }
+)
 
 
 class InputText(Strict):

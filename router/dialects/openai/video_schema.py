@@ -19,19 +19,21 @@ _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")
 
 IGNORED: Mapping[str, str] = MappingProxyType({"user": "jobs belong to the API key that made them"})
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"input_reference": (None, ""), "n": (None, 1, "1")})
-INSTEAD: Mapping[str, str] = MappingProxyType({
-    "input_reference": "the models here are made for text alone, and take no image",
-    "n": "a job makes one clip: make several",
-    "model": "may be left out where the pool has only one model for videos",
-    "seconds": "whole seconds, as a text or a number; 3 unless given; not together with frames",
-    "size": "`WIDTHxHEIGHT`; 480x272 unless given; sides are rounded up to whole tokens (16 pixels)",
-    "frames": "instead of seconds; rounded up to one more than a multiple of four",
-    "fps": "frames a second; the model's own unless given",
-    "steps": "denoising steps; `video.steps` unless given",
-    "guidance": "the model's own unless given",
-    "guidance_2": "of the second expert",
-    "seed": "the same seed, node and request make the same clip",
-})  # fmt: skip
+INSTEAD: Mapping[str, str] = MappingProxyType(
+    {
+        "input_reference": "the models here are made for text alone, and take no image",
+        "n": "a job makes one clip: make several",
+        "model": "may be left out where the pool has only one model for videos",
+        "seconds": "whole seconds, as a text or a number; 3 unless given; not together with frames",
+        "size": "`WIDTHxHEIGHT`; 480x272 unless given; sides are rounded up to whole tokens (16 pixels)",
+        "frames": "instead of seconds; rounded up to one more than a multiple of four",
+        "fps": "frames a second; the model's own unless given",
+        "steps": "denoising steps; `video.steps` unless given",
+        "guidance": "the model's own unless given",
+        "guidance_2": "of the second expert",
+        "seed": "the same seed, node and request make the same clip",
+    }
+)
 
 
 def _whole(value: object) -> object:

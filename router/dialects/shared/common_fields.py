@@ -23,18 +23,29 @@ INT64 = 2**63 - 1
 
 KEEP = "a model stays loaded until its memory is needed or its node's settings say otherwise"
 ONE = "there is one provider here, and a request goes to the Mac that has room for it"
-OTHER_SERVERS: Mapping[str, str] = MappingProxyType({
-    "cache_prompt": "prompts are cached as the node's settings say", "keep_alive": KEEP, "id_slot": ONE,
-    "provider": ONE, "providers": ONE, "models": ONE, "route": ONE, "transforms": ONE, "plugins": ONE,
-    "include_reasoning": "reasoning is given where the model writes it",
-    "separate_reasoning": "reasoning is given apart from the answer",
-    "skip_special_tokens": "the marks of the model's format are never part of an answer",
-    "spaces_between_special_tokens": "the marks of the model's format are never part of an answer",
-    "add_generation_prompt": "the model's template decides", "continue_final_message": "the model's template decides",
-    "stop_token_ids": "an answer ends where its model ends it, or with one of stop",
-    "min_tokens": "an answer ends where its model ends it", "ignore_eos": "an answer ends where its model ends it",
-    "num_ctx": "a request takes what it needs, up to the model's context",
-})  # fmt: skip
+OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
+    {
+        "cache_prompt": "prompts are cached as the node's settings say",
+        "keep_alive": KEEP,
+        "id_slot": ONE,
+        "provider": ONE,
+        "providers": ONE,
+        "models": ONE,
+        "route": ONE,
+        "transforms": ONE,
+        "plugins": ONE,
+        "include_reasoning": "reasoning is given where the model writes it",
+        "separate_reasoning": "reasoning is given apart from the answer",
+        "skip_special_tokens": "the marks of the model's format are never part of an answer",
+        "spaces_between_special_tokens": "the marks of the model's format are never part of an answer",
+        "add_generation_prompt": "the model's template decides",
+        "continue_final_message": "the model's template decides",
+        "stop_token_ids": "an answer ends where its model ends it, or with one of stop",
+        "min_tokens": "an answer ends where its model ends it",
+        "ignore_eos": "an answer ends where its model ends it",
+        "num_ctx": "a request takes what it needs, up to the model's context",
+    }
+)
 """Fields for other servers, with the reason why they have no effect here."""
 SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
 

@@ -26,8 +26,20 @@ class Request(msgspec.Struct, frozen=True, gc=False):
 
     def job(self, key: str, request_id: str, created: int) -> Job:
         """Build the job for the dispatcher; `created` is in seconds since 1970."""
-        return Job(self.demand, key, request_id, self.messages, self.params, created, self.stream, self.tools,
-                   self.template, self.include_usage, session=self.session, ignored=self.ignored)  # fmt: skip
+        return Job(
+            self.demand,
+            key,
+            request_id,
+            self.messages,
+            self.params,
+            created,
+            self.stream,
+            self.tools,
+            self.template,
+            self.include_usage,
+            session=self.session,
+            ignored=self.ignored,
+        )
 
     def jobs(self, key: str, request_id: str, created: int) -> tuple[Job, ...]:
         """Return the single job; see `router.dialects.shared.interface.Asked`."""

@@ -20,15 +20,19 @@ from router.errors import Problem, invalid
 from wire.frames import Grammar
 from wire.refusals import Code
 
-FORMS: Mapping[str, str] = MappingProxyType({
-    "response_format": "text, json_object and json_schema; strict or not, the answer keeps to its schema",
-    "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object, and "
-    "whitespace_pattern",
-    "guided_json": "as structured_outputs.json", "guided_regex": "as structured_outputs.regex",
-    "guided_choice": "as structured_outputs.choice", "guided_grammar": "as structured_outputs.grammar",
-    "guided_whitespace_pattern": "as structured_outputs.whitespace_pattern",
-    "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
-})  # fmt: skip
+FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "response_format": "text, json_object and json_schema; strict or not, the answer keeps to its schema",
+        "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object, and "
+        "whitespace_pattern",
+        "guided_json": "as structured_outputs.json",
+        "guided_regex": "as structured_outputs.regex",
+        "guided_choice": "as structured_outputs.choice",
+        "guided_grammar": "as structured_outputs.grammar",
+        "guided_whitespace_pattern": "as structured_outputs.whitespace_pattern",
+        "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
+    }
+)
 """Notes of the manual on the fields of `Formed`."""
 BACKENDS = ("auto", "guidance", "llguidance")
 
@@ -103,8 +107,12 @@ class Formed(Drawn):
         wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
             return wrong
-        guided = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice,
-                  "grammar": self.guided_grammar}  # fmt: skip
+        guided = {
+            "json": self.guided_json,
+            "regex": self.guided_regex,
+            "choice": self.guided_choice,
+            "grammar": self.guided_grammar,
+        }
         found = structured(StructuredOutputs.model_validate(guided), "guided_")
         blanks = self.guided_whitespace_pattern
         if self.structured_outputs is not None:

@@ -14,13 +14,40 @@ from router.errors import Problem, invalid
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 EFFORTS = frozenset(get_args(Effort))
 
-VARIABLES = frozenset({
-    "add_vision_id", "builtin_tools", "clear_thinking", "custom_instructions", "date_string", "documents", "enable_cot",
-    "enable_thinking", "force_reasoning", "interleaved_thinking", "keep_all_reasoning", "keep_past_thinking",
-    "language", "model_identity", "persona", "preserve_thinking", "python_tools", "reasoning", "reasoning_effort",
-    "reasoning_strategy", "role", "system_message", "system_prompt", "task", "think", "thinking", "thinking_budget",
-    "thinking_mode", "tools_in_user_message", "xml_tools",
-})  # fmt: skip
+VARIABLES = frozenset(
+    {
+        "add_vision_id",
+        "builtin_tools",
+        "clear_thinking",
+        "custom_instructions",
+        "date_string",
+        "documents",
+        "enable_cot",
+        "enable_thinking",
+        "force_reasoning",
+        "interleaved_thinking",
+        "keep_all_reasoning",
+        "keep_past_thinking",
+        "language",
+        "model_identity",
+        "persona",
+        "preserve_thinking",
+        "python_tools",
+        "reasoning",
+        "reasoning_effort",
+        "reasoning_strategy",
+        "role",
+        "system_message",
+        "system_prompt",
+        "task",
+        "think",
+        "thinking",
+        "thinking_budget",
+        "thinking_mode",
+        "tools_in_user_message",
+        "xml_tools",
+    }
+)
 """Variables used by the chat templates of known models."""
 
 

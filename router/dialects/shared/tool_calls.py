@@ -72,10 +72,12 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
     A token may be a part of a character: `bytes` is exact, `token` is its printable form.
     """
-    return Logprobs(encoded_list(
-        _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
-        for one in logprobs
-    ))  # fmt: skip
+    return Logprobs(
+        encoded_list(
+            _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
+            for one in logprobs
+        )
+    )
 
 
 def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:

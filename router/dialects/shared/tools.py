@@ -114,8 +114,13 @@ def gathered(
         return text
     origins = {one.name: one.origin for one in found if one.origin is not None}
     names = tuple(one.name for one in found)
-    return Tools(text if told else "", names, any(one.strict for one in found), origins,
-                 tuple(f"{where}={kind}" for where, kind in without))  # fmt: skip
+    return Tools(
+        text if told else "",
+        names,
+        any(one.strict for one in found),
+        origins,
+        tuple(f"{where}={kind}" for where, kind in without),
+    )
 
 
 def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:

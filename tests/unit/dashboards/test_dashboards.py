@@ -132,7 +132,16 @@ def test_panels_ask_for_metrics_and_labels_that_exist(board: Board):
 
 
 def test_every_metric_is_shown_somewhere():
-    shown = {name for board in BOARDS.values() for panel in board.panels() for query, _ in panel.queries
-             for name in asked(query)}  # fmt: skip
-    assert set(FAMILIES) - shown - {"macpool_tls_issued_timestamp_seconds",
-                                    "macpool_cluster_node_certificate_issued_timestamp_seconds"} == set()  # fmt: skip
+    shown = {
+        name
+        for board in BOARDS.values()
+        for panel in board.panels()
+        for query, _ in panel.queries
+        for name in asked(query)
+    }
+    assert (
+        set(FAMILIES)
+        - shown
+        - {"macpool_tls_issued_timestamp_seconds", "macpool_cluster_node_certificate_issued_timestamp_seconds"}
+        == set()
+    )

@@ -68,8 +68,13 @@ def compiles(tmp_path: Path) -> Compile:
         (tmp_path / "a.cpp").write_text(source)
         command = [sys.executable, "-m", "ziglang", "c++", "-target", "aarch64-macos", "-std=c++17", *flags]
         cache = {"ZIG_GLOBAL_CACHE_DIR": str(tmp_path / "zig"), "ZIG_LOCAL_CACHE_DIR": str(tmp_path / "zig")}
-        done = subprocess.run([*command, "-c", "a.cpp", "-o", "a.o"], cwd=tmp_path, capture_output=True, text=True,
-                              env={**os.environ, **cache})  # fmt: skip
+        done = subprocess.run(
+            [*command, "-c", "a.cpp", "-o", "a.o"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env={**os.environ, **cache},
+        )
         assert (done.returncode == 0) == (not re.search(r"\berror:", done.stderr)), done.stderr
         return "\n".join(line for line in done.stderr.splitlines() if "error:" in line)
 
@@ -113,8 +118,12 @@ def test_every_file_that_uses_ctypes_and_every_structure_is_checked():
     uses = re.compile(r"^\s*(import|from) ctypes\b", re.MULTILINE)
     users = {str(path.relative_to(ROOT)) for path in files if uses.search(path.read_text())}
     assert users == {"node/memory/darwin.py", "host/iokit.py"} | ON_LINUX | OF_PYTHON
-    structures = {one for module in (darwin, iokit) for one in vars(module).values()
-                  if isinstance(one, type) and issubclass(one, ctypes.Structure)}  # fmt: skip
+    structures = {
+        one
+        for module in (darwin, iokit)
+        for one in vars(module).values()
+        if isinstance(one, type) and issubclass(one, ctypes.Structure)
+    }
     assert structures == {layout.ours for layout in LAYOUTS}
 
 

@@ -18,8 +18,14 @@ DEPLOY = Path(__file__).parents[3] / "deploy"
 SCRIPTS = sorted(DEPLOY.glob("*.sh"))
 SHELLS = [name for name in ("dash", "sh", "bash") if shutil.which(name)]
 ANSWERS = {
-    "id": "501", "uname": "Darwin", "sysctl": "1", "sw_vers": "15.5", "uv": "", "cluster": "", "sudo": "",
-}  # fmt: skip
+    "id": "501",
+    "uname": "Darwin",
+    "sysctl": "1",
+    "sw_vers": "15.5",
+    "uv": "",
+    "cluster": "",
+    "sudo": "",
+}
 
 
 def run(
@@ -38,9 +44,13 @@ def run(
             (folder / name).symlink_to(shutil.which(name) or name)
     shell = shutil.which(SHELLS[0]) or "/bin/sh"
     return subprocess.run(
-        [shell, str(DEPLOY / script), *arguments], input=typed, capture_output=True, text=True,
-        env={"PATH": str(folder), "HOME": str(home)}, timeout=20,
-    )  # fmt: skip
+        [shell, str(DEPLOY / script), *arguments],
+        input=typed,
+        capture_output=True,
+        text=True,
+        env={"PATH": str(folder), "HOME": str(home)},
+        timeout=20,
+    )
 
 
 def called(home: Path, tool: str) -> list[str]:
@@ -71,8 +81,9 @@ def test_install_asks_uv_and_nobody_else(tmp_path: Path):
     done = run("install.sh", tmp_path, "--from", "./macpool", "--video")
     assert done.returncode == 0, done.stderr
     assert called(tmp_path, "uv") == [
-        "uv tool install --force --managed-python --python 3.12 ./macpool[node,video]", "uv tool update-shell",
-    ]  # fmt: skip
+        "uv tool install --force --managed-python --python 3.12 ./macpool[node,video]",
+        "uv tool update-shell",
+    ]
     assert called(tmp_path, "sudo") == []
     assert "cluster doctor" in done.stdout
 

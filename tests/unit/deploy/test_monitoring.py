@@ -51,8 +51,9 @@ def test_prometheus_takes_the_committed_files(tmp_path: Path):
     needs("promtool")
     for name in ("prometheus.yml", "rules.yml"):
         shutil.copy(DEPLOY / "prometheus" / name, tmp_path)
-    done = subprocess.run(["promtool", "check", "config", "--syntax-only", "prometheus.yml"], capture_output=True,
-                          text=True, cwd=tmp_path)  # fmt: skip
+    done = subprocess.run(
+        ["promtool", "check", "config", "--syntax-only", "prometheus.yml"], capture_output=True, text=True, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     done = subprocess.run(["promtool", "check", "rules", "rules.yml"], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

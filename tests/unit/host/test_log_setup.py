@@ -59,8 +59,11 @@ def test_a_line_has_level_logger_time_context_and_the_way_of_an_exception(tmp_pa
     told = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["event"] for line in told] == ["one", "two", "three 3", "four", "five", "six"]
     assert {key: told[0][key] for key in ("level", "logger", "request", "value")} == {
-        "level": "info", "logger": "node.test", "request": 7, "value": "x",
-    }  # fmt: skip
+        "level": "info",
+        "logger": "node.test",
+        "request": 7,
+        "value": "x",
+    }
     assert told[0]["timestamp"].endswith("Z")
     assert all(line["exception"].startswith("KeyError: 'k'\ntest_log_setup.py:") for line in told[1:4])
     assert [line["level"] for line in told[1:]] == ["error", "error", "warning", "error", "info"]
@@ -143,8 +146,14 @@ def test_an_orderly_stop_shows_errors_only(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_line_for_a_terminal_is_short_and_harmless():
-    event = {"timestamp": "2026-11-23T03:37:02.885116Z", "level": "warning", "logger": "coordinator.cluster.registry",
-             "event": "node gone", "node": "studio", "reason": "\x1b[2Jstopped"}  # fmt: skip
+    event = {
+        "timestamp": "2026-11-23T03:37:02.885116Z",
+        "level": "warning",
+        "logger": "coordinator.cluster.registry",
+        "event": "node gone",
+        "node": "studio",
+        "reason": "\x1b[2Jstopped",
+    }
     line = terminal_line(None, "", event)
     assert line[2] == line[5] == ":"
     assert line[8:] == r"  warning  node gone  node=studio  reason='\x1b[2Jstopped'"

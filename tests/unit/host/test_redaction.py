@@ -30,12 +30,17 @@ TOKEN = str(new_token(b"ca"))
 @pytest.mark.parametrize(
     "secret",
     [
-        KEY, "sk-proj-abcdefghijklmnopqrstuvwxyz", "hf_abcdefghijklmnopqrstuvwxyz", "ghp_abcdefghijklmnopqrstuvwxyz01",
-        "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByq\n-----END PRIVATE KEY-----", TOKEN,
-        "-----BEGIN EC PRIVATE KEY-----\nMIGHAg\n-----END EC PRIVATE KEY-----", "gho_abcdefghijklmnopqrstuvwxyz01",
+        KEY,
+        "sk-proj-abcdefghijklmnopqrstuvwxyz",
+        "hf_abcdefghijklmnopqrstuvwxyz",
+        "ghp_abcdefghijklmnopqrstuvwxyz01",
+        "-----BEGIN PRIVATE KEY-----\nMIGHAgEAMBMGByq\n-----END PRIVATE KEY-----",
+        TOKEN,
+        "-----BEGIN EC PRIVATE KEY-----\nMIGHAg\n-----END EC PRIVATE KEY-----",
+        "gho_abcdefghijklmnopqrstuvwxyz01",
     ],
     ids=["ours", "openai", "huggingface", "github", "pem", "join", "pem of a curve", "github's of an app"],
-)  # fmt: skip
+)
 def test_what_looks_like_a_secret_is_hidden(secret: str):
     told = hide(f"before {secret} after")
     assert told == f"before {HIDDEN} after"
@@ -125,10 +130,28 @@ def test_a_private_key_that_is_cut_off_is_hidden_to_the_end():
 
 def test_every_name_of_a_secret_or_a_prompt_is_hidden_and_other_values_stay():
     for name in (
-        "authorization", "api_key", "apikey", "key", "secret", "token_text", "cookie", "set-cookie", "Password",
-        "pepper", "prompt", "prompts", "messages", "content", "input", "text", "texts", "ids", "image_url", "tools",
+        "authorization",
+        "api_key",
+        "apikey",
+        "key",
+        "secret",
+        "token_text",
+        "cookie",
+        "set-cookie",
+        "Password",
+        "pepper",
+        "prompt",
+        "prompts",
+        "messages",
+        "content",
+        "input",
+        "text",
+        "texts",
+        "ids",
+        "image_url",
+        "tools",
         "body",
-    ):  # fmt: skip
+    ):
         assert redact({name: 1}) == {name: HIDDEN}
     event = {"n": 1, "list": ["a", ("b", {"c": None})], "map": {1: {"key": "k"}}, "note": f"by {KEY}"}
     told = {"n": 1, "list": ["a", ["b", {"c": None}]], "map": {"1": {"key": HIDDEN}}, "note": f"by {HIDDEN}"}

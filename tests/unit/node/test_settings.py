@@ -100,8 +100,11 @@ def test_an_explicit_cap_is_of_the_tier_custom():
 @pytest.mark.parametrize("tier", ["safe", "balanced", "aggressive"])
 def test_a_cap_that_contradicts_the_tier_is_refused_and_both_are_named_with_their_origins(tier: str):
     layers = [("config.toml", {"memory.tier": tier}), ("environment", {"memory.cap": "12GiB"})]
-    with pytest.raises(SettingsError, match=rf"memory\.tier \(config\.toml\): {tier} contradicts memory\.cap = 12GiB "
-                       r"\(environment\).*leave memory\.tier out.*or leave memory\.cap out"):  # fmt: skip
+    with pytest.raises(
+        SettingsError,
+        match=rf"memory\.tier \(config\.toml\): {tier} contradicts memory\.cap = 12GiB "
+        r"\(environment\).*leave memory\.tier out.*or leave memory\.cap out",
+    ):
         resolve(layers)
 
 

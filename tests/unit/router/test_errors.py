@@ -20,15 +20,26 @@ def test_every_refusal_has_its_status_and_openai_shape(code: Code):
     assert (found["code"], found["message"], found["request_id"]) == (code.value, "why", "r-1")
     assert found["type"] in {"invalid_request_error", "permission_error", "rate_limit_error", "server_error"}
     assert found["memory"] == {
-        "predicted": 30, "ceiling": 20, "current": 10, "reserved": 1, "estimate": 5, "margin": 2, "cap": 24,
-        "headroom": 7, "bound_by": "static",
-    }  # fmt: skip
+        "predicted": 30,
+        "ceiling": 20,
+        "current": 10,
+        "reserved": 1,
+        "estimate": 5,
+        "margin": 2,
+        "cap": 24,
+        "headroom": 7,
+        "bound_by": "static",
+    }
     assert (b"retry-after", b"1") in problem.headers() or problem.status in (400, 403, 404, 409, 500)
 
 
-@pytest.mark.parametrize(("code", "kind"), [
-    (Code.IN_USE, "invalid_request_error"), (Code.LOAD_FAILED, "server_error"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (Code.IN_USE, "invalid_request_error"),
+        (Code.LOAD_FAILED, "server_error"),
+    ],
+)
 def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: Code, kind: str):
     problem = from_refused(Refused(code, "why", None, 5.0))
     assert error(problem)["type"] == kind
@@ -40,9 +51,19 @@ def test_a_request_that_was_in_a_crash_is_not_sent_again_by_itself():
     assert failed("node_lost", "x").headers() == []
 
 
-@pytest.mark.parametrize(("seconds", "shown"), [
-    (0.0, 1), (0.2, 1), (1.0, 1), (1.1, 2), (59.5, 60), (1e9, 60), (float("nan"), 60), (-3.0, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (0.0, 1),
+        (0.2, 1),
+        (1.0, 1),
+        (1.1, 2),
+        (59.5, 60),
+        (1e9, 60),
+        (float("nan"), 60),
+        (-3.0, 1),
+    ],
+)
 def test_retry_after_is_a_whole_number_that_clients_honour(seconds: float, shown: int):
     assert whole_seconds(seconds) == shown
 

@@ -10,7 +10,7 @@ from wire.bonjour_record import (
     shown_name,
     to_txt,
     usable_addresses,
-)  # fmt: skip
+)
 from wire.identity import SERVICE_TYPE
 
 ADVERT = Advert("coord", "0123456789ab", "0.1.0", "fedcba9876543210")
@@ -55,8 +55,17 @@ def test_names_keep_their_words() -> None:
 
 def test_addresses_are_ranked_and_what_nobody_can_dial_is_left_out() -> None:
     found = [
-        ("lo0", "127.0.0.1"), ("en0", "fe80::1"), ("docker0", "172.17.0.1"), ("utun4", "100.64.0.1"),
-        ("awdl0", "169.254.7.7"), ("bridge100", "192.168.64.1"), ("bridge0", "169.254.1.2"), ("en1", "8.8.8.8"),
-        ("en0", "192.168.1.7"), ("en0", "fd00::7"), ("en0", "not an address"), ("en5", "10.0.0.7"),
-    ]  # fmt: skip
+        ("lo0", "127.0.0.1"),
+        ("en0", "fe80::1"),
+        ("docker0", "172.17.0.1"),
+        ("utun4", "100.64.0.1"),
+        ("awdl0", "169.254.7.7"),
+        ("bridge100", "192.168.64.1"),
+        ("bridge0", "169.254.1.2"),
+        ("en1", "8.8.8.8"),
+        ("en0", "192.168.1.7"),
+        ("en0", "fd00::7"),
+        ("en0", "not an address"),
+        ("en5", "10.0.0.7"),
+    ]
     assert usable_addresses(found) == ["10.0.0.7", "192.168.1.7", "169.254.1.2", "8.8.8.8", "fd00::7"]

@@ -31,8 +31,13 @@ def test_a_percentage_needs_a_whole() -> None:
 
 def test_sizes_are_shown_with_their_unit() -> None:
     assert [show_size(s) for s in (None, 0, 2048, 3 * 1024**2, 31 * GIB, -GIB)] == [
-        "-", "0.0 MiB", "2.0 KiB", "3.0 MiB", "31.0 GiB", "-1.0 GiB",
-    ]  # fmt: skip
+        "-",
+        "0.0 MiB",
+        "2.0 KiB",
+        "3.0 MiB",
+        "31.0 GiB",
+        "-1.0 GiB",
+    ]
 
 
 def sent(written: list[bytes]) -> list[str]:

@@ -99,9 +99,14 @@ def test_critical_conditions_come_first_and_then_the_oldest():
 
 def test_a_row_has_every_field_of_its_condition():
     assert Condition(LATE, A, 5.12345).row() == {
-        "name": "Late", "severity": "warning", "node": "a", "since": 5.123, "summary": "a is late",
-        "remedy": "wait for it, then restart it", "runbook": "docs/operations.md#late",
-    }  # fmt: skip
+        "name": "Late",
+        "severity": "warning",
+        "node": "a",
+        "since": 5.123,
+        "summary": "a is late",
+        "remedy": "wait for it, then restart it",
+        "runbook": "docs/operations.md#late",
+    }
     assert Condition(NAMED["CutOff"], frozenset(), 0.0).row()["node"] is None
     conflict = Condition(NAMED["ModelConflict"], frozenset({("model", "tiny")}), 0.0)
     assert "under the name tiny:" in conflict.summary
@@ -125,11 +130,19 @@ def test_a_sample_has_the_values_that_the_metrics_have():
     seen = replace(view("id of a", report=DISTINCT), name="a")
     found = sample_of(pool_picture(1, 1), [node_picture(seen, None)])
     expected = {
-        "engine_forwards_total": 2007, "node_memory_margin_bytes": 1003, "node_memory_cap_bytes": 1001,
-        "node_memory_lease_bytes": 1010, "video_worker_phys_bytes": 4002, "node_memory_engine_phys_bytes": 5001,
-        "node_memory_kills_total": 5006, "engine_restarts_total": 2001, "engine_leaked_bytes": 2025,
-        "node_memory_reading_timestamp_seconds": WALL - 1.75, "gate_armed": 1, "gate_guard": 1,
-    }  # fmt: skip
+        "engine_forwards_total": 2007,
+        "node_memory_margin_bytes": 1003,
+        "node_memory_cap_bytes": 1001,
+        "node_memory_lease_bytes": 1010,
+        "video_worker_phys_bytes": 4002,
+        "node_memory_engine_phys_bytes": 5001,
+        "node_memory_kills_total": 5006,
+        "engine_restarts_total": 2001,
+        "engine_leaked_bytes": 2025,
+        "node_memory_reading_timestamp_seconds": WALL - 1.75,
+        "gate_armed": 1,
+        "gate_guard": 1,
+    }
     assert {name: found[f"macpool_{name}"][A] for name in expected} == expected
     checks = frozenset({("node", "a"), ("site", "all")})
     assert found["macpool_gate_checks_total"] == {checks: 2005}

@@ -61,13 +61,17 @@ def test_the_committed_rules_are_those_of_the_table():
 
 def series(story: Series, seconds: int) -> list[dict[str, str]]:
     steps = range(0, seconds + STEP, STEP)
-    return [{"series": name, "values": " ".join(f"{values(at):.17g}" for at in steps)}
-            for name, values in story.items()]  # fmt: skip
+    return [
+        {"series": name, "values": " ".join(f"{values(at):.17g}" for at in steps)} for name, values in story.items()
+    ]
 
 
 def alerts(rule: Rule, labels: dict[str, str]) -> list[dict[str, Any]]:
-    annotations = {"summary": told(rule.summary, frozenset(labels.items())), "description": rule.remedy,
-                   "runbook_url": runbook_url(PAGE, rule.name)}  # fmt: skip
+    annotations = {
+        "summary": told(rule.summary, frozenset(labels.items())),
+        "description": rule.remedy,
+        "runbook_url": runbook_url(PAGE, rule.name),
+    }
     return [{"exp_labels": {**labels, "severity": rule.severity.value}, "exp_annotations": annotations}]
 
 
@@ -83,16 +87,22 @@ def promtool(folder: Path, tests: list[dict[str, Any]]) -> subprocess.CompletedP
 def test_the_alert_fires_and_rests(name: str, tmp_path: Path, record_property: Callable[[str, object], None]):
     story, rule = STORIES[name], NAMED[name]
     fires = {
-        "interval": f"{STEP}s", "input_series": series(story.holds, story.seconds),
-        "alert_rule_test": [{"eval_time": f"{story.seconds}s", "alertname": name,
-                             "exp_alerts": alerts(rule, dict(story.labels))}],
-    }  # fmt: skip
+        "interval": f"{STEP}s",
+        "input_series": series(story.holds, story.seconds),
+        "alert_rule_test": [
+            {"eval_time": f"{story.seconds}s", "alertname": name, "exp_alerts": alerts(rule, dict(story.labels))}
+        ],
+    }
     rests = [
-        {"interval": f"{STEP}s", "input_series": series(one, story.seconds),
-         "alert_rule_test": [{"eval_time": f"{at}s", "alertname": name, "exp_alerts": []}
-                             for at in range(0, story.seconds + 1, 10)]}
+        {
+            "interval": f"{STEP}s",
+            "input_series": series(one, story.seconds),
+            "alert_rule_test": [
+                {"eval_time": f"{at}s", "alertname": name, "exp_alerts": []} for at in range(0, story.seconds + 1, 10)
+            ],
+        }
         for one in story.rests
-    ]  # fmt: skip
+    ]
     done = promtool(tmp_path, [fires, *rests])
     assert done.returncode == 0, done.stdout + done.stderr
     record_property("seen", f"alert {name}: fires after {story.seconds} s, rests in {len(rests)} other stories")
@@ -100,8 +110,11 @@ def test_the_alert_fires_and_rests(name: str, tmp_path: Path, record_property: C
 
 def test_the_test_would_notice(tmp_path: Path):
     story = STORIES["GuardOff"]
-    wrong = {"interval": f"{STEP}s", "input_series": series(story.holds, 10),
-             "alert_rule_test": [{"eval_time": "10s", "alertname": "GuardOff", "exp_alerts": []}]}  # fmt: skip
+    wrong = {
+        "interval": f"{STEP}s",
+        "input_series": series(story.holds, 10),
+        "alert_rule_test": [{"eval_time": "10s", "alertname": "GuardOff", "exp_alerts": []}],
+    }
     assert promtool(tmp_path, [wrong]).returncode != 0
 
 
@@ -164,8 +177,14 @@ def test_what_began_and_what_ended_is_told_once():
 def test_critical_conditions_come_first():
     conditions = Conditions()
     for now in (0, 10, 20):
-        conditions.look({"macpool_node_memory_margin_bytes": {STUDIO: 0}, "macpool_node_memory_cap_bytes": {STUDIO: 5},
-                         "macpool_gate_guard": {STUDIO: 0}}, now)  # fmt: skip
+        conditions.look(
+            {
+                "macpool_node_memory_margin_bytes": {STUDIO: 0},
+                "macpool_node_memory_cap_bytes": {STUDIO: 5},
+                "macpool_gate_guard": {STUDIO: 0},
+            },
+            now,
+        )
     assert [one.rule.name for one in conditions.active()] == ["GuardOff", "MarginZero"]
 
 

@@ -27,14 +27,33 @@ GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), f
 @pytest.mark.parametrize(
     "url",
     [
-        "http://example.com/x", "http://192.168.1.5/x", "http://localhost/x", "http://127.1/", "http://2130706433/",
-        "http://0x7f000001/", "http://169.254.169.254/latest", "http://[::ffff:10.0.0.1]/", "ftp://example.com/",
-        "file:///etc/passwd", "https://user:pw@example.com/", "https://user@example.com/", "https://exa\tmple.com/",
-        "https://example.com\\@127.0.0.1/", "https://example.com/\r\nHost: x", "https://example.com/ x", "https://",
-        "https:///x", "//example.com/x", "gopher://x/", "https://example.com:99999/", "https://\u24db.example/",
-        "https://[fe80::1/", "example.com", "\0",
+        "http://example.com/x",
+        "http://192.168.1.5/x",
+        "http://localhost/x",
+        "http://127.1/",
+        "http://2130706433/",
+        "http://0x7f000001/",
+        "http://169.254.169.254/latest",
+        "http://[::ffff:10.0.0.1]/",
+        "ftp://example.com/",
+        "file:///etc/passwd",
+        "https://user:pw@example.com/",
+        "https://user@example.com/",
+        "https://exa\tmple.com/",
+        "https://example.com\\@127.0.0.1/",
+        "https://example.com/\r\nHost: x",
+        "https://example.com/ x",
+        "https://",
+        "https:///x",
+        "//example.com/x",
+        "gopher://x/",
+        "https://example.com:99999/",
+        "https://\u24db.example/",
+        "https://[fe80::1/",
+        "example.com",
+        "\0",
     ],
-)  # fmt: skip
+)
 def test_what_is_no_address_for_conditions_is_refused(url: str):
     with pytest.raises(WebhookError) as refused:
         parse(url)
@@ -58,32 +77,73 @@ def test_addresses_are_read(url: str, address: Address):
 @pytest.mark.parametrize(
     ("tls", "found"),
     [
-        (True, ["169.254.169.254"]), (True, ["93.184.216.34", "169.254.1.1"]), (True, ["fe80::1%eth0"]),
-        (True, ["::ffff:169.254.169.254"]), (True, ["224.0.0.1"]), (True, ["0.0.0.0"]), (True, ["2002:a9fe:a9fe::1"]),
-        (True, []), (False, ["10.0.0.5"]), (False, ["127.0.0.1", "93.184.216.34"]),
+        (True, ["169.254.169.254"]),
+        (True, ["93.184.216.34", "169.254.1.1"]),
+        (True, ["fe80::1%eth0"]),
+        (True, ["::ffff:169.254.169.254"]),
+        (True, ["224.0.0.1"]),
+        (True, ["0.0.0.0"]),
+        (True, ["2002:a9fe:a9fe::1"]),
+        (True, []),
+        (False, ["10.0.0.5"]),
+        (False, ["127.0.0.1", "93.184.216.34"]),
     ],
-)  # fmt: skip
+)
 def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
     with pytest.raises(WebhookError):
         allowed(Address(tls, "example.com", 443, "/"), found)
 
 
-@pytest.mark.parametrize("host", [
-    "169.254.169.254", "169.254.170.2", "169.254.0.1", "100.100.100.200", "168.63.129.16", "192.0.0.192",
-    "fd00:ec2::254", "fd20:ce::254", "fe80::a9fe:a9fe", "::ffff:169.254.169.254", "::ffff:100.100.100.200",
-    "::169.254.169.254", "64:ff9b::169.254.169.254", "64:ff9b::100.100.100.200", "64:ff9b:1::169.254.169.254",
-    "2002:a9fe:a9fe::1", "2002:6464:64c8::", "2001:0:a9fe:a9fe::1", "2001:db8::5efe:169.254.169.254",
-    "2001:0:1:1:0:0:5601:5601", "2001:db8::200:5efe:169.254.169.254", "::", "0.0.0.0", "ff02::1", "240.0.0.1",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "169.254.169.254",
+        "169.254.170.2",
+        "169.254.0.1",
+        "100.100.100.200",
+        "168.63.129.16",
+        "192.0.0.192",
+        "fd00:ec2::254",
+        "fd20:ce::254",
+        "fe80::a9fe:a9fe",
+        "::ffff:169.254.169.254",
+        "::ffff:100.100.100.200",
+        "::169.254.169.254",
+        "64:ff9b::169.254.169.254",
+        "64:ff9b::100.100.100.200",
+        "64:ff9b:1::169.254.169.254",
+        "2002:a9fe:a9fe::1",
+        "2002:6464:64c8::",
+        "2001:0:a9fe:a9fe::1",
+        "2001:db8::5efe:169.254.169.254",
+        "2001:0:1:1:0:0:5601:5601",
+        "2001:db8::200:5efe:169.254.169.254",
+        "::",
+        "0.0.0.0",
+        "ff02::1",
+        "240.0.0.1",
+    ],
+)
 def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     with pytest.raises(WebhookError):
         allowed(Address(True, "example.com", 443, "/"), ["93.184.216.34", host])
 
 
-@pytest.mark.parametrize("host", [
-    "93.184.216.34", "192.168.1.9", "10.0.0.1", "100.64.0.7", "127.0.0.1", "::1", "2606:2800:220:1::1", "fd12:3456::1",
-    "64:ff9b::93.184.216.34", "::ffff:192.168.1.9",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "93.184.216.34",
+        "192.168.1.9",
+        "10.0.0.1",
+        "100.64.0.7",
+        "127.0.0.1",
+        "::1",
+        "2606:2800:220:1::1",
+        "fd12:3456::1",
+        "64:ff9b::93.184.216.34",
+        "::ffff:192.168.1.9",
+    ],
+)
 def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
     assert allowed(Address(True, "example.com", 443, "/"), [host]) == host
 
@@ -236,10 +296,19 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
 
 @pytest.mark.parametrize(
     ("answers", "tried", "reason"),
-    [([200], 1, ""), ([299], 1, ""), ([300], 1, "status 300"), ([199], 1, "status 199"), ([499], 1, "status 499"),
-     ([500] * 4, 4, "status 500"), ([429] * 4, 4, "status 429"), ([500, 200], 2, ""),
-     ([OSError(SECRET)] * 4, 4, "OSError"), ([WebhookError("it has no address")] * 4, 4, "it has no address")],
-)  # fmt: skip
+    [
+        ([200], 1, ""),
+        ([299], 1, ""),
+        ([300], 1, "status 300"),
+        ([199], 1, "status 199"),
+        ([499], 1, "status 499"),
+        ([500] * 4, 4, "status 500"),
+        ([429] * 4, 4, "status 429"),
+        ([500, 200], 2, ""),
+        ([OSError(SECRET)] * 4, 4, "OSError"),
+        ([WebhookError("it has no address")] * 4, 4, "it has no address"),
+    ],
+)
 async def test_the_answer_decides_whether_it_is_tried_again_and_the_log_says_why_it_failed(
     answers: list[int | Exception], tried: int, reason: str
 ):

@@ -59,9 +59,16 @@ async def test_a_request_under_way_and_its_end_are_told_with_their_numbers(port:
         assert abs(row.pop("at") - time.time()) < 60
         assert row.pop("phase")
         assert row == {
-            "id": "r1", "key": "laptop", "model": "tiny", "node": "one", "prompt_tokens": 7, "cached_tokens": 3,
-            "completion_tokens": 2, "attempts": 1, "stream": False,
-        }  # fmt: skip
+            "id": "r1",
+            "key": "laptop",
+            "model": "tiny",
+            "node": "one",
+            "prompt_tokens": 7,
+            "cached_tokens": 3,
+            "completion_tokens": 2,
+            "attempts": 1,
+            "stream": False,
+        }
         assert (told["status"]["in_flight"], told["status"]["queued"], told["ended"]) == (1, 0, [])
         assert told["nodes"][0]["in_flight"] == 1
         line.send(Finished(asked.request, ("stop",), 7, 2, cached_tokens=3))
@@ -71,9 +78,17 @@ async def test_a_request_under_way_and_its_end_are_told_with_their_numbers(port:
     assert abs(row.pop("at") - time.time()) < 60
     assert 0 <= row.pop("ttft_seconds") <= row.pop("seconds") < 30
     assert row == {
-        "request_id": "r1", "key": "laptop", "model": "tiny", "node": "one", "outcome": "ok", "message": "",
-        "prompt_tokens": 7, "cached_tokens": 3, "completion_tokens": 2, "tokens_per_second": None,
-    }  # fmt: skip
+        "request_id": "r1",
+        "key": "laptop",
+        "model": "tiny",
+        "node": "one",
+        "outcome": "ok",
+        "message": "",
+        "prompt_tokens": 7,
+        "cached_tokens": 3,
+        "completion_tokens": 2,
+        "tokens_per_second": None,
+    }
     assert (told["status"]["in_flight"], told["requests"], told["nodes"][0]["in_flight"]) == (0, [], 0)
     port.application.admin.revoke_key(key["id"])
     assert (await sections(port))["ended"][0]["key"] == f"{key['id']} (ended)"
@@ -87,7 +102,7 @@ async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
         told = await sections(port)
         assert [(row["id"], row["phase"], row["node"], row["attempts"]) for row in told["requests"]] == [
             ("r1", "queued", "", 0),
-        ]  # fmt: skip
+        ]
         assert (told["status"]["in_flight"], told["status"]["queued"]) == (0, 1)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -96,8 +111,9 @@ async def test_a_request_that_waits_and_is_refused_is_told_with_why(port: Port):
     assert answer.status_code == 404
     told = await sections(port)
     assert [(row["model"], row["outcome"]) for row in told["ended"]] == [
-        ("tiny", "cancelled"), ("nothing", "model_not_found"),
-    ]  # fmt: skip
+        ("tiny", "cancelled"),
+        ("nothing", "model_not_found"),
+    ]
     assert "nothing" in told["ended"][1]["message"]
     line.close()
 
@@ -117,16 +133,23 @@ async def test_status_counts_nodes_models_warnings_and_names_the_pool(port: Port
     assert told["cluster"] == {"id": port.application.authority.cluster, "name": "home"}
     facts = ("version", "epoch", "base_url", "cluster_url", "self_suspect", "conditions")
     assert [told[name] for name in facts] == [
-        "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", False, [],
-    ]  # fmt: skip
+        "0",
+        1,
+        "http://127.0.0.1:8080/v1",
+        "macpool://127.0.0.1:8081",
+        False,
+        [],
+    ]
     assert "uptime_seconds" not in told, "it would change at every look"
     whole = await port.get("/api/v1/status")
     assert whole["uptime_seconds"] > 0
 
 
 async def test_models_say_where_they_are_and_how_each_mac_stands_to_them(port: Port):
-    models = (a_model("qwen", weights=17, context=99, prefill_speed=1234.5, decode_speed=67.8, fingerprint="f1"),
-              a_model("llama", loaded=False, loading=True, progress=0.25))  # fmt: skip
+    models = (
+        a_model("qwen", weights=17, context=99, prefill_speed=1234.5, decode_speed=67.8, fingerprint="f1"),
+        a_model("llama", loaded=False, loading=True, progress=0.25),
+    )
     await linked(port, "one", models=models)
     await linked(port, "two", models=(a_model("qwen", loaded=False, fingerprint="f2"),))
     told = {row["name"]: row for row in (await sections(port))["models"]}
@@ -160,9 +183,12 @@ async def test_verbs_of_a_node_change_it_and_are_on_the_disk_when_they_answer(po
     store = port.application.store
     async with port.client("admin") as client:
         for verb, name, value in (
-            ("cordon", "cordoned", True), ("uncordon", "cordoned", False), ("allow-video", "video", True),
-            ("deny-video", "video", False), ("drain", "cordoned", True),
-        ):  # fmt: skip
+            ("cordon", "cordoned", True),
+            ("uncordon", "cordoned", False),
+            ("allow-video", "video", True),
+            ("deny-video", "video", False),
+            ("drain", "cordoned", True),
+        ):
             body = {"wait_seconds": 0} if verb == "drain" else None
             answer = await client.post(f"/api/v1/nodes/one/{verb}", json=body)
             assert answer.status_code == 200, answer.text

@@ -206,9 +206,21 @@ def _head(tree: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize(
-    "name", ["../evil", "/etc/passwd", "authority/../../evil.pem", "videos/video_a/../../../evil.mp4", "node/lock",
-             "authority/x.pem\n", "videos/video_a/.hidden.mp4", "cluster.db/", "run.json", "", "lock"],
-)  # fmt: skip
+    "name",
+    [
+        "../evil",
+        "/etc/passwd",
+        "authority/../../evil.pem",
+        "videos/video_a/../../../evil.mp4",
+        "node/lock",
+        "authority/x.pem\n",
+        "videos/video_a/.hidden.mp4",
+        "cluster.db/",
+        "run.json",
+        "",
+        "lock",
+    ],
+)
 def test_no_name_leads_out_of_the_folder(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
     evil = {"name": name, "size": 4, "sha256": hashlib.sha256(b"evil").hexdigest()}
     file = forged(home[0], lambda tree: tree["members"].append(evil), b"evil")
@@ -274,8 +286,16 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
     stranger = Authority(tmp_path / "stranger", time.time)
     fence = Fence(authority, 5)
     assert fence.newer(6, authority.seal(6))
-    lies = [(6, b""), (6, b"x" * 70), (6, authority.seal(7)), (6, stranger.seal(6)), (5, authority.seal(5)),
-            (4, authority.seal(4)), (2**62, authority.seal(6)), (-1, authority.seal(-1))]  # fmt: skip
+    lies = [
+        (6, b""),
+        (6, b"x" * 70),
+        (6, authority.seal(7)),
+        (6, stranger.seal(6)),
+        (5, authority.seal(5)),
+        (4, authority.seal(4)),
+        (2**62, authority.seal(6)),
+        (-1, authority.seal(-1)),
+    ]
     for generation, seal in lies:
         assert not fence.newer(generation, seal)
     fence.check(home[0])
@@ -319,8 +339,19 @@ def full_cluster(folder: Path) -> str:
     """Make a cluster in which every table has rows, among them revoked, removed and spent ones; give its id."""
     ident = cluster(folder)
     store = Store(folder)
-    store.put_member(MemberRow(NodeId("n2"), "mini", "m2", Hardware("M2", 1 << 34), "cd34", 6.0, cordoned=True,
-                               labels=("lab", "fast"), video=True))  # fmt: skip
+    store.put_member(
+        MemberRow(
+            NodeId("n2"),
+            "mini",
+            "m2",
+            Hardware("M2", 1 << 34),
+            "cd34",
+            6.0,
+            cordoned=True,
+            labels=("lab", "fast"),
+            video=True,
+        )
+    )
     store.put_member(MemberRow(NodeId("n3"), "gone", "m3", Hardware(), "ef56", 7.0, removed=8.0))
     store.put_token(TokenRow("spent", b"s" * 32, 1.0, 2.0, 0, "spent", revoked=True))
     store.put_key(KeyRow("k2", "bounded", ("infer", "admin"), b"e" * 32, 2.0, 3.0, KeyLimits(concurrency=2)))
@@ -366,8 +397,11 @@ def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     store = Store(tmp_path / "other")
     member = store.members[NodeId("n2")]
     assert (member.cordoned, member.labels, member.video, member.hardware) == (
-        True, ("lab", "fast"), True, Hardware("M2", 1 << 34),
-    )  # fmt: skip
+        True,
+        ("lab", "fast"),
+        True,
+        Hardware("M2", 1 << 34),
+    )
     assert set(store.keys) == {"k1", "k2"}, "a revoked key stays revoked"
     assert store.keys["k2"].limits == KeyLimits(concurrency=2)
     assert store.denied(NodeId("n3"), "")

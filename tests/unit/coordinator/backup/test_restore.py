@@ -36,9 +36,13 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(b"macpool backup 2\n", "newer macpool: update"), (b"macpool sealed 2\n", "newer macpool: update"),
-     (b"#!/bin/sh\n", "is no backup of macpool"), (b"", "is no backup of macpool")],
-)  # fmt: skip
+    [
+        (b"macpool backup 2\n", "newer macpool: update"),
+        (b"macpool sealed 2\n", "newer macpool: update"),
+        (b"#!/bin/sh\n", "is no backup of macpool"),
+        (b"", "is no backup of macpool"),
+    ],
+)
 def test_a_file_that_is_no_backup_of_ours_says_what_it_is(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "b").write_bytes(content)
     for use in (look, lambda file: restore(file, tmp_path / "state", NOW)):

@@ -20,17 +20,43 @@ def node(**changes: Any) -> dict[str, Any]:
     """A node as the API gives it: 96 GiB of which Metal decides, 12 kept, 60 in use, 4 promised."""
     enforcement = enforcement_row(Enforcement(Level.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1))
     return {
-        "name": "studio", "cap": 96 * GIB, "ceiling": 90 * GIB, "margin": 12 * GIB, "phys": 58 * GIB,
-        "active": 57 * GIB, "recent": 60 * GIB, "current": 60 * GIB, "reserved": 4 * GIB, "headroom": 14 * GIB,
-        "leases": 6 * GIB, "base": 300 * MIB, "cache": 256 * MIB, "peak": 61 * GIB, "canary": 256 * MIB,
+        "name": "studio",
+        "cap": 96 * GIB,
+        "ceiling": 90 * GIB,
+        "margin": 12 * GIB,
+        "phys": 58 * GIB,
+        "active": 57 * GIB,
+        "recent": 60 * GIB,
+        "current": 60 * GIB,
+        "reserved": 4 * GIB,
+        "headroom": 14 * GIB,
+        "leases": 6 * GIB,
+        "base": 300 * MIB,
+        "cache": 256 * MIB,
+        "peak": 61 * GIB,
+        "canary": 256 * MIB,
         "cap_bound_by": "metal",
-        "bound_by": "leases", "tier": "balanced", "remedy": "wait for the video job", "source": "phys_footprint",
-        "age": 0.25, "guard": True, "gate_armed": True, "enforcement": enforcement,
-        "system_memory": {"available": 31 * GIB, "pressure": "warn", "worker": 5 * GIB, "source": "vm_statistics64",
-                          "age": 0.5},
-        "engine": {"restarts": 3, "wired": 54 * GIB,
-                   "counts": {"checks": 10, "refusals": 4, "sheds": 2, "evictions": 1}},
-    } | changes  # fmt: skip
+        "bound_by": "leases",
+        "tier": "balanced",
+        "remedy": "wait for the video job",
+        "source": "phys_footprint",
+        "age": 0.25,
+        "guard": True,
+        "gate_armed": True,
+        "enforcement": enforcement,
+        "system_memory": {
+            "available": 31 * GIB,
+            "pressure": "warn",
+            "worker": 5 * GIB,
+            "source": "vm_statistics64",
+            "age": 0.5,
+        },
+        "engine": {
+            "restarts": 3,
+            "wired": 54 * GIB,
+            "counts": {"checks": 10, "refusals": 4, "sheds": 2, "evictions": 1},
+        },
+    } | changes
 
 
 def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
@@ -55,9 +81,14 @@ def test_what_is_unknown_is_shown_as_unknown():
 
 @pytest.mark.parametrize(
     ("changes", "word"),
-    [({}, "armed"), ({"guard": False}, "OFF"), ({"margin": 0}, "no margin"), ({"gate_armed": False}, "not armed"),
-     ({"cap": 0}, "-")],
-)  # fmt: skip
+    [
+        ({}, "armed"),
+        ({"guard": False}, "OFF"),
+        ({"margin": 0}, "no margin"),
+        ({"gate_armed": False}, "not armed"),
+        ({"cap": 0}, "-"),
+    ],
+)
 def test_a_guard_in_a_word(changes: dict[str, Any], word: str):
     assert guard_of(node(**changes)) == word
 
@@ -83,9 +114,16 @@ def test_a_node_over_its_cap_is_a_danger():
 
 def status(**fields: Any) -> dict[str, Any]:
     return {
-        "cluster": {"name": "home", "id": "c"}, "uptime_seconds": 1.0, "base_url": "u", "nodes": {}, "models": [],
-        "in_flight": 0, "queued": 0, "warnings": ["far: it is slow", "near: memory.guard is off"], **fields,
-    }  # fmt: skip
+        "cluster": {"name": "home", "id": "c"},
+        "uptime_seconds": 1.0,
+        "base_url": "u",
+        "nodes": {},
+        "models": [],
+        "in_flight": 0,
+        "queued": 0,
+        "warnings": ["far: it is slow", "near: memory.guard is off"],
+        **fields,
+    }
 
 
 def test_status_shows_dangers_in_red_and_other_warnings_in_yellow(monkeypatch: pytest.MonkeyPatch):

@@ -29,27 +29,60 @@ SIZES = [(80, 2), (80, 12), (80, 40), (120, 2), (120, 12), (120, 40), (200, 2), 
 def a_node(name: str, models: int, state: State = State.READY, **changes: Any) -> dict[str, Any]:
     """Make a node as the API shows it, with so many models of which two are loaded."""
     held = tuple(a_model(f"mlx-community/Qwen3-{number}B-4bit", loaded=number < 2) for number in range(models))
-    memory = a_memory(ceiling=96 * GIB, cap=96 * GIB, current=int(21.4 * GIB), headroom=int(62.6 * GIB),
-                      margin=12 * GIB)  # fmt: skip
+    memory = a_memory(
+        ceiling=96 * GIB, cap=96 * GIB, current=int(21.4 * GIB), headroom=int(62.6 * GIB), margin=12 * GIB
+    )
     report = replace(a_report(), models=held, memory=memory, engine=EngineState("mlx", "ready"))
-    view = view_of(report, node=NodeId(name), name=name, state=state, heard_at=0.0, cordoned=False, epoch=1,
-                   labels=frozenset(), video_allowed=False)  # fmt: skip
+    view = view_of(
+        report,
+        node=NodeId(name),
+        name=name,
+        state=state,
+        heard_at=0.0,
+        cordoned=False,
+        epoch=1,
+        labels=frozenset(),
+        video_allowed=False,
+    )
     row = MemberRow(NodeId(name), name, "m", Hardware("Apple M4 Max", 128 << 30, 16, "macOS 26", "3.13"), "1", 0.0)
     told = Told(reported=True, version="0.1.0", protocol=2, in_flight=3, heard_seconds=312.0)
     return node_row(view, Member(NodeId(name), state, 0.0), row, told) | {"breaker": {"state": "closed"}} | changes
 
 
 def a_pool(models: int) -> dict[str, Any]:
-    return {"nodes": [
-        a_node(NAMES[0], models), a_node(NAMES[1], models, State.LOST), a_node(NAMES[2], models, cordoned=True),
-    ]}  # fmt: skip
+    return {
+        "nodes": [
+            a_node(NAMES[0], models),
+            a_node(NAMES[1], models, State.LOST),
+            a_node(NAMES[2], models, cordoned=True),
+        ]
+    }
 
 
 def a_catalogue(models: int) -> dict[str, Any]:
-    rows = [{"name": name, "id": name, "state": "ready", "model": "loaded" if name == "studio" else "known",
-             "cause": "", "progress": 0.0} for name in NAMES]  # fmt: skip
-    return {"models": [{"name": f"mlx-community/Qwen3-{number}B-4bit", "nodes": rows, "weights": 17 * GIB,
-                        "context": 131072, "conflict": False} for number in range(models)]}  # fmt: skip
+    rows = [
+        {
+            "name": name,
+            "id": name,
+            "state": "ready",
+            "model": "loaded" if name == "studio" else "known",
+            "cause": "",
+            "progress": 0.0,
+        }
+        for name in NAMES
+    ]
+    return {
+        "models": [
+            {
+                "name": f"mlx-community/Qwen3-{number}B-4bit",
+                "nodes": rows,
+                "weights": 17 * GIB,
+                "context": 131072,
+                "conflict": False,
+            }
+            for number in range(models)
+        ]
+    }
 
 
 @pytest.fixture

@@ -29,17 +29,21 @@ from coordinator.cluster.membership import (
     restored,
     step,
     tick,
-)  # fmt: skip
+)
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
 EVENTS = st.one_of(
-    st.just(Enrolled()), st.just(Cordoned()), st.just(Uncordoned()), st.just(Removed()), st.just(Tick()),
+    st.just(Enrolled()),
+    st.just(Cordoned()),
+    st.just(Uncordoned()),
+    st.just(Removed()),
+    st.just(Tick()),
     st.builds(Connected, st.integers(1, 40), st.sampled_from(["i", "j"]), st.booleans()),
     st.builds(Reported, st.integers(1, 40), st.booleans()),
     st.builds(Disconnected, st.integers(1, 40)),
     st.builds(SaidGoodbye, st.integers(1, 40), st.sampled_from(["asleep", "leave", "stopping", "new word"])),
-)  # fmt: skip
+)
 
 
 @given(st.lists(st.tuples(st.sampled_from([A, B]), EVENTS, st.floats(0, 20)), max_size=60))
@@ -79,14 +83,16 @@ def test_what_cannot_happen_is_a_typed_error() -> None:
 
 @pytest.mark.parametrize(
     ("member", "wrong"),
-    [(Member(A, State.READY, 0.0, heard=0.0), "linked without a link"),
-     (Member(A, State.LOST, 0.0, link=1, newest=1), "gone with a link"),
-     (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
-     (Member(A, State.LEFT, 0.0), "left but enrolled"),
-     (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
-     (Member(A, State.READY, 0.0, link=1, newest=1), "alive but never heard"),
-     (Member(A, State.ASLEEP, 0.0, fell=1.0), "fell but is not missing")],
-)  # fmt: skip
+    [
+        (Member(A, State.READY, 0.0, heard=0.0), "linked without a link"),
+        (Member(A, State.LOST, 0.0, link=1, newest=1), "gone with a link"),
+        (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
+        (Member(A, State.LEFT, 0.0), "left but enrolled"),
+        (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
+        (Member(A, State.READY, 0.0, link=1, newest=1), "alive but never heard"),
+        (Member(A, State.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
+    ],
+)
 def test_a_contradiction_is_found_in_a_member_a_pool_and_a_step(member: Member, wrong: str) -> None:
     for check in (member.check, Pool({A: member}).check):
         with pytest.raises(InvariantError, match=wrong):
@@ -157,9 +163,10 @@ def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
 def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
     pool = ready()
     for event, state in (
-        (Reported(1, draining=True), State.DRAINING), (Reported(1, draining=True, paused=True), State.PAUSED),
+        (Reported(1, draining=True), State.DRAINING),
+        (Reported(1, draining=True, paused=True), State.PAUSED),
         (Reported(1), State.READY),
-    ):  # fmt: skip
+    ):
         pool, _ = advance(pool, A, event, 1.0)
         assert pool.members[A].state is state
 
@@ -189,8 +196,14 @@ def test_a_goodbye_says_what_a_node_does(reason: str, state: State, enrolled: bo
 
 def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
     pool, _ = advance(ready(), A, Cordoned(), 1.0)
-    for event in (Disconnected(1), Connected(2, "i"), Reported(2), SaidGoodbye(2, "asleep"), Connected(3, "i"),
-                  Reported(3)):  # fmt: skip
+    for event in (
+        Disconnected(1),
+        Connected(2, "i"),
+        Reported(2),
+        SaidGoodbye(2, "asleep"),
+        Connected(3, "i"),
+        Reported(3),
+    ):
         pool, _ = advance(pool, A, event, 2.0)
         assert pool.members[A].cordoned
         assert not pool.members[A].placeable
@@ -249,12 +262,17 @@ def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float,
 
 @pytest.mark.parametrize(
     ("before", "event", "state", "since", "fell"),
-    [("ready", Enrolled(), State.READY, 0.0, None), ("ready", Reported(1), State.READY, 0.0, None),
-     ("ready", Reported(1, paused=True), State.PAUSED, 5.0, None),
-     ("ready", Disconnected(1), State.LOST, 5.0, 5.0), ("joining", Disconnected(1), State.LOST, 5.0, None),
-     ("suspect", Disconnected(1), State.LOST, 5.0, 3.0), ("suspect", SaidGoodbye(1, "asleep"), State.ASLEEP, 5.0, None),
-     ("suspect", SaidGoodbye(1, "stopping"), State.LOST, 5.0, 3.0)],
-)  # fmt: skip
+    [
+        ("ready", Enrolled(), State.READY, 0.0, None),
+        ("ready", Reported(1), State.READY, 0.0, None),
+        ("ready", Reported(1, paused=True), State.PAUSED, 5.0, None),
+        ("ready", Disconnected(1), State.LOST, 5.0, 5.0),
+        ("joining", Disconnected(1), State.LOST, 5.0, None),
+        ("suspect", Disconnected(1), State.LOST, 5.0, 3.0),
+        ("suspect", SaidGoodbye(1, "asleep"), State.ASLEEP, 5.0, None),
+        ("suspect", SaidGoodbye(1, "stopping"), State.LOST, 5.0, 3.0),
+    ],
+)
 def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
     before: str, event: Event, state: State, since: float, fell: float | None
 ) -> None:

@@ -158,12 +158,15 @@ async def test_a_model_in_use_stays_and_what_was_done_elsewhere_is_said(port: Po
     assert error(answer)["message"] == "one: it has 2 requests here; unloaded on two"
 
 
-@pytest.mark.parametrize(("verb", "where", "model", "status", "code"), [
-    ("load", None, "nothing", 404, "model_not_found"),
-    ("unload", None, BIG, 404, "model_not_found"),
-    ("load", "nowhere", BIG, 404, "node_not_found"),
-    ("load", None, "a\nb", 400, "invalid_request"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("verb", "where", "model", "status", "code"),
+    [
+        ("load", None, "nothing", 404, "model_not_found"),
+        ("unload", None, BIG, 404, "model_not_found"),
+        ("load", "nowhere", BIG, 404, "node_not_found"),
+        ("load", None, "a\nb", 400, "invalid_request"),
+    ],
+)
 async def test_what_cannot_be_is_said_at_once(
     port: Port, verb: str, where: str | None, model: str, status: int, code: str
 ):
@@ -180,15 +183,18 @@ async def test_the_list_says_how_every_node_stands_to_a_model(port: Port):
     rows = {row["name"]: row for row in (await port.get("/api/v1/models"))["models"]}
     found = {one["name"]: (one["model"], one["cause"], one["state"]) for one in rows[BIG]["nodes"]}
     assert found == {
-        "has": ("loaded", "", "ready"), "loads": ("loading", "", "ready"), "knows": ("known", "", "ready"),
+        "has": ("loaded", "", "ready"),
+        "loads": ("loading", "", "ready"),
+        "knows": ("known", "", "ready"),
         "broken": ("failed", "truncated", "ready"),
-    }  # fmt: skip
+    }
     speeds = {(one["prefill_speed"], one["decode_speed"]) for one in rows[BIG]["nodes"]}
     assert speeds == {(round(big().prefill_speed, 1), round(big().decode_speed, 1))}
     inspected = (await port.get(f"/api/v1/nodes/{broken.node}"))["node"]["models"]
     assert [(one["name"], one["model"], one["cause"]) for one in inspected] == [
-        ("gone", "failed", "no template"), (BIG, "failed", "truncated"),
-    ]  # fmt: skip
+        ("gone", "failed", "no template"),
+        (BIG, "failed", "truncated"),
+    ]
     assert [one["id"] for one in (await port.get("/v1/models"))["data"]] == [BIG]
     async with port.client("infer") as client:
         assert "no template" in (await client.get("/v1/models/gone")).json()["error"]["message"]
@@ -206,9 +212,13 @@ async def test_a_model_is_measured_wherever_it_is_loaded_and_the_answer_says_wha
     (row,) = answer["nodes"]
     assert row["name"] == "one"
     assert row["measured"] == {
-        "max_context": 5000, "max_batch": 7, "kv_per_token": found.kv_per_token, "transient": 9, "residual": 3,
+        "max_context": 5000,
+        "max_batch": 7,
+        "kv_per_token": found.kv_per_token,
+        "transient": 9,
+        "residual": 3,
         "covered": 512,
-    }  # fmt: skip
+    }
 
 
 async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_loaded(port: Port):

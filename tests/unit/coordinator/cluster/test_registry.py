@@ -66,8 +66,15 @@ class Coordinator:
         tokens, approvals = Tokens(self.store, self.authority.ca, time.time), Approvals()
         cluster = Cluster("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
         self.epoch = self.store.next_epoch()
-        self.registry = Registry(self.store, self.authority, Enrolment(cluster), name="home", version="1.2.3",
-                                 epoch=self.epoch, wall=lambda: WALL)  # fmt: skip
+        self.registry = Registry(
+            self.store,
+            self.authority,
+            Enrolment(cluster),
+            name="home",
+            version="1.2.3",
+            epoch=self.epoch,
+            wall=lambda: WALL,
+        )
         self.placed = Placed()
         self.registry.placing = self.placed
 
@@ -160,8 +167,10 @@ async def test_a_cordon_labels_and_the_permission_for_video_survive_a_restart(st
     second.registry.label(studio, ())
     second.registry.allow_video(studio, on=False)
     assert (second.seen(studio).cordoned, second.seen(studio).labels, second.seen(studio).video_allowed) == (
-        False, frozenset(), False,
-    )  # fmt: skip
+        False,
+        frozenset(),
+        False,
+    )
     await second.stop()
     third = start()
     row = third.store.members[studio]
@@ -211,8 +220,12 @@ async def test_a_welcome_says_who_the_coordinator_is(start: Callable[[], Coordin
     welcome = one.greet(one.join("studio"))
     assert isinstance(welcome, Welcome)
     assert (welcome.epoch, welcome.cluster, welcome.cluster_name, welcome.time, welcome.version) == (
-        one.epoch, one.authority.cluster, "home", WALL, "1.2.3",
-    )  # fmt: skip
+        one.epoch,
+        one.authority.cluster,
+        "home",
+        WALL,
+        "1.2.3",
+    )
     assert (welcome.addresses, welcome.generation) == (("10.0.0.1:8081",), 0)
     assert one.authority.sealed(0, welcome.seal)
 
@@ -501,8 +514,9 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     one.registry.received(studio, number, bare)
     dangers = one.registry.dangers()
     assert [text.partition(",")[0] for text in dangers] == [
-        "studio: memory.margin is 0", f"studio: it stands over its cap of {a_memory().cap // GIB}.0 GiB less leases",
-    ]  # fmt: skip
+        "studio: memory.margin is 0",
+        f"studio: it stands over its cap of {a_memory().cap // GIB}.0 GiB less leases",
+    ]
     assert one.registry.warnings()[:2] == dangers, "what is dangerous stands first"
     one.registry.unlinked(studio, number, "cable")
     assert not [text for text in one.registry.warnings() if text.startswith("studio")]

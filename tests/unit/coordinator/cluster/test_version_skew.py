@@ -6,9 +6,15 @@ from wire.identity import PROTOCOL
 
 @pytest.mark.parametrize(
     ("text", "numbers"),
-    [("1.2.3", (1, 2, 3)), ("0.10.0rc1", (0, 10, 0)), ("1.2.3+local.7", (1, 2, 3)), ("", ()), ("junk", ()),
-     ("1.2.3.4.5", (1, 2, 3, 4))],
-)  # fmt: skip
+    [
+        ("1.2.3", (1, 2, 3)),
+        ("0.10.0rc1", (0, 10, 0)),
+        ("1.2.3+local.7", (1, 2, 3)),
+        ("", ()),
+        ("junk", ()),
+        ("1.2.3.4.5", (1, 2, 3, 4)),
+    ],
+)
 def test_a_version_is_its_numbers(text: str, numbers: tuple[int, ...]) -> None:
     assert read_version(text) == numbers
 

@@ -71,8 +71,13 @@ def test_what_libraries_say_is_left_out():
 
 
 def test_lines_that_are_not_ours_are_counted():
-    lines = [json.dumps(EVENT), PROMPT, "[]", f"2026-11-20 10:00:00 [warning  ] certificate renewed  text={PROMPT}",
-             f"2026-11-20 10:00:00 [warning  ] {PROMPT}!"]  # fmt: skip
+    lines = [
+        json.dumps(EVENT),
+        PROMPT,
+        "[]",
+        f"2026-11-20 10:00:00 [warning  ] certificate renewed  text={PROMPT}",
+        f"2026-11-20 10:00:00 [warning  ] {PROMPT}!",
+    ]
     found = [json.loads(line) for line in log_lines(lines).splitlines()]
     assert [one.get("event") for one in found] == ["link lost", "certificate renewed", None]
     assert found[-1] == {"lines_left_out": 3}
@@ -89,8 +94,15 @@ def test_only_words_come_through(line: str, fields: dict[str, str]):
 
 def planted(state: Path) -> None:
     """Lay a canary into every file that a state folder has."""
-    for name in ("pepper", "authority/authority.pem", "authority/coordinator.pem", "node/identity/node.pem",
-                 "node/identity/identity.json", "node/video/ray/token", "cluster.db"):  # fmt: skip
+    for name in (
+        "pepper",
+        "authority/authority.pem",
+        "authority/coordinator.pem",
+        "node/identity/node.pem",
+        "node/identity/identity.json",
+        "node/video/ray/token",
+        "cluster.db",
+    ):
         (state / name).parent.mkdir(parents=True, exist_ok=True)
         (state / name).write_text(PEM + KEY + TOKEN + PROMPT)
         (state / name).chmod(0o600)
@@ -133,10 +145,19 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     parts = unpacked(file)
     assert {name.removeprefix("macpool-doctor/") for name in parts} == {
-        "README.txt", "findings.json", "versions.json", "settings.json", "running.json", "conditions.json",
-        "nodes.json", "logs/coordinator.log", "logs/node.log", "logs/engine.log", "logs/ray.log",
+        "README.txt",
+        "findings.json",
+        "versions.json",
+        "settings.json",
+        "running.json",
+        "conditions.json",
+        "nodes.json",
+        "logs/coordinator.log",
+        "logs/node.log",
+        "logs/engine.log",
+        "logs/ray.log",
         "logs/service.log",
-    }  # fmt: skip
+    }
     whole = done.output + "".join(parts.values())
     assert [one for one in secrets if one in whole] == []
     settings = json.loads(parts["macpool-doctor/settings.json"])
@@ -169,8 +190,10 @@ def test_own_events_are_those_that_our_packages_log():
 
 def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
     assert event_of(json.dumps({**EVENT, "reason": "zebra", "detail": "zebra"})) == {
-        **EVENT, "reason": "zebra", "detail": LEFT_OUT,
-    }  # fmt: skip
+        **EVENT,
+        "reason": "zebra",
+        "detail": LEFT_OUT,
+    }
     assert event_of(json.dumps({**EVENT, "exception": ""})) == {**EVENT, "exception": LEFT_OUT}
 
 
@@ -178,8 +201,10 @@ def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.M
     monkeypatch.setattr(bundle, "MOST_LINES", 2)
     console = "2026-11-20 10:00:00 [warning  ] certificate renewed  text=x"
     lines = [json.dumps({**EVENT, "n": number}) for number in range(4)]
-    found = [json.loads(line) for line in log_lines([PROMPT, *lines, console, console.replace("renewed", "zebra")])
-             .splitlines()]  # fmt: skip
+    found = [
+        json.loads(line)
+        for line in log_lines([PROMPT, *lines, console, console.replace("renewed", "zebra")]).splitlines()
+    ]
     assert found == [
         {**EVENT, "n": 3},
         {"timestamp": "2026-11-20 10:00:00", "level": "warning", "event": "certificate renewed"},
@@ -191,8 +216,11 @@ def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(bundle, "NEWEST", 20)
     log = tmp_path / "node.log"
     assert newest(log) == []
-    for text, lines in (("a\nb\n", ["a", "b"]), ("0123456789\nabcdefgh\n", ["0123456789", "abcdefgh"]),
-                        ("x" * 30 + "\nabcdefgh\n", ["abcdefgh"])):  # fmt: skip
+    for text, lines in (
+        ("a\nb\n", ["a", "b"]),
+        ("0123456789\nabcdefgh\n", ["0123456789", "abcdefgh"]),
+        ("x" * 30 + "\nabcdefgh\n", ["abcdefgh"]),
+    ):
         log.write_text(text)
         assert newest(log) == lines
 
@@ -200,8 +228,11 @@ def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: 
 def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
     value = {"paths": ["/srv/ann/models", ("/srv/ann", 1)], "password": "x", "n": 1, "deep": {"key": KEY}}
     assert clean(value, "/srv/ann") == {
-        "paths": ["~/models", ["~", 1]], "password": HIDDEN, "n": 1, "deep": {"key": HIDDEN},
-    }  # fmt: skip
+        "paths": ["~/models", ["~", 1]],
+        "password": HIDDEN,
+        "n": 1,
+        "deep": {"key": HIDDEN},
+    }
     assert [clean("/a/b", home) for home in ("/", "")] == ["/a/b", "/a/b"]
 
 
@@ -209,8 +240,15 @@ def test_settings_are_told_where_they_are_plain_words():
     values = ("", "auto", "~/models:80%", "a secret text", ["a", "b c"], ("x",), 7, None)
     rows = [{"key": str(number), "value": value, "origin": "default"} for number, value in enumerate(values)]
     assert [one["value"] for one in settings_told(rows).values()] == [
-        "", "auto", "~/models:80%", HIDDEN, ["a", HIDDEN], ["x"], 7, None,
-    ]  # fmt: skip
+        "",
+        "auto",
+        "~/models:80%",
+        HIDDEN,
+        ["a", HIDDEN],
+        ["x"],
+        7,
+        None,
+    ]
     assert settings_told(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
 
 

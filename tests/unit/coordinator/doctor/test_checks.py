@@ -43,9 +43,13 @@ def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
     assert 0 <= row.pop("seconds") < 5
     assert Examined(one.check, finding, 1.23456).row()["seconds"] == 1.235
     assert row == {
-        "id": "slow", "title": "How fast it is", "result": "warn", "text": "it is slow", "fix": "mend it",
+        "id": "slow",
+        "title": "How fast it is",
+        "result": "warn",
+        "text": "it is slow",
+        "fix": "mend it",
         "numbers": {"seconds": 1.5, "size": None},
-    }  # fmt: skip
+    }
 
 
 def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -64,11 +68,15 @@ def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: p
         ("wired-limit", {"/usr/sbin/sysctl -n iogpu.wired_limit_mb": None}, "warn", "sysctl -a"),
         ("sleep", {PMSET: " sleep 10\n womp 0\n"}, "warn", "sudo pmset -a sleep 0 womp 1"),
         ("filevault", {"/usr/bin/fdesetup status": "FileVault is On.\n"}, "warn", "authrestart"),
-        ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)", f"{FIREWALL} --getblockall": "Block all ENABLED!"},
-         "fail", "--unblockapp"),
+        (
+            "firewall",
+            {f"{FIREWALL} --getglobalstate": "(State = 1)", f"{FIREWALL} --getblockall": "Block all ENABLED!"},
+            "fail",
+            "--unblockapp",
+        ),
         ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)"}, "ok", "a node only dials"),
     ],
-)  # fmt: skip
+)
 def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, result: str, says: str):
     found = BY_ID[check].run(pretended(tmp_path, tools))
     assert (found.result, says in f"{found.text} {found.fix}") == (result, True), found
@@ -136,8 +144,9 @@ def test_a_nodes_own_coordinator_is_what_is_reached_first(tmp_path: Path):
     identity = tmp_path / "node" / "identity"
     identity.mkdir(parents=True)
     (identity / "identity.json").write_text("{}")
-    here = pretended(tmp_path, dialled=[{**PEER, "errno": 65, "proven": None}], identity={"expires": 2e9},
-                     reach={"192.168.1.20": 65})  # fmt: skip
+    here = pretended(
+        tmp_path, dialled=[{**PEER, "errno": 65, "proven": None}], identity={"expires": 2e9}, reach={"192.168.1.20": 65}
+    )
     assert BY_ID["local-network"].run(here).result == "fail"
 
 
@@ -305,8 +314,10 @@ def test_exit_codes():
 
 
 def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path):
-    rows = [{"key": "memory.cap", "value": "80%", "origin": "--set", "description": ""},
-            {"key": "node.share", "value": "always", "origin": "default", "description": ""}]  # fmt: skip
+    rows = [
+        {"key": "memory.cap", "value": "80%", "origin": "--set", "description": ""},
+        {"key": "node.share", "value": "always", "origin": "default", "description": ""},
+    ]
     given = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": []}))
     assert given.result == "ok"
     assert given.text == "1 settings are not the default; what runs was given memory.cap by flags or its environment"

@@ -146,11 +146,13 @@ def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
     [
         ({"guard": "off"}, ("warn", "; the guard is off", 'no request is refused for memory: set memory.guard = "on"')),
         ({"warning": "the cap is tight", "remedy": "lower it"}, ("warn", "; the cap is tight", "lower it")),
-        ({"error": "memory.cap is no size"},
-         ("fail", "memory.cap is no size", "change it in config.toml; `cluster config check` names the line")),
+        (
+            {"error": "memory.cap is no size"},
+            ("fail", "memory.cap is no size", "change it in config.toml; `cluster config check` names the line"),
+        ),
         ({"margin_measured": True}, ("ok", ", another one for a model that was measured", "")),
     ],
-)  # fmt: skip
+)
 def test_memory_that_is_not_as_it_should_be(tmp_path: Path, changes: dict[str, Any], expected: tuple[str, str, str]):
     found = checks.memory(pretended(tmp_path, memory=memory(**changes)))
     assert (found.result, found.text.endswith(expected[1]), found.fix) == (expected[0], True, expected[2]), found

@@ -122,8 +122,16 @@ def test_a_panic_is_the_gpus_by_its_message_alone(report: str, found: bool):
 
 @given(st.text(max_size=200))
 def test_no_text_breaks_a_reader(text: str):
-    for read in (macos.version_in, macos.power_settings_in, macos.firewall_in, macos.blocks_all_in, macos.filevault_in,
-                 macos.lid_in, macos.gateway_in, macos.panic_in):  # fmt: skip
+    for read in (
+        macos.version_in,
+        macos.power_settings_in,
+        macos.firewall_in,
+        macos.blocks_all_in,
+        macos.filevault_in,
+        macos.lid_in,
+        macos.gateway_in,
+        macos.panic_in,
+    ):
         read(text)
     macos.blocked_in(text, "python")
     macos.neighbours_in(text, None)
@@ -132,7 +140,13 @@ def test_no_text_breaks_a_reader(text: str):
 def test_neighbours_are_machines_beside_the_gateway():
     listing = "".join(
         f"? ({address}) at {at} on en0\n"
-        for address, at in (("192.168.1.1", "a4:b1"), ("192.168.1.7", "a4:b2"), ("192.168.1.8", "(incomplete)"),
-                            ("192.168.1.255", "ff:ff"), ("223.0.0.1", "a4:b3"), ("224.0.0.251", "1:0"))
-    )  # fmt: skip
+        for address, at in (
+            ("192.168.1.1", "a4:b1"),
+            ("192.168.1.7", "a4:b2"),
+            ("192.168.1.8", "(incomplete)"),
+            ("192.168.1.255", "ff:ff"),
+            ("223.0.0.1", "a4:b3"),
+            ("224.0.0.251", "1:0"),
+        )
+    )
     assert macos.neighbours_in(listing, "192.168.1.1") == ["192.168.1.7", "223.0.0.1"]

@@ -104,14 +104,22 @@ def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
     ("dialled", "result", "text", "intercepted"),
     [
         ([PEER], "ok", "192.168.1.20:8081: 2.0 ms", False),
-        ([{**PEER, "errno": 111, "proven": None}, {**PEER, "address": "b:1"}], "ok",
-         "192.168.1.20:8081: Connection refused; b:1: 2.0 ms", False),
+        (
+            [{**PEER, "errno": 111, "proven": None}, {**PEER, "address": "b:1"}],
+            "ok",
+            "192.168.1.20:8081: Connection refused; b:1: 2.0 ms",
+            False,
+        ),
         ([{**PEER, "errno": 0, "proven": None}], "fail", "192.168.1.20:8081: no TLS", False),
-        ([{**PEER, "proven": False, "error": "self-signed"}], "fail",
-         "192.168.1.20:8081: self-signed; who answers is not the coordinator that this node joined", True),
+        (
+            [{**PEER, "proven": False, "error": "self-signed"}],
+            "fail",
+            "192.168.1.20:8081: self-signed; who answers is not the coordinator that this node joined",
+            True,
+        ),
         ([], "fail", "no address is remembered", False),
     ],
-)  # fmt: skip
+)
 def test_a_node_reports_who_answers_at_each_address(
     tmp_path: Path, dialled: list[dict[str, Any]], result: str, text: str, intercepted: bool
 ):
@@ -190,14 +198,29 @@ ARP = {"/usr/sbin/arp -an": "".join(f"? (192.168.1.{number}) at a4:b1:c1 on en0\
     ("reach", "tools", "dialled", "text", "result"),
     [
         ({}, ARP, [*NEAR, GATEWAY], "gateway: answers; 192.168.1.20: answers, 192.168.1.21: answers", "ok"),
-        ({"192.168.1.20": -1}, ARP, [*NEAR, GATEWAY],
-         "gateway: answers; 192.168.1.20: no answer, 192.168.1.21: answers", "ok"),
-        ({"192.168.1.20": 1, "192.168.1.21": 51}, ARP, [*NEAR, GATEWAY],
-         "gateway: answers; 192.168.1.20: errno 1, 192.168.1.21: errno 51", "warn"),
-        ({}, {**ARP, "/sbin/route -n get default": None}, NEAR,
-         "gateway: none; 192.168.1.20: answers, 192.168.1.21: answers", "ok"),
+        (
+            {"192.168.1.20": -1},
+            ARP,
+            [*NEAR, GATEWAY],
+            "gateway: answers; 192.168.1.20: no answer, 192.168.1.21: answers",
+            "ok",
+        ),
+        (
+            {"192.168.1.20": 1, "192.168.1.21": 51},
+            ARP,
+            [*NEAR, GATEWAY],
+            "gateway: answers; 192.168.1.20: errno 1, 192.168.1.21: errno 51",
+            "warn",
+        ),
+        (
+            {},
+            {**ARP, "/sbin/route -n get default": None},
+            NEAR,
+            "gateway: none; 192.168.1.20: answers, 192.168.1.21: answers",
+            "ok",
+        ),
     ],
-)  # fmt: skip
+)
 def test_the_gateway_and_two_neighbours_are_dialled(
     tmp_path: Path, reach: dict[str, int], tools: dict[str, str | None], dialled: list[Any], text: str, result: str
 ):
@@ -208,10 +231,15 @@ def test_the_gateway_and_two_neighbours_are_dialled(
 
 @pytest.mark.parametrize(
     ("errno", "dialled", "text"),
-    [(0, [GATEWAY], "gateway: answers; 192.168.1.20:8081: answers"),
-     (None, [*NEAR, GATEWAY],
-      "gateway: answers; 192.168.1.20:8081: no answer, 192.168.1.20: answers, 192.168.1.21: answers")],
-)  # fmt: skip
+    [
+        (0, [GATEWAY], "gateway: answers; 192.168.1.20:8081: answers"),
+        (
+            None,
+            [*NEAR, GATEWAY],
+            "gateway: answers; 192.168.1.20:8081: no answer, 192.168.1.20: answers, 192.168.1.21: answers",
+        ),
+    ],
+)
 def test_neighbours_are_dialled_only_where_no_known_coordinator_answers(
     tmp_path: Path, errno: int | None, dialled: list[Any], text: str
 ):
@@ -292,8 +320,9 @@ def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_p
     found = checks.certificates(pretended(tmp_path, identity={"expires": now + 30 * DAY}, dialled=shown))
     assert found.result == "ok"
     assert {name: round(float(left or 0) / DAY) for name, left in found.numbers.items()} == {
-        "node": 30, "coordinator": 20,
-    }  # fmt: skip
+        "node": 30,
+        "coordinator": 20,
+    }
     found = checks.certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
     assert (found.result, "node is over" in found.text) == ("fail", True)
 
@@ -306,8 +335,10 @@ def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
     monkeypatch.setattr("time.time", lambda: now)
     found = [checks.certificates(pretended(tmp_path, identity={"expires": now + left})) for left in (0, 1, 14 * DAY)]
     assert [(one.result, one.numbers) for one in found] == [
-        ("fail", {"node": 0}), ("warn", {"node": 1}), ("ok", {"node": 14 * DAY}),
-    ]  # fmt: skip
+        ("fail", {"node": 0}),
+        ("warn", {"node": 1}),
+        ("ok", {"node": 14 * DAY}),
+    ]
     assert found[0].text == "node is over"
     assert checks.certificates(pretended(tmp_path)).result == "not here", "an identity that cannot be read has none"
 

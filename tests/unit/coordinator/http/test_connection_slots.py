@@ -89,10 +89,17 @@ def test_a_place_is_given_back_once():
     assert len(places) == 0
 
 
-@pytest.mark.parametrize(("address", "whose"), [
-    ("192.0.2.1", "192.0.2.1"), ("2001:db8::1", "2001:db8::"), ("2001:db8::ffff:1", "2001:db8::"),
-    ("fe80::1%en0", "fe80::"), ("::ffff:192.0.2.1", "192.0.2.1"), ("", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("address", "whose"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::"),
+        ("2001:db8::ffff:1", "2001:db8::"),
+        ("fe80::1%en0", "fe80::"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("", ""),
+    ],
+)
 def test_a_host_with_a_network_of_addresses_is_one(address: str, whose: str):
     assert origin(address) == whose
 

@@ -16,14 +16,54 @@ from router.http.app import nothing_else
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
 
-NAMES = st.sampled_from(["host", "Host", "content-length", "Content-Length", "authorization", "x-api-key", "origin",
-                         "transfer-encoding", "connection", "expect", "x-request-id", "sec-fetch-site", "upgrade",
-                         "x-session-id", " host", "host ", "", "x\0", "x:y"])  # fmt: skip
-VALUES = st.sampled_from([
-    "127.0.0.1", "localhost", "evil.example", "5", "05", "-5", "5 5", "+5", "5\r", "\t5", "chunked", "keep-alive",
-    "close",
-    "Bearer k", "null", "http://127.0.0.1", "same-origin", "a\0b", "a\nb: c", "\xff", "",
-])  # fmt: skip
+NAMES = st.sampled_from(
+    [
+        "host",
+        "Host",
+        "content-length",
+        "Content-Length",
+        "authorization",
+        "x-api-key",
+        "origin",
+        "transfer-encoding",
+        "connection",
+        "expect",
+        "x-request-id",
+        "sec-fetch-site",
+        "upgrade",
+        "x-session-id",
+        " host",
+        "host ",
+        "",
+        "x\0",
+        "x:y",
+    ]
+)
+VALUES = st.sampled_from(
+    [
+        "127.0.0.1",
+        "localhost",
+        "evil.example",
+        "5",
+        "05",
+        "-5",
+        "5 5",
+        "+5",
+        "5\r",
+        "\t5",
+        "chunked",
+        "keep-alive",
+        "close",
+        "Bearer k",
+        "null",
+        "http://127.0.0.1",
+        "same-origin",
+        "a\0b",
+        "a\nb: c",
+        "\xff",
+        "",
+    ]
+)
 COLONS = st.sampled_from([": ", ":", " : ", ":\t", "="])
 LINES = st.lists(st.tuples(NAMES, COLONS, VALUES).map("".join), max_size=6)
 GOOD = ["host: 127.0.0.1", "content-length: 5", "authorization: Bearer k"]
@@ -99,12 +139,21 @@ def test_a_head_is_taken_or_refused_with_its_reason(version: str, headers: list[
 @pytest.mark.parametrize(
     ("headers", "kept"),
     [
-        ([(b"host", b"a"), (b"connection", b"Upgrade, HTTP2-Settings"), (b"upgrade", b"h2c"),
-          (b"http2-settings", b"AAMA")], b"host: a\r\n"),
-        ([(b"connection", b"keep-alive, Upgrade,"), (b"host", b"a"), (b"connection", b"x")],
-         b"host: a\r\nconnection: keep-alive, x\r\n"),
+        (
+            [
+                (b"host", b"a"),
+                (b"connection", b"Upgrade, HTTP2-Settings"),
+                (b"upgrade", b"h2c"),
+                (b"http2-settings", b"AAMA"),
+            ],
+            b"host: a\r\n",
+        ),
+        (
+            [(b"connection", b"keep-alive, Upgrade,"), (b"host", b"a"), (b"connection", b"x")],
+            b"host: a\r\nconnection: keep-alive, x\r\n",
+        ),
         ([(b"accept", b"a, upgrade")], b"accept: a, upgrade\r\n"),
     ],
-)  # fmt: skip
+)
 def test_a_head_without_its_upgrade_is_otherwise_as_it_was(headers: list[Header], kept: bytes):
     assert without_upgrade(b"GET", b"/x?y", "1.1", headers) == b"GET /x?y HTTP/1.1\r\n" + kept + b"\r\n"

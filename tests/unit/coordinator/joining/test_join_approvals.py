@@ -12,7 +12,7 @@ from coordinator.joining.join_approvals import (
     Ticket,
     Waiting,
     WrongCode,
-)  # fmt: skip
+)
 from wire.report import Hardware
 
 
@@ -43,8 +43,10 @@ def test_three_wrong_codes_lock_for_a_minute() -> None:
     line = Approvals()
     ticket = asked(line, "111111")
     assert [line.approve("0", 0.0), line.reject("0", 0.0), line.approve("0", 0.0)] == [
-        WrongCode(2), WrongCode(1), Locked(LOCKED_FOR),
-    ]  # fmt: skip
+        WrongCode(2),
+        WrongCode(1),
+        Locked(LOCKED_FOR),
+    ]
     assert line.approve("111111", 1.0) == Locked(LOCKED_FOR - 1)
     assert ticket.decision is None
     assert isinstance(line.approve("111111", LOCKED_FOR), Decided)

@@ -96,8 +96,10 @@ def test_a_token_keeps_its_uses_its_end_and_its_revocation_over_a_restart(tmp_pa
     store = Store(tmp_path / "again")
     after = Tokens(store, b"ca", wall)
     assert {row.id: (row.uses_left, row.revoked) for row in after.list()} == {
-        twice.id: (1, False), spent.id: (0, False), revoked.id: (1, True),
-    }  # fmt: skip
+        twice.id: (1, False),
+        spent.id: (0, False),
+        revoked.id: (1, True),
+    }
     assert redeem(after, spent) is Redemption.USED
     assert redeem(after, revoked) is Redemption.UNKNOWN
     assert redeem(after, twice) is Redemption.ACCEPTED

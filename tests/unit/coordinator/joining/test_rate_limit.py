@@ -36,8 +36,13 @@ def test_a_rest_fills_no_more_than_a_burst_and_the_wait_is_until_the_next_attemp
 def test_an_ipv6_network_of_64_bits_is_one_address() -> None:
     hosts = ("fd00::1", "fd00::8000:0:0:1", "fd00:0:0:1::1", "::ffff:10.0.0.1", "10.0.0.1", "none")
     assert [network_of(host) for host in hosts] == [
-        "fd00::/64", "fd00::/64", "fd00:0:0:1::/64", "10.0.0.1", "10.0.0.1", "none",
-    ]  # fmt: skip
+        "fd00::/64",
+        "fd00::/64",
+        "fd00:0:0:1::/64",
+        "10.0.0.1",
+        "10.0.0.1",
+        "none",
+    ]
 
 
 def test_the_address_that_was_unused_for_longest_is_forgotten_first() -> None:

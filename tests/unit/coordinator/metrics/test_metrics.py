@@ -61,9 +61,11 @@ def test_both_forms_say_the_same(picture: Any):
 def test_every_family_has_series_where_everything_has_happened(picture: Any):
     families: Any = NODE if isinstance(picture, NodePicture) else POOL
     rare = {
-        "macpool_model_load_progress_ratio", "macpool_cluster_node_paused_until_timestamp_seconds",
-        "macpool_router_swaps_total", "macpool_cluster_model_fingerprints",
-    }  # fmt: skip
+        "macpool_model_load_progress_ratio",
+        "macpool_cluster_node_paused_until_timestamp_seconds",
+        "macpool_router_swaps_total",
+        "macpool_cluster_model_fingerprints",
+    }
     assert {one.family.full_name for one in collect(families, picture) if not one.rows} <= rare
 
 
@@ -170,12 +172,16 @@ COUNTS = tuple(range(11))
         *(
             (NodeMeasures(agent_cpu=cpu, agent_phys=phys), msgspec.structs.replace(EMPTY, agent_cpu=a, agent_phys=b))
             for cpu, phys, a, b in (
-                (0.5, 1, 0.5, 1), (-0.5, -1, 0.0, 0), (math.inf, 2**60, 0.0, MOST), (math.nan, 0, 0.0, 0),
-                (MOST - 1.0, MOST, MOST - 1.0, MOST), (float(MOST), 0, 0.0, 0),
+                (0.5, 1, 0.5, 1),
+                (-0.5, -1, 0.0, 0),
+                (math.inf, 2**60, 0.0, MOST),
+                (math.nan, 0, 0.0, 0),
+                (MOST - 1.0, MOST, MOST - 1.0, MOST),
+                (float(MOST), 0, 0.0, 0),
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_what_a_node_measured_is_kept_as_far_as_it_is_possible(told: NodeMeasures, honest: NodeMeasures):
     assert honest_measures(told) == honest
 
@@ -187,8 +193,13 @@ def test_gate_checks_at_sites_that_are_unknown_are_added_up():
 
 
 def test_models_in_memory_stand_before_others_and_then_by_name():
-    models = (a_model("z", loaded=True), a_model("b", loaded=False), a_model("y", loaded=False, loading=True),
-              a_model("a", loaded=False), a_model("c", loaded=True))  # fmt: skip
+    models = (
+        a_model("z", loaded=True),
+        a_model("b", loaded=False),
+        a_model("y", loaded=False, loading=True),
+        a_model("a", loaded=False),
+        a_model("c", loaded=True),
+    )
     assert [model.name for model in worth_showing(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
 
 

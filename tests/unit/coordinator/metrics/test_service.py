@@ -91,15 +91,26 @@ async def test_a_request_is_counted_once_from_its_arrival_to_its_end(port: Port)
     after = await scrape(port)
     assert 0 < after["router_placement_seconds_sum"] < 1
     expected = {
-        'router_in_flight_requests{node="a"}': 0, 'router_reserved_bytes{node="a"}': 0, "router_attempts_total": 1,
-        "router_retries_total": 0, "router_resumes_total": 0, "router_losses_total": 0, "router_queue_depth": 0,
-        'router_requests_total{model="tiny",outcome="ok"}': 1, 'router_answers_total{code="200"}': 1,
-        'e2e_request_latency_seconds_count{model="tiny"}': 1, 'prompt_tokens_total{model="tiny"}': 7,
-        'cached_prompt_tokens_total{model="tiny"}': 3, 'generation_tokens_total{model="tiny"}': 2,
-        'cluster_node_prompt_tokens_total{node="a"}': 7, 'cluster_node_generation_tokens_total{node="a"}': 2,
-        'key_tokens_total{key="test",model="tiny"}': 9, "router_reservation_leaks": 0,
-        "router_placement_seconds_count": 1, "request_queue_time_seconds_count": 0,
-    }  # fmt: skip
+        'router_in_flight_requests{node="a"}': 0,
+        'router_reserved_bytes{node="a"}': 0,
+        "router_attempts_total": 1,
+        "router_retries_total": 0,
+        "router_resumes_total": 0,
+        "router_losses_total": 0,
+        "router_queue_depth": 0,
+        'router_requests_total{model="tiny",outcome="ok"}': 1,
+        'router_answers_total{code="200"}': 1,
+        'e2e_request_latency_seconds_count{model="tiny"}': 1,
+        'prompt_tokens_total{model="tiny"}': 7,
+        'cached_prompt_tokens_total{model="tiny"}': 3,
+        'generation_tokens_total{model="tiny"}': 2,
+        'cluster_node_prompt_tokens_total{node="a"}': 7,
+        'cluster_node_generation_tokens_total{node="a"}': 2,
+        'key_tokens_total{key="test",model="tiny"}': 9,
+        "router_reservation_leaks": 0,
+        "router_placement_seconds_count": 1,
+        "request_queue_time_seconds_count": 0,
+    }
     assert {name: after[name] for name in expected} == expected
 
 
@@ -231,8 +242,11 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
         assert found['node_info{chip="M4 Max",engine="other",system="macOS 26",tier="other",version="0.1.0"}'] == 1
         (target,) = (await client.get("/prometheus/sd")).json()
         assert target["labels"] == {
-            "__metrics_path__": f"/prometheus/nodes/{member.node}", "__scheme__": "http", "node": "a", "instance": "a",
-        }  # fmt: skip
+            "__metrics_path__": f"/prometheus/nodes/{member.node}",
+            "__scheme__": "http",
+            "node": "a",
+            "instance": "a",
+        }
         assert target["targets"] == ["127.0.0.1"]
         line.close()
         await port.until(lambda: port.state(member) == "lost")
@@ -243,8 +257,9 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
 
 def metrics_of(port: Port, **more: Any) -> Metrics:
     made = port.application
-    return Metrics(made.registry, more.get("dispatcher", made.dispatcher), KeyRing(b"pepper"), "0",
-                   more.get("lives", dict))  # fmt: skip
+    return Metrics(
+        made.registry, more.get("dispatcher", made.dispatcher), KeyRing(b"pepper"), "0", more.get("lives", dict)
+    )
 
 
 async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_why(
@@ -263,9 +278,12 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     registry.remove(left.node)
     monkeypatch.setattr("coordinator.metrics.service.ASK_SECONDS", 0.05)
     for node, why in (
-        (NodeId("never"), "it is unknown"), (joining.node, "it is joining"), (lost.node, "it is lost"),
-        (left.node, "it is left"), (silent, "it did not answer"),
-    ):  # fmt: skip
+        (NodeId("never"), "it is unknown"),
+        (joining.node, "it is joining"),
+        (lost.node, "it is lost"),
+        (left.node, "it is left"),
+        (silent, "it did not answer"),
+    ):
         with pytest.raises(Unreachable, match=f"^{why}$"):
             await metrics.node(node, "")
     assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
@@ -321,8 +339,9 @@ async def test_the_limit_of_the_queue_grows_with_the_members(port: Port):
 async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back_to_a_report(port: Port):
     now, lives = [100.0], {"endpoint": (1.0, 2.0)}
     sent = list[Frame]()
-    dispatcher = Dispatcher(lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1),
-                            clock=lambda: now[0])  # fmt: skip
+    dispatcher = Dispatcher(
+        lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1), clock=lambda: now[0]
+    )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
     metrics.video = lambda: VideoPicture(used=True, kept=7)
     picture = metrics.node_picture(view(port.member("a").node, heard_at=70.0), None)

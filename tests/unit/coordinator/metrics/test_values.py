@@ -61,8 +61,9 @@ MEASURES = NodeMeasures(
         Tally(tuple(range(1, len(PREDICTED_BOUNDS) + 2)), 40.5),
         Tally(tuple(range(2, len(TRANSIENT_BOUNDS) + 3)), 5e9),
     ),
-    6001.5, 6002,
-)  # fmt: skip
+    6001.5,
+    6002,
+)
 NODE_NUMBERS: Numbers = {
     'node_info{chip="Apple M3 Max",engine="mlx",system="macOS 15.1",tier="safe",version="0.1.0"}': 1,
     "node_report_timestamp_seconds": WALL - 1,
@@ -156,9 +157,18 @@ def test_histograms_of_a_node_are_cumulative_with_the_bounds_of_the_protocol():
     text = node_scrape(node_picture(view(report=DISTINCT), MEASURES))
     predicted = buckets(text, "gate_predicted_peak_ratio")
     assert predicted == [
-        ("0.3", 1), ("0.5", 3), ("0.7", 6), ("0.8", 10), ("0.85", 15), ("0.9", 21), ("0.95", 28), ("1.0", 36),
-        ("1.05", 45), ("1.25", 55), ("+Inf", 66),
-    ]  # fmt: skip
+        ("0.3", 1),
+        ("0.5", 3),
+        ("0.7", 6),
+        ("0.8", 10),
+        ("0.85", 15),
+        ("0.9", 21),
+        ("0.95", 28),
+        ("1.0", 36),
+        ("1.05", 45),
+        ("1.25", 55),
+        ("+Inf", 66),
+    ]
     transient = buckets(text, "gate_transient_bytes")
     assert [bound for bound, _ in transient[:2]] == [f"{16 * 2**20}.0", f"{64 * 2**20}.0"]
     assert transient[-2:] == [(f"{float(16384 * 2**20)!r}", 65), ("+Inf", 77)]
@@ -230,14 +240,31 @@ def pool() -> PoolPicture:
     b = view("b", report=report(Memory(headroom=7000), pause), state="draining", heard_at=NOW - 5)
     lost = view("c", report=report(Memory(headroom=8000)), state="lost", heard_at=0.0)
     return PoolPicture(
-        version="0.9.1", python="3.11.7", wall=WALL, now=NOW, view=ClusterView((a, b, lost)),
-        states={str(state): at for at, state in enumerate(State, 1)}, self_suspect=True, counters=counters(),
-        keys={"k1": "laptop", "k2": "server"}, in_flight={A: 301, B: 302}, unacknowledged={A: 303, B: 304}, leaks=305,
-        barred=frozenset({B}), opened_breakers=306, waiting=307, queue_limit=308, oldest=309.5, keys_refused=310,
+        version="0.9.1",
+        python="3.11.7",
+        wall=WALL,
+        now=NOW,
+        view=ClusterView((a, b, lost)),
+        states={str(state): at for at, state in enumerate(State, 1)},
+        self_suspect=True,
+        counters=counters(),
+        keys={"k1": "laptop", "k2": "server"},
+        in_flight={A: 301, B: 302},
+        unacknowledged={A: 303, B: 304},
+        leaks=305,
+        barred=frozenset({B}),
+        opened_breakers=306,
+        waiting=307,
+        queue_limit=308,
+        oldest=309.5,
+        keys_refused=310,
         certificates={"authority": (311, 312), "coordinator": (313, 314), "endpoint": (315, 316)},
-        node_certificates={A: (317, 318), B: (319, 320)}, links=Links(321, 322, 323, 324),
-        conditions={"GateInert": True, "GuardOff": False}, process=Process(325, 326.5, 327, 328, 329), video=video(),
-    )  # fmt: skip
+        node_certificates={A: (317, 318), B: (319, 320)},
+        links=Links(321, 322, 323, 324),
+        conditions={"GateInert": True, "GuardOff": False},
+        process=Process(325, 326.5, 327, 328, 329),
+        video=video(),
+    )
 
 
 POOL_NUMBERS: Numbers = {
@@ -390,5 +417,17 @@ def test_every_metric_of_a_condition_has_a_value_here():
 def test_histograms_of_the_coordinator_have_their_documented_bounds():
     text = pool_scrape(pool_picture(1, 0))
     assert [bound for bound, _ in buckets(text, "request_queue_time_seconds")] == [
-        "0.01", "0.05", "0.1", "0.25", "0.5", "1.0", "2.5", "5.0", "10.0", "20.0", "30.0", "60.0", "+Inf",
-    ]  # fmt: skip
+        "0.01",
+        "0.05",
+        "0.1",
+        "0.25",
+        "0.5",
+        "1.0",
+        "2.5",
+        "5.0",
+        "10.0",
+        "20.0",
+        "30.0",
+        "60.0",
+        "+Inf",
+    ]

@@ -20,10 +20,23 @@ from wire.units import GIB
 
 def a_view(state: State = State.READY, *, engine: str = "ready", armed: bool = True, models: bool = True) -> NodeView:
     report = a_report()
-    report = replace(report, engine=EngineState("mlx", engine), memory=replace(a_memory(), armed=armed),
-                     models=report.models if models else ())  # fmt: skip
-    return view_of(report, node=NodeId("a"), name="a", state=state, heard_at=0.0, cordoned=False, epoch=1,
-                   labels=frozenset(), video_allowed=False)  # fmt: skip
+    report = replace(
+        report,
+        engine=EngineState("mlx", engine),
+        memory=replace(a_memory(), armed=armed),
+        models=report.models if models else (),
+    )
+    return view_of(
+        report,
+        node=NodeId("a"),
+        name="a",
+        state=state,
+        heard_at=0.0,
+        cordoned=False,
+        epoch=1,
+        labels=frozenset(),
+        video_allowed=False,
+    )
 
 
 def test_a_node_answers_only_when_everything_of_it_is_ready():
@@ -80,8 +93,9 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
     ]
     said = Enforcement(Level.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
     assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
-        "memory.margin is 0: a spike may panic", "memory.guard is off, so nothing keeps it under its cap",
-    ]  # fmt: skip
+        "memory.margin is 0: a spike may panic",
+        "memory.guard is off, so nothing keeps it under its cap",
+    ]
     unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
     assert dangers_of(unknown) == [], "a node without limits yet"
 
@@ -98,37 +112,111 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     found = node_row(seen, member, row, Told(True, "1.2.3", 5, 7003, 7004.5))
     models, video = found.pop("models"), found.pop("video")
     assert found == {
-        "id": "n1", "name": "studio", "state": "paused", "reason": "paused by hand", "cordoned": True,
+        "id": "n1",
+        "name": "studio",
+        "state": "paused",
+        "reason": "paused by hand",
+        "cordoned": True,
         "sharing": {"when": "idle", "paused": True, "why": "in use", "until": 123.0, "by_hand": True},
-        "labels": ["fast"], "chip": "M4 Max", "memory": 7001, "system": "macOS 26", "version": "1.2.3", "protocol": 5,
-        "cap": 1001, "ceiling": 1002, "margin": 1003, "phys": 1004, "active": 1005, "recent": 1006, "current": 1007,
-        "reserved": 1008, "headroom": -1009, "reusable": 1000, "leases": 1010, "bound_by": "dynamic",
-        "gate_armed": True, "guard": True, "source": "phys_footprint", "age": 0.25, "base": 1012, "cache": 1013,
-        "peak": 1014, "canary": 1015, "cap_bound_by": "", "remedy": "", "tier": "safe",
+        "labels": ["fast"],
+        "chip": "M4 Max",
+        "memory": 7001,
+        "system": "macOS 26",
+        "version": "1.2.3",
+        "protocol": 5,
+        "cap": 1001,
+        "ceiling": 1002,
+        "margin": 1003,
+        "phys": 1004,
+        "active": 1005,
+        "recent": 1006,
+        "current": 1007,
+        "reserved": 1008,
+        "headroom": -1009,
+        "reusable": 1000,
+        "leases": 1010,
+        "bound_by": "dynamic",
+        "gate_armed": True,
+        "guard": True,
+        "source": "phys_footprint",
+        "age": 0.25,
+        "base": 1012,
+        "cache": 1013,
+        "peak": 1014,
+        "canary": 1015,
+        "cap_bound_by": "",
+        "remedy": "",
+        "tier": "safe",
         "system_memory": {"available": 4001, "pressure": "warn", "source": "meminfo", "age": 0.75, "worker": 4002},
-        "enforcement": {"level": "over_soft", "phys": 5001, "highest": 5002, "interval": 5003, "polls": 5004,
-                        "over_caps": 5005, "kills": 5006, "warnings": []},
-        "in_flight": 7003, "running": 2002, "waiting": 2003, "heard_seconds": 7004.5, "joined": 7002.0,
-        "engine": {
-            "kind": "mlx", "state": "hung", "cause": "stuck", "restarts": 2001, "rows": 2023, "recycles": 2022,
-            "wired": 2024, "leaked": 2025,
-            "counts": {"checks": 2005, "refusals": 2006, "forwards": 2007, "steps": 2008, "failures": 2009,
-                       "sheds": 2010, "evictions": 2011, "shrinks": 2012, "preemptions": 2013, "overs": 2014,
-                       "departures": 2015},
-            "cache": {"nbytes": 2016, "entries": 2017, "hits": 2018, "hit_tokens": 2019, "stores": 2020,
-                      "evictions": 2021, "evicted": ["01ab", "ff"]},
+        "enforcement": {
+            "level": "over_soft",
+            "phys": 5001,
+            "highest": 5002,
+            "interval": 5003,
+            "polls": 5004,
+            "over_caps": 5005,
+            "kills": 5006,
+            "warnings": [],
         },
-    }  # fmt: skip
+        "in_flight": 7003,
+        "running": 2002,
+        "waiting": 2003,
+        "heard_seconds": 7004.5,
+        "joined": 7002.0,
+        "engine": {
+            "kind": "mlx",
+            "state": "hung",
+            "cause": "stuck",
+            "restarts": 2001,
+            "rows": 2023,
+            "recycles": 2022,
+            "wired": 2024,
+            "leaked": 2025,
+            "counts": {
+                "checks": 2005,
+                "refusals": 2006,
+                "forwards": 2007,
+                "steps": 2008,
+                "failures": 2009,
+                "sheds": 2010,
+                "evictions": 2011,
+                "shrinks": 2012,
+                "preemptions": 2013,
+                "overs": 2014,
+                "departures": 2015,
+            },
+            "cache": {
+                "nbytes": 2016,
+                "entries": 2017,
+                "hits": 2018,
+                "hit_tokens": 2019,
+                "stores": 2020,
+                "evictions": 2021,
+                "evicted": ["01ab", "ff"],
+            },
+        },
+    }
     assert (video["ready"], video["allowed"]) == (False, False)
     assert {one["name"]: (one["model"], one["cause"], one["progress"]) for one in models} == {
-        "read": ("loaded", "", 1.0), "reading": ("loading", "", 0.375), "broken": ("failed", "no such file", 0.0),
-        "first": ("known", "", 0.0), "second": ("known", "", 0.0),
-    }  # fmt: skip
+        "read": ("loaded", "", 1.0),
+        "reading": ("loading", "", 0.375),
+        "broken": ("failed", "no such file", 0.0),
+        "first": ("known", "", 0.0),
+        "second": ("known", "", 0.0),
+    }
     (read,) = [one for one in models if one["name"] == "read"]
     assert read == {
-        "name": "read", "loaded": True, "model": "loaded", "cause": "", "progress": 1.0, "weights": 3001,
-        "context": 4096, "prefill_speed": 1000.0, "decode_speed": 50.0, "measured": None,
-    }  # fmt: skip
+        "name": "read",
+        "loaded": True,
+        "model": "loaded",
+        "cause": "",
+        "progress": 1.0,
+        "weights": 3001,
+        "context": 4096,
+        "prefill_speed": 1000.0,
+        "decode_speed": 50.0,
+        "measured": None,
+    }
 
 
 @pytest.mark.parametrize(("armed", "guard"), [(True, True), (True, False), (False, True), (False, False)])
@@ -149,6 +237,11 @@ def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
 def test_what_was_measured_of_a_model_is_shown_field_by_field():
     model = a_model(profiled=True, max_context=1, max_batch=2, kv_per_token=3, observed=4, residual=5, covered=6)
     assert measured(model) == {
-        "max_context": 1, "max_batch": 2, "kv_per_token": 3, "transient": 4, "residual": 5, "covered": 6,
-    }  # fmt: skip
+        "max_context": 1,
+        "max_batch": 2,
+        "kv_per_token": 3,
+        "transient": 4,
+        "residual": 5,
+        "covered": 6,
+    }
     assert measured(replace(model, profiled=False)) is None

@@ -13,8 +13,16 @@ from coordinator.service import launchd, systemd
 from coordinator.service.plan import Plan, clamp_wired_limit, refused_arguments
 from wire.units import GIB
 
-PLAN = Plan("coordinator", "/opt/macpool/bin/python", "pool", "staff", "/var/pool", "/var/pool/state dir",
-            launchd.LOGS, ("--lan", "--models", "/srv/100% mine"))  # fmt: skip
+PLAN = Plan(
+    "coordinator",
+    "/opt/macpool/bin/python",
+    "pool",
+    "staff",
+    "/var/pool",
+    "/var/pool/state dir",
+    launchd.LOGS,
+    ("--lan", "--models", "/srv/100% mine"),
+)
 WORDS = st.text(st.characters(codec="ascii", exclude_categories=("Cc",)), min_size=1, max_size=20)
 
 
@@ -152,11 +160,13 @@ def test_what_launchctl_prints(code: int, listing: str, found: tuple):
     [
         ("LoadState=not-found\nActiveState=inactive\nMainPID=0", (False, False, None, "")),
         ("LoadState=loaded\nActiveState=active\nMainPID=9\nResult=success", (True, True, 9, "")),
-        ("LoadState=loaded\nActiveState=activating\nMainPID=0\nResult=exit-code\nExecMainStatus=4",
-         (True, False, None, "exit-code 4")),
+        (
+            "LoadState=loaded\nActiveState=activating\nMainPID=0\nResult=exit-code\nExecMainStatus=4",
+            (True, False, None, "exit-code 4"),
+        ),
         ("", (False, False, None, "")),
     ],
-)  # fmt: skip
+)
 def test_what_systemctl_prints(listing: str, found: tuple):
     one = systemd.standing_in(listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found

@@ -35,20 +35,27 @@ def test_a_scenario_is_read():
     assert scenario.model("chat").context == 32_768
 
 
-@pytest.mark.parametrize(("old", "new", "words"), [
-    ("seconds = 10", "seconds = 0", r"`float` > 0.*\$\.seconds"),
-    ("seconds = 10", "secnds = 10", "secnds"),
-    ("about", "about = [", "not TOML"),
-    ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
-    ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
-    ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
-    ("count = 2", "count = 30000", "<= 20000"),
-    ("rate = 1", "rate = 1\nshare = 1", "load 1: 2 of rate, share and trace are given"),
-    ("rate = 1", "rate = 0", "load 1: 0 of rate, share and trace are given"),
-    ("rate = 1", "rate = 1\nprompt = { median = 10, least = 9, most = 3 }", "least 9 above most 3"),
-    ("rate = 1", 'rate = 1\n[[events]]\nat = 3\nnode = "mini"\ndoes = "dies"', "event at 3 s: there is no node 'mini'"),
-    ('model = "chat"', 'model = "cat"', "load 1: there is no model 'cat', only chat"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("seconds = 10", "seconds = 0", r"`float` > 0.*\$\.seconds"),
+        ("seconds = 10", "secnds = 10", "secnds"),
+        ("about", "about = [", "not TOML"),
+        ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
+        ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
+        ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
+        ("count = 2", "count = 30000", "<= 20000"),
+        ("rate = 1", "rate = 1\nshare = 1", "load 1: 2 of rate, share and trace are given"),
+        ("rate = 1", "rate = 0", "load 1: 0 of rate, share and trace are given"),
+        ("rate = 1", "rate = 1\nprompt = { median = 10, least = 9, most = 3 }", "least 9 above most 3"),
+        (
+            "rate = 1",
+            'rate = 1\n[[events]]\nat = 3\nnode = "mini"\ndoes = "dies"',
+            "event at 3 s: there is no node 'mini'",
+        ),
+        ('model = "chat"', 'model = "cat"', "load 1: there is no model 'cat', only chat"),
+    ],
+)
 def test_what_cannot_be_simulated_is_told_with_its_place(old: str, new: str, words: str):
     assert old in GOOD
     with pytest.raises(ScenarioError, match=words):
@@ -71,10 +78,13 @@ def test_files_and_policies_are_named_in_errors(tmp_path: Path):
         policies_of(read(GOOD), ["best"])
 
 
-@pytest.mark.parametrize(("line", "words"), [
-    ('{"at": 1}', "line 1 of 1: Object missing required field"),
-    ("no", "line 1 of 1: "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ('{"at": 1}', "line 1 of 1: Object missing required field"),
+        ("no", "line 1 of 1: "),
+    ],
+)
 def test_a_bad_trace_is_told_with_its_line(tmp_path: Path, line: str, words: str):
     (tmp_path / "t.jsonl").write_text(line + "\n")
     scenario = read(GOOD.replace("rate = 1", 'trace = "t.jsonl"'))

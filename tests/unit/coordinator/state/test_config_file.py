@@ -91,8 +91,11 @@ def test_defaults_have_no_fault(kind: type):
 def test_each_fault_of_a_layer_is_found():
     flat = from_tree(tomllib.loads(FILE))
     assert {one.key for one in faults(NodeSettings, flat, run.OTHERS, check)} == {
-        "memory.cap", "node.report_busy", "node.log_level", "node.name",
-    }  # fmt: skip
+        "memory.cap",
+        "node.report_busy",
+        "node.log_level",
+        "node.name",
+    }
     assert [(one.key, one.near) for one in faults(CoordinatorSettings, flat, OTHERS)] == [
         ("cluster.nme", "cluster.name")
     ]
@@ -136,9 +139,16 @@ def test_check_of_a_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_show_gives_every_setting_its_origin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "config.toml").write_text(FILE)
     done = invoke(
-        monkeypatch, "show", "--state", str(tmp_path), "-o", "json", "--set", "router.policy=most_headroom",
+        monkeypatch,
+        "show",
+        "--state",
+        str(tmp_path),
+        "-o",
+        "json",
+        "--set",
+        "router.policy=most_headroom",
         MACPOOL_ENGINE__MLX__CHUNK="1024",
-    )  # fmt: skip
+    )
     told = json.loads(done.stdout)
     origins = {row["key"]: (row["value"], row["origin"]) for row in told["settings"]}
     assert set(origins) == {one.key for kind in (CoordinatorSettings, NodeSettings) for one in describe(kind)}

@@ -54,11 +54,13 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     store.close()
     again = Store(tmp_path)
     assert [(row.day, row.used) for row in again.usage] == [
-        ("2026-01-01", Used(1, 0, 100, 50, 10)), ("2026-01-02", Used(2, 0, 200, 100, 20)),
-    ]  # fmt: skip
+        ("2026-01-01", Used(1, 0, 100, 50, 10)),
+        ("2026-01-02", Used(2, 0, 200, 100, 20)),
+    ]
     assert list(again.audit) == [
-        AuditRow(1, 7.0, "k1", "cordon", "n1"), AuditRow(2, 8.0, "local", "remove", "n2"),
-    ]  # fmt: skip
+        AuditRow(1, 7.0, "k1", "cordon", "n1"),
+        AuditRow(2, 8.0, "local", "remove", "n2"),
+    ]
     again.note(9.0, "k1", "uncordon", "n1")
     assert again.audit[-1].number == 3
     again.forget_usage("2026-01-02")

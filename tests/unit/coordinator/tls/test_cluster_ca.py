@@ -137,9 +137,10 @@ def request_for(key: ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey | ed25519.Ed
 
 def test_requests_for_other_keys_are_refused() -> None:
     for key in (
-        ec.generate_private_key(ec.SECP384R1()), rsa.generate_private_key(65537, 2048),
+        ec.generate_private_key(ec.SECP384R1()),
+        rsa.generate_private_key(65537, 2048),
         ed25519.Ed25519PrivateKey.generate(),
-    ):  # fmt: skip
+    ):
         with pytest.raises(BadRequestError, match="P-256"):
             public_key_of(request_for(key))
 

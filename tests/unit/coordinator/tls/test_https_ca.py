@@ -32,8 +32,9 @@ class Clock:
         return self.now
 
 
-def endpoint(folder: Path, *hosts: str, here: tuple[str, ...] = ("studio.local", "192.168.1.7"),
-             clock: Clock | None = None) -> Endpoint:  # fmt: skip
+def endpoint(
+    folder: Path, *hosts: str, here: tuple[str, ...] = ("studio.local", "192.168.1.7"), clock: Clock | None = None
+) -> Endpoint:
     return Endpoint(folder, hosts, clock or Clock(), lambda: here)
 
 
@@ -96,8 +97,10 @@ def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path)
     endpoint(tmp_path, "pool.example", "10.1.2.3")
     held = constrained_to(read_pair(tmp_path / "endpoint-authority.pem")[1])
     assert [general.value for general in held if isinstance(general, x509.DNSName)] == [
-        "localhost", "local", "pool.example",
-    ]  # fmt: skip
+        "localhost",
+        "local",
+        "pool.example",
+    ]
     assert len(held) == 3
 
 
@@ -105,9 +108,12 @@ def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_tr
     """As an earlier version made it."""
     key = ec.generate_private_key(ec.SECP256R1())
     permitted = [
-        x509.DNSName("localhost"), x509.DNSName("local"), x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
-        x509.IPAddress(ipaddress.ip_network("192.168.0.0/16")), x509.IPAddress(ipaddress.ip_network("::1/128")),
-    ]  # fmt: skip
+        x509.DNSName("localhost"),
+        x509.DNSName("local"),
+        x509.IPAddress(ipaddress.ip_network("127.0.0.0/8")),
+        x509.IPAddress(ipaddress.ip_network("192.168.0.0/16")),
+        x509.IPAddress(ipaddress.ip_network("::1/128")),
+    ]
     earlier = (
         certificate_builder("macpool endpoint old", key.public_key(), named("macpool endpoint old"), NOW, 1e8)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -175,9 +181,16 @@ def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
         from_files(tmp_path / "none.pem", tmp_path / "none.pem")
 
 
-@pytest.mark.parametrize(("host", "only_here"), [
-    ("127.0.0.1", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("192.168.1.2", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("host", "only_here"),
+    [
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("192.168.1.2", False),
+    ],
+)
 def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
     assert is_loopback(host) is only_here
 

@@ -45,8 +45,16 @@ async def test_what_is_known_is_not_sent_again(client: httpx.AsyncClient):
     assert (head.status_code, head.content) == (200, b"")
 
 
-NOTHING = ("/ui/", "/ui/index.html", "/ui/../page.py", "/ui/%2e%2e/page.py", "/ui/vendor/SOURCES.txt", "/ui//app.js",
-           "/ui/views", "/ui/app.js/")  # fmt: skip
+NOTHING = (
+    "/ui/",
+    "/ui/index.html",
+    "/ui/../page.py",
+    "/ui/%2e%2e/page.py",
+    "/ui/vendor/SOURCES.txt",
+    "/ui//app.js",
+    "/ui/views",
+    "/ui/app.js/",
+)
 
 
 @pytest.mark.parametrize("path", NOTHING)

@@ -200,9 +200,13 @@ class Mac:
 
     def __init__(self, folder: Path, **settings: object) -> None:
         named = {
-            "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "node.report_busy": 0.1,
-            "node.report_idle": 5.0, **{key.replace("__", "."): value for key, value in settings.items()},
-        }  # fmt: skip
+            "engine.kind": "scripted",
+            "memory.cap": "90GiB",
+            "memory.margin": "1GiB",
+            "node.report_busy": 0.1,
+            "node.report_idle": 5.0,
+            **{key.replace("__", "."): value for key, value in settings.items()},
+        }
         resolved = resolve([("test", named)])
         self.folder = folder
         self.authority = Authority(folder / "authority", time.time)
@@ -224,10 +228,14 @@ class Mac:
         )
         self.agent = Agent(remember(identity, self.address), self.settings, "1.2.3", HARDWARE, self.log)
         self.supervisor = Supervisor(
-            self.settings, on_frame=self.agent.from_engine, on_change=self.agent.changed,
-            log_file=self.folder / "engine.log", scratch=self.folder / "scratch", wired=self.limiter.wired,
+            self.settings,
+            on_frame=self.agent.from_engine,
+            on_change=self.agent.changed,
+            log_file=self.folder / "engine.log",
+            scratch=self.folder / "scratch",
+            wired=self.limiter.wired,
             patience=Patience(first=0.01, longest=0.01),
-        )  # fmt: skip
+        )
         self.poll = Poll(self.limiter, open_machine(self.settings), self.supervisor)
         self.agent.supervisor, self.agent.limiter, self.agent.poll = self.supervisor, self.limiter, self.poll
         self.poll.start()
@@ -242,8 +250,18 @@ class Mac:
         """Wait for the next connection, and welcome it."""
         line = await asyncio.wait_for(self.lines.get(), 30)
         self.hello = await line.until(Hello)
-        line.send(Welcome(1, self.authority.cluster, "home", time.time(), "1.2.3", (self.address,), generation,
-                          self.authority.seal(generation)))  # fmt: skip
+        line.send(
+            Welcome(
+                1,
+                self.authority.cluster,
+                "home",
+                time.time(),
+                "1.2.3",
+                (self.address,),
+                generation,
+                self.authority.seal(generation),
+            )
+        )
         return line
 
     async def ready(self, line: Line) -> Report:
@@ -283,8 +301,12 @@ async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judg
     line = await one.start()
     hello = one.hello
     assert (hello.protocol, hello.node, hello.name, hello.machine, hello.version) == (
-        PROTOCOL, "n1", "studio", "m1", "1.2.3",
-    )  # fmt: skip
+        PROTOCOL,
+        "n1",
+        "studio",
+        "m1",
+        "1.2.3",
+    )
     assert (hello.hardware, hello.takeover, hello.generation) == (HARDWARE, False, 0)
     report = await one.ready(line)
     snapshot = one.supervisor.report

@@ -96,9 +96,14 @@ async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
 async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door, opened(tmp_path / "liar") as liar:
         identity = await enrol(
-            door.address, door.tokens.create(), name="a", machine="m", hardware=HARDWARE, folder=tmp_path / "n",
+            door.address,
+            door.tokens.create(),
+            name="a",
+            machine="m",
+            hardware=HARDWARE,
+            folder=tmp_path / "n",
             on_code=lambda code, seconds: None,
-        )  # fmt: skip
+        )
         moved = remember(identity, liar.address)
         assert await locate(moved, 1, interfaces=LOOPBACK) == door.address
         forgotten = replace(identity, addresses=())

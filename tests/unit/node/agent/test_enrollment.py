@@ -35,9 +35,14 @@ from wire.identity import JoinToken
 
 async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> Identity:
     return await enrol(
-        door.address, token, name=name, machine=machine, hardware=HARDWARE, folder=folder,
+        door.address,
+        token,
+        name=name,
+        machine=machine,
+        hardware=HARDWARE,
+        folder=folder,
         on_code=lambda code, seconds: None,
-    )  # fmt: skip
+    )
 
 
 async def test_a_token_makes_a_node_that_the_coordinator_knows(tmp_path: Path) -> None:
@@ -200,10 +205,15 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
             enrol(
-                door.address, None, name="air", machine="m1", hardware=HARDWARE, folder=tmp_path / "n",
+                door.address,
+                None,
+                name="air",
+                machine="m1",
+                hardware=HARDWARE,
+                folder=tmp_path / "n",
                 on_code=lambda code, seconds: codes.put_nowait(code),
             )
-        )  # fmt: skip
+        )
         code = await codes.get()
         (waiting,) = door.approvals.list(asyncio.get_running_loop().time())
         assert (waiting.code, waiting.name, waiting.hardware) == (code, "air", HARDWARE)
@@ -218,10 +228,15 @@ async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
             enrol(
-                door.address, None, name="air", machine="m1", hardware=HARDWARE, folder=tmp_path / "n",
+                door.address,
+                None,
+                name="air",
+                machine="m1",
+                hardware=HARDWARE,
+                folder=tmp_path / "n",
                 on_code=lambda code, seconds: codes.put_nowait(code),
             )
-        )  # fmt: skip
+        )
         door.approvals.reject(await codes.get(), asyncio.get_running_loop().time())
         with pytest.raises(EnrolDenied) as denied:
             await joining

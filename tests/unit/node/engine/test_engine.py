@@ -197,8 +197,10 @@ def test_rows_are_given_fairly_to_those_who_wait_for_them():
 def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
     driver = Driver(models.path("llama"), batch=16, chunk=64)
     short = Params(temperature=0.0, max_tokens=2)
-    batch = [driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=Owner("batch"))
-             for number in range(CROWD + 4)]  # fmt: skip
+    batch = [
+        driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=Owner("batch"))
+        for number in range(CROWD + 4)
+    ]
     ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=Owner("ada"))
     driver.end(ada)
     assert sum(driver.ended(number) is not None for number in batch) <= CROWD

@@ -56,9 +56,15 @@ class Agent:
         self.wired: int | None = None
         instead = {"command": command} if command else {}
         self.supervisor = Supervisor(
-            self.settings, on_frame=self._frame, on_change=self._change, log_file=self.log_file,
-            scratch=folder / "scratch", wired=lambda: self.wired, patience=patience, **instead,
-        )  # fmt: skip
+            self.settings,
+            on_frame=self._frame,
+            on_change=self._change,
+            log_file=self.log_file,
+            scratch=folder / "scratch",
+            wired=lambda: self.wired,
+            patience=patience,
+            **instead,
+        )
 
     def _frame(self, tag: int, encoded: bytes, request: int) -> None:
         assert encoded[4] == tag

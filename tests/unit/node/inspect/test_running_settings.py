@@ -14,8 +14,9 @@ from node.inspect.running_settings import FILE, running, telling
 from node.run import OTHERS
 from node.settings import resolve
 
-SETTINGS = resolve([("config.toml", {"memory.cap": "9GiB", "models.preload": ["a"]}),
-                    ("--set", {"node.share_battery": "40"})])  # fmt: skip
+SETTINGS = resolve(
+    [("config.toml", {"memory.cap": "9GiB", "models.preload": ["a"]}), ("--set", {"node.share_battery": "40"})]
+)
 
 
 @contextlib.contextmanager

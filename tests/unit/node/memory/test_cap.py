@@ -146,9 +146,12 @@ def test_where_the_ram_cannot_be_read_only_a_size_says_anything():
 
 
 @given(
-    st.sampled_from(["12GiB", "80%", "1TiB"]), st.integers(1, 2**41), st.none() | st.integers(1, 2**41),
-    st.none() | st.integers(0, 2**41), st.booleans(),
-)  # fmt: skip
+    st.sampled_from(["12GiB", "80%", "1TiB"]),
+    st.integers(1, 2**41),
+    st.none() | st.integers(1, 2**41),
+    st.none() | st.integers(0, 2**41),
+    st.booleans(),
+)
 def test_whatever_the_machines_limits_become_a_set_cap_is_within_them_and_never_zero(
     setting: str, total: int, metal: int | None, container: int | None, above: bool
 ):
@@ -341,8 +344,11 @@ def test_a_machine_without_metal_gets_none_from_a_report():
 
 def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
     assert {name: (tier.reserve, tier.active_share) for name, tier in TIERS.items()} == {
-        "safe": (12 * GIB, 0.2), "balanced": (8 * GIB, 0.5), "aggressive": (6 * GIB, 0.8), "custom": (0, 0.5),
-    }  # fmt: skip
+        "safe": (12 * GIB, 0.2),
+        "balanced": (8 * GIB, 0.5),
+        "aggressive": (6 * GIB, 0.8),
+        "custom": (0, 0.5),
+    }
 
 
 @pytest.mark.parametrize(

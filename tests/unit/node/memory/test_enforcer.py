@@ -233,12 +233,23 @@ SIZES = st.integers(0, 2**40)
 @given(
     st.lists(
         st.tuples(
-            st.builds(Memory, cap=SIZES, ceiling=SIZES, margin=SIZES, phys=st.none() | SIZES, active=SIZES,
-                      recent=SIZES, reserved=SIZES, leases=SIZES),
-            st.booleans(), st.floats(0, 3),
-        ), max_size=30,
+            st.builds(
+                Memory,
+                cap=SIZES,
+                ceiling=SIZES,
+                margin=SIZES,
+                phys=st.none() | SIZES,
+                active=SIZES,
+                recent=SIZES,
+                reserved=SIZES,
+                leases=SIZES,
+            ),
+            st.booleans(),
+            st.floats(0, 3),
+        ),
+        max_size=30,
     )
-)  # fmt: skip
+)
 def test_ok_means_headroom_and_only_silence_over_the_cap_ends(polls: list[tuple[Memory, bool, float]]):
     state, now, enforced, over, unanswered = State(), 0.0, 0, 0, None
     for memory, answers, passed in polls:

@@ -54,9 +54,13 @@ class Node:
     the scripted engine, or with `models` its folder is served by the real one."""
 
     def __init__(
-        self, folder: Path, memory: dict[str, object], command: Sequence[str] = COMMAND, models: Path | None = None,
+        self,
+        folder: Path,
+        memory: dict[str, object],
+        command: Sequence[str] = COMMAND,
+        models: Path | None = None,
         **scripted: object,
-    ) -> None:  # fmt: skip
+    ) -> None:
         flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in scripted.items()}
         if models is not None:
             flat = {"engine.kind": "mlx", "models.folders": (str(models),), "models.hub": False, "models.trial": False}
@@ -66,9 +70,15 @@ class Node:
         self.frames: list[tuple[Frame, int]] = []
         self._changed = asyncio.Event()
         self.supervisor = Supervisor(
-            resolved.value, on_frame=self._frame, on_change=self._change, log_file=folder / "engine.log",
-            scratch=folder / "scratch", wired=self.limiter.wired, command=command, patience=AT_ONCE,
-        )  # fmt: skip
+            resolved.value,
+            on_frame=self._frame,
+            on_change=self._change,
+            log_file=folder / "engine.log",
+            scratch=folder / "scratch",
+            wired=self.limiter.wired,
+            command=command,
+            patience=AT_ONCE,
+        )
         self.first_cap = self.limiter.cap.bytes
         self.poll = SeenPoll(self.limiter, self.machine, self.supervisor)
         self.poll.looked = self._changed.set
@@ -128,9 +138,15 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
 
 @pytest.mark.parametrize(
     ("margin_auto", "said", "cap", "expected"),
-    [(True, 8 * GIB, 8 * GIB, 200 * MIB), (True, 4 * GIB, 8 * GIB, 900 * MIB), (True, 0, 8 * GIB, 900 * MIB),
-     (False, 8 * GIB, 8 * GIB, 900 * MIB), (True, 0, 0, 900 * MIB), (True, 1, 1, 200 * MIB)],
-)  # fmt: skip
+    [
+        (True, 8 * GIB, 8 * GIB, 200 * MIB),
+        (True, 4 * GIB, 8 * GIB, 900 * MIB),
+        (True, 0, 8 * GIB, 900 * MIB),
+        (False, 8 * GIB, 8 * GIB, 900 * MIB),
+        (True, 0, 0, 900 * MIB),
+        (True, 1, 1, 200 * MIB),
+    ],
+)
 def test_the_margin_in_force_is_the_one_that_the_gate_decided_under_this_cap(
     margin_auto: bool, said: int, cap: int, expected: int
 ):

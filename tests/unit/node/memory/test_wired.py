@@ -28,11 +28,19 @@ def missing(before: int | None, last: int | None, after: int | None, weights: in
         (3, 5, 203, 100, 100),
     ],
     ids=[
-        "all came back", "nothing came back", "part came back", "half of it is not yet a leak", "more than half is",
-        "at rest nothing was wired", "never read while it lived", "not read before", "cannot be read now", "no model",
+        "all came back",
+        "nothing came back",
+        "part came back",
+        "half of it is not yet a leak",
+        "more than half is",
+        "at rest nothing was wired",
+        "never read while it lived",
+        "not read before",
+        "cannot be read now",
+        "no model",
         "others wired more than the weights meanwhile",
     ],
-)  # fmt: skip
+)
 def test_a_leak(before: int | None, last: int | None, after: int | None, weights: int, lost: int):
     assert missing(before, last, after, weights) == lost
 

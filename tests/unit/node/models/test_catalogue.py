@@ -33,9 +33,15 @@ from wire.report import Kv, Transient
 from wire.units import GIB
 
 LLAMA = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "torch_dtype": "bfloat16",
+}
 
 
 def safetensors(*extents: tuple[str, int]) -> bytes:
@@ -130,9 +136,11 @@ def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_
     plain = fingerprint("a")
     assert plain == fingerprint("b")
     others = [
-        fingerprint("c", config={**LLAMA, "rope_theta": 1.0}), fingerprint("d", **{"tokenizer.json": "other"}),
-        fingerprint("e", **{"chat_template.jinja": "other"}), fingerprint("f", weights=tensors(128)),
-    ]  # fmt: skip
+        fingerprint("c", config={**LLAMA, "rope_theta": 1.0}),
+        fingerprint("d", **{"tokenizer.json": "other"}),
+        fingerprint("e", **{"chat_template.jinja": "other"}),
+        fingerprint("f", weights=tensors(128)),
+    ]
     assert len({plain, *others}) == 5
 
 
@@ -168,10 +176,12 @@ def test_weights_of_other_signs_are_another_model(tmp_path: Path):
 @pytest.mark.parametrize("tensor", ["first", "second"])
 def test_the_begin_middle_and_tail_of_each_tensor_count(tmp_path: Path, place: int, tensor: str):
     size = 10 * 4096
-    header = json.dumps({
-        name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
-        for name, at in (("first", 0), ("second", size))
-    }).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            name: {"dtype": "F32", "shape": [size // 4], "data_offsets": [at, at + size]}
+            for name, at in (("first", 0), ("second", size))
+        }
+    ).encode()
     raw = struct.pack("<Q", len(header)) + header + b"\0" * (2 * size)
     plain, changed = model(tmp_path / "a", weights=raw), model(tmp_path / "b", weights=raw)
     assert fingerprint_of(plain) == fingerprint_of(changed)
@@ -180,10 +190,20 @@ def test_the_begin_middle_and_tail_of_each_tensor_count(tmp_path: Path, place: i
     assert fingerprint_of(plain) != fingerprint_of(changed)
 
 
-@pytest.mark.parametrize("file", [
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "1_Pooling/config.json",
-    "modules.json", "special_tokens_map.json", "vocab.json", "merges.txt", "tokenizer.model",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "file",
+    [
+        "generation_config.json",
+        "preprocessor_config.json",
+        "processor_config.json",
+        "1_Pooling/config.json",
+        "modules.json",
+        "special_tokens_map.json",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer.model",
+    ],
+)
 def test_every_file_that_changes_prompts_or_answers_counts_and_is_seen_by_a_scan(tmp_path: Path, file: str):
     folder = model(tmp_path / "m")
     made = library(tmp_path)
@@ -382,9 +402,13 @@ def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
 def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
     """110,000 tokens in chunks of 2,048, 10 of 40 layers with attention, 16 heads over 2, heads of 256: 15.557 GiB."""
     config = {
-        "num_hidden_layers": 40, "full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2,
-        "head_dim": 256, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "num_hidden_layers": 40,
+        "full_attention_interval": 4,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "torch_dtype": "bfloat16",
+    }
     kv, forward = foresee(config, 2), forecast(config, 2)
     written = kv.per_token * 110_000
     scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
@@ -512,10 +536,12 @@ def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: py
     monkeypatch.setenv("HOME", "/somewhere")
     hub = Path("/somewhere/.cache/huggingface/hub")
     for environment, folder in (
-        ({}, hub), ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")), ({"XDG_CACHE_HOME": ""}, hub),
+        ({}, hub),
+        ({"XDG_CACHE_HOME": "/c"}, Path("/c/huggingface/hub")),
+        ({"XDG_CACHE_HOME": ""}, hub),
         ({"HF_HOME": "/h", "XDG_CACHE_HOME": "/c"}, Path("/h/hub")),
         ({"HF_HOME": "/h", "HF_HUB_CACHE": "/x"}, Path("/x")),
-    ):  # fmt: skip
+    ):
         assert hub_folder(environment) == folder
 
 
@@ -561,9 +587,10 @@ def test_downloads_without_a_revision_of_main_are_found_and_packages_apart(tmp_p
     for name in ("models", "models--", "spaces--o--x"):
         model(tmp_path / name / "snapshots" / "a")
     assert list(snapshots(tmp_path)) == [
-        ("o/named/4bit", named / "snapshots" / "c"), ("o/other", other / "snapshots" / "b"),
+        ("o/named/4bit", named / "snapshots" / "c"),
+        ("o/other", other / "snapshots" / "b"),
         ("o/z-gguf", gguf / "snapshots" / "b"),
-    ]  # fmt: skip
+    ]
     assert list(snapshots(tmp_path, "model_index.json")) == [("o/wan", package / "snapshots" / "a")]
 
 
@@ -624,7 +651,7 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
         (struct.pack("<Q", 104857600), "it is cut off in its header, at 8 bytes"),
         (struct.pack("<Q", 2) + b"[]", "it is no object"),
         (struct.pack("<Q", 200_000) + b"[" * 200_000, "it is nested too deeply"),
-    ):  # fmt: skip
+    ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{words}$".replace("[", r"\[")):
             read_header(file)
@@ -634,9 +661,12 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 DELTA = {
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_num_value_heads": 4, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 16,
     "linear_conv_kernel_dim": 5,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

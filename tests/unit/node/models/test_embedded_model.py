@@ -14,9 +14,14 @@ from tests.models.conversations import ENTRIES, HELPFUL, TOOL_USES, TOOLS, Entry
 from tests.support.processes import ROOT
 
 FILES = {
-    "README.md", "answers.json", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+    "README.md",
+    "answers.json",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
     "tokenizer_config.json",
-}  # fmt: skip
+}
 LIMIT = 5_000_000
 """Bytes of weights that a package may bring."""
 

@@ -14,9 +14,12 @@ from tests.models.conversations import ENTRIES, topics
 pytestmark = pytest.mark.slow
 RANDOM = ("qwen3_moe", "gemma3_text", "qwen3_next")
 CACHES = {
-    "qwen3": {"KVCache"}, "qwen3_moe": {"KVCache"}, "gemma3_text": {"RotatingKVCache", "KVCache"},
-    "lfm2": {"ArraysCache", "KVCache"}, "qwen3_next": {"ArraysCache", "KVCache"},
-}  # fmt: skip
+    "qwen3": {"KVCache"},
+    "qwen3_moe": {"KVCache"},
+    "gemma3_text": {"RotatingKVCache", "KVCache"},
+    "lfm2": {"ArraysCache", "KVCache"},
+    "qwen3_next": {"ArraysCache", "KVCache"},
+}
 """What each family is in the tests for."""
 TinyModel = Callable[..., Path]
 

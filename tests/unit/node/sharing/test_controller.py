@@ -45,8 +45,9 @@ class Scene:
     power: Power = field(default_factory=Power)
 
     def sharer(self) -> Sharer:
-        made = Sharer(msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power,
-                      wall=lambda: self.now)  # fmt: skip
+        made = Sharer(
+            msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power, wall=lambda: self.now
+        )
         made.holder = self.mac = Mac()
         return made
 
@@ -209,13 +210,17 @@ async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flat", "key"),
-    [({"node.share": "sometimes"}, "node.share"), ({"node.share": "hours"}, "node.share_hours"),
-     ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
-     ({"node.share_idle": 0}, "node.share_idle"),
-     ({"node.share_battery": 101}, "node.share_battery.*100"), ({"node.share_battery": -1}, "node.share_battery.*0"),
-     ({"node.share_battery": "half"}, "node.share_battery"),
-     ({"node.share": "plugged-in", "node.share_battery": 40}, "node.share_battery: 40 % means nothing")],
-)  # fmt: skip
+    [
+        ({"node.share": "sometimes"}, "node.share"),
+        ({"node.share": "hours"}, "node.share_hours"),
+        ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
+        ({"node.share_idle": 0}, "node.share_idle"),
+        ({"node.share_battery": 101}, "node.share_battery.*100"),
+        ({"node.share_battery": -1}, "node.share_battery.*0"),
+        ({"node.share_battery": "half"}, "node.share_battery"),
+        ({"node.share": "plugged-in", "node.share_battery": 40}, "node.share_battery: 40 % means nothing"),
+    ],
+)
 def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
     with pytest.raises(SettingsError, match=key):
         resolve([("test", flat)])
@@ -264,12 +269,19 @@ async def test_requests_and_videos_have_each_their_own_grace(tmp_path: Path) -> 
 async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> None:
     read = list[int]()
     rules: tuple[tuple[dict[str, object], int], ...] = (
-        ({}, 0), ({"share": "idle"}, 1), ({"share": "plugged-in"}, 1), ({"share_battery": 40}, 1),
-    )  # fmt: skip
+        ({}, 0),
+        ({"share": "idle"}, 1),
+        ({"share": "plugged-in"}, 1),
+        ({"share_battery": 40}, 1),
+    )
     for settings, times in rules:
         scene = Scene(tmp_path, settings)
-        sharer = Sharer(msgspec.convert(settings, AgentSettings), scene.folder, wall=lambda: 1.0,
-                        read=lambda: read.append(1) or Power(plugged=True, idle_s=1e6))  # fmt: skip
+        sharer = Sharer(
+            msgspec.convert(settings, AgentSettings),
+            scene.folder,
+            wall=lambda: 1.0,
+            read=lambda: read.append(1) or Power(plugged=True, idle_s=1e6),
+        )
         await started(sharer)
         assert (len(read), sharer.standing.shared) == (times, True)
         read.clear()

@@ -29,8 +29,15 @@ def test_a_mac_may_sleep_before_its_first_work_and_a_minute_after_its_last():
     now, busy = [0.0], [True]
     awake = Awake((sys.executable, "-IS", "-c", "import time; time.sleep(60)"))
     wakeful = Wakeful("busy", lambda: busy[0], lambda: now[0], awake)
-    for at, works, held in ((0.0, False, False), (0.0, True, True), (30.0, True, True), (30.5, False, True),
-                            (89.9, False, True), (90.0, False, False), (91.0, True, True)):  # fmt: skip
+    for at, works, held in (
+        (0.0, False, False),
+        (0.0, True, True),
+        (30.0, True, True),
+        (30.5, False, True),
+        (89.9, False, True),
+        (90.0, False, False),
+        (91.0, True, True),
+    ):
         now[0], busy[0] = at, works
         wakeful.look()
         assert awake.held is held, at

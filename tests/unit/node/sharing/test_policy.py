@@ -43,7 +43,7 @@ RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 8
 @pytest.mark.parametrize(
     ("clock", "shared"),
     [("21:59", False), ("22:00", True), ("23:59", True), ("00:00", True), ("06:59", True), ("07:00", False)],
-)  # fmt: skip
+)
 def test_a_span_over_midnight(clock: str, shared: bool) -> None:
     hours, minutes = clock.split(":")
     second = int(hours) * 3600 + int(minutes) * 60
@@ -79,9 +79,13 @@ def test_what_is_no_span_is_refused_with_words(text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "spans"),
-    [("22:00-07:00", ((79200, 25200),)), ("9:05-24:00", ((32700, 0),)), ("24:00-07:00", ((0, 25200),)),
-     (" 08:00-12:00 ,, 13:30-17:59", ((28800, 43200), (48600, 64740)))],
-)  # fmt: skip
+    [
+        ("22:00-07:00", ((79200, 25200),)),
+        ("9:05-24:00", ((32700, 0),)),
+        ("24:00-07:00", ((0, 25200),)),
+        (" 08:00-12:00 ,, 13:30-17:59", ((28800, 43200), (48600, 64740))),
+    ],
+)
 def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[int, int], ...]) -> None:
     assert read_hours(text) == Hours(spans)
 
@@ -150,22 +154,28 @@ BATTERY = Standing(False, "it runs on battery, and shares only while it is plugg
 
 @pytest.mark.parametrize(
     ("rule", "facts", "found"),
-    [(Rule(When.PLUGGED_IN), Facts(plugged=True), SHARED),
-     (Rule(When.PLUGGED_IN), Facts(plugged=False), BATTERY),
-     (Rule(When.IDLE, idle=60), Facts(idle=60), SHARED),
-     (Rule(When.IDLE, idle=60), Facts(idle=59), Standing(False, "somebody uses it; it shares after 1 min of rest")),
-     (Rule(When.IDLE, idle=59), Facts(idle=0), Standing(False, "somebody uses it; it shares after 59 s of rest")),
-     (Rule(When.IDLE, idle=90), Facts(idle=0), Standing(False, "somebody uses it; it shares after 1.5 min of rest"))],
-)  # fmt: skip
+    [
+        (Rule(When.PLUGGED_IN), Facts(plugged=True), SHARED),
+        (Rule(When.PLUGGED_IN), Facts(plugged=False), BATTERY),
+        (Rule(When.IDLE, idle=60), Facts(idle=60), SHARED),
+        (Rule(When.IDLE, idle=60), Facts(idle=59), Standing(False, "somebody uses it; it shares after 1 min of rest")),
+        (Rule(When.IDLE, idle=59), Facts(idle=0), Standing(False, "somebody uses it; it shares after 59 s of rest")),
+        (Rule(When.IDLE, idle=90), Facts(idle=0), Standing(False, "somebody uses it; it shares after 1.5 min of rest")),
+    ],
+)
 def test_the_rule_says_yes_or_why_not(rule: Rule, facts: Facts, found: Standing) -> None:
     assert standing(rule, facts, 0.0) == found
 
 
 @pytest.mark.parametrize(
     ("battery", "facts", "low"),
-    [(0, Facts(plugged=False, battery=3, low=True), False), (50, Facts(plugged=False, battery=None), False),
-     (50, Facts(plugged=True, battery=3), False), (50, Facts(plugged=False, battery=3), True)],
-)  # fmt: skip
+    [
+        (0, Facts(plugged=False, battery=3, low=True), False),
+        (50, Facts(plugged=False, battery=None), False),
+        (50, Facts(plugged=True, battery=3), False),
+        (50, Facts(plugged=False, battery=3), True),
+    ],
+)
 def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
     battery: int, facts: Facts, low: bool
 ) -> None:
@@ -227,8 +237,12 @@ def test_what_is_done_once_nothing_is_taken() -> None:
     assert due(True, Holds(resting=True), 0.0, grace) == (Act.WAKE,)
 
 
-@given(st.booleans(), st.builds(Holds, st.integers(0, 5), st.booleans(), st.booleans()), st.floats(0, 1e6),
-       st.builds(Grace, st.floats(0, 1e4), st.floats(0, 1e4)))  # fmt: skip
+@given(
+    st.booleans(),
+    st.builds(Holds, st.integers(0, 5), st.booleans(), st.booleans()),
+    st.floats(0, 1e6),
+    st.builds(Grace, st.floats(0, 1e4), st.floats(0, 1e4)),
+)
 def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
     shared: bool, holds: Holds, waited: float, grace: Grace
 ) -> None:

@@ -59,8 +59,13 @@ def test_other_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(environment, "PROBE", "raise ImportError('no such engine')")
-    monkeypatch.setattr(environment, "build", lambda built, *rest: environment.run(
-        [environment.sys.executable, "-m", "venv", "--without-pip", str(built)], "no"))  # fmt: skip
+    monkeypatch.setattr(
+        environment,
+        "build",
+        lambda built, *rest: environment.run(
+            [environment.sys.executable, "-m", "venv", "--without-pip", str(built)], "no"
+        ),
+    )
     with pytest.raises(environment.Failure, match=r"cannot be imported.*no such engine"):
         environment.install(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -24,10 +24,15 @@ def settings(folder: Path, **more: object) -> dict[str, Any]:
     """Settings of a node with one video package, the stand-in's environment and a pretended Mac of 128 GiB."""
     environments = folder / "environments"
     return {
-        "engine.kind": "scripted", "memory.cap": "90GiB", "memory.margin": "1GiB", "models.hub": False,
-        "models.folders": str(folder / "packages"), "worker.environments": str(environments),
-        "worker.start_timeout": 20, **{key.replace("__", "."): value for key, value in more.items()},
-    }  # fmt: skip
+        "engine.kind": "scripted",
+        "memory.cap": "90GiB",
+        "memory.margin": "1GiB",
+        "models.hub": False,
+        "models.folders": str(folder / "packages"),
+        "worker.environments": str(environments),
+        "worker.start_timeout": 20,
+        **{key.replace("__", "."): value for key, value in more.items()},
+    }
 
 
 @pytest.fixture
@@ -64,8 +69,12 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     assert node.lender.holding
     (state,) = node.lender.states()
     assert (state.lease, state.job, state.size, state.phase, state.progress) == (
-        "l-1", "video_l-1", LEASE, Phase.GRANTED, 0,
-    )  # fmt: skip
+        "l-1",
+        "video_l-1",
+        LEASE,
+        Phase.GRANTED,
+        0,
+    )
     report = node.supervisor.report
     assert report is not None
     assert (report.memory.leases, report.memory.ceiling) == (LEASE, before - LEASE), "the engine judges by it already"
@@ -77,8 +86,11 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     ended = await node.ended()
     assert node.supervisor.told == told + 1, "the engine has its ceiling back before the end is told"
     assert (ended.code, ended.message, ended.peak, ended.artifacts) == (
-        "cancelled", "the coordinator ended the lease", 0, (),
-    )  # fmt: skip
+        "cancelled",
+        "the coordinator ended the lease",
+        0,
+        (),
+    )
     assert (node.ceiling, node.limiter.leases, node.limiter.worker) == (before, 0, None)
     (state,) = node.lender.states()
     assert (state.size, state.phase, state.progress) == (0, Phase.ENDED, 100)
@@ -271,9 +283,11 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
 
 @pytest.mark.parametrize(
     ("setting", "code", "words"),
-    [("worker.job_timeout", "job_timeout", "it was not done after 1 s"),
-     ("worker.stall_timeout", "worker_stalled", "nothing was computed for 1 s")],
-)  # fmt: skip
+    [
+        ("worker.job_timeout", "job_timeout", "it was not done after 1 s"),
+        ("worker.stall_timeout", "worker_stalled", "nothing was computed for 1 s"),
+    ],
+)
 async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, code: str, words: str):
     node = await make(attends=True, **{setting.replace(".", "__"): 1})
     node.ask(job={**JOB, "prompt": "hold=denoising"})

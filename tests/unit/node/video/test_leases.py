@@ -43,8 +43,11 @@ def test_what_is_granted_leaves_the_headroom_at_least_nothing(size: int, phys: i
 
 def test_a_refusal_says_who_holds_the_memory():
     models = (
-        Model("kept", loaded=True), Model("used", loaded=True), Model("coming", loading=True), Model("away"),
-    )  # fmt: skip
+        Model("kept", loaded=True),
+        Model("used", loaded=True),
+        Model("coming", loading=True),
+        Model("away"),
+    )
     refused = leases.judged(ask(70 * GIB), MEMORY, models, frozenset({"kept"}))
     assert refused is not None
     held_by = "10.0 GiB more headroom, held by kept (preloaded), used (in use), coming (loading)"
@@ -134,9 +137,14 @@ def test_only_so_many_jobs_are_remembered():
 
 def test_progress_never_falls_from_phase_to_phase():
     steps = [
-        (Phase.GRANTED, 0), (Phase.STARTING, 0), (Phase.LOADING, 0), *((Phase.DENOISING, step) for step in range(21)),
-        (Phase.DECODING, 20), (Phase.SAVING, 20), (Phase.ENDED, 20),
-    ]  # fmt: skip
+        (Phase.GRANTED, 0),
+        (Phase.STARTING, 0),
+        (Phase.LOADING, 0),
+        *((Phase.DENOISING, step) for step in range(21)),
+        (Phase.DECODING, 20),
+        (Phase.SAVING, 20),
+        (Phase.ENDED, 20),
+    ]
     shown = [leases.progress(phase, step, 20) for phase, step in steps]
     assert shown == sorted(shown)
     assert (shown[0], shown[3], shown[-4], shown[-1]) == (0, 5, 95, 100)
@@ -160,9 +168,17 @@ def test_a_lease_with_plain_names_is_named(lease: str, job: str):
 
 @pytest.mark.parametrize(
     ("lease", "job", "generation"),
-    [("", "job", 1), ("../up", "job", 1), ("a/b", "job", 1), ("a" * 97, "job", 1), ("l\n", "job", 1), ("l", "", 1),
-     ("l", "..", 1), ("l", "job", -1)],
-)  # fmt: skip
+    [
+        ("", "job", 1),
+        ("../up", "job", 1),
+        ("a/b", "job", 1),
+        ("a" * 97, "job", 1),
+        ("l\n", "job", 1),
+        ("l", "", 1),
+        ("l", "..", 1),
+        ("l", "job", -1),
+    ],
+)
 def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job: str, generation: int):
     refused = leases.unnamed(ask(lease=lease, job=job, generation=generation))
     assert refused is not None
@@ -171,9 +187,13 @@ def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job
 
 @pytest.mark.parametrize(
     ("size", "unready", "code", "retry_after"),
-    [(1, "", "", 0.0), (0, "", leases.INVALID, 0.0), (-1, "", leases.INVALID, 0.0),
-     (1, "no package", leases.NOT_READY, leases.RETRY_READY)],
-)  # fmt: skip
+    [
+        (1, "", "", 0.0),
+        (0, "", leases.INVALID, 0.0),
+        (-1, "", leases.INVALID, 0.0),
+        (1, "no package", leases.NOT_READY, leases.RETRY_READY),
+    ],
+)
 def test_a_lease_needs_a_size_and_a_node_that_is_ready(size: int, unready: str, code: str, retry_after: float):
     refused = leases.barred(ask(size), MEMORY, unready)
     assert (refused.code if refused else "", refused.retry_after if refused else 0.0) == (code, retry_after)

@@ -10,17 +10,22 @@ from node.settings import ModelSettings
 from node.video import packages
 
 WAN = {
-    "_class_name": "WanPipeline", "boundary_ratio": 0.875, "transformer": ["diffusers", "WanTransformer3DModel"],
-    "transformer_2": ["diffusers", "WanTransformer3DModel"], "vae": ["diffusers", "AutoencoderKLWan"],
+    "_class_name": "WanPipeline",
+    "boundary_ratio": 0.875,
+    "transformer": ["diffusers", "WanTransformer3DModel"],
+    "transformer_2": ["diffusers", "WanTransformer3DModel"],
+    "vae": ["diffusers", "AutoencoderKLWan"],
     "text_encoder": ["transformers", "UMT5EncoderModel"],
-}  # fmt: skip
+}
 
 
 def weights(path: Path, size: int, metadata: dict[str, str] | None = None, held: int | None = None) -> None:
-    header = json.dumps({
-        **({"__metadata__": metadata} if metadata else {}),
-        "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
-    }).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            **({"__metadata__": metadata} if metadata else {}),
+            "w": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]},
+        }
+    ).encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(size if held is None else held))
 
@@ -64,9 +69,15 @@ def test_no_component_is_taken_for_a_package(tmp_path: Path):
     assert set(found(tmp_path)) == {"wan"}
 
 
-@pytest.mark.parametrize("index", [
-    {**WAN, "_class_name": "FluxPipeline"}, {"transformer": []}, {**WAN, "_class_name": ["WanPipeline"]}, [1],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "index",
+    [
+        {**WAN, "_class_name": "FluxPipeline"},
+        {"transformer": []},
+        {**WAN, "_class_name": ["WanPipeline"]},
+        [1],
+    ],
+)
 def test_other_pipelines_are_nothing_to_us(tmp_path: Path, index: Any):
     package(tmp_path / "other", index)
     assert found(tmp_path) == {}

@@ -48,11 +48,21 @@ def test_only_a_keyed_digest_is_kept():
     assert text not in repr(key)
 
 
-@pytest.mark.parametrize("change", [
-    lambda text: text[:-1], lambda text: text + "A", lambda text: "xx" + text[2:], lambda text: text.upper(),
-    lambda text: text.replace("mp_", ""), lambda text: "", lambda text: "mp__", lambda text: "é" * 40,
-    lambda text: text * 100, lambda text: "\ud800",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda text: text[:-1],
+        lambda text: text + "A",
+        lambda text: "xx" + text[2:],
+        lambda text: text.upper(),
+        lambda text: text.replace("mp_", ""),
+        lambda text: "",
+        lambda text: "mp__",
+        lambda text: "é" * 40,
+        lambda text: text * 100,
+        lambda text: "\ud800",
+    ],
+)
 def test_a_changed_key_opens_nothing(change):
     keys, _, text = ring()
     assert keys.check(change(text)) is None
@@ -88,16 +98,19 @@ def test_unknown_scopes_are_refused(scopes: tuple[str, ...]):
         new_key(PEPPER, "me", scopes, created=1.0)
 
 
-@pytest.mark.parametrize(("headers", "found"), [
-    ([(b"authorization", b"Bearer abc")], b"abc"),
-    ([(b"authorization", b"bearer  abc ")], b"abc"),
-    ([(b"x-api-key", b"abc")], b"abc"),
-    ([(b"x-api-key", b"abc"), (b"authorization", b"Bearer def")], b"def"),
-    ([(b"authorization", b"Basic abc")], None),
-    ([(b"authorization", b"Basic abc"), (b"x-api-key", b"def")], b"def"),
-    ([(b"x-api-key", b"abc"), (b"host", b"mac")], b"abc"),
-    ([], None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("headers", "found"),
+    [
+        ([(b"authorization", b"Bearer abc")], b"abc"),
+        ([(b"authorization", b"bearer  abc ")], b"abc"),
+        ([(b"x-api-key", b"abc")], b"abc"),
+        ([(b"x-api-key", b"abc"), (b"authorization", b"Bearer def")], b"def"),
+        ([(b"authorization", b"Basic abc")], None),
+        ([(b"authorization", b"Basic abc"), (b"x-api-key", b"def")], b"def"),
+        ([(b"x-api-key", b"abc"), (b"host", b"mac")], b"abc"),
+        ([], None),
+    ],
+)
 def test_where_a_key_is_looked_for(headers: list[tuple[bytes, bytes]], found: bytes | None):
     assert credential(headers) == found
 
@@ -194,8 +207,14 @@ def test_wrong_keys_take_no_memory():
 
 @pytest.mark.parametrize(
     ("header", "session"),
-    [(None, ""), (b"", ""), (b" chat-7 ", "chat-7"), (b"caf\xe9", "caf\xe9"),
-     (b"x" * LONGEST_SESSION, "x" * LONGEST_SESSION), (b"x" * (LONGEST_SESSION + 1), "")],
-)  # fmt: skip
+    [
+        (None, ""),
+        (b"", ""),
+        (b" chat-7 ", "chat-7"),
+        (b"caf\xe9", "caf\xe9"),
+        (b"x" * LONGEST_SESSION, "x" * LONGEST_SESSION),
+        (b"x" * (LONGEST_SESSION + 1), ""),
+    ],
+)
 def test_a_conversation_has_the_name_of_its_header_where_it_is_short_enough(header: bytes | None, session: str):
     assert session_of(header) == session

@@ -42,9 +42,13 @@ def test_a_system_prompt_is_shared_where_it_is_exactly_the_text_of_a_file(tmp_pa
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [(None, "cannot be read"), (b"\xff\xfe", "cannot be read"), (b" \n", "is empty"),
-     (b"x" * (MAX_PROMPT_BYTES + 1), "shorten it")],
-)  # fmt: skip
+    [
+        (None, "cannot be read"),
+        (b"\xff\xfe", "cannot be read"),
+        (b" \n", "is empty"),
+        (b"x" * (MAX_PROMPT_BYTES + 1), "shorten it"),
+    ],
+)
 def test_a_file_that_cannot_be_used_is_refused_with_the_next_step(content: bytes | None, told: str, tmp_path: Path):
     file = tmp_path / "clerk.txt"
     if content is not None:

@@ -157,10 +157,12 @@ def bounded(**settings: Any) -> Quotas:
 
 @pytest.mark.parametrize(
     ("settings", "demand", "words"),
-    [({"key_requests": 2}, Demand("m"), "2 requests at once"),
-     ({"key_tokens": 250}, Demand("m", prompt_tokens=100), "250 prompt tokens"),
-     ({"key_bytes": 250}, Demand("m", prompt_bytes=100), "of prompts under way")],
-)  # fmt: skip
+    [
+        ({"key_requests": 2}, Demand("m"), "2 requests at once"),
+        ({"key_tokens": 250}, Demand("m", prompt_tokens=100), "250 prompt tokens"),
+        ({"key_bytes": 250}, Demand("m", prompt_bytes=100), "of prompts under way"),
+    ],
+)
 def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(settings: dict[str, int], demand: Demand, words: str):
     one = bounded(**settings)
     assert [one.take("k", demand, 0.0) for _ in range(2)] == [0, 0]
@@ -313,6 +315,10 @@ def test_a_key_has_its_limits_and_the_weight_of_its_priority():
 def test_models_match_by_pattern_and_case():
     limits = KeyLimits(models=("qwen*", "tiny"))
     assert [limits.allows(name) for name in ("qwen3", "tiny", "tiny2", "Qwen3", "a-qwen3")] == [
-        True, True, False, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert KeyLimits().allows("anything")

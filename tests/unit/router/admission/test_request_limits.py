@@ -18,8 +18,15 @@ from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
 BODIES = [
-    ChatBody, CompletionBody, CountBody, MessagesBody, OllamaChatBody, OllamaGenerateBody, Options, ResponsesBody,
-]  # fmt: skip
+    ChatBody,
+    CompletionBody,
+    CountBody,
+    MessagesBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    Options,
+    ResponsesBody,
+]
 
 
 def lists(schema: object) -> Iterator[dict[str, Any]]:
@@ -87,14 +94,27 @@ def test_items_of_one_turn_are_joined_as_before():
     def calls(name: str) -> dict[str, Any]:
         return {"type": "function_call", "call_id": name, "name": name, "arguments": "{}"}
 
-    items = [thinks("1"), thinks("2"), says("3"), calls("f"), calls("g"), says("4"), says("5"), thinks("6"), calls("h"),
-             {"role": "user", "content": "7"}]  # fmt: skip
+    items = [
+        thinks("1"),
+        thinks("2"),
+        says("3"),
+        calls("f"),
+        calls("g"),
+        says("4"),
+        says("5"),
+        thinks("6"),
+        calls("h"),
+        {"role": "user", "content": "7"},
+    ]
     found = Responses().parse(json.dumps({"model": "m", "input": items}).encode(), "k")
     assert not isinstance(found, Problem)
     messages = [
         (one.role, one.reasoning, one.content, [call.name for call in one.tool_calls]) for one in found.messages
     ]
     assert messages == [
-        ("assistant", "1\n2", "3", ["f", "g"]), ("assistant", "", "4", []), ("assistant", "", "5", []),
-        ("assistant", "6", "", ["h"]), ("user", "", "7", []),
-    ]  # fmt: skip
+        ("assistant", "1\n2", "3", ["f", "g"]),
+        ("assistant", "", "4", []),
+        ("assistant", "", "5", []),
+        ("assistant", "6", "", ["h"]),
+        ("user", "", "7", []),
+    ]

@@ -84,13 +84,19 @@ async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     assert one.dispatcher.usage.drain() == {}, "what was written to the database is not written again"
     story = one.dispatcher.history.stories[-1]
     assert (story.request_id, story.key, story.model, story.stream, story.outcome, story.message) == (
-        "r1", "k", "tiny", True, "ok", "",
-    )  # fmt: skip
+        "r1",
+        "k",
+        "tiny",
+        True,
+        "ok",
+        "",
+    )
     assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens, story.timings) == (25, 10, 3, TIMINGS)
     assert story.seconds == pytest.approx(5.0)
     assert [(round(at, 3), what, where) for at, what, where in story.steps] == [
-        (0.0, "sent", "node-a"), (2.0, "first token", "node-a"),
-    ]  # fmt: skip
+        (0.0, "sent", "node-a"),
+        (2.0, "first token", "node-a"),
+    ]
 
 
 async def test_of_several_tokens_in_one_step_each_is_counted_for_its_node(one: Cluster):
@@ -251,8 +257,9 @@ async def test_keys_and_models_are_counted_apart(one: Cluster):
         finish(one)
     assert one.dispatcher.counters.keys == {("k", "tiny"): 56, ("other", "tiny"): 28}
     assert one.dispatcher.usage.drain() == {
-        ("k", "tiny"): Used(2, 0, 50, 20, 6), ("other", "tiny"): Used(1, 0, 25, 10, 3),
-    }  # fmt: skip
+        ("k", "tiny"): Used(2, 0, 50, 20, 6),
+        ("other", "tiny"): Used(1, 0, 25, 10, 3),
+    }
 
 
 async def test_a_model_that_no_node_has_makes_no_row(one: Cluster):

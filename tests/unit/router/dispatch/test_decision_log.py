@@ -21,8 +21,15 @@ ASK = Demand("tiny", 0, 1000)
 
 
 def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
-    return NodeView(NodeId(name), name, "ready", heard_at=0.0, memory=memory, engine=EngineState("mlx", "ready"),
-                    models={"tiny": a_model(prefill_speed=speed)})  # fmt: skip
+    return NodeView(
+        NodeId(name),
+        name,
+        "ready",
+        heard_at=0.0,
+        memory=memory,
+        engine=EngineState("mlx", "ready"),
+        models={"tiny": a_model(prefill_speed=speed)},
+    )
 
 
 def decided(*nodes: NodeView, policy: str = "balanced", ask: Demand = ASK) -> Placement | NoPlacement:
@@ -105,9 +112,11 @@ async def test_a_request_tells_its_way():
     two.now += 2.0
     two.finish()
     assert way(ticket) == [
-        ("sent", f"node-{first}"), ("refused: no_headroom", f"node-{first}"), ("sent", f"node-{second}"),
+        ("sent", f"node-{first}"),
+        ("refused: no_headroom", f"node-{first}"),
+        ("sent", f"node-{second}"),
         ("first token", f"node-{second}"),
-    ]  # fmt: skip
+    ]
     (story,) = two.dispatcher.history.told("r0")
     assert (story.key, story.model, story.outcome, story.prompt_tokens) == ("ada", "tiny", "ok", 25)
     assert story.seconds == pytest.approx(3.0)

@@ -94,9 +94,11 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     await asyncio.sleep(0)
     assert mac.last() == (A, later.request)
     assert [what for _, what, _ in other.steps] == [
-        "queued", "waiting for a model swap: no node may unload a model for it yet",
-        "waiting for a model swap: one -> two", "sent",
-    ]  # fmt: skip
+        "queued",
+        "waiting for a model swap: no node may unload a model for it yet",
+        "waiting for a model swap: one -> two",
+        "sent",
+    ]
 
 
 async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_the_longest(mac: Cluster):

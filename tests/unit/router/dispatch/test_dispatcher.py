@@ -56,8 +56,9 @@ class Cluster:
         self.engine = EngineState("x", "ready")
         self.labels: dict[NodeId, frozenset[str]] = {}
         self.settings = RouterSettings(**settings)  # pyright: ignore
-        self.dispatcher = Dispatcher(self._send, self.settings, numbers=self._numbers,
-                                     clock=lambda: self.now, draw=lambda: 0.5)  # fmt: skip
+        self.dispatcher = Dispatcher(
+            self._send, self.settings, numbers=self._numbers, clock=lambda: self.now, draw=lambda: 0.5
+        )
         self.nodes = nodes
         self.report()
 
@@ -82,8 +83,14 @@ class Cluster:
     def seen(self, node: NodeId) -> NodeView:
         """Return what the dispatcher sees of a node."""
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
-        return view_of(report, node=node, name=f"node-{node}", state=self.state.get(node, "ready"), heard_at=self.now,
-                       labels=self.labels.get(node, frozenset()))  # fmt: skip
+        return view_of(
+            report,
+            node=node,
+            name=f"node-{node}",
+            state=self.state.get(node, "ready"),
+            heard_at=self.now,
+            labels=self.labels.get(node, frozenset()),
+        )
 
     def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
         asked = Demand("tiny", 100, **demand)  # pyright: ignore
@@ -918,8 +925,12 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
     assert ticket.outcome is not None
     used = one.dispatcher.usage.drain()["k", "tiny"]
     assert (used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens) == (
-        1, 1, 200, 50, 30
-    )  # fmt: skip
+        1,
+        1,
+        200,
+        50,
+        30,
+    )
     story = one.dispatcher.history.stories[-1]
     assert (story.prompt_tokens, story.cached_tokens, story.completion_tokens) == (200, 50, 30)
     over = one.submit(max_tokens=1000)

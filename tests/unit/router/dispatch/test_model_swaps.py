@@ -40,8 +40,17 @@ START = 1000.0
 
 
 def model(name: str, *, weights: int = 10 * GIB, **more: object) -> Model:
-    return Model(name, weights=weights, kv_per_token=MIB // 8, context=32768, load_seconds=LOAD, prefill_speed=500.0,
-                 decode_speed=20.0, expected_output=200, **more)  # fmt: skip # pyright: ignore
+    return Model(
+        name,
+        weights=weights,
+        kv_per_token=MIB // 8,
+        context=32768,
+        load_seconds=LOAD,
+        prefill_speed=500.0,
+        decode_speed=20.0,
+        expected_output=200,
+        **more,  # pyright: ignore
+    )
 
 
 class World:
@@ -81,8 +90,15 @@ class World:
         }
         taken = sum(self.models[name].weights for name in loaded | loading) + GIB
         memory = Memory(self.room + 2 * GIB, self.room + 2 * GIB, GIB, taken, taken, base=GIB, armed=True)
-        return NodeView(node, str(node), self.states.get(node, "ready"), heard_at=self.now, memory=memory,
-                        engine=EngineState("x", "ready"), models=models)  # fmt: skip
+        return NodeView(
+            node,
+            str(node),
+            self.states.get(node, "ready"),
+            heard_at=self.now,
+            memory=memory,
+            engine=EngineState("x", "ready"),
+            models=models,
+        )
 
     def picture(self) -> Picture:
         nodes = {node: self.view(node) for node in self.loaded}
@@ -414,8 +430,10 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     assert [one.ticket for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
     assert picture.keys == {
-        "b": {f"key {number}": number for number in range(1, MAX_LOOKS + 3)}, "a": {"bob": 4}, "gone": {"bob": 4},
-    }  # fmt: skip
+        "b": {f"key {number}": number for number in range(1, MAX_LOOKS + 3)},
+        "a": {"bob": 4},
+        "gone": {"bob": 4},
+    }
     assert [set(one.refused) for one in picture.waiting[:2]] == [{N2}, set()], "since its newest report"
     assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, Owner("key 1", 1))
     world.loading[N3] = {"b"}
@@ -459,8 +477,13 @@ drawn_waits = st.lists(
 )
 
 
-def drawn(nodes: Iterable[set[str]], uses: list[tuple[int, str, str]], waits: list[tuple[str, str, float]], room: int,
-          pinned: set[str]) -> World:  # fmt: skip
+def drawn(
+    nodes: Iterable[set[str]],
+    uses: list[tuple[int, str, str]],
+    waits: list[tuple[str, str, float]],
+    room: int,
+    pinned: set[str],
+) -> World:
     world = World(*NAMES, room=room * GIB)
     for name in pinned:
         world.models[name] = model(name, pinned=True)

@@ -154,10 +154,14 @@ def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
     assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.SOONER)] == [0]
 
 
-@pytest.mark.parametrize("engine", [
-    EngineState("x", "ready", rows=ROWS, waiting=1), EngineState("x", "ready", rows=ROWS, queued_tokens=1),
-    EngineState("x", "starting", rows=ROWS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineState("x", "ready", rows=ROWS, waiting=1),
+        EngineState("x", "ready", rows=ROWS, queued_tokens=1),
+        EngineState("x", "starting", rows=ROWS),
+    ],
+)
 async def test_a_node_that_has_something_to_read_takes_over_nothing(joining: Cluster, engine: EngineState):
     tickets = batch(joining)
     joining.engine = engine
@@ -220,7 +224,7 @@ async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
     rare = [
         cluster.dispatcher.submit(Job(Demand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), Params(), 0, True))
         for n in range(work_stealing.MOST)
-    ]  # fmt: skip
+    ]
     tickets = batch(cluster)
     comes(cluster)
     assert on(cluster, rare, B) == []

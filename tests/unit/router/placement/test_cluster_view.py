@@ -25,25 +25,55 @@ from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, S
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)
 memories = st.builds(
-    Memory, cap=wild_ints, ceiling=wild_ints, margin=wild_ints, phys=st.none() | wild_ints, active=wild_ints,
-    recent=wild_ints, reserved=wild_ints, leases=wild_ints, age=wild_floats,
-)  # fmt: skip
+    Memory,
+    cap=wild_ints,
+    ceiling=wild_ints,
+    margin=wild_ints,
+    phys=st.none() | wild_ints,
+    active=wild_ints,
+    recent=wild_ints,
+    reserved=wild_ints,
+    leases=wild_ints,
+    age=wild_floats,
+)
 models = st.builds(
-    Model, name=st.sampled_from(["", "a", "b"]), weights=wild_ints, kv_per_token=wild_ints, transient=wild_ints,
-    context=wild_ints, load_seconds=wild_floats, prefill_speed=wild_floats, decode_speed=wild_floats,
-    bytes_per_token=wild_floats, expected_output=wild_ints, loading=st.booleans(), progress=wild_floats,
+    Model,
+    name=st.sampled_from(["", "a", "b"]),
+    weights=wild_ints,
+    kv_per_token=wild_ints,
+    transient=wild_ints,
+    context=wild_ints,
+    load_seconds=wild_floats,
+    prefill_speed=wild_floats,
+    decode_speed=wild_floats,
+    bytes_per_token=wild_floats,
+    expected_output=wild_ints,
+    loading=st.booleans(),
+    progress=wild_floats,
     groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
-)  # fmt: skip
+)
 reports = st.builds(
-    Report, sequence=wild_ints, memory=memories, acked_seq=wild_ints, models=st.lists(models, max_size=4).map(tuple),
+    Report,
+    sequence=wild_ints,
+    memory=memories,
+    acked_seq=wild_ints,
+    models=st.lists(models, max_size=4).map(tuple),
     engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
     system=st.builds(System, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()),
     enforcement=st.builds(
-        Enforcement, level=wild_ints, phys=st.none() | wild_ints, highest=wild_ints, interval=wild_ints,
-        over_caps=wild_ints, kills=wild_ints, polls=wild_ints, remedy=st.text(), cap_bound_by=st.text(),
+        Enforcement,
+        level=wild_ints,
+        phys=st.none() | wild_ints,
+        highest=wild_ints,
+        interval=wild_ints,
+        over_caps=wild_ints,
+        kills=wild_ints,
+        polls=wild_ints,
+        remedy=st.text(),
+        cap_bound_by=st.text(),
         warnings=st.lists(st.text(), max_size=20).map(tuple),
     ),
-)  # fmt: skip
+)
 
 
 def seen(report: Report, name: str = "studio"):
@@ -77,8 +107,19 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
 
 
 SIZES = (
-    "cap", "ceiling", "margin", "active", "recent", "reserved", "leases", "total", "base", "cache", "peak", "canary",
-)  # fmt: skip
+    "cap",
+    "ceiling",
+    "margin",
+    "active",
+    "recent",
+    "reserved",
+    "leases",
+    "total",
+    "base",
+    "cache",
+    "peak",
+    "canary",
+)
 NEGATIVE: dict[str, Any] = dict.fromkeys(SIZES, -1)
 POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
 
@@ -148,9 +189,17 @@ def test_a_model_with_an_impossible_size_is_left_out():
 
 
 HONEST = Model(
-    "m", context=4096, load_seconds=0.5, prefill_speed=0.5, decode_speed=0.5, bytes_per_token=0.25, loading=True,
-    progress=0.5, groups=(Group(1, 0, 0),), expected_output=1,
-)  # fmt: skip
+    "m",
+    context=4096,
+    load_seconds=0.5,
+    prefill_speed=0.5,
+    decode_speed=0.5,
+    bytes_per_token=0.25,
+    loading=True,
+    progress=0.5,
+    groups=(Group(1, 0, 0),),
+    expected_output=1,
+)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,13 @@ LONG = "a sentence that is long enough to be worth remembering where it was read
 
 
 def node(name: str, fingerprint: str, state: str = "ready", **model: Any) -> NodeView:
-    return NodeView(NodeId(name), name, state, engine=EngineState(state="ready"),
-                    models={"tiny": a_model(fingerprint=fingerprint, **model)})  # fmt: skip
+    return NodeView(
+        NodeId(name),
+        name,
+        state,
+        engine=EngineState(state="ready"),
+        models={"tiny": a_model(fingerprint=fingerprint, **model)},
+    )
 
 
 def identity(*nodes: NodeView) -> str:
@@ -94,8 +99,12 @@ async def test_new_requests_go_to_one_model_only(three: Cluster):
 
 async def test_an_order_to_load_goes_to_the_model_that_is_served():
     three = Cluster(A, B, C)
-    models(three, a=a_model(loaded=False), b=a_model(fingerprint="another", loaded=False, load_seconds=0.0),
-           c=a_model(loaded=False))  # fmt: skip
+    models(
+        three,
+        a=a_model(loaded=False),
+        b=a_model(fingerprint="another", loaded=False, load_seconds=0.0),
+        c=a_model(loaded=False),
+    )
     for _ in range(10):
         choice = three.dispatcher.choose_load("tiny", {})
         assert isinstance(choice, Choice)

@@ -20,9 +20,12 @@ NOW = 1000.0
 
 def node(name: str, model: Model | None, memory: Memory | None = None, **changes: Any) -> NodeView:
     facts: dict[str, Any] = {
-        "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": EngineState("mlx", "ready"),
+        "state": "ready",
+        "heard_at": NOW,
+        "memory": memory or a_memory(),
+        "engine": EngineState("mlx", "ready"),
         "models": {model.name: model} if model else {},
-    } | changes  # fmt: skip
+    } | changes
     return NodeView(NodeId(name), name, **facts)
 
 
@@ -32,8 +35,16 @@ def known(**changes: Any) -> Model:
 
 
 def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Choice | Refused:
-    return choose(ClusterView(nodes), "tiny", Ledger(), now=NOW, draw=lambda: 0.5, policy=POLICIES["balanced"],
-                  corrections={}, tried=tried or {})  # fmt: skip
+    return choose(
+        ClusterView(nodes),
+        "tiny",
+        Ledger(),
+        now=NOW,
+        draw=lambda: 0.5,
+        policy=POLICIES["balanced"],
+        corrections={},
+        tried=tried or {},
+    )
 
 
 def name(choice: Choice | Refused) -> str:

@@ -41,19 +41,33 @@ READY = EngineState("scripted", "ready")
 
 def node(name: str, memory: Memory | None = None, *models: Model, **changes: Any) -> NodeView:
     facts: dict[str, Any] = {
-        "state": "ready", "heard_at": NOW, "memory": memory or a_memory(), "engine": READY,
+        "state": "ready",
+        "heard_at": NOW,
+        "memory": memory or a_memory(),
+        "engine": READY,
         "models": {model.name: model for model in models or (a_model(),)},
-    } | changes  # fmt: skip
+    } | changes
     return NodeView(NodeId(name), name, **facts)
 
 
 def decide(
-    *nodes: NodeView, ask: Demand | None = None, ledger: Ledger | None = None, policy: str = "balanced", seed: int = 0,
+    *nodes: NodeView,
+    ask: Demand | None = None,
+    ledger: Ledger | None = None,
+    policy: str = "balanced",
+    seed: int = 0,
     **more: Any,
-) -> Placement | NoPlacement:  # fmt: skip
+) -> Placement | NoPlacement:
     draw: Callable[[], float] = random.Random(seed).random
-    return place(ClusterView(nodes), ask or Demand("tiny", 400), ledger or Ledger(), now=NOW, draw=draw,
-                 policy=POLICIES[policy], **more)  # fmt: skip
+    return place(
+        ClusterView(nodes),
+        ask or Demand("tiny", 400),
+        ledger or Ledger(),
+        now=NOW,
+        draw=draw,
+        policy=POLICIES[policy],
+        **more,
+    )
 
 
 def chosen(result: Placement | NoPlacement) -> str:
@@ -408,9 +422,14 @@ def test_the_kernels_and_the_profile_of_a_load_are_left_when_its_weights_are_rea
 
 @settings(max_examples=100, deadline=None)
 @given(
-    prefill=st.floats(20, 5000), decode=st.floats(5, 200), load=st.floats(0.5, 300), tokens=st.integers(1, 2000),
-    spare=st.integers(0, 4096), seed=st.integers(0, 10**6), extra=st.integers(0, 40),
-)  # fmt: skip
+    prefill=st.floats(20, 5000),
+    decode=st.floats(5, 200),
+    load=st.floats(0.5, 300),
+    tokens=st.integers(1, 2000),
+    spare=st.integers(0, 4096),
+    seed=st.integers(0, 10**6),
+    extra=st.integers(0, 40),
+)
 def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     prefill: float, decode: float, load: float, tokens: int, spare: int, seed: int, extra: int
 ):
@@ -536,9 +555,19 @@ def test_a_candidate_at_rest_carries_the_whole_arithmetic():
     memory, model = a_memory(reserved=1 * GIB), a_model(load_seconds=20.0)
     (found,) = decide(node("a", memory, model)).candidates
     assert found == Candidate(
-        NAME, "a", "ready", need=NEED, headroom=7 * GIB, memory=memory, prompt_tokens=100, output_tokens=64,
-        expected_ttft=0.1, model=model, reading=100, expected_answer=64 / 50,
-    )  # fmt: skip
+        NAME,
+        "a",
+        "ready",
+        need=NEED,
+        headroom=7 * GIB,
+        memory=memory,
+        prompt_tokens=100,
+        output_tokens=64,
+        expected_ttft=0.1,
+        model=model,
+        reading=100,
+        expected_answer=64 / 50,
+    )
 
 
 @pytest.mark.parametrize(
@@ -613,9 +642,19 @@ def test_a_candidate_is_idle_with_the_model_loaded_and_nothing_to_do(change: dic
 
 
 SCORED = Candidate(
-    NAME, "a", "ready", need=100, headroom=150, memory=Memory(ceiling=1100, margin=100), expected_ttft=1.02,
-    expected_answer=2.0, delay=0.5, in_flight=4, model=a_model(decode_speed=3.0), warm=0.25,
-)  # fmt: skip
+    NAME,
+    "a",
+    "ready",
+    need=100,
+    headroom=150,
+    memory=Memory(ceiling=1100, margin=100),
+    expected_ttft=1.02,
+    expected_answer=2.0,
+    delay=0.5,
+    in_flight=4,
+    model=a_model(decode_speed=3.0),
+    warm=0.25,
+)
 
 
 @pytest.mark.parametrize(
@@ -935,16 +974,52 @@ def test_nodes_that_are_all_away_are_named():
 
 def test_a_row_of_a_decision_is_the_whole_arithmetic():
     candidate = Candidate(
-        NAME, "mac", "ready", "is full", Code.NO_ROOM, 100, 90, 8, Memory(1000, 950, 20, 600, reserved=7,
-        bound_by="static"), 40, 60, 1.23456, 3, a_model(), 50, 0.65432, 5, 25, 2.34567, 0.12345,
-    )  # fmt: skip
+        NAME,
+        "mac",
+        "ready",
+        "is full",
+        Code.NO_ROOM,
+        100,
+        90,
+        8,
+        Memory(1000, 950, 20, 600, reserved=7, bound_by="static"),
+        40,
+        60,
+        1.23456,
+        3,
+        a_model(),
+        50,
+        0.65432,
+        5,
+        25,
+        2.34567,
+        0.12345,
+    )
     row = {
-        "node": "a", "name": "mac", "state": "ready", "feasible": False, "why_not": "is full", "code": "no_headroom",
-        "need": 100, "unacknowledged": 8, "predicted": 735, "ceiling": 950, "current": 600, "reserved": 15,
-        "margin": 20, "cap": 1000, "headroom": 90, "bound_by": "static", "prompt_tokens": 40, "expected_output": 60,
-        "expected_ttft_seconds": 1.235, "expected_answer_seconds": 2.346, "delay_seconds": 0.123,
-        "known_share": 0.654, "in_flight": 3,
-    }  # fmt: skip
+        "node": "a",
+        "name": "mac",
+        "state": "ready",
+        "feasible": False,
+        "why_not": "is full",
+        "code": "no_headroom",
+        "need": 100,
+        "unacknowledged": 8,
+        "predicted": 735,
+        "ceiling": 950,
+        "current": 600,
+        "reserved": 15,
+        "margin": 20,
+        "cap": 1000,
+        "headroom": 90,
+        "bound_by": "static",
+        "prompt_tokens": 40,
+        "expected_output": 60,
+        "expected_ttft_seconds": 1.235,
+        "expected_answer_seconds": 2.346,
+        "delay_seconds": 0.123,
+        "known_share": 0.654,
+        "in_flight": 3,
+    }
     assert explain([candidate], NAME) == [row | {"chosen": True}]
     assert explain([candidate], None) == [row | {"chosen": False}]
 
@@ -964,28 +1039,51 @@ def test_explain_shows_every_node_with_its_arithmetic():
 sizes = st.integers(0, 64 * GIB)
 some_groups = st.builds(Group, st.integers(1, 8), st.integers(0, 9000), st.integers(0, 9000))
 some_models = st.builds(
-    Model, name=st.just("tiny"), loaded=st.booleans(), weights=sizes, kv_per_token=st.integers(0, 4 * MIB),
-    transient=st.integers(0, GIB), context=st.integers(0, 10_000), load_seconds=st.floats(0, 100),
-    prefill_speed=st.floats(1, 5000), decode_speed=st.floats(1, 100), bytes_per_token=st.floats(0.5, 8),
+    Model,
+    name=st.just("tiny"),
+    loaded=st.booleans(),
+    weights=sizes,
+    kv_per_token=st.integers(0, 4 * MIB),
+    transient=st.integers(0, GIB),
+    context=st.integers(0, 10_000),
+    load_seconds=st.floats(0, 100),
+    prefill_speed=st.floats(1, 5000),
+    decode_speed=st.floats(1, 100),
+    bytes_per_token=st.floats(0.5, 8),
     groups=st.lists(some_groups, max_size=2).map(tuple),
     expected_output=st.integers(1, 2000),
-)  # fmt: skip
+)
 some_memories = st.builds(
-    Memory, cap=sizes, ceiling=sizes, margin=sizes, phys=st.none() | sizes, active=sizes, recent=sizes, reserved=sizes,
+    Memory,
+    cap=sizes,
+    ceiling=sizes,
+    margin=sizes,
+    phys=st.none() | sizes,
+    active=sizes,
+    recent=sizes,
+    reserved=sizes,
     guard=st.sampled_from([True, True, True, False]),
-)  # fmt: skip
+)
 some_nodes = st.builds(
-    NodeView, id=st.uuids().map(lambda one: NodeId(str(one))), name=st.just("n"),
-    state=st.sampled_from(["ready", "ready", "ready", "suspect", "asleep", "lost"]), cordoned=st.booleans(),
-    heard_at=st.sampled_from([NOW, NOW - 2, NOW - 10]), memory=some_memories,
+    NodeView,
+    id=st.uuids().map(lambda one: NodeId(str(one))),
+    name=st.just("n"),
+    state=st.sampled_from(["ready", "ready", "ready", "suspect", "asleep", "lost"]),
+    cordoned=st.booleans(),
+    heard_at=st.sampled_from([NOW, NOW - 2, NOW - 10]),
+    memory=some_memories,
     engine=st.sampled_from([READY, EngineState("x", "ready", queued_tokens=900), EngineState("x", "failed")]),
-    models=some_models.map(lambda model: {"tiny": model}) | st.just({}), draining=st.booleans(),
-)  # fmt: skip
+    models=some_models.map(lambda model: {"tiny": model}) | st.just({}),
+    draining=st.booleans(),
+)
 demands = st.builds(
-    Demand, model=st.just("tiny"), prompt_bytes=st.integers(0, 40_000),
+    Demand,
+    model=st.just("tiny"),
+    prompt_bytes=st.integers(0, 40_000),
     prompt_tokens=st.none() | st.integers(0, 12_000),
-    max_tokens=st.none() | st.integers(1, 10_000), choices=st.integers(1, 4),
-)  # fmt: skip
+    max_tokens=st.none() | st.integers(1, 10_000),
+    choices=st.integers(1, 4),
+)
 
 
 @given(

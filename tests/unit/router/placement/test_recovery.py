@@ -69,8 +69,11 @@ def test_the_rules():
     assert [survives(Fall.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
     assert [survives(Fall.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
-        True, True, False, False,
-    ]  # fmt: skip
+        True,
+        True,
+        False,
+        False,
+    ]
     assert not is_fault("grammar_failed"), "the client sent it"
     assert [patience(expected) for expected in (0.0, 5.0, 99.0)] == [SOON, 5.0, LATE]
 
@@ -416,11 +419,24 @@ async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
     heard_at = cluster.now
     view = cluster.dispatcher.view
     cluster.report(node)
-    cluster.dispatcher.set_view(type(view)(tuple(
-        type(one)(one.id, one.name, one.state, heard_at=heard_at, memory=one.memory, engine=one.engine,
-                  models=one.models) if one.id == node else one
-        for one in cluster.dispatcher.view.nodes
-    )))  # fmt: skip
+    cluster.dispatcher.set_view(
+        type(view)(
+            tuple(
+                type(one)(
+                    one.id,
+                    one.name,
+                    one.state,
+                    heard_at=heard_at,
+                    memory=one.memory,
+                    engine=one.engine,
+                    models=one.models,
+                )
+                if one.id == node
+                else one
+                for one in cluster.dispatcher.view.nodes
+            )
+        )
+    )
     cluster.now = heard_at + seconds
     cluster.report(other_than(node))
     cluster.dispatcher.sweep()

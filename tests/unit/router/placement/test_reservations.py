@@ -221,9 +221,15 @@ def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({
 
 @pytest.mark.parametrize(
     ("model", "loaded", "barred"),
-    [("new", False, False), ("new", True, False), ("old", True, True), ("old", False, True), ("third", False, True),
-     ("other", True, False)],
-)  # fmt: skip
+    [
+        ("new", False, False),
+        ("new", True, False),
+        ("old", True, True),
+        ("old", False, True),
+        ("third", False, True),
+        ("other", True, False),
+    ],
+)
 def test_a_swap_bars_the_models_in_the_way_and_all_that_are_not_loaded(model: str, loaded: bool, barred: bool):
     assert turn(A).bars(model, loaded) is barred
     assert turn(A, leaving=frozenset({"new"})).bars("new", loaded) is False

@@ -26,19 +26,26 @@ def a_node(number: int, random: Random, most: int) -> NodeView:
     groups = (Group(random.randint(1, 8), random.randint(10, 4000), 500),) if random.random() < 0.5 else ()
     loaded = random.random() < 0.7
     model = a_model(
-        loaded=loaded, weights=random.randint(0, 4) * GIB, groups=groups,
-        prefill_speed=random.choice((50.0, 400.0, 3e3)), kv_per_token=random.choice((8, 64, 256)) * 1024,
+        loaded=loaded,
+        weights=random.randint(0, 4) * GIB,
+        groups=groups,
+        prefill_speed=random.choice((50.0, 400.0, 3e3)),
+        kv_per_token=random.choice((8, 64, 256)) * 1024,
         kv_step=random.choice((1, 256)),
         load_seconds=4.0,
-        loading=not loaded and random.random() < 0.3, cause="it is broken" if random.random() < 0.1 else "",
-    )  # fmt: skip
+        loading=not loaded and random.random() < 0.3,
+        cause="it is broken" if random.random() < 0.1 else "",
+    )
     memory = a_memory(random.randint(-64, most) * MIB, cap=64 * GIB, reserved=random.randint(0, 99) * MIB)
     return NodeView(
-        NodeId(f"n{number}"), f"n{number}", random.choice(("ready", "ready", "ready", "asleep")),
-        heard_at=NOW - random.choice((0.0, 0.0, 0.5, FRESH_SECONDS + 1)), memory=memory,
+        NodeId(f"n{number}"),
+        f"n{number}",
+        random.choice(("ready", "ready", "ready", "asleep")),
+        heard_at=NOW - random.choice((0.0, 0.0, 0.5, FRESH_SECONDS + 1)),
+        memory=memory,
         engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000)), rows=random.choice((0, 1, 32))),
         models={model.name: model} if random.random() < 0.9 else {},
-    )  # fmt: skip
+    )
 
 
 def a_view(random: Random, count: int = COUNT) -> ClusterView:
@@ -91,10 +98,17 @@ def test_it_finds_a_node_exactly_where_there_is_one(seed: int, tokens: int):
 def test_where_needs_are_straight_lines_it_is_as_good_as_the_exact_rule(seed: int):
     random = Random(seed)
     nodes = tuple(
-        NodeView(NodeId(str(number)), str(number), "ready", heard_at=NOW, memory=a_memory(random.randint(0, 999) * MIB),
-                 engine=EngineState("mlx", "ready"), models={"tiny": a_model()})
+        NodeView(
+            NodeId(str(number)),
+            str(number),
+            "ready",
+            heard_at=NOW,
+            memory=a_memory(random.randint(0, 999) * MIB),
+            engine=EngineState("mlx", "ready"),
+            models={"tiny": a_model()},
+        )
         for number in range(COUNT)
-    )  # fmt: skip
+    )
     request = Demand("tiny", 0, random.randint(1, 4000))
     view = ClusterView(nodes)
     as_good(*both(view, request, promised(view, random)), request)
@@ -106,10 +120,17 @@ def the(candidates: tuple[Candidate, ...], name: str) -> Candidate:
 
 def equal_nodes(count: int = COUNT) -> tuple[NodeView, ...]:
     return tuple(
-        NodeView(NodeId(str(number)), str(number), "ready", heard_at=NOW, memory=a_memory(),
-                 engine=EngineState("mlx", "ready"), models={"tiny": a_model()})
+        NodeView(
+            NodeId(str(number)),
+            str(number),
+            "ready",
+            heard_at=NOW,
+            memory=a_memory(),
+            engine=EngineState("mlx", "ready"),
+            models={"tiny": a_model()},
+        )
         for number in range(count)
-    )  # fmt: skip
+    )
 
 
 def test_it_follows_reports_and_promises():
@@ -130,8 +151,15 @@ def test_it_follows_reports_and_promises():
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
     assert isinstance(result, Placement)
     assert result.chosen.name == "3"
-    roomy = NodeView(NodeId("7"), "7", "ready", heard_at=NOW, memory=a_memory(16 * GIB),
-                     engine=EngineState("mlx", "ready"), models={"tiny": a_model(prefill_speed=1e5)})  # fmt: skip
+    roomy = NodeView(
+        NodeId("7"),
+        "7",
+        "ready",
+        heard_at=NOW,
+        memory=a_memory(16 * GIB),
+        engine=EngineState("mlx", "ready"),
+        models={"tiny": a_model(prefill_speed=1e5)},
+    )
     view = ClusterView((*view.nodes[:7], roomy, *view.nodes[8:]))
     columns.follow(view)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
@@ -174,8 +202,15 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
     assert isinstance(quick, Placement)
     assert quick.chosen.name == "5"
     assert quick.chosen.expected_ttft == pytest.approx(0.4)
-    nodes[5] = NodeView(NodeId("5"), "5", "ready", heard_at=NOW, memory=a_memory(),
-                        engine=EngineState("mlx", "ready", queued_tokens=4000), models={"tiny": a_model()})  # fmt: skip
+    nodes[5] = NodeView(
+        NodeId("5"),
+        "5",
+        "ready",
+        heard_at=NOW,
+        memory=a_memory(),
+        engine=EngineState("mlx", "ready", queued_tokens=4000),
+        models={"tiny": a_model()},
+    )
     quick = both(ClusterView(tuple(nodes)), request, Ledger(), warm=warm)[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name != "5"
@@ -213,11 +248,19 @@ def test_what_a_node_refused_since_its_report_is_not_offered_again():
 @pytest.mark.parametrize("policy", list(POLICIES))
 def test_every_policy_ranks_by_arrays(policy: str):
     assert POLICIES[policy] in RANKS
-    big = NodeView(NodeId("9"), "9", "ready", heard_at=NOW, memory=a_memory(99 * GIB, cap=128 * GIB),
-                   engine=EngineState("mlx", "ready"), models={"tiny": a_model()})  # fmt: skip
+    big = NodeView(
+        NodeId("9"),
+        "9",
+        "ready",
+        heard_at=NOW,
+        memory=a_memory(99 * GIB, cap=128 * GIB),
+        engine=EngineState("mlx", "ready"),
+        models={"tiny": a_model()},
+    )
     nodes = equal_nodes()
-    exact, quick = both(ClusterView((*nodes[:9], big, *nodes[10:])), Demand("tiny", 0, 100), Ledger(),
-                        policy=POLICIES[policy])  # fmt: skip
+    exact, quick = both(
+        ClusterView((*nodes[:9], big, *nodes[10:])), Demand("tiny", 0, 100), Ledger(), policy=POLICIES[policy]
+    )
     assert isinstance(exact, Placement)
     assert isinstance(quick, Placement)
     assert exact.chosen.name == quick.chosen.name == "9"
@@ -241,10 +284,17 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
     """Also those that the reports count by now: what is promised no more is still there."""
     quick, other = a_model(decode_speed=100.0), a_model(decode_speed=70.0)
     nodes = tuple(
-        NodeView(NodeId(name), name, "ready", heard_at=NOW, memory=a_memory(), engine=EngineState("mlx", "ready"),
-                 models={"tiny": model})
+        NodeView(
+            NodeId(name),
+            name,
+            "ready",
+            heard_at=NOW,
+            memory=a_memory(),
+            engine=EngineState("mlx", "ready"),
+            models={"tiny": model},
+        )
         for name, model in (("quick", quick), ("other", other))
-    )  # fmt: skip
+    )
     view, ledger, request = ClusterView(nodes), Ledger(), Demand("tiny", 0, 20)
     columns = Columns(ledger)
     columns.follow(view)

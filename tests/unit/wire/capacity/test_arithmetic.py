@@ -76,9 +76,16 @@ def test_the_level_is_ok_exactly_where_headroom_is_not_negative(memory: Memory, 
 
 @pytest.mark.parametrize(
     ("phys", "expected"),
-    [(80, Level.OK), (84, Level.OK), (85, Level.OK), (86, Level.OVER_SOFT), (96, Level.OVER_SOFT),
-     (100, Level.OVER_SOFT), (101, Level.OVER_HARD)],
-)  # fmt: skip
+    [
+        (80, Level.OK),
+        (84, Level.OK),
+        (85, Level.OK),
+        (86, Level.OVER_SOFT),
+        (96, Level.OVER_SOFT),
+        (100, Level.OVER_SOFT),
+        (101, Level.OVER_HARD),
+    ],
+)
 def test_levels_follow_from_margin_and_cap(phys: int, expected: Level) -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=phys * GIB)
     assert level(memory) is expected

@@ -43,8 +43,9 @@ async def admin(built: Application) -> AsyncIterator[httpx.AsyncClient]:
 
 def client(built: Application, key: str) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=built.app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1", trust_env=False,
-                             headers={"authorization": f"Bearer {key}"})  # fmt: skip
+    return httpx.AsyncClient(
+        transport=transport, base_url="http://127.0.0.1", trust_env=False, headers={"authorization": f"Bearer {key}"}
+    )
 
 
 async def make(admin: httpx.AsyncClient, name: str = "app", **limits: object) -> dict[str, Any]:
@@ -71,10 +72,16 @@ async def test_a_keys_limits_are_listed_changed_and_kept(built: Application, adm
     assert (await admin.put("/api/v1/keys/nobody/limits", json={"limits": {}})).status_code == 404
 
 
-@pytest.mark.parametrize(("limits", "named"), [
-    ({"requests_per_minute": 0}, "requests_per_minute"), ({"rate": 1}, "rate"), ({"models": ["a"] * 65}, "models"),
-    ({"priority": "now"}, "priority"), ({"tokens_per_minute": "many"}, "tokens_per_minute"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("limits", "named"),
+    [
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"rate": 1}, "rate"),
+        ({"models": ["a"] * 65}, "models"),
+        ({"priority": "now"}, "priority"),
+        ({"tokens_per_minute": "many"}, "tokens_per_minute"),
+    ],
+)
 async def test_wrong_limits_are_refused_by_name(admin: httpx.AsyncClient, limits: dict[str, Any], named: str):
     answer = await admin.post("/api/v1/keys", json={"name": "app", "limits": limits})
     assert answer.status_code == 400
@@ -107,8 +114,18 @@ async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, a
     used = built.dispatcher.usage.of(made["id"], "tiny")
     used.requests, used.prompt_tokens, used.completion_tokens = 2, 100, 30
     rows = (await admin.get("/api/v1/keys/usage")).json()["usage"]
-    assert rows == [{"key": made["id"], "name": "app", "model": "tiny", "requests": 2, "failed": 0,
-                     "prompt_tokens": 100, "cached_tokens": 0, "completion_tokens": 30}]  # fmt: skip
+    assert rows == [
+        {
+            "key": made["id"],
+            "name": "app",
+            "model": "tiny",
+            "requests": 2,
+            "failed": 0,
+            "prompt_tokens": 100,
+            "cached_tokens": 0,
+            "completion_tokens": 30,
+        }
+    ]
     assert (await admin.get("/api/v1/keys/usage?since=2999-01-01")).json()["usage"] == []
     assert (await admin.get("/api/v1/keys/usage?since=yesterday")).status_code == 400
     other = await make(admin, "other")
@@ -126,8 +143,9 @@ async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.Async
     assert [row["completion_tokens"] for row in (await admin.get(path)).json()["usage"]] == [12]
     daily = (await admin.get(f"{path}&daily=true")).json()["usage"]
     assert [(row["day"], row["requests"], row["completion_tokens"]) for row in daily] == [
-        ("2026-01-31", 1, 3), ("2026-02-01", 2, 9),
-    ]  # fmt: skip
+        ("2026-01-31", 1, 3),
+        ("2026-02-01", 2, 9),
+    ]
     async with client(built, made["key"]) as one:
         assert (await one.get("/api/v1/usage?daily=true&since=2026-01-01")).json()["usage"] == daily
 
@@ -179,10 +197,16 @@ async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: htt
         built.load.take(Reading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
     found = (await admin.get("/api/v1/history")).json()
     assert found["pool"]["queued"] == [2]
-    assert found["nodes"] == {"a": {
-        "prompt_tokens_per_second": [0.0], "generated_tokens_per_second": [1.0], "in_flight": [0.0],
-        "memory_bytes": [5.0], "cap_bytes": [10.0], "ttft_seconds": [None],
-    }}  # fmt: skip
+    assert found["nodes"] == {
+        "a": {
+            "prompt_tokens_per_second": [0.0],
+            "generated_tokens_per_second": [1.0],
+            "in_flight": [0.0],
+            "memory_bytes": [5.0],
+            "cap_bytes": [10.0],
+            "ttft_seconds": [None],
+        }
+    }
     for points in ("0", "361", "x"):
         assert (await admin.get(f"/api/v1/history?points={points}")).status_code == 400
 
@@ -259,12 +283,23 @@ async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx
     assert read_line(lines[-1]).request_id == "mine-1"
 
 
-@pytest.mark.parametrize(("seconds", "decode", "tokens", "rate"), [
-    (2.5, 1.0, 21, 10.0), (0.51, 0.4, 21, 50.0), (0.51, 0.001, 21, None), (2.5, 1.0, 1, None), (2.5, 1.0, 0, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("seconds", "decode", "tokens", "rate"),
+    [
+        (2.5, 1.0, 21, 10.0),
+        (0.51, 0.4, 21, 50.0),
+        (0.51, 0.001, 21, None),
+        (2.5, 1.0, 1, None),
+        (2.5, 1.0, 0, None),
+    ],
+)
 def test_a_requests_row_has_its_time_mac_and_speed(seconds: float, decode: float, tokens: int, rate: float | None):
-    steps = ((0.0, "sent", "mini"), (0.2, "refused: no_headroom", "mini"), (0.3, "sent", "studio"),
-             (0.5, "first token", "studio"))  # fmt: skip
+    steps = (
+        (0.0, "sent", "mini"),
+        (0.2, "refused: no_headroom", "mini"),
+        (0.3, "sent", "studio"),
+        (0.5, "first token", "studio"),
+    )
     story = Story("r", "k", "tiny", True, 100.0, seconds, "ok", "", steps, 5, 0, tokens, Timings(decode=decode))
     row = summary(story, WallClock(lambda: 110.0))
     assert (row["node"], row["ttft_seconds"], row["tokens_per_second"]) == ("studio", 0.5, rate)
@@ -284,10 +319,14 @@ async def test_a_request_under_way_is_explained_by_its_phase_and_steps(built: Ap
 
 async def test_a_key_sees_only_what_it_may_use(built: Application, admin: httpx.AsyncClient):
     models = tuple(a_model(name, context=4096) for name in ("qwen3", "llama"))
-    built.dispatcher.set_view(ClusterView((
-        NodeView(A, "a", "ready", models={model.name: model for model in models}),
-        NodeView(B, "b", "ready", models={"other": a_model("other")}, labels=frozenset({"lab"})),
-    )))  # fmt: skip
+    built.dispatcher.set_view(
+        ClusterView(
+            (
+                NodeView(A, "a", "ready", models={model.name: model for model in models}),
+                NodeView(B, "b", "ready", models={"other": a_model("other")}, labels=frozenset({"lab"})),
+            )
+        )
+    )
     some, lab = await make(admin, models=["qwen*"]), await make(admin, "lab", labels=["lab"])
     for key, expected in ((some, ["qwen3"]), (lab, ["other"])):
         async with client(built, key["key"]) as one:
@@ -350,8 +389,9 @@ async def test_stored_keys_open_with_their_scopes_expiry_and_limits_after_a_rest
         assert ring.check(rotated or "") == ring.of(reader["id"])
         assert [ring.check(text["key"]) for text in (reader, revoked)] == [None, None]
         assert {row["name"]: row["scopes"] for row in second.admin.list_keys()["keys"]} == {
-            "app": ["infer"], "reader": ["infer", "metrics"],
-        }  # fmt: skip
+            "app": ["infer"],
+            "reader": ["infer", "metrics"],
+        }
         assert ring.names() == {bounded["id"]: "app", reader["id"]: "reader"}
 
 
@@ -365,8 +405,9 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     for _ in range(2):
         built.admin.count(built.dispatcher.usage)
     assert [(row.key, row.model, row.day, row.used) for row in built.store.usage] == [
-        ("k", "tiny", kept.isoformat(), Used(1)), ("k", "tiny", today.isoformat(), Used(2, 1, 30, 4, 5)),
-    ]  # fmt: skip
+        ("k", "tiny", kept.isoformat(), Used(1)),
+        ("k", "tiny", today.isoformat(), Used(2, 1, 30, 4, 5)),
+    ]
 
 
 async def test_what_is_changed_of_a_key_is_in_the_ring_and_on_the_disk_at_once(built: Application):

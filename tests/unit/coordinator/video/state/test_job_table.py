@@ -444,9 +444,14 @@ NODES = st.sampled_from(["a", "b"])
 JOBS = st.integers(1, 4).map(lambda number: f"video_{number}")
 GENERATIONS = st.integers(0, 4)
 STATES = st.builds(
-    LeaseState, LEASES, GENERATIONS, st.just(""), st.just(36),
-    st.sampled_from(["granting", "granted", "starting", "denoising", "ending", "ended"]), st.integers(0, 100),
-)  # fmt: skip
+    LeaseState,
+    LEASES,
+    GENERATIONS,
+    st.just(""),
+    st.just(36),
+    st.sampled_from(["granting", "granted", "starting", "denoising", "ending", "ended"]),
+    st.integers(0, 100),
+)
 FRAMES = st.one_of(
     st.builds(LeaseGranted, LEASES, GENERATIONS),
     st.builds(LeaseRefused, LEASES, GENERATIONS, st.just("no_headroom"), st.just("no")),

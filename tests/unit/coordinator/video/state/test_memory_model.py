@@ -38,10 +38,16 @@ def need(size: str, profile: Profile = SEED) -> float:
 @pytest.mark.parametrize(
     ("size", "tokens", "expected"),
     [
-        ("384x224", 336, 24.47), ("480x272", 510, 24.98), ("640x368", 920, 26.17), ("832x480", 1560, 28.02),
-        ("960x544", 2040, 29.42), ("1280x704", 3520, 33.71), ("1280x720", 3600, 33.94), ("1920x1088", 8160, 47.16),
+        ("384x224", 336, 24.47),
+        ("480x272", 510, 24.98),
+        ("640x368", 920, 26.17),
+        ("832x480", 1560, 28.02),
+        ("960x544", 2040, 29.42),
+        ("1280x704", 3520, 33.71),
+        ("1280x720", 3600, 33.94),
+        ("1920x1088", 8160, 47.16),
     ],
-)  # fmt: skip
+)
 def test_the_first_profile_gives_the_numbers_of_the_first_case(size: str, tokens: int, expected: float):
     assert clip(size).tokens == tokens
     assert need(size) == pytest.approx(expected, abs=0.011)
@@ -60,9 +66,15 @@ def test_what_is_above_the_lease_is_refused_with_all_numbers():
 
 @pytest.mark.parametrize(
     ("engine", "bits", "low"),
-    [("0.18.16", 8, True), ("0.18.17", 8, False), ("0.38.0", 8, False), ("0.38.0", 4, True), ("", 8, False),
-     ("1.x", 8, False)],
-)  # fmt: skip
+    [
+        ("0.18.16", 8, True),
+        ("0.18.17", 8, False),
+        ("0.38.0", 8, False),
+        ("0.38.0", 4, True),
+        ("", 8, False),
+        ("1.x", 8, False),
+    ],
+)
 def test_newer_engines_hold_eight_bits_in_sixteen(engine: str, bits: int, low: bool):
     package = VideoPackage("wan", engine=engine, bits=bits, expert=int(14.35 * GIB))
     assert (first_profile(package).need(336) < 25 * GIB) is low
@@ -88,13 +100,20 @@ def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: l
 
 sides = st.integers(-10, 5000)
 wishes = st.builds(
-    Wish, st.none() | st.tuples(sides, sides), st.none() | st.integers(-5, 500), st.none() | st.integers(-5, 500),
-    st.none() | st.integers(-5, 500), st.none() | st.integers(-5, 500),
-)  # fmt: skip
+    Wish,
+    st.none() | st.tuples(sides, sides),
+    st.none() | st.integers(-5, 500),
+    st.none() | st.integers(-5, 500),
+    st.none() | st.integers(-5, 500),
+    st.none() | st.integers(-5, 500),
+)
 packages = st.builds(
-    VideoPackage, st.just("wan"), token_side=st.sampled_from([16, 32]), token_frames=st.sampled_from([4, 8]),
+    VideoPackage,
+    st.just("wan"),
+    token_side=st.sampled_from([16, 32]),
+    token_frames=st.sampled_from([4, 8]),
     fps=st.sampled_from([16, 24]),
-)  # fmt: skip
+)
 
 
 @given(wishes, packages)
@@ -114,8 +133,10 @@ def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_pa
     assert 1 <= found.steps <= limits.steps
     if wish.size is not None:
         assert (found.width, found.height) == wish.size or any("is made as" in text for text in found.warnings)
-        assert all(0 <= made - asked < package.token_side for made, asked in zip(
-            (found.width, found.height), wish.size, strict=True))  # fmt: skip
+        assert all(
+            0 <= made - asked < package.token_side
+            for made, asked in zip((found.width, found.height), wish.size, strict=True)
+        )
 
 
 @pytest.mark.parametrize(("seconds", "frames"), [(3, 49), (4, 65), (5, 81), (7, 113)])

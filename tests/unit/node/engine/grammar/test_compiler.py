@@ -136,9 +136,24 @@ def request(grammar: Grammar, tools: str = "") -> Generate:
 
 
 KEYWORDS = (
-    "type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "pattern", "minimum", "required", "const",
-    "format", "additionalProperties", "minItems", "maxLength", "$defs", "x-guidance",
-)  # fmt: skip
+    "type",
+    "properties",
+    "items",
+    "anyOf",
+    "allOf",
+    "$ref",
+    "enum",
+    "pattern",
+    "minimum",
+    "required",
+    "const",
+    "format",
+    "additionalProperties",
+    "minItems",
+    "maxLength",
+    "$defs",
+    "x-guidance",
+)
 WORDS = ("object", "string", "array", "integer", "#", "#/$defs/a")
 JSONS = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=8),
@@ -147,7 +162,7 @@ JSONS = st.recursive(
         | st.dictionaries(st.sampled_from(KEYWORDS), part | st.sampled_from(WORDS), max_size=4)
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=150, deadline=None)

@@ -62,8 +62,15 @@ def test_an_answer_is_what_its_schema_says(driver: Driver, prompt: str, seed: in
 
 
 def test_an_answer_that_the_model_knows_is_not_bent(driver: Driver):
-    schema = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}, "tags": {
-        "type": "array", "items": {"type": "string"}}}, "required": ["name", "age", "tags"]}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "age", "tags"],
+    }
     said = content(driver, "Give me a user as JSON.", bound(Grammar("json_schema", json.dumps(schema))))
     assert said == '{"name": "Ada", "age": 36, "tags": ["math", "code"]}'
 
@@ -265,9 +272,11 @@ def speaking(folder: Path, parser: str) -> Path:
 def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tmp_path: Path, parser: str):
     mode, count = {"enum": ["fast", "slow"]}, {"type": "integer", "minimum": 0, "maximum": 99}
     whole = {
-        "type": "object", "properties": {"mode": mode, "count": count}, "required": ["mode", "count"],
+        "type": "object",
+        "properties": {"mode": mode, "count": count},
+        "required": ["mode", "count"],
         "additionalProperties": False,
-    }  # fmt: skip
+    }
     tool = {"type": "function", "function": {"name": "work", "strict": True, "parameters": whole}}
     driver = Driver(speaking(tmp_path / parser, parser))
     params = bound(Grammar(calls="required"), one_call=True, temperature=1.0, seed=3, max_tokens=200)

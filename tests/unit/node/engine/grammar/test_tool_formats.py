@@ -288,11 +288,46 @@ def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
 HUGE = re.compile(r"\d[eE][+]?0*[1-9]\d{2}")
 """Numbers beyond what Python's floats hold, which no call can be sent with."""
 FRAGMENTS = [
-    "null", "NULL", "None", "true", "</parameter>", "</arg_value>", "</tool_call>", "</invoke>", "</param>", "]]>",
-    "<![CDATA[", "</function>", "<|close|>", '<|"|>', "<escape>", "<tool_call|>", "<end_function_call>", '"', "'", "}",
-    "<|tool_call_end|>", "]", ")", ",", ":", "<", "</", "\\", "\\n", " ", "\n", "0", "-", ".5", "e9", "abc", "ü",
-    "\x1c", "<parameter=count>",
-]  # fmt: skip
+    "null",
+    "NULL",
+    "None",
+    "true",
+    "</parameter>",
+    "</arg_value>",
+    "</tool_call>",
+    "</invoke>",
+    "</param>",
+    "]]>",
+    "<![CDATA[",
+    "</function>",
+    "<|close|>",
+    '<|"|>',
+    "<escape>",
+    "<tool_call|>",
+    "<end_function_call>",
+    '"',
+    "'",
+    "}",
+    "<|tool_call_end|>",
+    "]",
+    ")",
+    ",",
+    ":",
+    "<",
+    "</",
+    "\\",
+    "\\n",
+    " ",
+    "\n",
+    "0",
+    "-",
+    ".5",
+    "e9",
+    "abc",
+    "ü",
+    "\x1c",
+    "<parameter=count>",
+]
 
 
 def sentences(matcher: LLMatcher, seeds: range, steps: int = 160) -> Iterator[str]:
@@ -542,11 +577,29 @@ def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
 
 LOOSE = st.recursive(
     st.none() | st.booleans() | st.integers() | st.sampled_from(["#/$defs/a", "string", "null", "x"]),
-    lambda part: st.lists(part, max_size=3) | st.dictionaries(st.sampled_from([
-        "function", "parameters", "properties", "type", "anyOf", "oneOf", "$ref", "$defs", "enum", "a",
-    ]), part, max_size=4),
+    lambda part: (
+        st.lists(part, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(
+                [
+                    "function",
+                    "parameters",
+                    "properties",
+                    "type",
+                    "anyOf",
+                    "oneOf",
+                    "$ref",
+                    "$defs",
+                    "enum",
+                    "a",
+                ]
+            ),
+            part,
+            max_size=4,
+        )
+    ),
     max_leaves=16,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=300, deadline=None)
@@ -563,7 +616,10 @@ MARKS: dict[str, tuple[str, ...]] = {
     "function_gemma": ("<start_function_call>", "<end_function_call>", "<escape>"),
     "kimi_k3": ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"),
     "kimi_k2": (
-        "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_end|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
         "<|tool_call_argument_begin|>",
     ),
     "glm47": ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
@@ -571,7 +627,7 @@ MARKS: dict[str, tuple[str, ...]] = {
     "minimax_m2": ("<minimax:tool_call>", "</minimax:tool_call>"),
     "pythonic": ("<|tool_call_start|>", "<|tool_call_end|>"),
     "mistral": ("[TOOL_CALLS]", "[ARGS]"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("parser", MARKS)
@@ -604,9 +660,25 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
 # schemas that mean nothing
 
 KEYWORDS = (
-    "type", "properties", "items", "anyOf", "allOf", "$ref", "enum", "const", "pattern", "minLength", "required",
-    "minItems", "maxItems", "additionalProperties", "$defs", "patternProperties", "minimum", "x-guidance",
-)  # fmt: skip
+    "type",
+    "properties",
+    "items",
+    "anyOf",
+    "allOf",
+    "$ref",
+    "enum",
+    "const",
+    "pattern",
+    "minLength",
+    "required",
+    "minItems",
+    "maxItems",
+    "additionalProperties",
+    "$defs",
+    "patternProperties",
+    "minimum",
+    "x-guidance",
+)
 WORDS = ("object", "string", "array", "integer", "null", "#/$defs/a", "a", "</parameter>")
 STRANGE = st.recursive(
     st.none() | st.booleans() | st.integers(-2, 3) | st.floats(allow_nan=False) | st.sampled_from(WORDS),
@@ -614,7 +686,7 @@ STRANGE = st.recursive(
         st.lists(part, max_size=3) | st.dictionaries(st.sampled_from((*KEYWORDS, "a", "b c")), part, max_size=4)
     ),
     max_leaves=14,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("parser", DIFFERENT)

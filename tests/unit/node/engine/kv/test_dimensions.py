@@ -56,12 +56,31 @@ def test_foreseen_measured_and_real_bytes_of_a_row_are_the_same(architecture: st
 
 
 MLA: dict[str, Any] = {
-    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 3,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24, "v_head_dim": 20, "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "moe_layer_freq": 1, "max_position_embeddings": 2048,
-    "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "attention_bias": False, "torch_dtype": "float32",
-}  # fmt: skip
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_layer_freq": 1,
+    "max_position_embeddings": 2048,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "torch_dtype": "float32",
+}
 
 
 @pytest.mark.parametrize(

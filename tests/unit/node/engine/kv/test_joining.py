@@ -13,7 +13,7 @@ from wire.units import GIB
 
 FIRST, SECOND = [
     one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80
-][:2]  # fmt: skip
+][:2]
 
 
 def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytest.MonkeyPatch):

@@ -162,8 +162,17 @@ def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int
 def test_a_hash_names_the_ids_the_model_and_every_block_before():
     ids = list(range(2 * BLOCK + 7))
     assert hash_of("a", pack(ids)) == hash_of("a", pack(ids))
-    assert len({hash_of("a", pack(ids)), hash_of("b", pack(ids)), hash_of("a", pack([9, *ids[1:]])),
-                hash_of("a", pack(ids[:-1]))}) == 4  # fmt: skip
+    assert (
+        len(
+            {
+                hash_of("a", pack(ids)),
+                hash_of("b", pack(ids)),
+                hash_of("a", pack([9, *ids[1:]])),
+                hash_of("a", pack(ids[:-1])),
+            }
+        )
+        == 4
+    )
     assert len(hash_of("a", pack(ids))) == 16
 
 

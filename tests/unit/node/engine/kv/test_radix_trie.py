@@ -13,8 +13,9 @@ ids = st.lists(st.sampled_from([0, 1, 2, 256, 2**32 - 1]), min_size=1, max_size=
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    return next((place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-                min(len(one), len(other)))  # fmt: skip
+    return next(
+        (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
 
 
 @given(ids, ids)

@@ -25,9 +25,14 @@ WEIGHTS = {"large": 85 * GIB, "small": GIB}
 def new_forwards(clock: Later | None = None) -> Forwards:
     """Make forwards of an engine that holds both models and gives nothing back."""
     return Forwards(
-        Recorder(), Footprint(GIB, lambda: 0), lambda: 0, lambda site, need: False, lambda refused: False,
-        read=WEIGHTS.__getitem__, clock=clock,
-    )  # fmt: skip
+        Recorder(),
+        Footprint(GIB, lambda: 0),
+        lambda: 0,
+        lambda site, need: False,
+        lambda refused: False,
+        read=WEIGHTS.__getitem__,
+        clock=clock,
+    )
 
 
 @pytest.fixture
@@ -138,9 +143,13 @@ class Asked:
         self.loads = self.frees = False
         self.reserved = 0
         self.forwards = Forwards(
-            Recorder(), Footprint(GIB, lambda: 0), lambda: self.reserved, self._make_room, self._give_up_load,
+            Recorder(),
+            Footprint(GIB, lambda: 0),
+            lambda: self.reserved,
+            self._make_room,
+            self._give_up_load,
             read=WEIGHTS.__getitem__,
-        )  # fmt: skip
+        )
         self.hold(room, cap=cap, guard=guard)
 
     def hold(self, room: int, *, cap: int = 1024 * GIB, guard: bool = True) -> None:

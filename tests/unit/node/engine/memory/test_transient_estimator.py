@@ -11,8 +11,20 @@ from wire.report import Transient
 PRIOR = Transient(token=1000, pair=16, seen=400, logits=2048, step_row=4096, step_seen=16)
 TRUE = Transient(fixed=50_000, token=9000, pair=18, seen=500, step_fixed=30_000, step_row=9000, step_seen=40)
 HYBRID = Transient(fixed=50_000, token=9000, pair=18, seen=500, least=24_000)
-WALK = [(512, 0), (32, 512), (256, 544), (64, 800), (128, 864), (512, 992), (64, 1504), (256, 1568), (32, 1824),
-        (128, 1856), (512, 1984), (256, 2496)]  # fmt: skip
+WALK = [
+    (512, 0),
+    (32, 512),
+    (256, 544),
+    (64, 800),
+    (128, 864),
+    (512, 992),
+    (64, 1504),
+    (256, 1568),
+    (32, 1824),
+    (128, 1856),
+    (512, 1984),
+    (256, 2496),
+]
 
 
 def walked(true: Transient) -> Estimator:

@@ -41,8 +41,15 @@ def test_after_four_attempts_the_failure_names_every_knob():
     assert "a/b" in text
     assert "4 attempts" in text
     assert "856" in text
-    for knob in ("engine.mlx.chunk,", "engine.mlx.chunk_floor", "engine.mlx.batch", "engine.mlx.context", "memory.cap",
-                 "memory.margin", "smaller quantization"):  # fmt: skip
+    for knob in (
+        "engine.mlx.chunk,",
+        "engine.mlx.chunk_floor",
+        "engine.mlx.batch",
+        "engine.mlx.context",
+        "memory.cap",
+        "memory.margin",
+        "smaller quantization",
+    ):
         assert knob in text
 
 

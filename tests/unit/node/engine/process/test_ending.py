@@ -68,8 +68,10 @@ class Process:
         with self.errors.open("wb") as file:
             self.child = subprocess.Popen(
                 [sys.executable, "-c", program, "--socket", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=file,
-            )  # fmt: skip
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=file,
+            )
         theirs.close()
         settings = ModelSettings(folders=(str(folder),), hub=False, profile="off", trial=False)
         self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))

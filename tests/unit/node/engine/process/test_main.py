@@ -36,8 +36,10 @@ class Process:
         with errors.open("wb") as file:
             self.child = subprocess.Popen(
                 [sys.executable, "-m", "node.engine.process.main", "--socket", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL, stderr=file,
-            )  # fmt: skip
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stderr=file,
+            )
         theirs.close()
         self.line.sendall(first)
         self._frames = self._read()

@@ -44,10 +44,29 @@ from wire.units import GIB, MIB
 ARRAY = mx.array([1.0])
 INFERENCE = "inference"
 SUBMODULES = ("fast", "random", "linalg", "fft", "metal")
-SPARED = frozenset({"__class__", "__new__", "__init_subclass__", "__subclasshook__", "__getattribute__", "__hash__",
-                    "__repr__", "__str__", "__doc__", "__module__", "__dict__", "__sizeof__", "__reduce__",
-                    "__reduce_ex__", "__dir__", "__delattr__", "__setattr__", "__format__",
-                    "__getstate__"})  # fmt: skip
+SPARED = frozenset(
+    {
+        "__class__",
+        "__new__",
+        "__init_subclass__",
+        "__subclasshook__",
+        "__getattribute__",
+        "__hash__",
+        "__repr__",
+        "__str__",
+        "__doc__",
+        "__module__",
+        "__dict__",
+        "__sizeof__",
+        "__reduce__",
+        "__reduce_ex__",
+        "__dir__",
+        "__delattr__",
+        "__setattr__",
+        "__format__",
+        "__getstate__",
+    }
+)
 """What every Python object has, and what the interpreter itself asks."""
 
 
@@ -125,8 +144,8 @@ class Io:
             self.loop.put(work)
 
     def ask(self, number: int, content: str, tokens: int = 8, **params: object) -> None:
-        request = Generate(number, number, "r", self.model, (Message("user", content),),
-                           Params(max_tokens=tokens, **params), 0, tokens)  # type: ignore[arg-type]  # fmt: skip
+        sampling = Params(max_tokens=tokens, **params)  # type: ignore[arg-type]
+        request = Generate(number, number, "r", self.model, (Message("user", content),), sampling, 0, tokens)
         self.hand_in(request)
 
     def until(self, wanted: Callable[[Frame], object]) -> Frame:

@@ -12,8 +12,17 @@ from wire.report import Memory, Model
 from wire.units import GIB, MIB
 
 MODEL = Model("m", loaded=True, weights=4 * GIB, kv_per_token=MIB, context=4096, transient=64 * MIB)
-MEMORY = Memory(cap=12 * GIB, ceiling=12 * GIB, margin=GIB, phys=5 * GIB, current=5 * GIB, headroom=6 * GIB,
-                reserved=2 * MIB, base=128 * MIB, bound_by="static")  # fmt: skip
+MEMORY = Memory(
+    cap=12 * GIB,
+    ceiling=12 * GIB,
+    margin=GIB,
+    phys=5 * GIB,
+    current=5 * GIB,
+    headroom=6 * GIB,
+    reserved=2 * MIB,
+    base=128 * MIB,
+    bound_by="static",
+)
 
 
 def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **fields: object) -> Generate:
@@ -79,8 +88,10 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
         assert refused.numbers.predicted == needed + MEMORY.margin
         assert (refused.numbers.ceiling, refused.numbers.cap) == (MEMORY.cap, MEMORY.cap)
         assert (refused.numbers.current, refused.numbers.reserved, refused.numbers.headroom) == (
-            5 * GIB, 2 * MIB, 6 * GIB,
-        )  # fmt: skip
+            5 * GIB,
+            2 * MIB,
+            6 * GIB,
+        )
         assert f"{shape.length} tokens × {shape.choices}" in refused.message
         assert "this node can hold 10.9 GiB" in refused.message
 

@@ -24,9 +24,9 @@ from wire.frames import Channel, Failed, Finished, Grammar, Params
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 ENDLESS = ((EOS, -100.0),)
-SHORT = [
-    one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80
-][:6]  # fmt: skip
+SHORT = [one for one in models.answers() if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80][
+    :6
+]
 LIKE = "How are you today, number {}?"
 
 
@@ -184,7 +184,7 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
         Params(seed=3, temperature=1.2, max_tokens=12, repetition_penalty=1.3, logprobs=True, logit_bias=ENDLESS),
         Params(temperature=0.0, grammar=rules, max_tokens=20),
         Params(temperature=0.0, max_tokens=12, frequency_penalty=0.4),
-    ]  # fmt: skip
+    ]
     alone = Driver(models.path("llama"), batch=1, prefix_cache="off")
     numbers = [alone.ask(asked["prompt"], one) for asked, one in zip(SHORT, params, strict=False)]
     assert all(isinstance(alone.end(number), Finished) for number in numbers)

@@ -23,8 +23,10 @@ from wire.report import Counts
 from wire.units import GIB, MIB
 
 LLAMA, QWEN = models.path("llama").name, models.path("qwen3").name
-EOS = {path.name: json.loads((path / "config.json").read_text())["eos_token_id"]
-       for path in (models.path("llama"), models.path("qwen3"))}  # fmt: skip
+EOS = {
+    path.name: json.loads((path / "config.json").read_text())["eos_token_id"]
+    for path in (models.path("llama"), models.path("qwen3"))
+}
 GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
 """Name of a group to its model and prompt. Rows so far apart in length share no batch where padding may waste
 nothing."""

@@ -104,8 +104,10 @@ def resumed_at_every_cut(first: Driver, second: Driver, prefilled: list[int], pr
         ended = end_of(second, again)
         same(heard(tokens_of(deltas, cut), second.deltas[again, 0]), whole)
         assert (ended.reasons, ended.prompt_tokens, ended.completion_tokens) == (
-            end.reasons, end.prompt_tokens, end.completion_tokens,
-        )  # fmt: skip
+            end.reasons,
+            end.prompt_tokens,
+            end.completion_tokens,
+        )
         assert second.said[again][0] == Admitted(again, end.prompt_tokens)
         rest = len(whole.ids) - cut
         assert sum(prefilled) == (end.prompt_tokens + cut if rest else 0), "what is known is prefilled"
@@ -129,9 +131,16 @@ def test_a_greedy_answer_goes_on_at_every_cut(arch: str, prefilled: list[int]):
 
 def test_a_seeded_answer_draws_what_it_would_have_drawn(prefilled: list[int]):
     params = Params(
-        temperature=1.5, top_p=0.95, seed=77, max_tokens=24, presence_penalty=0.5, repetition_penalty=1.1,
-        logit_bias=ENDLESS, logprobs=True, top_logprobs=2,
-    )  # fmt: skip
+        temperature=1.5,
+        top_p=0.95,
+        seed=77,
+        max_tokens=24,
+        presence_penalty=0.5,
+        repetition_penalty=1.1,
+        logit_bias=ENDLESS,
+        logprobs=True,
+        top_logprobs=2,
+    )
     resumed_at_every_cut(*pair(), prefilled, "Say something that nobody has trained.", params)
 
 

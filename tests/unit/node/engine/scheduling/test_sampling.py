@@ -49,9 +49,12 @@ def test_what_is_cut(sampling: Sampling, tokens: list[int]):
 
 
 @given(
-    st.lists(st.floats(-20, 20), min_size=2, max_size=40), st.floats(0.01, 5), st.integers(0, 50), st.floats(0.0, 1),
+    st.lists(st.floats(-20, 20), min_size=2, max_size=40),
+    st.floats(0.01, 5),
+    st.integers(0, 50),
     st.floats(0.0, 1),
-)  # fmt: skip
+    st.floats(0.0, 1),
+)
 def test_the_likeliest_token_is_never_cut(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ):

@@ -70,9 +70,15 @@ class Bench:
         self.number = number or self.number + 1
         params = Params(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
         request = Generate(
-            self.number, self.number, f"r{self.number}", fields.pop("model", self.settings.model),
-            (Message("user", content),), params, 0, **fields,
-        )  # fmt: skip
+            self.number,
+            self.number,
+            f"r{self.number}",
+            fields.pop("model", self.settings.model),
+            (Message("user", content),),
+            params,
+            0,
+            **fields,
+        )
         self.keep(self.engine.take(request, self.now))
         return self.number
 
@@ -249,12 +255,16 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
 
 def test_orders_about_its_one_model_are_answered():
     bench = Bench()
-    said = [bench.engine.take(order, bench.now)[0] for order in (
-        Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"),
-        Profile(4, "scripted-1"))]  # fmt: skip
+    said = [
+        bench.engine.take(order, bench.now)[0]
+        for order in (Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"), Profile(4, "scripted-1"))
+    ]
     assert isinstance(said[0], Finished)
     assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [
-        Code.NO_MODEL, Code.IN_USE, Code.UNSUPPORTED]  # fmt: skip
+        Code.NO_MODEL,
+        Code.IN_USE,
+        Code.UNSUPPORTED,
+    ]
 
 
 def test_the_report_tells_padded_bytes_and_what_is_acknowledged():

@@ -209,8 +209,11 @@ def test_a_call_without_an_end_marker_ends_with_the_answer():
 
 @pytest.mark.parametrize("tools", [True, False])
 def test_a_response_format_has_states_of_its_own(tools: bool):
-    edges = {"head": [("to me:", "reasoning"), ("to you:", "normal"), ("<call>", "tool")], "normal": [(".", "head")],
-             "reasoning": [(".", "head")]}  # fmt: skip
+    edges = {
+        "head": [("to me:", "reasoning"), ("to you:", "normal"), ("<call>", "tool")],
+        "normal": [(".", "head")],
+        "reasoning": [(".", "head")],
+    }
     markup = Markup(call=("<call>", "</call>"), edges=edges, initial="head")
     found = read(f"x to me:hm. x {LOOK}. x to you:yes.", markup=markup, tools=tools)
     assert found == (Read("yes", "hm", (call(),), "tool_calls") if tools else Read(LOOK + "yes", "hm"))
@@ -219,14 +222,28 @@ def test_a_response_format_has_states_of_its_own(tools: bool):
 @pytest.mark.parametrize(
     "parsed",
     [
-        None, 3, "look", [], {}, [3], {"name": "look"}, {"name": "", "arguments": {}}, {"name": 3, "arguments": {}},
-        {"name": "look", "arguments": [1]}, {"name": "look", "arguments": "{"}, {"name": "look", "arguments": "[1]"},
-        {"name": "look", "arguments": {"at": {1, 2}}}, {"name": "look", "arguments": {"at": float("nan")}},
+        None,
+        3,
+        "look",
+        [],
+        {},
+        [3],
+        {"name": "look"},
+        {"name": "", "arguments": {}},
+        {"name": 3, "arguments": {}},
+        {"name": "look", "arguments": [1]},
+        {"name": "look", "arguments": "{"},
+        {"name": "look", "arguments": "[1]"},
+        {"name": "look", "arguments": {"at": {1, 2}}},
+        {"name": "look", "arguments": {"at": float("nan")}},
         [{"name": "look", "arguments": {}}, {"name": "look", "arguments": b""}],
-        KeyError("x"), RecursionError(), MemoryError(), AttributeError(),
+        KeyError("x"),
+        RecursionError(),
+        MemoryError(),
+        AttributeError(),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_what_is_no_call_is_shown_as_it_was_written(parsed: object):
     def answer(block: str, tools: list[object]) -> object:
         if isinstance(parsed, Exception):

@@ -26,8 +26,10 @@ from wire.frames import Ban, Generate, Message, Params, Restore
 from wire.refusals import Code
 from wire.units import MIB
 
-FOREVER = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}" \
-    "{% endfor %}{{ messages[0]['content'] }}"  # fmt: skip
+FOREVER = (
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
+    "{% endfor %}{{ messages[0]['content'] }}"
+)
 GREEDY = "{% set ns = namespace(x='ab') %}{% for a in range(40) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
 EXPLODES = "(?:(?:a|a|a)+)+$"
 
@@ -39,10 +41,13 @@ def a_model(folder: Path, template: str | None = None, expression: str = "") -> 
     if expression:
         file = made / "tokenizer.json"
         written = json.loads(file.read_text())
-        written["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
-            {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
-            {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
-        ]}  # fmt: skip
+        written["pre_tokenizer"] = {
+            "type": "Sequence",
+            "pretokenizers": [
+                {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False},
+                {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+            ],
+        }
         file.write_text(json.dumps(written))
     return made
 
@@ -135,7 +140,9 @@ def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the
             crashed, hung = read(page), read(page, hung=True)
             assert recorder.oldest_read() == hung
         assert (crashed and crashed.model, hung and (hung.doing, hung.request, hung.model)) == (
-            "good", (Doing.READ, 7, "hostile"))  # fmt: skip
+            "good",
+            (Doing.READ, 7, "hostile"),
+        )
         recorder.end()
         assert read(page, hung=True) is read(page) is recorder.oldest_read() is None
         with recorder.reading("a"):

@@ -37,9 +37,12 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
     ours, theirs = socket.socketpair()
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-c", RAY, str(theirs.fileno())], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
+            [sys.executable, "-c", RAY, str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment(),
+            stdout=subprocess.PIPE,
             pass_fds=(theirs.fileno(),),
-        )  # fmt: skip
+        )
     with ours, process:
         try:
             ours.sendall(encode(Connect("127.0.0.1:1")))
@@ -106,9 +109,10 @@ async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_s
     await turned(lambda: len(scene.sent.messages) == 3)
     await scene.end()
     assert scene.sent.messages == [
-        Created("lease_1"), NotCreated("lease_2", "ValueError: no"),
+        Created("lease_1"),
+        NotCreated("lease_2", "ValueError: no"),
         NotCreated("lease_3", "Ray started no actor within 0 s"),
-    ]  # fmt: skip
+    ]
     assert scene.killed == ["lease_2", "lease_3"]
 
 

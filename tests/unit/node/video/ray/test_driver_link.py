@@ -21,10 +21,11 @@ from node.video.ray.driver_link import (
 
 WORDS = st.one_of(
     st.builds(Connect, st.text(max_size=20)),
-    st.builds(Create, st.text(max_size=20), st.integers(0, 9), st.text(max_size=20), st.floats(0, 100),
-              st.floats(0, 100)),
+    st.builds(
+        Create, st.text(max_size=20), st.integers(0, 9), st.text(max_size=20), st.floats(0, 100), st.floats(0, 100)
+    ),
     st.builds(Kill, st.text(max_size=20)),
-)  # fmt: skip
+)
 
 
 @given(st.lists(WORDS, max_size=5), st.lists(st.integers(1, 30), max_size=20))

@@ -26,8 +26,14 @@ def test_a_folder_below_tmp_is_short_and_ours_alone(tmp_path: Path, monkeypatch:
 
 
 def test_the_environment_is_named_confines_ray_to_loopback_and_holds_no_secret(tmp_path: Path):
-    inherited = {"PATH": "/bin", "RAY_AUTH_TOKEN": "s3cret", "OPENAI_API_KEY": "sk", "RAY_ADDRESS": "evil",
-                 "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_AUTH_MODE": "disabled"}  # fmt: skip
+    inherited = {
+        "PATH": "/bin",
+        "RAY_AUTH_TOKEN": "s3cret",
+        "OPENAI_API_KEY": "sk",
+        "RAY_ADDRESS": "evil",
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+        "RAY_AUTH_MODE": "disabled",
+    }
     found = ray_process.environment(inherited, tmp_path)
     assert (found["PATH"], found["RAY_AUTH_TOKEN_PATH"]) == ("/bin", str(tmp_path / "token"))
     assert (found["RAY_AUTH_MODE"], found["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"]) == ("token", "0")

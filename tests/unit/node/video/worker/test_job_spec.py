@@ -15,15 +15,36 @@ def test_what_is_not_asked_is_the_packages_own():
     assert isinstance(spec, Spec)
     assert (spec.timeout, spec.stall) == (60, 9)
     assert spec.job(VideoPackage("wan", fps=24, steps=50, frames=121)) == {
-        **LEAST, "seed": 7, "guidance": 4.0, "fps": 24, "steps": 50, "frames": 121,
-    }  # fmt: skip
+        **LEAST,
+        "seed": 7,
+        "guidance": 4.0,
+        "fps": 24,
+        "steps": 50,
+        "frames": 121,
+    }
 
 
-@pytest.mark.parametrize("change", [
-    {"width": 15}, {"width": 10**9}, {"width": 8192, "height": 8192}, {"width": "64"}, {"frames": 0}, {"steps": 10**6},
-    {"fps": 0}, {"seed": -1}, {"prompt": None}, {"prompt": "x" * 100_001}, {"timeout": 0}, {"guidance": 1e9},
-    {"out": "/etc/passwd"}, {"package": "/"}, {"size": 1},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"width": 15},
+        {"width": 10**9},
+        {"width": 8192, "height": 8192},
+        {"width": "64"},
+        {"frames": 0},
+        {"steps": 10**6},
+        {"fps": 0},
+        {"seed": -1},
+        {"prompt": None},
+        {"prompt": "x" * 100_001},
+        {"timeout": 0},
+        {"guidance": 1e9},
+        {"out": "/etc/passwd"},
+        {"package": "/"},
+        {"size": 1},
+    ],
+    ids=str,
+)
 def test_what_no_worker_should_be_told_is_refused_with_a_sentence(change: dict[str, object]):
     said = read_spec(json.dumps({**LEAST, **change}).encode())
     assert isinstance(said, str)

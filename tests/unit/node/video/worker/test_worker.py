@@ -14,8 +14,13 @@ from node.video.worker import worker
 class Config:
     """An engine's config class as old versions have it: fewer arguments than later ones take."""
 
-    def __init__(self, model_name: str, transformer_overrides: dict[str, object],
-                 text_encoder_overrides: dict[str, object], base_model: str) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model_name: str,
+        transformer_overrides: dict[str, object],
+        text_encoder_overrides: dict[str, object],
+        base_model: str,
+    ) -> None:
         self.model_name = model_name
         self.known, self.text, self.base_model = transformer_overrides, text_encoder_overrides, base_model
         self.priority, self.num_train_steps, self.max_sequence_length = 1, 1000, 512
@@ -23,13 +28,21 @@ class Config:
 
     @classmethod
     def wan2_2_t2v_a14b(cls) -> "Config":
-        return cls("catalogue", {"num_layers": 40, "ffn_dim": 13824, "vae_config": {"base_dim": 96, "z_dim": 16}},
-                   {"d_model": 4096}, "a14b")  # fmt: skip
+        return cls(
+            "catalogue",
+            {"num_layers": 40, "ffn_dim": 13824, "vae_config": {"base_dim": 96, "z_dim": 16}},
+            {"d_model": 4096},
+            "a14b",
+        )
 
     @classmethod
     def wan2_2_ti2v_5b(cls) -> "Config":
-        return cls("catalogue", {"num_layers": 30, "ffn_dim": 14336, "vae_config": {"base_dim": 160, "z_dim": 48}},
-                   {"d_model": 4096}, "5b")  # fmt: skip
+        return cls(
+            "catalogue",
+            {"num_layers": 30, "ffn_dim": 14336, "vae_config": {"base_dim": 160, "z_dim": 48}},
+            {"d_model": 4096},
+            "5b",
+        )
 
 
 def write(path: Path, content: object) -> None:

@@ -72,10 +72,17 @@ def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
 
 def test_each_sign_of_progress_is_another_mark_and_a_beat_alone_is_none():
     events = [
-        {"event": "start"}, {"event": "loading"}, {"event": "loaded"}, progress("start", 0), progress("denoise", 1),
-        {"event": "beat", "blocks": 1}, {"event": "beat", "blocks": 2}, progress("denoise", 2), progress("decode", 2),
+        {"event": "start"},
+        {"event": "loading"},
+        {"event": "loaded"},
+        progress("start", 0),
+        progress("denoise", 1),
+        {"event": "beat", "blocks": 1},
+        {"event": "beat", "blocks": 2},
+        progress("denoise", 2),
+        progress("decode", 2),
         progress("save", 2),
-    ]  # fmt: skip
+    ]
     marks = [hear(*events[:count]).mark for count in range(len(events) + 1)]
     assert len(set(marks)) == len(marks)
     assert hear(*events).mark == hear(*events, {"event": "beat", "blocks": 2}, {"event": "?"}, "?").mark
@@ -114,9 +121,15 @@ def test_a_worker_is_told_what_is_named_and_nothing_else(tmp_path: Path):
     inherited = {"PATH": "/bin", "OPENAI_API_KEY": "sk", "MACPOOL_X": "1", "HOME": "/nonexistent", "LANG": "C"}
     told = worker_environment(inherited, tmp_path)
     assert set(told) == {
-        "PATH", "LANG", "HOME", "TMPDIR", "XDG_CACHE_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE",
+        "PATH",
+        "LANG",
+        "HOME",
+        "TMPDIR",
+        "XDG_CACHE_HOME",
+        "HF_HUB_OFFLINE",
+        "TRANSFORMERS_OFFLINE",
         "TOKENIZERS_PARALLELISM",
-    }  # fmt: skip
+    }
     assert told["HOME"] == str(tmp_path)
 
 

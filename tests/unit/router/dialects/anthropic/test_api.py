@@ -28,10 +28,13 @@ def test_every_parameter_arrives():
 @pytest.mark.parametrize(
     ("choice", "grammar"),
     [
-        (None, None), ({"type": "auto"}, None), ({"type": "none"}, None), ({"type": "any"}, Grammar(calls="required")),
+        (None, None),
+        ({"type": "auto"}, None),
+        ({"type": "none"}, None),
+        ({"type": "any"}, Grammar(calls="required")),
         ({"type": "tool", "name": "weather"}, Grammar(calls="required", tool="weather")),
     ],
-)  # fmt: skip
+)
 def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: Grammar | None):
     assert params(tools=[TOOL], tool_choice=choice).grammar == grammar
 
@@ -39,10 +42,12 @@ def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: G
 @pytest.mark.parametrize(
     ("thinking", "template"),
     [
-        (None, ""), ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
-        ({"type": "disabled"}, {"enable_thinking": False}), ({"type": "adaptive"}, ""),
+        (None, ""),
+        ({"type": "enabled", "budget_tokens": 1024}, {"enable_thinking": True}),
+        ({"type": "disabled"}, {"enable_thinking": False}),
+        ({"type": "adaptive"}, ""),
     ],
-)  # fmt: skip
+)
 def test_thinking_is_a_switch_of_the_template(thinking: dict[str, object] | None, template: object):
     _, job = asked(Messages(), max_tokens=9, messages=HELLO, thinking=thinking)
     assert (json.loads(job.template) if job.template else "") == template

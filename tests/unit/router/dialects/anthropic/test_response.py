@@ -15,21 +15,29 @@ from wire.frames import Channel
 ASK: dict[str, Any] = {"max_tokens": 64, "messages": [{"role": "user", "content": "hi"}]}
 WEATHER = [{"name": "weather", "input_schema": {"type": "object"}}]
 USAGE = {
-    "input_tokens": 8, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 12, "output_tokens": 9,
+    "input_tokens": 8,
+    "cache_creation_input_tokens": 0,
+    "cache_read_input_tokens": 12,
+    "output_tokens": 9,
     "output_tokens_details": {"thinking_tokens": 4},
-}  # fmt: skip
+}
 
 
 def test_a_whole_message_has_every_block_and_the_exact_usage():
     assert whole(Messages(), **ASK, tools=WEATHER) == {
-        "id": "msg_r1", "type": "message", "role": "assistant", "model": "tiny",
+        "id": "msg_r1",
+        "type": "message",
+        "role": "assistant",
+        "model": "tiny",
         "content": [
             {"type": "thinking", "thinking": "let me", "signature": "unsigned"},
             {"type": "text", "text": "I look."},
             {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Ulm"}},
         ],
-        "stop_reason": "tool_use", "stop_sequence": None, "usage": USAGE,
-    }  # fmt: skip
+        "stop_reason": "tool_use",
+        "stop_sequence": None,
+        "usage": USAGE,
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,9 +66,12 @@ def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
     started = found[0][1]["message"]
     assert (started["id"], started["content"], started["stop_reason"]) == ("msg_r1", [], None)
     assert started["usage"] == {
-        "input_tokens": 20, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 0,
+        "input_tokens": 20,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": 0,
         "output_tokens_details": {"thinking_tokens": 0},
-    }  # fmt: skip
+    }
     assert [data | {"type": name.removeprefix("content_block_")} for name, data in found[1:-2]] == [
         {"type": "start", "index": 0, "content_block": {"type": "thinking", "thinking": "", "signature": ""}},
         {"type": "delta", "index": 0, "delta": {"type": "thinking_delta", "thinking": "let me"}},
@@ -69,14 +80,17 @@ def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
         {"type": "start", "index": 1, "content_block": {"type": "text", "text": ""}},
         {"type": "delta", "index": 1, "delta": {"type": "text_delta", "text": "I look."}},
         {"type": "stop", "index": 1},
-        {"type": "start", "index": 2,
-         "content_block": {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}}},
+        {
+            "type": "start",
+            "index": 2,
+            "content_block": {"type": "tool_use", "id": "call_1", "name": "weather", "input": {}},
+        },
         {"type": "delta", "index": 2, "delta": {"type": "input_json_delta", "partial_json": '{"city":"Ulm"}'}},
         {"type": "stop", "index": 2},
         {"type": "start", "index": 3, "content_block": {"type": "text", "text": ""}},
         {"type": "delta", "index": 3, "delta": {"type": "text_delta", "text": "Done."}},
         {"type": "stop", "index": 3},
-    ]  # fmt: skip
+    ]
     assert found[-2][1]["usage"] == USAGE
     assert found[-1] == ("message_stop", {"type": "message_stop"})
 
@@ -84,26 +98,45 @@ def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
 @pytest.mark.parametrize(
     ("status", "kind"),
     [
-        (400, "invalid_request_error"), (401, "authentication_error"), (403, "permission_error"),
-        (404, "not_found_error"), (405, "invalid_request_error"), (408, "timeout_error"), (413, "request_too_large"),
-        (429, "rate_limit_error"), (500, "api_error"), (502, "api_error"), (503, "overloaded_error"),
+        (400, "invalid_request_error"),
+        (401, "authentication_error"),
+        (403, "permission_error"),
+        (404, "not_found_error"),
+        (405, "invalid_request_error"),
+        (408, "timeout_error"),
+        (413, "request_too_large"),
+        (429, "rate_limit_error"),
+        (500, "api_error"),
+        (502, "api_error"),
+        (503, "overloaded_error"),
         (504, "timeout_error"),
     ],
-)  # fmt: skip
+)
 def test_an_error_has_the_type_that_its_clients_retry_by(status: int, kind: str):
     error = json.loads(error_of(Problem(status, "code", "what", "field"), "r1"))
     assert error == {
-        "type": "error", "error": {"type": kind, "message": "what", "code": "code", "param": "field"},
+        "type": "error",
+        "error": {"type": kind, "message": "what", "code": "code", "param": "field"},
         "request_id": "r1",
-    }  # fmt: skip
+    }
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_its_numbers():
     name, error = events(streamed(Messages(), *SAID[:1], broken=CROWDED, **ASK))[-1]
     assert (name, error["type"], error["error"]["type"], error["request_id"]) == (
-        "error", "error", "overloaded_error", "r1",
-    )  # fmt: skip
+        "error",
+        "error",
+        "overloaded_error",
+        "r1",
+    )
     assert error["error"]["memory"] == {
-        "predicted": 9, "ceiling": 8, "current": 7, "reserved": 6, "estimate": 5, "margin": 4, "cap": 3, "headroom": 2,
+        "predicted": 9,
+        "ceiling": 8,
+        "current": 7,
+        "reserved": 6,
+        "estimate": 5,
+        "margin": 4,
+        "cap": 3,
+        "headroom": 2,
         "bound_by": "dynamic",
-    }  # fmt: skip
+    }

@@ -18,9 +18,15 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATE: dict[str, Any] = {"prompt": "hi"}
 BOTH = pytest.mark.parametrize(("dialect", "body"), [(OllamaChat(), CHAT), (OllamaGenerate(), GENERATE)])
 END = {
-    "done": True, "done_reason": "stop", "total_duration": 3_750_000_000, "load_duration": 500_000_000,
-    "prompt_eval_count": 20, "prompt_eval_duration": 1_250_000_000, "eval_count": 9, "eval_duration": 2_000_000_000,
-}  # fmt: skip
+    "done": True,
+    "done_reason": "stop",
+    "total_duration": 3_750_000_000,
+    "load_duration": 500_000_000,
+    "prompt_eval_count": 20,
+    "prompt_eval_duration": 1_250_000_000,
+    "eval_count": 9,
+    "eval_duration": 2_000_000_000,
+}
 ABOUT = {"model": "tiny", "created_at": "2023-11-14T22:13:20Z"}
 CALLS = [{"id": "call_1", "function": {"name": "weather", "arguments": {"city": "Ulm"}}}]
 
@@ -33,8 +39,10 @@ def test_a_whole_chat_has_its_message_counts_and_nanoseconds():
 
 def test_a_whole_generation_has_its_response_counts_and_nanoseconds():
     assert whole(OllamaGenerate(), **GENERATE, stream=False) == ABOUT | END | {
-        "response": "I look.", "thinking": "let me", "tool_calls": CALLS,
-    }  # fmt: skip
+        "response": "I look.",
+        "thinking": "let me",
+        "tool_calls": CALLS,
+    }
 
 
 def test_a_stream_is_a_line_for_each_piece_and_one_for_the_end():
@@ -50,9 +58,13 @@ def test_a_stream_is_a_line_for_each_piece_and_one_for_the_end():
 @BOTH
 @pytest.mark.parametrize(
     ("finished", "reason"),
-    [(FINISHED, "stop"), (CUT, "length"), (replace(FINISHED, reasons=("tool_calls",)), "stop"),
-     (replace(FINISHED, reasons=()), "stop")],
-)  # fmt: skip
+    [
+        (FINISHED, "stop"),
+        (CUT, "length"),
+        (replace(FINISHED, reasons=("tool_calls",)), "stop"),
+        (replace(FINISHED, reasons=()), "stop"),
+    ],
+)
 def test_only_the_limit_of_tokens_is_a_length(dialect: Dialect, body: dict, finished: Finished, reason: str):
     assert whole(dialect, finished=finished, **body, stream=False)["done_reason"] == reason
     assert json.loads(streamed(dialect, finished=finished, **body).splitlines()[-1])["done_reason"] == reason

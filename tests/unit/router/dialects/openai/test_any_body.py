@@ -29,23 +29,46 @@ from wire.codec import encode
 from wire.frames import Generate
 
 PARSERS: dict[str, tuple[Callable[[bytes, str], object], type]] = {
-    "chat": (Chat().parse, ChatBody), "completions": (Completion().parse, CompletionBody),
-    "messages": (Messages().parse, MessagesBody), "responses": (Responses().parse, ResponsesBody),
+    "chat": (Chat().parse, ChatBody),
+    "completions": (Completion().parse, CompletionBody),
+    "messages": (Messages().parse, MessagesBody),
+    "responses": (Responses().parse, ResponsesBody),
     "ollama chat": (OllamaChat().parse, OllamaChatBody),
     "ollama generate": (OllamaGenerate().parse, OllamaGenerateBody),
     "count": (lambda body, _: api.count(body, 0), MessagesBody),
     "show": (lambda body, _: models.show(ClusterView(), body, 0), OllamaChatBody),
-}  # fmt: skip
+}
 WORDS = st.sampled_from(
     ["user", "assistant", "system", "tool", "text", "tiny", "auto", "function", "", "\0", "x" * 300]
 )
 SCALARS = st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats() | WORDS | st.text(max_size=8)
-INNER = ["role", "content", "type", "text", "name", "function", "parameters", "arguments", "tool_calls", "id", "input",
-         "thinking", "source", "url", "data", "image_url", "schema", "stop", "seed", "num_predict"]  # fmt: skip
+INNER = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "name",
+    "function",
+    "parameters",
+    "arguments",
+    "tool_calls",
+    "id",
+    "input",
+    "thinking",
+    "source",
+    "url",
+    "data",
+    "image_url",
+    "schema",
+    "stop",
+    "seed",
+    "num_predict",
+]
 VALUES = st.recursive(
-    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER), inner, max_size=4),
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(INNER), inner, max_size=4),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 GOOD = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x", "max_tokens": 5}
@@ -72,8 +95,22 @@ def test_no_body_makes_a_parser_raise(name: str, data: st.DataObject):
         json.loads(found.body("r"))
     elif hasattr(found, "jobs"):
         for job in cast("Asked", found).jobs("k", "r", 0):
-            frame = Generate(1, 1, "r", job.demand.model, job.messages, job.params, 0, 1, job.stream, job.tools,
-                             job.template, (), job.text, job.ids)  # fmt: skip
+            frame = Generate(
+                1,
+                1,
+                "r",
+                job.demand.model,
+                job.messages,
+                job.params,
+                0,
+                1,
+                job.stream,
+                job.tools,
+                job.template,
+                (),
+                job.text,
+                job.ids,
+            )
             assert encode(frame)
             assert 1 <= job.params.n <= 128
 

@@ -42,10 +42,18 @@ def test_the_plainest_body():
 
 
 def test_every_parameter_arrives():
-    found = good(body(
-        stream=True, stream_options={"include_usage": True}, max_tokens=5, n=3, stop=["a", "b"], temperature=1,
-        top_p=0.5, seed=-7,
-    ))  # fmt: skip
+    found = good(
+        body(
+            stream=True,
+            stream_options={"include_usage": True},
+            max_tokens=5,
+            n=3,
+            stop=["a", "b"],
+            temperature=1,
+            top_p=0.5,
+            seed=-7,
+        )
+    )
     assert found.params == Params(5, 1.0, 0.5, -7, ("a", "b"), 3)
     assert (found.stream, found.include_usage) == (True, True)
     assert (found.demand.max_tokens, found.demand.choices) == (5, 3)
@@ -69,10 +77,14 @@ def test_text_parts_are_joined_and_assistant_turns_taken_back():
         {"role": "assistant", "content": None, "reasoning": "cut"},
     ]
     assert good(body(messages=messages)).messages == (
-        Message("system", "be brief"), Message("assistant", "yes"), Message("user", "äöü", "Ann"),
-        Message("assistant", "no"), Message("assistant", "never"), Message("assistant", "so", reasoning="hm"),
+        Message("system", "be brief"),
+        Message("assistant", "yes"),
+        Message("user", "äöü", "Ann"),
+        Message("assistant", "no"),
+        Message("assistant", "never"),
+        Message("assistant", "so", reasoning="hm"),
         Message("assistant", reasoning="cut"),
-    )  # fmt: skip
+    )
 
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Ulm"}'}}
@@ -112,16 +124,24 @@ def test_harmless_fields_pass_and_neutral_values_too():
 
 
 SAMPLING = {
-    "top_k": 40, "min_p": 0.25, "presence_penalty": 0.5, "frequency_penalty": -1, "repetition_penalty": 1.5,
+    "top_k": 40,
+    "min_p": 0.25,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -1,
+    "repetition_penalty": 1.5,
     "logit_bias": {"7": 2, "0": -100, "9": 0},
-}  # fmt: skip
+}
 
 
 def test_sampling_arrives():
     assert good(body(**SAMPLING)).params == Params(
-        top_k=40, min_p=0.25, presence_penalty=0.5, frequency_penalty=-1.0, repetition_penalty=1.5,
+        top_k=40,
+        min_p=0.25,
+        presence_penalty=0.5,
+        frequency_penalty=-1.0,
+        repetition_penalty=1.5,
         logit_bias=((7, 2.0), (0, -100.0)),
-    )  # fmt: skip
+    )
     assert good(body(top_k=-1)).params.top_k == 0
     assert good(body(top_k=0)).params.top_k == 0
     assert good(body(logprobs=True, top_logprobs=20)).params == Params(logprobs=True, top_logprobs=20)
@@ -144,15 +164,30 @@ def test_sampling_that_has_an_effect_is_demanded(name: str):
 
 
 def test_only_what_has_an_effect_is_demanded():
-    off = {"top_k": -1, "min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1,
-           "logit_bias": {"5": 0}, "logprobs": False, "tools": [], "tool_choice": "auto"}  # fmt: skip
+    off = {
+        "top_k": -1,
+        "min_p": 0,
+        "presence_penalty": 0,
+        "frequency_penalty": 0,
+        "repetition_penalty": 1,
+        "logit_bias": {"5": 0},
+        "logprobs": False,
+        "tools": [],
+        "tool_choice": "auto",
+    }
     assert good(body(**off)).demand.features == frozenset()
     everything = good(body(**SAMPLING, logprobs=True, tools=[TOOL])).demand.features
     assert everything == {"sampling", "logprobs", "tools"}
 
 
-TOOL = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
-    "type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}}}}  # fmt: skip
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "of a city",
+        "parameters": {"type": "object", "required": ["city"], "properties": {"city": {"type": "string"}}},
+    },
+}
 
 
 def test_tools_arrive_as_they_were_written():
@@ -182,10 +217,13 @@ def test_tools_that_may_not_be_called_are_not_told():
     assert bad(body(tools=[TOOL | {"type": "custom"}], tool_choice="none")).param == "tools[0].custom"
 
 
-@pytest.mark.parametrize(("choice", "kind"), [
-    ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools"),
-    ({"type": "web_search"}, "web_search"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "kind"),
+    [
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}, "allowed_tools"),
+        ({"type": "web_search"}, "web_search"),
+    ],
+)
 def test_a_choice_of_what_there_is_not_is_not_offered(choice: object, kind: str):
     problem = bad(body(tools=[TOOL], tool_choice=choice))
     assert (problem.code, problem.param) == ("unsupported_parameter", "tool_choice.type")
@@ -214,10 +252,23 @@ def test_variables_of_the_template_arrive():
 
 
 RESERVED = (
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "max_length", "messages",
-    "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools",
-    "truncation", "strftime_now", "anything",
-)  # fmt: skip
+    "add_generation_prompt",
+    "chat_template",
+    "continue_final_message",
+    "conversation",
+    "max_length",
+    "messages",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_dict",
+    "return_tensors",
+    "tokenize",
+    "tokenizer_kwargs",
+    "tools",
+    "truncation",
+    "strftime_now",
+    "anything",
+)
 
 
 @pytest.mark.parametrize("name", RESERVED)
@@ -233,13 +284,16 @@ def deep(levels: int) -> object:
     return value
 
 
-@pytest.mark.parametrize(("fields", "text"), [
-    ({"chat_template_kwargs": {"task": "x" * 16_400}}, "16384"),
-    ({"chat_template_kwargs": {"task": deep(64)}}, "nested"),
-    ({"chat_template_kwargs": {"task": deep(900)}}, "nested"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "description": "ä" * 140_000}}]}, "262144"),
-    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": deep(61)}}}]}, "nested"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"chat_template_kwargs": {"task": "x" * 16_400}}, "16384"),
+        ({"chat_template_kwargs": {"task": deep(64)}}, "nested"),
+        ({"chat_template_kwargs": {"task": deep(900)}}, "nested"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": "ä" * 140_000}}]}, "262144"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": deep(61)}}}]}, "nested"),
+    ],
+)
 def test_what_goes_on_as_json_is_bounded(fields: dict[str, object], text: str):
     problem = bad(body(**fields))
     assert problem.param == next(iter(fields))
@@ -253,10 +307,16 @@ def test_a_number_that_is_no_json_does_not_go_on():
 
 
 ASKS = {
-    "functions": [{}], "function_call": {"name": "f"},
-    "modalities": ["audio"], "audio": {}, "prediction": {},
-    "web_search_options": {}, "moderation": {}, "verbosity": "low", "store": True,
-}  # fmt: skip
+    "functions": [{}],
+    "function_call": {"name": "f"},
+    "modalities": ["audio"],
+    "audio": {},
+    "prediction": {},
+    "web_search_options": {},
+    "moderation": {},
+    "verbosity": "low",
+    "store": True,
+}
 
 
 @pytest.mark.parametrize("name", list(NEUTRAL))
@@ -267,24 +327,40 @@ def test_what_is_not_offered_is_refused_by_name(name: str):
     assert INSTEAD.get(name, "") in problem.message
 
 
-@pytest.mark.parametrize(("part", "param"), [
-    ({"type": "image_url", "image_url": {"url": "data:"}}, "messages[0].content[0].type"),
-    ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
-    ({"type": "file", "file": {}}, "messages[0].content[0].type"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("part", "param"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:"}}, "messages[0].content[0].type"),
+        ({"type": "input_audio", "input_audio": {}}, "messages[0].content[0].type"),
+        ({"type": "file", "file": {}}, "messages[0].content[0].type"),
+    ],
+)
 def test_parts_that_are_no_text_are_unsupported(part: dict[str, object], param: str):
     problem = bad(body(messages=[{"role": "user", "content": [part]}]))
     assert (problem.code, problem.param) == ("unsupported_parameter", param)
     assert str(part["type"]) in problem.message
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"messages": [*HELLO, {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": ""}}]},
-     "messages[1].function_call"),
-    ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
-    ({"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "shell"}]}]}, "messages[0].tool_calls[0].type"),
-    ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (
+            {
+                "messages": [
+                    *HELLO,
+                    {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": ""}},
+                ]
+            },
+            "messages[1].function_call",
+        ),
+        ({"messages": [{"role": "assistant", "audio": {"id": "x"}}]}, "messages[0].audio"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"type": "shell"}]}]},
+            "messages[0].tool_calls[0].type",
+        ),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ],
+)
 def test_parts_that_are_not_offered_are_refused_by_name(fields: dict[str, object], param: str):
     problem = bad(body(**fields))
     assert (problem.code, problem.param) == ("unsupported_parameter", param)
@@ -439,10 +515,27 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=8,
 )
-names = st.sampled_from([
-    "model", "messages", "stream", "stop", "n", "max_tokens", "temperature", "seed", "tools", "tool_choice", "top_k",
-    "logit_bias", "logprobs", "reasoning_effort", "chat_template_kwargs", "user", "x",
-])  # fmt: skip
+names = st.sampled_from(
+    [
+        "model",
+        "messages",
+        "stream",
+        "stop",
+        "n",
+        "max_tokens",
+        "temperature",
+        "seed",
+        "tools",
+        "tool_choice",
+        "top_k",
+        "logit_bias",
+        "logprobs",
+        "reasoning_effort",
+        "chat_template_kwargs",
+        "user",
+        "x",
+    ]
+)
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])  # the first text is slow: it builds a table of characters
@@ -450,8 +543,9 @@ names = st.sampled_from([
 def test_whatever_is_taken_can_be_sent(fields: dict[str, object]):
     found = parse(json.dumps({"model": "tiny", "messages": HELLO} | fields).encode())
     if isinstance(found, ChatRequest):
-        frame = Generate(1, 1, "r", found.demand.model, found.messages, found.params, 0, 1, found.stream, found.tools,
-                         found.template)  # fmt: skip
+        frame = Generate(
+            1, 1, "r", found.demand.model, found.messages, found.params, 0, 1, found.stream, found.tools, found.template
+        )
         raw = encode(frame)
         assert decode(raw[4], raw[5:]) == frame
     else:

@@ -25,22 +25,25 @@ MESSAGES = st.lists(
     st.fixed_dictionaries(
         {"role": st.sampled_from(["user", "assistant", "system", "tool", "robot"])},
         optional={
-            "content": st.one_of(WORDS, st.none()), "name": st.text(max_size=5),
-            "tool_calls": st.one_of(CALLS, st.none()), "tool_call_id": st.one_of(WORDS, st.none()),
+            "content": st.one_of(WORDS, st.none()),
+            "name": st.text(max_size=5),
+            "tool_calls": st.one_of(CALLS, st.none()),
+            "tool_call_id": st.one_of(WORDS, st.none()),
         },
     ),
     max_size=4,
-)  # fmt: skip
+)
 FUNCTIONS = st.fixed_dictionaries(
     {"name": st.sampled_from(["read", "write", "a b", ""])},
     optional={
-        "description": st.one_of(WORDS, st.none()), "strict": st.sampled_from([True, False, None]),
+        "description": st.one_of(WORDS, st.none()),
+        "strict": st.sampled_from([True, False, None]),
         "parameters": st.one_of(
             st.none(), st.dictionaries(WORDS, st.dictionaries(WORDS, WORDS, max_size=2), max_size=2)
         ),
         "strange": st.just(1),
     },
-)  # fmt: skip
+)
 TOOLS = st.lists(
     st.fixed_dictionaries({"type": st.sampled_from(["function", "custom", "web_search"]), "function": FUNCTIONS}),
     max_size=3,
@@ -93,23 +96,36 @@ def test_what_is_understood_quickly_is_understood_the_same_strictly(
 
 AGENT = json.dumps(
     {
-        "model": "m", "stream": True, "tool_choice": "auto", "parallel_tool_calls": True,
+        "model": "m",
+        "stream": True,
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
         "messages": [
             {"role": "system", "content": "You read files."},
             {"role": "user", "content": 'What does "a": 1 mean in it?'},
-            {"role": "assistant", "content": None, "tool_calls": [
-                {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "/a"}'}},
-                {"id": "c2", "type": "function", "function": {"name": "read", "arguments": '{"path": "/b\\\\"}'}},
-            ]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {"id": "c1", "type": "function", "function": {"name": "read", "arguments": '{"path": "/a"}'}},
+                    {"id": "c2", "type": "function", "function": {"name": "read", "arguments": '{"path": "/b\\\\"}'}},
+                ],
+            },
             {"role": "tool", "tool_call_id": "c1", "content": '{"a": 1}'},
             {"role": "tool", "tool_call_id": "c2", "content": ""},
         ],
-        "tools": [{"type": "function", "function": {
-            "name": "read", "description": "Read a file.", "parameters": {
-                "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
-        }}],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "read",
+                    "description": "Read a file.",
+                    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]},
+                },
+            }
+        ],
     }
-).encode()  # fmt: skip
+).encode()
 
 
 @pytest.mark.parametrize("whole", [PLAIN, AGENT], ids=["plain", "agent"])
@@ -158,16 +174,18 @@ def test_escapes_and_white_space_take_the_short_cut(body: bytes) -> None:
         AGENT.replace(b'"parallel_tool_calls": true', b'"parallel_tool_calls": false'),
         AGENT.replace(b'"name": "read", "desc', b'"strict": true, "name": "read", "desc'),
         AGENT.replace(b'"name": "read", "desc', b'"strange": true, "name": "read", "desc'),
-        AGENT.replace(b'[{"type": "function", "function": {"name": "read", "desc', b'[{"type": "web_search"}, '
-                      b'{"type": "function", "function": {"name": "read", "desc'),
+        AGENT.replace(
+            b'[{"type": "function", "function": {"name": "read", "desc',
+            b'[{"type": "web_search"}, {"type": "function", "function": {"name": "read", "desc',
+        ),
         AGENT.replace(b', "tool_call_id": "c2"', b""),
         AGENT.replace(b'"tool_call_id": "c2", "content": ""', b'"tool_call_id": "c2", "content": null'),
         AGENT.replace(b'"tool_call_id": "c2", ', b'"tool_call_id": "c2", "tool_calls": [], '),
         AGENT.replace(b'"role": "assistant"', b'"role": "user"'),
         AGENT.replace(b'"role": "user", ', b'"role": "user", "tool_call_id": "c1", '),
-        AGENT.replace(b'"path\"', b'"path\\u0022'),
+        AGENT.replace(b'"path"', b'"path\\u0022'),
     ],
-)  # fmt: skip
+)
 def test_an_agents_body_with_something_unusual_is_left_to_the_strict_reader(body: bytes) -> None:
     assert body != AGENT
     assert quick(body) is None
@@ -200,10 +218,20 @@ def test_what_might_need_a_word_is_left_to_the_strict_reader(body: bytes) -> Non
 
 
 WHOLE = {
-    "stream": True, "max_tokens": 8, "max_completion_tokens": 9, "n": 2, "temperature": 0.5, "top_p": 0.9, "seed": 3,
-    "stream_options": {"include_usage": True}, "top_k": 40, "min_p": 0.1, "presence_penalty": 1,
-    "frequency_penalty": -0.5, "repetition_penalty": 1.1,
-}  # fmt: skip
+    "stream": True,
+    "max_tokens": 8,
+    "max_completion_tokens": 9,
+    "n": 2,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "stream_options": {"include_usage": True},
+    "top_k": 40,
+    "min_p": 0.1,
+    "presence_penalty": 1,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+}
 
 
 @pytest.mark.parametrize("fields", [{}, WHOLE, {"top_k": -1, "min_p": 0}, *({k: v} for k, v in WHOLE.items())])

@@ -93,9 +93,12 @@ def test_a_whole_answer_has_the_shape_that_clients_expect():
 def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
     usage = {
-        "prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29, "prompt_tokens_details": {"cached_tokens": 12},
+        "prompt_tokens": 20,
+        "completion_tokens": 9,
+        "total_tokens": 29,
+        "prompt_tokens_details": {"cached_tokens": 12},
         "completion_tokens_details": {"reasoning_tokens": 4},
-    }  # fmt: skip
+    }
     answer = answers.whole(Chat(), **asked)
     assert answer["usage"] == usage
     assert (answer["id"], answer["object"], answer["created"]) == ("chatcmpl-r1", "chat.completion", answers.CREATED)
@@ -119,8 +122,9 @@ def test_the_fingerprint_changes_with_the_files_of_the_model():
 
 def test_a_call_is_one_chunk_with_its_place_in_its_choice():
     maker = ChatChunks(a_job(2))
-    raw = maker.deltas([Delta(1, 0, (), ((0, "see"), (2, CALL))), Delta(1, 0, (), ((2, CALL),)),
-                        Delta(1, 1, (), ((2, CALL),))])  # fmt: skip
+    raw = maker.deltas(
+        [Delta(1, 0, (), ((0, "see"), (2, CALL))), Delta(1, 0, (), ((2, CALL),)), Delta(1, 1, (), ((2, CALL),))]
+    )
     raw += maker.closing(Finished(1, ("tool_calls", "tool_calls"), 1, 1))
     text, *called, end0, end1 = chunks(raw)
     assert text.choices[0].delta.content == "see"
@@ -132,10 +136,19 @@ def test_a_call_is_one_chunk_with_its_place_in_its_choice():
 
 
 BROKEN = [
-    "", "{", "null", "[]", "{}", CALL[:-1], CALL.replace('"weather"', "7"), CALL.replace("weather", ""),
-    CALL.replace("call_r1_0", "x" * 300), '{"id":"a","name":"b","arguments":{}}', CALL.replace("Ulm", "x" * 2**20),
+    "",
+    "{",
+    "null",
+    "[]",
+    "{}",
+    CALL[:-1],
+    CALL.replace('"weather"', "7"),
+    CALL.replace("weather", ""),
+    CALL.replace("call_r1_0", "x" * 300),
+    '{"id":"a","name":"b","arguments":{}}',
+    CALL.replace("Ulm", "x" * 2**20),
     "[" * 100_000,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("piece", BROKEN)
@@ -178,8 +191,10 @@ def test_a_whole_answer_holds_its_calls_and_no_empty_content():
     assert len(first.message.tool_calls or []) == 2
     assert second.message.tool_calls is not None
     assert second.message.tool_calls[0].model_dump() == {
-        "id": "call_r1_0", "type": "function", "function": {"name": "weather", "arguments": '{"city":"Ulm"}'},
-    }  # fmt: skip
+        "id": "call_r1_0",
+        "type": "function",
+        "function": {"name": "weather", "arguments": '{"city":"Ulm"}'},
+    }
     assert second.message.model_extra == {"reasoning_content": "hm"}
     assert (first.finish_reason, second.finish_reason) == ("tool_calls", "tool_calls")
 
@@ -204,15 +219,18 @@ def test_log_probabilities_go_with_the_text_of_their_tokens():
     assert [(each.token, each.logprob) for each in one.top_logprobs] == [("hi", -0.25), ("ho", -1.5)]
 
 
-@pytest.mark.parametrize(("pieces", "carriers"), [
-    ((), ["content="]),
-    (((0, ""),), ["content="]),
-    (((1, "hm"),), ["reasoning_content=hm"]),
-    (((1, "hm"), (0, "hi")), ["content=hi"]),
-    (((0, "hi"), (1, "hm"), (0, "ho")), ["content=hi"]),
-    (((2, CALL),), ["content="]),
-    (((9, "x"),), ["content="]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pieces", "carriers"),
+    [
+        ((), ["content="]),
+        (((0, ""),), ["content="]),
+        (((1, "hm"),), ["reasoning_content=hm"]),
+        (((1, "hm"), (0, "hi")), ["content=hi"]),
+        (((0, "hi"), (1, "hm"), (0, "ho")), ["content=hi"]),
+        (((2, CALL),), ["content="]),
+        (((9, "x"),), ["content="]),
+    ],
+)
 def test_log_probabilities_are_told_once_whatever_the_delta_holds(
     pieces: tuple[tuple[int, str], ...], carriers: list[str]
 ):
@@ -257,9 +275,16 @@ def test_a_whole_answer_has_the_log_probabilities_of_each_choice():
 
 pieces = st.lists(st.tuples(st.sampled_from([0, 1, 2, 3, -1]), st.just(CALL) | texts | st.just("")), max_size=4)
 deltas = st.lists(
-    st.builds(Delta, st.just(1), st.sampled_from([0, 1, 2, -1]), st.just(()), pieces.map(tuple),
-              st.sampled_from([(), (LOGPROB,)])), max_size=6,
-)  # fmt: skip
+    st.builds(
+        Delta,
+        st.just(1),
+        st.sampled_from([0, 1, 2, -1]),
+        st.just(()),
+        pieces.map(tuple),
+        st.sampled_from([(), (LOGPROB,)]),
+    ),
+    max_size=6,
+)
 
 
 @given(deltas, st.booleans())

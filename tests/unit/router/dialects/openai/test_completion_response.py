@@ -11,9 +11,12 @@ from tests.support.answers import CREATED, CROWDED, FINISHED, Reading, asked, ev
 from wire.frames import Channel, Delta, Logprob
 
 USAGE = {
-    "prompt_tokens": 20, "completion_tokens": 9, "total_tokens": 29, "prompt_tokens_details": {"cached_tokens": 12},
+    "prompt_tokens": 20,
+    "completion_tokens": 9,
+    "total_tokens": 29,
+    "prompt_tokens_details": {"cached_tokens": 12},
     "completion_tokens_details": {"reasoning_tokens": 4},
-}  # fmt: skip
+}
 ENDS = replace(FINISHED, reasons=("length", "stop"))
 TWO = Answer({(0, Channel.CONTENT): " one", (1, Channel.CONTENT): " two"}, {}, {})
 TOKENS = [Logprob(b" on", -0.5, ((b" on", -0.5), (b" tw", -1.5))), Logprob(b"e", -0.25, ((b"e", -0.25), (b"x", -2.0)))]
@@ -22,12 +25,16 @@ TOKENS = [Logprob(b" on", -0.5, ((b" on", -0.5), (b" tw", -1.5))), Logprob(b"e",
 def test_a_whole_completion_has_every_choice_and_the_exact_usage():
     request, job = asked(Completion(), prompt="once", n=2, echo=True)
     assert json.loads(request.whole(job, TWO, ENDS)) == {
-        "id": "cmpl-r1", "object": "text_completion", "created": CREATED, "model": "tiny", "usage": USAGE,
+        "id": "cmpl-r1",
+        "object": "text_completion",
+        "created": CREATED,
+        "model": "tiny",
+        "usage": USAGE,
         "choices": [
             {"index": 0, "text": "once one", "logprobs": None, "finish_reason": "length"},
             {"index": 1, "text": "once two", "logprobs": None, "finish_reason": "stop"},
         ],
-    }  # fmt: skip
+    }
 
 
 def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
@@ -35,9 +42,11 @@ def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
     answer = Answer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
     (choice,) = json.loads(request.whole(job, answer, FINISHED))["choices"]
     assert choice["logprobs"] == {
-        "tokens": [" on", "e"], "token_logprobs": [-0.5, -0.25], "top_logprobs": [{" on": -0.5}, {"e": -0.25}],
+        "tokens": [" on", "e"],
+        "token_logprobs": [-0.5, -0.25],
+        "top_logprobs": [{" on": -0.5}, {"e": -0.25}],
         "text_offset": [0, 3],
-    }  # fmt: skip
+    }
     chunks = request.chunks(Reading(job, job.demand))
     raw = b"".join(chunks.deltas([Delta(7, 0, (1,), ((0, "x"),), (token,))]) for token in TOKENS).decode()
     assert [data["choices"][0]["logprobs"]["text_offset"] for _, data in events(raw)] == [[0], [3]]

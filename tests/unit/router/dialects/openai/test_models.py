@@ -22,11 +22,18 @@ BROKEN = a_model("broken", loaded=False, cause="no weights")
 def view() -> ClusterView:
     """Give two nodes, of which the second has no model loaded."""
     held = (("a", (LOADED, ON_DISK)), ("b", (ON_DISK, BROKEN)))
-    return ClusterView(tuple(
-        view_of(Report(0, a_memory(), EngineState("x", "ready"), known), node=NodeId(name), name=name, state="ready",
-                heard_at=1.0)
-        for name, known in held
-    ))  # fmt: skip
+    return ClusterView(
+        tuple(
+            view_of(
+                Report(0, a_memory(), EngineState("x", "ready"), known),
+                node=NodeId(name),
+                name=name,
+                state="ready",
+                heard_at=1.0,
+            )
+            for name, known in held
+        )
+    )
 
 
 def test_a_model_in_openai_s_shape_says_what_other_servers_say():
@@ -34,17 +41,42 @@ def test_a_model_in_openai_s_shape_says_what_other_servers_say():
     assert listed["object"] == "list"
     loaded, on_disk = listed["data"]
     assert loaded == {
-        "id": "loaded", "object": "model", "created": CREATED, "owned_by": "macpool", "type": "llm",
-        "context_length": 4096, "max_model_len": 4096, "max_context_length": 4096, "loaded_context_length": 4096,
-        "state": "loaded", "compatibility_type": "mlx", "size": GIB, "capabilities": ["tool_use"],
+        "id": "loaded",
+        "object": "model",
+        "created": CREATED,
+        "owned_by": "macpool",
+        "type": "llm",
+        "context_length": 4096,
+        "max_model_len": 4096,
+        "max_context_length": 4096,
+        "loaded_context_length": 4096,
+        "state": "loaded",
+        "compatibility_type": "mlx",
+        "size": GIB,
+        "capabilities": ["tool_use"],
         "supported_parameters": [
-            "max_tokens", "stop", "seed", "temperature", "top_p", "tools", "tool_choice", "parallel_tool_calls",
-            "logprobs", "top_logprobs", "top_k", "min_p", "presence_penalty", "frequency_penalty",
-            "repetition_penalty", "logit_bias", "response_format", "structured_outputs",
+            "max_tokens",
+            "stop",
+            "seed",
+            "temperature",
+            "top_p",
+            "tools",
+            "tool_choice",
+            "parallel_tool_calls",
+            "logprobs",
+            "top_logprobs",
+            "top_k",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+            "response_format",
+            "structured_outputs",
         ],
         "architecture": {"input_modalities": ["text"], "output_modalities": ["text"]},
         "meta": {"n_ctx_train": 4096, "size": GIB},
-    }  # fmt: skip
+    }
     assert (on_disk["id"], on_disk["state"], on_disk["loaded_context_length"]) == ("on-disk", "not-loaded", None)
     assert (on_disk["size"], on_disk["max_context_length"], on_disk["capabilities"]) == (3 * GIB, 8192, [])
     one = models.one(view(), "on-disk", CREATED)
@@ -56,12 +88,20 @@ def test_a_model_in_anthropic_s_shape():
     found = json.loads(models.anthropic_listing(view(), CREATED))
     assert (found["first_id"], found["last_id"], found["has_more"]) == ("loaded", "on-disk", False)
     assert found["data"][0] == {
-        "type": "model", "id": "loaded", "display_name": "loaded", "created_at": "2023-11-14T22:13:20Z",
-        "lifecycle": "active", "max_input_tokens": 4096, "max_tokens": 4096,
-    }  # fmt: skip
+        "type": "model",
+        "id": "loaded",
+        "display_name": "loaded",
+        "created_at": "2023-11-14T22:13:20Z",
+        "lifecycle": "active",
+        "max_input_tokens": 4096,
+        "max_tokens": 4096,
+    }
     assert json.loads(models.anthropic_listing(ClusterView(), CREATED)) == {
-        "data": [], "has_more": False, "first_id": None, "last_id": None,
-    }  # fmt: skip
+        "data": [],
+        "has_more": False,
+        "first_id": None,
+        "last_id": None,
+    }
 
 
 def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
@@ -73,13 +113,22 @@ def test_a_model_that_no_node_can_load_is_not_listed_and_says_why():
 
 
 def test_ollama_s_tags_are_of_all_models_and_its_processes_of_the_loaded_ones():
-    details = {"parent_model": "", "format": "mlx", "family": "", "families": [], "parameter_size": "",
-               "quantization_level": ""}  # fmt: skip
+    details = {
+        "parent_model": "",
+        "format": "mlx",
+        "family": "",
+        "families": [],
+        "parameter_size": "",
+        "quantization_level": "",
+    }
     loaded, on_disk = json.loads(ollama_models.tags(view(), CREATED))["models"]
     row = {
-        "name": "loaded", "model": "loaded", "size": GIB, "digest": hashlib.sha256(b"tiny-1").hexdigest(),
+        "name": "loaded",
+        "model": "loaded",
+        "size": GIB,
+        "digest": hashlib.sha256(b"tiny-1").hexdigest(),
         "details": details,
-    }  # fmt: skip
+    }
     assert loaded == row | {"modified_at": "2023-11-14T22:13:20Z"}
     assert on_disk["digest"] == hashlib.sha256(b"on-disk").hexdigest(), "without a fingerprint that of its name"
     (running,) = json.loads(ollama_models.running(view()))["models"]

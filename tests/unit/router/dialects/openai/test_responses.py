@@ -37,12 +37,14 @@ def test_a_conversation_begins_with_the_instructions():
         ({"text": {"format": {"type": "json_object"}}}, Grammar("json_object")),
         ({"tools": [TOOL]}, None),
         ({"tools": [TOOL], "tool_choice": "required"}, Grammar(calls="required")),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}},
-         Grammar(calls="required", tool="weather")),
+        (
+            {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}},
+            Grammar(calls="required", tool="weather"),
+        ),
         ({"tools": [{**TOOL, "strict": True}]}, Grammar(calls="free")),
         ({"tools": [TOOL, {**TOOL, "name": "clock", "strict": True}]}, Grammar(calls="free")),
     ],
-)  # fmt: skip
+)
 def test_formats_and_forced_calls_are_grammars(body: dict[str, object], grammar: Grammar | None):
     assert params(**body).grammar == grammar
 
@@ -70,9 +72,14 @@ def test_tools_that_may_not_be_called_are_not_told_to_the_model():
 
 @pytest.mark.parametrize(
     ("body", "session"),
-    [({}, ""), ({"user": "u"}, "u"), ({"chat_id": "c", "user": "u"}, "c"), ({"session_id": "s", "chat_id": "c"}, "s"),
-     ({"prompt_cache_key": "p", "session_id": "s"}, "p")],
-)  # fmt: skip
+    [
+        ({}, ""),
+        ({"user": "u"}, "u"),
+        ({"chat_id": "c", "user": "u"}, "c"),
+        ({"session_id": "s", "chat_id": "c"}, "s"),
+        ({"prompt_cache_key": "p", "session_id": "s"}, "p"),
+    ],
+)
 def test_the_first_name_of_a_conversation_counts(body: dict[str, object], session: str):
     assert asked(Responses(), input="hi", **body)[1].session == session
 

@@ -13,38 +13,74 @@ from wire.frames import Channel, Finished, Message
 
 WEATHER = [{"type": "function", "name": "weather", "parameters": {"type": "object"}}]
 USAGE = {
-    "input_tokens": 20, "input_tokens_details": {"cached_tokens": 12, "cache_write_tokens": 0}, "output_tokens": 9,
-    "output_tokens_details": {"reasoning_tokens": 4}, "total_tokens": 29,
-}  # fmt: skip
+    "input_tokens": 20,
+    "input_tokens_details": {"cached_tokens": 12, "cache_write_tokens": 0},
+    "output_tokens": 9,
+    "output_tokens_details": {"reasoning_tokens": 4},
+    "total_tokens": 29,
+}
 REASONING = [{"type": "reasoning_text", "text": "let me"}]
 TEXT = [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs": []}]
 
 
 def test_a_whole_response_says_what_was_asked_and_every_item():
-    found = whole(Responses(), input="hi", tools=WEATHER, temperature=0.25, top_p=0.5, max_output_tokens=64,
-                  instructions="be brief", metadata={"a": "b"}, parallel_tool_calls=False, store=False,
-                  reasoning={"effort": "low"})  # fmt: skip
+    found = whole(
+        Responses(),
+        input="hi",
+        tools=WEATHER,
+        temperature=0.25,
+        top_p=0.5,
+        max_output_tokens=64,
+        instructions="be brief",
+        metadata={"a": "b"},
+        parallel_tool_calls=False,
+        store=False,
+        reasoning={"effort": "low"},
+    )
     name = found["id"].removeprefix("resp_")
     assert found == {
-        "id": f"resp_{name}", "object": "response", "created_at": CREATED, "status": "completed", "error": None,
-        "incomplete_details": None, "model": "tiny", "usage": USAGE, "instructions": "be brief",
-        "max_output_tokens": 64, "metadata": {"a": "b"}, "parallel_tool_calls": False, "previous_response_id": None,
-        "reasoning": {"effort": "low", "summary": None}, "store": False, "temperature": 0.25,
-        "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": WEATHER, "top_p": 0.5,
-        "truncation": "disabled", "background": False,
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": CREATED,
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "model": "tiny",
+        "usage": USAGE,
+        "instructions": "be brief",
+        "max_output_tokens": 64,
+        "metadata": {"a": "b"},
+        "parallel_tool_calls": False,
+        "previous_response_id": None,
+        "reasoning": {"effort": "low", "summary": None},
+        "store": False,
+        "temperature": 0.25,
+        "text": {"format": {"type": "text"}},
+        "tool_choice": "auto",
+        "tools": WEATHER,
+        "top_p": 0.5,
+        "truncation": "disabled",
+        "background": False,
         "output": [
             {"type": "reasoning", "id": f"rs_{name}_0", "status": "completed", "summary": [], "content": REASONING},
             {"type": "message", "id": f"msg_{name}_1", "status": "completed", "role": "assistant", "content": TEXT},
-            {"type": "function_call", "arguments": '{"city":"Ulm"}', "id": f"fc_{name}_2", "call_id": "call_1",
-             "name": "weather", "status": "completed"},
+            {
+                "type": "function_call",
+                "arguments": '{"city":"Ulm"}',
+                "id": f"fc_{name}_2",
+                "call_id": "call_1",
+                "name": "weather",
+                "status": "completed",
+            },
         ],
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
-    "choice", ["none", "required", {"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}],
+    "choice",
+    ["none", "required", {"type": "function", "name": "weather"}, {"type": "custom", "name": "patch"}],
     ids=str,
-)  # fmt: skip
+)
 def test_the_choice_of_a_tool_and_the_format_are_told_as_they_were_asked(choice: object):
     tools = [*WEATHER, {"type": "custom", "name": "patch"}]
     form = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": None}

@@ -20,8 +20,11 @@ HELLO = [{"role": "user", "content": "hello"}]
 CHAT = {"model": "m", "messages": HELLO}
 FUNCTION = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
 FLAT = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
-PATCH = {"name": "apply_patch", "description": "Change files.",
-         "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"}}  # fmt: skip
+PATCH = {
+    "name": "apply_patch",
+    "description": "Change files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
+}
 BASE: dict[str, tuple[Any, dict[str, Any]]] = {
     "chat": (Chat, CHAT),
     "completions": (Completion, {"model": "m", "prompt": "x"}),
@@ -61,25 +64,41 @@ def test_a_typing_error_is_refused_because_it_would_change_the_answer(dialect: s
 
 
 def test_unknown_parts_of_parts_are_named_by_their_place():
-    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "colour": 1},
-                {"role": "user", "content": "y", "shape": 1}]  # fmt: skip
-    found = good("chat", messages=messages, stream=True, stream_options={"include_usage": True, "chunk": 1},
-                 tools=[FUNCTION | {"x": 1}, {"type": "function", "function": {"name": "b", "cache": 1}}])  # fmt: skip
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "x", "cache_control": {}}], "colour": 1},
+        {"role": "user", "content": "y", "shape": 1},
+    ]
+    found = good(
+        "chat",
+        messages=messages,
+        stream=True,
+        stream_options={"include_usage": True, "chunk": 1},
+        tools=[FUNCTION | {"x": 1}, {"type": "function", "function": {"name": "b", "cache": 1}}],
+    )
     assert set(found.ignored) == {
-        "messages[].content[].cache_control", "messages[].colour", "messages[].shape", "stream_options.chunk",
-        "tools[].x", "tools[].function.cache",
-    }  # fmt: skip
+        "messages[].content[].cache_control",
+        "messages[].colour",
+        "messages[].shape",
+        "stream_options.chunk",
+        "tools[].x",
+        "tools[].function.cache",
+    }
     assert "cache" not in found.tools, "a template prints tools whole"
     assert [message.content for message in found.messages] == ["x", "y"]
 
 
-@pytest.mark.parametrize("fields", [
-    {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "kind": 1}}},
-    {"structured_outputs": {"regex": "a", "structural_tag": 1}},
-    {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
-    {"messages": [{"role": "user", "content": "x", "images": ["x"]}]},
-    {"logit_bias": {"x": 1}}, {"functions": [{}]}, {"modalities": ["audio"]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "kind": 1}}},
+        {"structured_outputs": {"regex": "a", "structural_tag": 1}},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]},
+        {"messages": [{"role": "user", "content": "x", "images": ["x"]}]},
+        {"logit_bias": {"x": 1}},
+        {"functions": [{}]},
+        {"modalities": ["audio"]},
+    ],
+)
 def test_what_changes_the_answer_is_refused(fields: dict[str, Any]):
     found = parse("chat", **fields)
     assert isinstance(found, Problem)
@@ -104,18 +123,21 @@ def test_a_refusal_says_whether_the_server_or_the_model_cannot():
     assert "is not offered by this server, with any model" in parse("chat", messages=image).message
 
 
-@pytest.mark.parametrize(("fields", "template", "ignored"), [
-    ({"enable_thinking": False}, {"enable_thinking": False}, ()),
-    ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, ()),
-    ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"enable_thinking": True}, ()),
-    ({"thinking": True, "think": False}, {"enable_thinking": True}, ()),
-    ({"thinking": "much"}, {}, ("thinking",)),
-    ({"reasoning": {"effort": "low", "exclude": True}}, {"reasoning_effort": "low"}, ("reasoning.exclude",)),
-    ({"reasoning": {"enabled": False, "max_tokens": 9}}, {"enable_thinking": False}, ("reasoning.max_tokens",)),
-    ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}, ()),
-    ({"reasoning": "x"}, {}, ("reasoning",)),
-    ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, ()),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "template", "ignored"),
+    [
+        ({"enable_thinking": False}, {"enable_thinking": False}, ()),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}, ()),
+        ({"thinking": {"type": "enabled", "budget_tokens": 5}}, {"enable_thinking": True}, ()),
+        ({"thinking": True, "think": False}, {"enable_thinking": True}, ()),
+        ({"thinking": "much"}, {}, ("thinking",)),
+        ({"reasoning": {"effort": "low", "exclude": True}}, {"reasoning_effort": "low"}, ("reasoning.exclude",)),
+        ({"reasoning": {"enabled": False, "max_tokens": 9}}, {"enable_thinking": False}, ("reasoning.max_tokens",)),
+        ({"reasoning": {"effort": "low"}, "reasoning_effort": "high"}, {"reasoning_effort": "high"}, ()),
+        ({"reasoning": "x"}, {}, ("reasoning",)),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}, ()),
+    ],
+)
 def test_thinking_is_steered_in_the_words_of_other_servers(
     fields: dict[str, object], template: dict[str, object], ignored: tuple[str, ...]
 ):
@@ -124,9 +146,21 @@ def test_thinking_is_steered_in_the_words_of_other_servers(
 
 
 def test_fields_that_steer_other_servers():
-    found = good("chat", session_id="s", chat_id="c", user="u", repeat_penalty=1.5, cache_prompt=True, keep_alive="5m",
-                 stop_token_ids=[1], skip_special_tokens=False, include_reasoning=True, provider={"order": []},
-                 usage={"include": True}, stream=True)  # fmt: skip
+    found = good(
+        "chat",
+        session_id="s",
+        chat_id="c",
+        user="u",
+        repeat_penalty=1.5,
+        cache_prompt=True,
+        keep_alive="5m",
+        stop_token_ids=[1],
+        skip_special_tokens=False,
+        include_reasoning=True,
+        provider={"order": []},
+        usage={"include": True},
+        stream=True,
+    )
     assert (found.session, found.params.repetition_penalty, found.include_usage) == ("s", 1.5, True)
     assert found.ignored == ("cache_prompt", "keep_alive", "stop_token_ids", "include_reasoning", "provider")
     assert good("chat", chat_id="c", user="u").session == "c"
@@ -160,10 +194,15 @@ def test_a_long_conversation_with_unknown_parts_is_read_in_linear_time():
 SERVERS = [{"type": kind} for kind in ("web_search", "local_shell", "mcp", "code_interpreter", "image_generation")]
 
 
-@pytest.mark.parametrize(("dialect", "tool"), [
-    ("chat", FUNCTION), ("responses", FLAT), ("ollama", FUNCTION),
-    ("messages", {"name": "look", "input_schema": {"type": "object", "properties": {}}}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dialect", "tool"),
+    [
+        ("chat", FUNCTION),
+        ("responses", FLAT),
+        ("ollama", FUNCTION),
+        ("messages", {"name": "look", "input_schema": {"type": "object", "properties": {}}}),
+    ],
+)
 def test_tools_that_would_have_to_run_here_are_left_out_and_named(dialect: str, tool: dict[str, Any]):
     found = good(dialect, tools=[SERVERS[0] | {"name": "search"}, tool, *SERVERS[1:]])
     assert found.ignored[:2] == ("tools[0].type=web_search", "tools[2].type=local_shell")
@@ -186,11 +225,19 @@ def test_a_call_cannot_be_demanded_of_a_tool_that_was_left_out():
 
 
 def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back():
-    found = good("chat", tools=[FUNCTION, {"type": "custom", "custom": PATCH}],
-                 tool_choice={"type": "custom", "custom": {"name": "apply_patch"}},
-                 messages=[*HELLO, {"role": "assistant", "tool_calls": [
-                     {"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "a\nb"}}]},
-                     {"role": "tool", "tool_call_id": "1", "content": "done"}])  # fmt: skip
+    found = good(
+        "chat",
+        tools=[FUNCTION, {"type": "custom", "custom": PATCH}],
+        tool_choice={"type": "custom", "custom": {"name": "apply_patch"}},
+        messages=[
+            *HELLO,
+            {
+                "role": "assistant",
+                "tool_calls": [{"id": "1", "type": "custom", "custom": {"name": "apply_patch", "input": "a\nb"}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "content": "done"},
+        ],
+    )
     offered = json.loads(found.tools)[1]["function"]
     assert offered["parameters"]["required"] == ["input"]
     assert "lark grammar:\nstart: /.+/" in offered["description"]
@@ -198,8 +245,11 @@ def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back(
     assert found.messages[1].tool_calls == (ToolCall("1", "apply_patch", '{"input":"a\\nb"}'),)
     assert found.custom == {"apply_patch"}
     call = json.dumps({"id": "2", "name": "apply_patch", "arguments": '{"input": "x"}'})
-    assert tool_call(call, found.custom) == {"id": "2", "type": "custom",
-                                             "custom": {"name": "apply_patch", "input": "x"}}  # fmt: skip
+    assert tool_call(call, found.custom) == {
+        "id": "2",
+        "type": "custom",
+        "custom": {"name": "apply_patch", "input": "x"},
+    }
     (job,) = found.jobs("key", "id", 0)
     events = ChatChunks(job, found.custom).deltas([Delta(0, 0, (), ((Channel.TOOL_CALL, call),))])
     assert b'"type":"custom","custom":{"name":"apply_patch","input":"x"}' in events
@@ -208,8 +258,11 @@ def test_a_custom_tool_is_a_function_to_the_model_and_its_calls_are_turned_back(
 
 
 def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
-    agents = {"type": "namespace", "name": "agents", "tools": [
-        FLAT | {"name": "spawn"}, FLAT, {"type": "custom", **PATCH}, {"type": "web_search"}]}  # fmt: skip
+    agents = {
+        "type": "namespace",
+        "name": "agents",
+        "tools": [FLAT | {"name": "spawn"}, FLAT, {"type": "custom", **PATCH}, {"type": "web_search"}],
+    }
     found = good("responses", tools=[FLAT, agents])
     names = [one["function"]["name"] for one in json.loads(found.tools)]
     assert names == ["look", "spawn", "agents__look", "apply_patch"]

@@ -85,72 +85,173 @@ SDK: dict[str, set[str]] = {
     "/v1/messages": {
         *MessageCreateParamsNonStreaming.__annotations__,
         *MessageCreateParamsStreaming.__annotations__,
-        "temperature", "top_k", "top_p",
+        "temperature",
+        "top_k",
+        "top_p",
     },
     "/v1/messages/count_tokens": set(MessageCountTokensParams.__annotations__),
-    "/api/chat": {"model", "messages", "tools", "stream", "format", "options", "keep_alive", "think", "logprobs",
-                  "top_logprobs"},
-    "/api/generate": {"model", "prompt", "suffix", "images", "format", "options", "system", "template", "stream", "raw",
-                      "keep_alive", "context", "think", "logprobs", "top_logprobs", "width", "height", "steps"},
+    "/api/chat": {
+        "model",
+        "messages",
+        "tools",
+        "stream",
+        "format",
+        "options",
+        "keep_alive",
+        "think",
+        "logprobs",
+        "top_logprobs",
+    },
+    "/api/generate": {
+        "model",
+        "prompt",
+        "suffix",
+        "images",
+        "format",
+        "options",
+        "system",
+        "template",
+        "stream",
+        "raw",
+        "keep_alive",
+        "context",
+        "think",
+        "logprobs",
+        "top_logprobs",
+        "width",
+        "height",
+        "steps",
+    },
     "/v1/videos": set(VideoCreateParams.__annotations__),
-    OPTIONS: {"numa", "num_ctx", "num_batch", "num_gpu", "main_gpu", "low_vram", "f16_kv", "logits_all", "vocab_only",
-              "use_mmap", "use_mlock", "embedding_only", "num_thread", "num_keep", "seed", "num_predict", "top_k",
-              "top_p", "tfs_z", "typical_p", "repeat_last_n", "temperature", "repeat_penalty", "presence_penalty",
-              "frequency_penalty", "mirostat", "mirostat_tau", "mirostat_eta", "penalize_newline", "stop"},
-}  # fmt: skip
+    OPTIONS: {
+        "numa",
+        "num_ctx",
+        "num_batch",
+        "num_gpu",
+        "main_gpu",
+        "low_vram",
+        "f16_kv",
+        "logits_all",
+        "vocab_only",
+        "use_mmap",
+        "use_mlock",
+        "embedding_only",
+        "num_thread",
+        "num_keep",
+        "seed",
+        "num_predict",
+        "top_k",
+        "top_p",
+        "tfs_z",
+        "typical_p",
+        "repeat_last_n",
+        "temperature",
+        "repeat_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "mirostat",
+        "mirostat_tau",
+        "mirostat_eta",
+        "penalize_newline",
+        "stop",
+    },
+}
 """Ollama's library is typed by pydantic models with these fields; the others say theirs by themselves."""
 TOOLS = {"tools": [FUNCTION]}
 FLAT = {"tools": [FUNCTION["function"] | {"type": "function"}]}
 THEIRS = {"tools": [{"name": "look", "input_schema": {}}]}
 STREAM = {"stream": True}
 WITH: dict[str, dict[str, Any]] = {
-    "model": {"model": "other"}, "messages": {"messages": [*HELLO, *HELLO]}, "prompt": {"prompt": "y"},
-    "input": {"input": "y"}, "stream": STREAM, "max_tokens": {"max_tokens": 5}, "n": {"n": 2}, "seed": {"seed": 1},
-    "max_completion_tokens": {"max_completion_tokens": 5}, "max_output_tokens": {"max_output_tokens": 5},
-    "temperature": {"temperature": 0.5}, "top_p": {"top_p": 0.5}, "top_k": {"top_k": 5}, "min_p": {"min_p": 0.5},
-    "stop": {"stop": ["x"]}, "stop_sequences": {"stop_sequences": ["x"]}, "logit_bias": {"logit_bias": {"5": 1}},
-    "presence_penalty": {"presence_penalty": 1}, "frequency_penalty": {"frequency_penalty": 1},
-    "repetition_penalty": {"repetition_penalty": 2}, "repeat_penalty": {"repeat_penalty": 2},
-    "num_predict": {"num_predict": 5}, "stream_options": STREAM | {"stream_options": {"include_usage": True}},
-    "top_logprobs": {"logprobs": True, "top_logprobs": 2}, "echo": {"echo": True},
-    "instructions": {"instructions": "x"}, "response_format": {"response_format": {"type": "json_object"}},
-    "structured_outputs": {"structured_outputs": {"regex": "a"}}, "guided_json": {"guided_json": {}},
-    "guided_regex": {"guided_regex": "a"}, "guided_choice": {"guided_choice": ["a"]}, "format": {"format": "json"},
+    "model": {"model": "other"},
+    "messages": {"messages": [*HELLO, *HELLO]},
+    "prompt": {"prompt": "y"},
+    "input": {"input": "y"},
+    "stream": STREAM,
+    "max_tokens": {"max_tokens": 5},
+    "n": {"n": 2},
+    "seed": {"seed": 1},
+    "max_completion_tokens": {"max_completion_tokens": 5},
+    "max_output_tokens": {"max_output_tokens": 5},
+    "temperature": {"temperature": 0.5},
+    "top_p": {"top_p": 0.5},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.5},
+    "stop": {"stop": ["x"]},
+    "stop_sequences": {"stop_sequences": ["x"]},
+    "logit_bias": {"logit_bias": {"5": 1}},
+    "presence_penalty": {"presence_penalty": 1},
+    "frequency_penalty": {"frequency_penalty": 1},
+    "repetition_penalty": {"repetition_penalty": 2},
+    "repeat_penalty": {"repeat_penalty": 2},
+    "num_predict": {"num_predict": 5},
+    "stream_options": STREAM | {"stream_options": {"include_usage": True}},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 2},
+    "echo": {"echo": True},
+    "instructions": {"instructions": "x"},
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured_outputs": {"structured_outputs": {"regex": "a"}},
+    "guided_json": {"guided_json": {}},
+    "guided_regex": {"guided_regex": "a"},
+    "guided_choice": {"guided_choice": ["a"]},
+    "format": {"format": "json"},
     "guided_grammar": {"guided_grammar": "start: A"},
     "guided_whitespace_pattern": {"guided_json": {}, "guided_whitespace_pattern": "_"},
-    "user": {"user": "x"}, "prompt_cache_key": {"prompt_cache_key": "x"},
-    "parallel_tool_calls": {"parallel_tool_calls": False}, "reasoning_effort": {"reasoning_effort": "low"},
-    "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}}, "reasoning": {"reasoning": {"effort": "low"}},
-    "system": {"system": "x"}, "thinking": {"thinking": {"type": "disabled"}}, "think": {"think": True},
-    "output_config": {"output_config": {"effort": "low"}}, "options": {"options": {"seed": 5}}, "raw": {"raw": True},
-    "previous_response_id": {"previous_response_id": "resp_1"}, "store": {"store": False}, "metadata": {"metadata": {}},
-    "seconds": {"seconds": "5"}, "size": {"size": "640x368"}, "frames": {"frames": 49}, "fps": {"fps": 8},
-    "steps": {"steps": 9}, "guidance": {"guidance": 4}, "guidance_2": {"guidance_2": "4.5"},
+    "user": {"user": "x"},
+    "prompt_cache_key": {"prompt_cache_key": "x"},
+    "parallel_tool_calls": {"parallel_tool_calls": False},
+    "reasoning_effort": {"reasoning_effort": "low"},
+    "chat_template_kwargs": {"chat_template_kwargs": {"task": "x"}},
+    "reasoning": {"reasoning": {"effort": "low"}},
+    "system": {"system": "x"},
+    "thinking": {"thinking": {"type": "disabled"}},
+    "think": {"think": True},
+    "output_config": {"output_config": {"effort": "low"}},
+    "options": {"options": {"seed": 5}},
+    "raw": {"raw": True},
+    "previous_response_id": {"previous_response_id": "resp_1"},
+    "store": {"store": False},
+    "metadata": {"metadata": {}},
+    "seconds": {"seconds": "5"},
+    "size": {"size": "640x368"},
+    "frames": {"frames": 49},
+    "fps": {"fps": 8},
+    "steps": {"steps": 9},
+    "guidance": {"guidance": 4},
+    "guidance_2": {"guidance_2": "4.5"},
     "negative_prompt": {"negative_prompt": "blur"},
-    "text": {"text": {"format": {"type": "json_object"}}}, "session_id": {"session_id": "x"},
-    "chat_id": {"chat_id": "x"}, "usage": STREAM | {"usage": {"include": True}},
+    "text": {"text": {"format": {"type": "json_object"}}},
+    "session_id": {"session_id": "x"},
+    "chat_id": {"chat_id": "x"},
+    "usage": STREAM | {"usage": {"include": True}},
     "enable_thinking": {"enable_thinking": False},
-}  # fmt: skip
+}
 """A value of a field that changes what is asked of a node, with what it needs beside it."""
 EVEN: dict[tuple[str, str], dict[str, Any]] = {
-    ("/v1/chat/completions", "logprobs"): {"logprobs": True}, ("/v1/completions", "logprobs"): {"logprobs": 0},
-    ("/v1/chat/completions", "tools"): TOOLS, ("/api/chat", "tools"): TOOLS, ("/v1/responses", "tools"): FLAT,
-    ("/v1/messages", "tools"): THEIRS, ("/v1/messages/count_tokens", "tools"): THEIRS,
-    ("/api/chat", "stream"): {"stream": False}, ("/api/generate", "stream"): {"stream": False},
+    ("/v1/chat/completions", "logprobs"): {"logprobs": True},
+    ("/v1/completions", "logprobs"): {"logprobs": 0},
+    ("/v1/chat/completions", "tools"): TOOLS,
+    ("/api/chat", "tools"): TOOLS,
+    ("/v1/responses", "tools"): FLAT,
+    ("/v1/messages", "tools"): THEIRS,
+    ("/v1/messages/count_tokens", "tools"): THEIRS,
+    ("/api/chat", "stream"): {"stream": False},
+    ("/api/generate", "stream"): {"stream": False},
     ("/v1/messages", "metadata"): {"metadata": {"user_id": "mine"}},
-}  # fmt: skip
+}
 CHOICE: dict[str, tuple[dict[str, Any], object]] = {
-    "/v1/chat/completions": (TOOLS, "none"), "/v1/responses": (FLAT, "none"),
+    "/v1/chat/completions": (TOOLS, "none"),
+    "/v1/responses": (FLAT, "none"),
     "/v1/messages": (THEIRS, {"type": "none"}),
     "/v1/messages/count_tokens": (THEIRS, {"type": "none"}),
-}  # fmt: skip
+}
 TOLD = {
     ("/v1/chat/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
     ("/v1/completions", "guided_decoding_backend"): {"guided_decoding_backend": "guidance"},
-    ("/v1/completions", "best_of"): {"best_of": 1}, ("/v1/responses", "include"): {"include": []},
+    ("/v1/completions", "best_of"): {"best_of": 1},
+    ("/v1/responses", "include"): {"include": []},
     ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
     ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
-}  # fmt: skip
+}
 """Honoured by taking the one value that they may have, or by giving it back with the answer."""
 PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
 
@@ -216,16 +317,23 @@ def test_what_is_honoured_changes_what_a_node_is_asked(route: str, row: Row):
 
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 10**20) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
     | st.text(max_size=6)
     | st.sampled_from(["user", "text", "function", "message", "tool", "auto", "none", "tool_result", "reasoning"]),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(
-        st.sampled_from(["type", "role", "content", "text", "name", "input", "id", "function", "output", "call_id"])
-        | st.text(max_size=4), inner, max_size=4,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "name", "input", "id", "function", "output", "call_id"])
+            | st.text(max_size=4),
+            inner,
+            max_size=4,
+        )
     ),
     max_leaves=12,
-)  # fmt: skip
+)
 
 
 def bodies(route: str) -> st.SearchStrategy[bytes]:

@@ -77,11 +77,15 @@ def test_what_is_asked_of_calls():
     assert asked(tools=[TOOL], response_format={"type": "json_object"}) == Grammar("json_object", calls="free")
 
 
-@pytest.mark.parametrize(("choice", "wanted"), [
-    ({"type": "any"}, Grammar(calls="required")),
-    ({"type": "tool", "name": "look"}, Grammar(calls="required", tool="look")),
-    ({"type": "auto"}, None), ({"type": "none"}, None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("choice", "wanted"),
+    [
+        ({"type": "any"}, Grammar(calls="required")),
+        ({"type": "tool", "name": "look"}, Grammar(calls="required", tool="look")),
+        ({"type": "auto"}, None),
+        ({"type": "none"}, None),
+    ],
+)
 def test_what_anthropic_asks_of_calls(choice: object, wanted: Grammar | None):
     body = HELLO | {"max_tokens": 5, "tools": [{"name": "look", "input_schema": SCHEMA}], "tool_choice": choice}
     found = Messages().parse(json.dumps(body).encode(), "k")
@@ -89,19 +93,23 @@ def test_what_anthropic_asks_of_calls(choice: object, wanted: Grammar | None):
     assert found.params.grammar == wanted
 
 
-@pytest.mark.parametrize(("fields", "param"), [
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
-    ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice"),
-    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
-    ({"guided_json": {}, "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
-    ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-    ({"guided_choice": []}, "guided_choice"), ({"guided_choice": [""]}, "guided_choice[0]"),
-    ({"guided_regex": "a" * (GRAMMAR_BYTES + 1)}, "guided_regex"),
-    ({"guided_json": {"enum": ["a" * GRAMMAR_BYTES]}}, "guided_json"),
-    ({"guided_regex": "a", "guided_whitespace_pattern": "_"}, "whitespace_pattern"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_json": {}, "guided_regex": "a"}, "guided_json"),
+        ({"structured_outputs": {"json": {}, "choice": ["a"]}}, "structured_outputs.choice"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+        ({"guided_json": {}, "guided_decoding_backend": "outlines"}, "guided_decoding_backend"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_choice": [""]}, "guided_choice[0]"),
+        ({"guided_regex": "a" * (GRAMMAR_BYTES + 1)}, "guided_regex"),
+        ({"guided_json": {"enum": ["a" * GRAMMAR_BYTES]}}, "guided_json"),
+        ({"guided_regex": "a", "guided_whitespace_pattern": "_"}, "whitespace_pattern"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+    ],
+)
 def test_what_cannot_be_meant_is_named(fields: dict[str, object], param: str):
     assert refused(**fields).param == param
 
