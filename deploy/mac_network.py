@@ -15,7 +15,7 @@ from host.bonjour_announce import Announcement, addresses
 from node.agent import discovery
 from node.engine.process.main import settings_message
 from node.settings import NodeSettings
-from wire.bonjour_record import Advert, instance_name
+from wire.bonjour_record import BonjourRecord, instance_name
 from wire.codec import Splitter, decode, encode
 from wire.frames import Ping, Pong
 from wire.identity import SERVICE_TYPE
@@ -146,7 +146,7 @@ async def _bonjour() -> Outcome:
     browser = await asyncio.create_subprocess_exec(
         "/usr/bin/dns-sd", "-B", SERVICE_TYPE.removesuffix(".local."), "local.", stdout=asyncio.subprocess.PIPE
     )
-    announcement = Announcement(Advert("new", version="check"), name, identity, 9)
+    announcement = Announcement(BonjourRecord("new", version="check"), name, identity, 9)
     announcement.start()
     try:
         label = record.removesuffix("." + SERVICE_TYPE)

@@ -15,7 +15,7 @@ import structlog
 from zeroconf import Error, IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from wire.bonjour_record import Advert, instance_name, to_txt, usable_addresses
+from wire.bonjour_record import BonjourRecord, instance_name, to_txt, usable_addresses
 from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
@@ -41,7 +41,7 @@ class Announcement:
 
     def __init__(
         self,
-        advert: Advert,
+        advert: BonjourRecord,
         name: str,
         identity: str,
         port: int,

@@ -16,17 +16,17 @@ _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
 @dataclass(slots=True)
-class _Seen:
+class _RecentEvent:
     since: float
     count: int = 0
     left_out: int = 0
 
 
-class Repeats:
+class LogDeduplicator:
     """Counts of recent events."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, ...], _Seen] = {}
+        self._seen: dict[tuple[str, ...], _RecentEvent] = {}
 
     @property
     def subjects(self) -> int:
@@ -47,7 +47,7 @@ class Repeats:
                 self._forget(now)
             if len(self._seen) >= MOST_KNOWN:
                 key = (logger, event)
-            seen = self._seen.setdefault(key, _Seen(now))
+            seen = self._seen.setdefault(key, _RecentEvent(now))
         left_out = 0
         if now - seen.since >= WINDOW:
             left_out, seen.since, seen.count, seen.left_out = seen.left_out, now, 0, 0

@@ -17,7 +17,7 @@ CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
 END_SECONDS = 2.0
 
 
-class Awake:
+class SleepInhibitor:
     """An assertion against idle sleep."""
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:

@@ -29,7 +29,7 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 """A clock that runs during sleep and one that does not, in seconds."""
 
 
-class Notice(Protocol):
+class SleepNotices(Protocol):
     """Source of announcements of a sleep."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
@@ -41,7 +41,7 @@ class Notice(Protocol):
         ...
 
 
-class NoNotice:
+class NoSleepNotices:
     """A system without announcements."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
@@ -52,13 +52,13 @@ class NoNotice:
         """Do nothing."""
 
 
-def open_notice() -> Notice:
+def open_notice() -> SleepNotices:
     """Return the source of announcements of this system."""
     if sys.platform == "darwin":
         from host.iokit import PowerNotice
 
         return PowerNotice()
-    return NoNotice()
+    return NoSleepNotices()
 
 
 def system_clocks() -> Clocks:
@@ -81,7 +81,7 @@ class SleepWatch:
         on_wake: Callable[[float], None],
         *,
         on_look: Callable[[], None] = lambda: None,
-        notice: Notice | None = None,
+        notice: SleepNotices | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         self._on_sleep = on_sleep

@@ -21,8 +21,8 @@ from node.memory.enforcer import BUSY, EMPTY
 from node.memory.reading import POLLS
 from node.settings import SECTIONS, MlxSettings, NodeSettings
 from router.placement.cluster_view import ClusterView
-from router.placement.place import Demand, Placement, Policy, place
-from router.placement.reservations import Ledger
+from router.placement.place import Placement, Policy, ResourceDemand, place
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_memory
 from tests.support.processes import environment
 from tests.unit.router.placement.test_place import NOW, node
@@ -35,7 +35,7 @@ from wire.capacity.arithmetic import (
     default_margin,
     judge,
 )
-from wire.refusals import Numbers, Refused
+from wire.refusals import MemoryNumbers, Refused
 from wire.report import EngineState, Memory
 from wire.units import GIB, MIB
 
@@ -69,7 +69,7 @@ def test_every_page_that_is_linked_exists():
 def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     page = (HERE / "memory.md").read_text()
     error = json.loads(re.sub(r"…", "", page.split("```json\n")[1].split("```")[0]))["error"]
-    numbers = Numbers(**error["memory"])
+    numbers = MemoryNumbers(**error["memory"])
     memory = Memory(
         numbers.cap,
         numbers.ceiling,
@@ -125,7 +125,14 @@ def test_the_policy_in_the_manual_is_one_that_the_router_takes(tmp_path: Path):
     busy = node("small", a_memory(2 * GIB, total=16 * GIB), engine=EngineState("mlx", "ready", queued_tokens=9000))
     full = node("small", a_memory(MIB, total=16 * GIB))
     for nodes, expected in (((small, big), "small"), ((busy, big), "big"), ((full, big), "big")):
-        result = place(ClusterView(nodes), Demand("tiny", 0, 1000), Ledger(), now=NOW, draw=lambda: 0.5, policy=policy)
+        result = place(
+            ClusterView(nodes),
+            ResourceDemand("tiny", 0, 1000),
+            ReservationLedger(),
+            now=NOW,
+            draw=lambda: 0.5,
+            policy=policy,
+        )
         assert isinstance(result, Placement)
         assert result.chosen.name == expected
 

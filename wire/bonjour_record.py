@@ -32,7 +32,7 @@ def plain(text: str, longest: int = 64) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Advert:
+class BonjourRecord:
     """TXT fields of a Bonjour record."""
 
     role: str
@@ -57,7 +57,7 @@ def instance_name(name: str, identity: str) -> str:
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
-def to_txt(advert: Advert) -> dict[str, str]:
+def to_txt(advert: BonjourRecord) -> dict[str, str]:
     """Return the fields of the TXT record: below 400 bytes, without values that change with load."""
     return {
         "txtvers": "1",
@@ -69,7 +69,7 @@ def to_txt(advert: Advert) -> dict[str, str]:
     }
 
 
-def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
+def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
     """Parse an untrusted TXT record; None when it is not a record of Macpool."""
     keys = (b"role", b"cid", b"fp", b"pv", b"v")
     values = ((txt.get(key) or b"")[:64].decode("ascii", "replace") for key in keys)
@@ -78,7 +78,7 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
         return None
     if not _HEX.fullmatch(cluster) or not _HEX.fullmatch(fingerprint):
         return None
-    return Advert(role, cluster, plain(version, 32), fingerprint, int(protocol))
+    return BonjourRecord(role, cluster, plain(version, 32), fingerprint, int(protocol))
 
 
 def shown_name(instance: str) -> str:

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.frames import TAGS, Count, Deltas, EngineReport, Fragment, Frame, Generate, Head, Restore
+from wire.frames import TAGS, CountTokens, Deltas, EngineReport, Fragment, Frame, Generate, RequestHead, RestoreModels
 from wire.units import KIB, MIB
 
 PIECE = 32 * KIB
@@ -48,12 +48,12 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
 _MAX_BODY_BYTES: dict[type[Frame], int] = {
     Deltas: MAX_DELTAS_BYTES,
     Generate: LONGEST_JOINED,
-    Count: LONGEST_JOINED,
+    CountTokens: LONGEST_JOINED,
     EngineReport: LONGEST_JOINED,
-    Restore: LONGEST_JOINED,
+    RestoreModels: LONGEST_JOINED,
 }
 _MAX_BODY_OF = {tag: _MAX_BODY_BYTES.get(kind, MAX_REPORT_BYTES) for tag, kind in TAGS.items()}
-_HEAD = msgspec.msgpack.Decoder(Head)
+_HEAD = msgspec.msgpack.Decoder(RequestHead)
 _encoder = msgspec.msgpack.Encoder()
 
 Raw = tuple[int, memoryview]

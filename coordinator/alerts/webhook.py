@@ -67,7 +67,7 @@ class WebhookError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class WebhookAddress:
     """Destination of messages."""
 
     tls: bool
@@ -76,7 +76,7 @@ class Address:
     path: str
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> WebhookAddress:
     """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
         raise WebhookError("conditions.webhook has characters that no URL has")
@@ -91,7 +91,7 @@ def parse(url: str) -> Address:
     if parts.scheme == "http" and not _literal_loopback(host):
         raise WebhookError("conditions.webhook is HTTPS, or plain HTTP to 127.0.0.1: what is told is nobody else's")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Address(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
+    return WebhookAddress(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
 
 
 def _literal_loopback(host: str) -> bool:
@@ -107,7 +107,7 @@ def resolve(host: str, port: int) -> Sequence[str]:
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def allowed(address: Address, found: Sequence[str]) -> str:
+def allowed(address: WebhookAddress, found: Sequence[str]) -> str:
     """Return the address to connect to. Raise `WebhookError` if any of the host's addresses is forbidden."""
     for text in found:
         for one in reached(text.partition("%")[0]):
@@ -149,7 +149,7 @@ def reached(text: str) -> Sequence[Ip]:
     return [one]
 
 
-def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
+def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
     """Send one message and return the answer's status. Raise `OSError` or `WebhookError` if it could not be sent."""
     where = allowed(address, find(address.host, address.port))
     connection = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
@@ -170,7 +170,9 @@ def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLC
 class Webhook:
     """Sender of messages, in order. `send` sends a body and returns a status."""
 
-    def __init__(self, address: Address, cluster: str, send: Callable[[Address, bytes], int] = post) -> None:
+    def __init__(
+        self, address: WebhookAddress, cluster: str, send: Callable[[WebhookAddress, bytes], int] = post
+    ) -> None:
         self._address = address
         self._cluster = cluster
         self._send = send

@@ -11,7 +11,7 @@ from fastapi import Request
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL
-from coordinator.state.database import Store
+from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import PAGE
 from router.admission.api_keys import KeyRing, credential
 from router.errors import NO_KEY, WRONG_KEY, missing_scope
@@ -43,7 +43,7 @@ def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def noted(store: Store, act: Callable[..., Any]) -> Callable[..., Any]:
+def noted(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Have an act written into the audit log, once it is done."""
 
     @wraps(act)

@@ -4,15 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.models import ModelRoutes
 from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.requests import WallClock, phase_of, summary
 from router.admission.api_keys import KeyRing
-from router.dispatch.decision_log import Story
-from router.dispatch.request import Ticket
+from router.dispatch.decision_log import RequestRecord
+from router.dispatch.request import ActiveRequest
 
 STORIES_SHOWN = 50
 """Requests that the page shows, under way and ended."""
@@ -21,14 +21,14 @@ SILENT = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Sections:
+class SnapshotSources:
     """Sources of the sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
     models: ModelRoutes
     joins: JoinRoutes
-    traffic: Traffic
+    traffic: DispatcherApi
     ring: KeyRing
     clock: WallClock
 
@@ -54,7 +54,7 @@ def _steady(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
 
 
-def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _ended(story: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return a request that has ended, without its steps: the page asks for them."""
     return {
         "request_id": story.request_id,
@@ -70,7 +70,7 @@ def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str
     }
 
 
-def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _under_way(ticket: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
         "id": ticket.job.request_id,

@@ -32,7 +32,7 @@ class ArchiveError(Exception):
     """This is no backup that can be used; the text says why and what to do."""
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: its name below the state folder, bytes, SHA-256 in hex."""
 
     name: str
@@ -54,13 +54,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     schemas: dict[str, int]
     """Schema versions of the databases."""
-    members: tuple[Member, ...]
+    members: tuple[ArchiveMember, ...]
     artifacts: bool = False
     outside: tuple[str, ...] = ()
     """Files that the settings name and that the backup does not contain."""
 
 
-class Source(Protocol):
+class ReadableStream(Protocol):
     """Readable stream: a file, or the content of an encrypted file."""
 
     def read(self, size: int, /) -> bytes:
@@ -74,7 +74,7 @@ def head_of(manifest: Manifest) -> bytes:
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
 
-def read_manifest(source: Source) -> Manifest:
+def read_manifest(source: ReadableStream) -> Manifest:
     """Read the bytes before the members, without `MAGIC`. Raise `ArchiveError` if anything is invalid."""
     length = int.from_bytes(exactly(source, 4), "big")
     if length > LONGEST_MANIFEST:
@@ -106,7 +106,7 @@ def _check(manifest: Manifest) -> None:
         raise ArchiveError("its manifest names a file twice, or lacks one that every backup has: it is not used")
 
 
-def contents(source: Source, member: Member) -> Iterator[bytes]:
+def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
     """Yield a member's bytes; ArchiveError at the end where they are not those that the manifest names."""
     digest, left = hashlib.sha256(), member.size
     while left:
@@ -118,13 +118,13 @@ def contents(source: Source, member: Member) -> Iterator[bytes]:
         raise ArchiveError(f"{member.name} in it is damaged: use another copy of the file")
 
 
-def ended(source: Source) -> None:
+def ended(source: ReadableStream) -> None:
     """Check that no data follows the last member."""
     if source.read(1):
         raise ArchiveError("something follows its last member: it is not used")
 
 
-def exactly(source: Source, size: int) -> bytes:
+def exactly(source: ReadableStream, size: int) -> bytes:
     """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer."""
     data = b""
     while piece := source.read(size - len(data)):

@@ -21,7 +21,7 @@ RESTORING = "restoring"
 COMMIT = "commit.json"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FileMoves(msgspec.Struct, frozen=True):
     """Files to move. Replaced and removed files go to `aside`."""
 
     install: tuple[str, ...]
@@ -41,7 +41,7 @@ def staging(folder: Path) -> Path:
     return private_folder(staged)
 
 
-def commit(folder: Path, plan: Plan) -> None:
+def commit(folder: Path, plan: FileMoves) -> None:
     """Commit the new state and move it into place."""
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
@@ -68,7 +68,7 @@ def settle(folder: Path) -> bool:
     if not staged.exists():
         return False
     try:
-        plan = msgspec.json.decode((staged / COMMIT).read_bytes(), type=Plan)
+        plan = msgspec.json.decode((staged / COMMIT).read_bytes(), type=FileMoves)
     except (FileNotFoundError, msgspec.MsgspecError):
         shutil.rmtree(staged, ignore_errors=True)
         return False

@@ -22,7 +22,7 @@ SALT = 16
 _COST, _BLOCK, _LANES = 2**17, 8, 1
 
 
-class SealError(Exception):
+class EncryptionError(Exception):
     """The file cannot be opened with this passphrase, or is not whole."""
 
 
@@ -34,7 +34,7 @@ def _nonce(number: int, *, last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes((last,))
 
 
-class Sealer:
+class EncryptingWriter:
     """Encrypting writer to `file`. `finish` must be called at the end."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
@@ -62,14 +62,16 @@ class Sealer:
         self._number += 1
 
 
-class Opener:
-    """Decrypting reader of a `Sealer`'s output. `file` is positioned behind `MAGIC`. Raise `SealError` on a modified
-    file."""
+class DecryptingReader:
+    """Decrypting reader of a `EncryptingWriter`'s output.
+
+    `file` is positioned behind `MAGIC`. Raise `EncryptionError` on a modified file.
+    """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         salt = file.read(SALT)
         if len(salt) < SALT:
-            raise SealError("it ends within its first bytes: it was cut off")
+            raise EncryptionError("it ends within its first bytes: it was cut off")
         self._file, self._head = file, MAGIC + salt
         self._cipher = _cipher(passphrase, salt)
         self._next = file.read(PIECE + TAG)
@@ -96,7 +98,7 @@ class Opener:
             piece = self._cipher.decrypt(_nonce(self._number, last=last), sealed, self._head)
         except (InvalidTag, ValueError):
             why = "the passphrase is wrong, or it is damaged" if not self._number else "it is damaged or cut off"
-            raise SealError(why) from None
+            raise EncryptionError(why) from None
         self._number += 1
         self._ended = last
         return piece

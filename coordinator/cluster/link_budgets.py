@@ -4,7 +4,7 @@ A budget belongs to a node, not to a link, because a new link must not bring a n
 the need of an honest node at its fastest settings: 20 reports a second, and a certificate renewal every two months.
 """
 
-from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, Renew, Report
+from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, RenewCertificate, Report
 
 FRAMES_PER_SECOND, MOST_FRAMES = 10_000.0, 5_000.0
 REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
@@ -16,10 +16,10 @@ LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
 QUERIES_PER_SECOND, MOST_QUERIES = 10.0, 60.0
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
-_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
+_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]
 
 
-class Budget:
+class LinkBudget:
     """Token bucket: `most` tokens of burst, refilled with `rate` tokens a second. `what` names the budget in error
     texts."""
 
@@ -48,13 +48,13 @@ class NodeBudgets:
     __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
 
     def __init__(self) -> None:
-        self._frames = Budget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
-        self._reports = Budget("reports", REPORTS_PER_SECOND, MOST_REPORTS)
-        self._report_bytes = Budget("bytes of reports", REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES)
-        self._logged = Budget("leases and goodbyes", LOGGED_PER_SECOND, MOST_LOGGED)
-        self._renewals = Budget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
-        self._links = Budget("links", LINKS_PER_SECOND, MOST_LINKS)
-        self._queries = Budget("queries", QUERIES_PER_SECOND, MOST_QUERIES)
+        self._frames = LinkBudget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
+        self._reports = LinkBudget("reports", REPORTS_PER_SECOND, MOST_REPORTS)
+        self._report_bytes = LinkBudget("bytes of reports", REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES)
+        self._logged = LinkBudget("leases and goodbyes", LOGGED_PER_SECOND, MOST_LOGGED)
+        self._renewals = LinkBudget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
+        self._links = LinkBudget("links", LINKS_PER_SECOND, MOST_LINKS)
+        self._queries = LinkBudget("queries", QUERIES_PER_SECOND, MOST_QUERIES)
 
     def link(self, now: float) -> str:
         """Count a link. Return an error text if it exceeds the budget, else an empty string."""

@@ -25,17 +25,17 @@ from typing import Protocol, cast
 import structlog
 
 from coordinator.cluster.link_budgets import NodeBudgets
-from coordinator.joining.enrollment import Conversation
+from coordinator.joining.enrollment import EnrollmentConnection
 from wire.certificate import read_certificate
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
 from wire.frames import (
     Admitted,
-    Answer,
-    Ask,
     Deltas,
     Denied,
     Enrolled,
     Failed,
+    FetchChunk,
+    FetchRequest,
     Finished,
     Frame,
     Goodbye,
@@ -43,15 +43,15 @@ from wire.frames import (
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
+    MemberQuery,
     Ping,
-    Query,
     Refusal,
-    Renew,
+    RenewCertificate,
     Report,
     Welcome,
 )
-from wire.identity import NodeId, Peer, parse_uri
-from wire.link.endpoint import Endpoint
+from wire.identity import NodeId, PeerIdentity, parse_uri
+from wire.link.endpoint import LinkEndpoint
 
 HANDSHAKE_SECONDS = 5.0
 TURN_SECONDS = 0.005
@@ -72,8 +72,8 @@ FROM_NODES = frozenset(
     {
         Report,
         Goodbye,
-        Renew,
-        Answer,
+        RenewCertificate,
+        FetchChunk,
         Admitted,
         Deltas,
         Finished,
@@ -98,14 +98,14 @@ ASK_SECONDS = 10.0
 log = structlog.get_logger("coordinator.cluster.link_server")
 
 
-class Owner(Protocol):
+class LinkHandler(Protocol):
     """Callbacks of the link server, implemented by the registry."""
 
-    def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
+    def greet(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if this node may link, else `Denied`."""
         ...
 
-    def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
+    def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the answer to a member's query as JSON, or `Denied`."""
         ...
 
@@ -121,7 +121,7 @@ class Owner(Protocol):
         """Handle a frame of a linked node."""
         ...
 
-    def converse(self, address: str) -> Conversation | Denied:
+    def converse(self, address: str) -> EnrollmentConnection | Denied:
         """Begin an enrolment, or return `Denied`."""
         ...
 
@@ -130,18 +130,18 @@ class Owner(Protocol):
         ...
 
 
-class Connection(Endpoint):
+class Connection(LinkEndpoint):
     """One accepted connection: a stranger until its Hello is answered with Welcome."""
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
         self._server = server
-        self._conversation: Conversation | None = None
+        self._conversation: EnrollmentConnection | None = None
         self._bytes = 0
         self._deadline: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_SECONDS + 1, _no_handshake)
         self.address = ""
-        self.peer: Peer | None = None
+        self.peer: PeerIdentity | None = None
         self.serial = ""
         self.life = (0.0, 0.0)
         """Validity of the peer's certificate: issued and expires, in Unix seconds."""
@@ -242,7 +242,7 @@ class Connection(Endpoint):
             self._server.take(self, frame)
             return
         hello = decode(tag, body)
-        if isinstance(hello, Query) and self.peer is not None and self.peer.node is not None:
+        if isinstance(hello, MemberQuery) and self.peer is not None and self.peer.node is not None:
             self._server.query(self, self.peer, hello)
             return
         if not isinstance(hello, Hello):
@@ -287,7 +287,7 @@ class Connection(Endpoint):
         self._refused = True
         for begin in range(0, max(1, len(payload)), ANSWER_PIECE_BYTES):
             end = begin + ANSWER_PIECE_BYTES
-            self.send(Answer(0, payload[begin:end], last=end >= len(payload)))
+            self.send(FetchChunk(0, payload[begin:end], last=end >= len(payload)))
         self.close("the query was answered")
 
     def refuse(self, denied: Denied) -> None:
@@ -321,16 +321,16 @@ class Connection(Endpoint):
         self._server.gone(self, reason)
 
 
-class _Window:
+class _FetchWindow:
     """Limits for one node's answer to one question: the requested bytes, and the pieces that they need."""
 
     def __init__(self, limit: int) -> None:
-        self.queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self.queue: asyncio.Queue[FetchChunk] = asyncio.Queue()
         self._limit = limit
         self._bytes = limit
         self._pieces = limit // MIN_PIECE_BYTES + 2
 
-    def take(self, answer: Answer) -> None:
+    def take(self, answer: FetchChunk) -> None:
         """Queue a piece. Raise `WireError`, which ends the link, if the answer exceeds the requested size."""
         self._bytes -= len(answer.payload)
         self._pieces -= 1
@@ -346,7 +346,7 @@ def _no_handshake() -> None:
 class LinkServer:
     """Server and registry of all links, on one event loop. `owner` decides about nodes and frames."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: LinkHandler) -> None:
         self.owner = owner
         self._server: asyncio.Server | None = None
         self._strangers: set[Connection] = set()
@@ -354,7 +354,7 @@ class LinkServer:
         self._retired: set[Connection] = set()
         self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
-        self._asks: dict[tuple[NodeId, int], _Window] = {}
+        self._asks: dict[tuple[NodeId, int], _FetchWindow] = {}
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -410,7 +410,7 @@ class LinkServer:
             return False
         return True
 
-    def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
+    def greet(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
         """Answer a Hello with Welcome or Denied."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
@@ -434,7 +434,7 @@ class LinkServer:
         connection.send(answer)
         connection.welcomed(node, hello, self.owner.linked(node, hello))
 
-    def query(self, connection: Connection, peer: Peer, query: Query) -> None:
+    def query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
         """Answer a read-only query of a member's command. The link of its node is unaffected."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
@@ -471,7 +471,7 @@ class LinkServer:
     def take(self, connection: Connection, frame: Frame) -> None:
         """Deliver an answer to its window, and any other frame to the owner."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
-        if type(frame) is Answer:
+        if type(frame) is FetchChunk:
             window = self._asks.get((connection.node, frame.ask))
             if window is not None:
                 window.take(frame)
@@ -567,11 +567,11 @@ class LinkServer:
                     offset = answer.end
             await asyncio.sleep(every)
 
-    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
+    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[FetchChunk]:
         number = next(self._ask_numbers)
-        window = self._asks[node, number] = _Window(limit)
+        window = self._asks[node, number] = _FetchWindow(limit)
         try:
-            if not self.send(node, Ask(number, what, offset, limit)):
+            if not self.send(node, FetchRequest(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
             last = False
             while not last:

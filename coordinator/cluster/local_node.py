@@ -24,14 +24,14 @@ GRACE = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 
 
-class OtherClusterError(Exception):
+class LocalNodeElsewhereError(Exception):
     """This Mac is a node of a cluster other than the one that it coordinates."""
 
 
 def check_node(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    Raise `OtherClusterError` with the possible next steps.
+    Raise `LocalNodeElsewhereError` with the possible next steps.
     """
     try:
         kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
@@ -40,7 +40,7 @@ def check_node(state: Path, cluster: str) -> None:
         return  # no node, or a broken identity that the node reports
     if its != cluster:
         place = f" at {addresses[0]}" if addresses else ""
-        raise OtherClusterError(
+        raise LocalNodeElsewhereError(
             f"this Mac is a node of another cluster{place}: `cluster join` starts that node; `cluster leave` takes the "
             "Mac out of it, then run this again; to coordinate a cluster of its own beside it: --no-local-node, or "
             "another folder with --state"

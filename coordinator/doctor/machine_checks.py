@@ -12,7 +12,7 @@ from pathlib import Path
 
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.host_probe import Here
+from coordinator.doctor.host_probe import HostProbe
 from wire.units import GIB, MIB, show_size
 
 NO_SUPPLY = "this system does not tell what feeds it"
@@ -26,7 +26,7 @@ PANIC_DAYS = 30
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
-def system(here: Here) -> Finding:
+def system(here: HostProbe) -> Finding:
     """Version and build of the system."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
@@ -39,7 +39,7 @@ def system(here: Here) -> Finding:
     return ok(text, version=version)
 
 
-def python(here: Here) -> Finding:
+def python(here: HostProbe) -> Finding:
     """The interpreter: native, supported, and one that no update takes away."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
@@ -60,7 +60,7 @@ def python(here: Here) -> Finding:
     return ok(text)
 
 
-def mlx(here: Here) -> Finding:
+def mlx(here: HostProbe) -> Finding:
     """Check MLX and its compute device."""
     told = here.device()
     if told is None:
@@ -79,7 +79,7 @@ def mlx(here: Here) -> Finding:
     return ok(text, most=told["most"] or None)
 
 
-def wired_limit(here: Here) -> Finding:
+def wired_limit(here: HostProbe) -> Finding:
     """Compare Metal's limit with the cap, and name the highest safe limit of this machine."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -120,7 +120,7 @@ def wired_limit(here: Here) -> Finding:
     return ok(f"Metal's limit is {said}; highest safe figure {safe // MIB} MB", now=now, safe=safe)
 
 
-def memory(here: Here) -> Finding:
+def memory(here: HostProbe) -> Finding:
     """Check RAM, cap, and the term that limits the cap."""
     told = here.examined()
     if told is None:
@@ -143,7 +143,7 @@ def memory(here: Here) -> Finding:
     return ok(text, **numbers)
 
 
-def disk(here: Here) -> Finding:
+def disk(here: HostProbe) -> Finding:
     """Check the free space of the disks of models and state."""
     told = here.examined()
     folders = [Path(one) for one in (told["folders"] if told else ())]
@@ -180,7 +180,7 @@ SECRET = ("pepper", "run.json", "cluster.db", "token", "identity.json")
 MOST_LOOKED = 5000
 
 
-def files(here: Here) -> Finding:
+def files(here: HostProbe) -> Finding:
     """Check the permissions of the secrets in the state folder."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_short(here.state)}")
@@ -221,7 +221,7 @@ def _open(path: Path) -> bool:
     return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
 
 
-def firewall(here: Here) -> Finding:
+def firewall(here: HostProbe) -> Finding:
     """Check macOS's application firewall, which does not prompt for a service that listens."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -246,7 +246,7 @@ def firewall(here: Here) -> Finding:
     )
 
 
-def sleep(here: Here) -> Finding:
+def sleep(here: HostProbe) -> Finding:
     """Check whether this Mac sleeps while it serves the pool."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -266,7 +266,7 @@ def sleep(here: Here) -> Finding:
     return ok(text, **found)
 
 
-def power(here: Here) -> Finding:
+def power(here: HostProbe) -> Finding:
     """Mains, battery and lid."""
     now = here.power()
     if now.plugged is None:
@@ -283,7 +283,7 @@ def power(here: Here) -> Finding:
     return ok(text, battery=now.battery)
 
 
-def filevault(here: Here) -> Finding:
+def filevault(here: HostProbe) -> Finding:
     """A Mac that waits for its disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -298,7 +298,7 @@ def filevault(here: Here) -> Finding:
     return ok("FileVault is off: services start without a person")
 
 
-def panics(here: Here) -> Finding:
+def panics(here: HostProbe) -> Finding:
     """Reports of kernel panics, the newest of them by name, and whether it is one of the GPU's memory."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -331,7 +331,7 @@ def panics(here: Here) -> Finding:
     )
 
 
-def started_from(here: Here) -> Finding:
+def started_from(here: HostProbe) -> Finding:
     """Check which program macOS holds responsible for this process, because that program's permission applies."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -345,7 +345,7 @@ def started_from(here: Here) -> Finding:
     )
 
 
-def open_files(here: Here) -> Finding:
+def open_files(here: HostProbe) -> Finding:
     """How many files and connections a process may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
@@ -356,7 +356,7 @@ def open_files(here: Here) -> Finding:
     return ok(f"{soft} open files, up to {most} when asked for", most=most)
 
 
-def proxy(here: Here) -> Finding:
+def proxy(here: HostProbe) -> Finding:
     """Proxies of the environment: programs of the local network must not go through one."""
     found = here.variables(*PROXIES)
     if found and not here.variables("NO_PROXY"):

@@ -79,7 +79,7 @@ def neighbours_in(listing: str, gateway: str | None) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reachability:
     """Results of connections to the gateway and to machines of the local network: 0 or an errno; None: not tried."""
 
     gateway: int | None
@@ -91,7 +91,7 @@ def answers(code: int | None) -> bool:
     return code == 0 or code in REFUSED
 
 
-def is_blocked(reach: Reach) -> bool:
+def is_blocked(reach: Reachability) -> bool:
     """Return whether local network privacy blocks: no route to a machine of this network, while the gateway answers.
 
     If the gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.

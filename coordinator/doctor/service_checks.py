@@ -3,17 +3,17 @@
 import os
 
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.host_probe import Here
+from coordinator.doctor.host_probe import HostProbe
 from coordinator.service.launchd import ours
-from coordinator.service.service_manager import Host, ServiceError
+from coordinator.service.service_manager import ServiceError, ServiceHost
 from coordinator.service.setup import existing
 
 REPAIR = "`sudo cluster service install` repairs it"
 
 
-def service(here: Here, manager: Host | None = None) -> Finding:
+def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     """Unit, manager and process of the service, and macOS's ProcessType."""
-    host = manager or Host(here.platform, root=here.root)
+    host = manager or ServiceHost(here.platform, root=here.root)
     try:
         found = existing(host, host.unit)
         if not found.text:

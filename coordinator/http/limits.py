@@ -19,7 +19,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coordinator.http import request_heads
-from coordinator.http.connection_slots import MOST_CONNECTIONS, Place
+from coordinator.http.connection_slots import MOST_CONNECTIONS, ConnectionSlot
 from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
@@ -60,7 +60,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
-        self.place: Place | None = None
+        self.place: ConnectionSlot | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline of the first head."""

@@ -31,7 +31,7 @@ LOCKED_FOR = 60.0
 """Seconds without decisions after `MOST_WRONG` consecutive wrong codes."""
 
 
-class Decision(StrEnum):
+class ApprovalDecision(StrEnum):
     """Decision of the person."""
 
     APPROVED = "approved"
@@ -39,7 +39,7 @@ class Decision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingNode:
     """A waiting node, as shown to the person."""
 
     code: str
@@ -55,11 +55,11 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Ticket:
+class ApprovalRequest:
     """A node's place in the queue."""
 
-    waiting: Waiting
-    decision: Decision | None = None
+    waiting: WaitingNode
+    decision: ApprovalDecision | None = None
     gave_way: bool = False
     """Whether the request was removed in favour of a node from another address."""
     wake: Callable[[], None] = field(default=lambda: None)
@@ -70,8 +70,8 @@ class Ticket:
 class Decided:
     """The code belonged to a waiting node."""
 
-    waiting: Waiting
-    decision: Decision
+    waiting: WaitingNode
+    decision: ApprovalDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +92,18 @@ class Approvals:
     """Queue of waiting nodes."""
 
     def __init__(self) -> None:
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, ApprovalRequest] = {}
         self._recent: deque[tuple[float, str]] = deque()
         """Time and address of each new code within `LIFE`."""
         self._wrong = 0
         self._locked_until = float("-inf")
 
     @property
-    def tickets(self) -> Mapping[str, Ticket]:
+    def tickets(self) -> Mapping[str, ApprovalRequest]:
         """Requests to join that wait for a decision, by code."""
         return self._tickets
 
-    def ask(self, waiting: Waiting, now: float) -> Ticket | float:
+    def ask(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
         """Enqueue a node, or return the seconds until a retry may succeed."""
         self._expire(now)
         here = network_of(waiting.address)
@@ -117,7 +117,7 @@ class Approvals:
         full = by_address[here] >= MOST_WAITING_HERE
         if full or (len(self._tickets) >= MOST_WAITING and not self._make_room(by_address, by_address[here])):
             return max(1.0, min(ticket.waiting.expires for ticket in self._tickets.values()) - now)
-        ticket = self._tickets[waiting.code] = Ticket(waiting)
+        ticket = self._tickets[waiting.code] = ApprovalRequest(waiting)
         return ticket
 
     def _make_room(self, by_address: Counter[str], fewer: int) -> bool:
@@ -131,25 +131,25 @@ class Approvals:
         ticket.wake()
         return True
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: ApprovalRequest) -> None:
         """Remove a request from the queue."""
         if self._tickets.get(ticket.waiting.code) is ticket:
             del self._tickets[ticket.waiting.code]
 
-    def list(self, now: float) -> list[Waiting]:
+    def list(self, now: float) -> list[WaitingNode]:
         """Return the waiting nodes, oldest first."""
         self._expire(now)
         return [ticket.waiting for ticket in self._tickets.values()]
 
     def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
         """Approve the node with this code."""
-        return self._decide(code, Decision.APPROVED, now)
+        return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
         """Reject the node with this code."""
-        return self._decide(code, Decision.REJECTED, now)
+        return self._decide(code, ApprovalDecision.REJECTED, now)
 
-    def _decide(self, code: str, decision: Decision, now: float) -> Decided | WrongCode | Locked:
+    def _decide(self, code: str, decision: ApprovalDecision, now: float) -> Decided | WrongCode | Locked:
         self._expire(now)
         if now < self._locked_until:
             return Locked(self._locked_until - now)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import structlog
 
-from coordinator.state.database import Store, TokenRow
+from coordinator.state.database import Database, TokenRow
 from wire.identity import JoinToken, new_token, request_mac, token_key
 
 log = structlog.get_logger()
@@ -51,7 +51,7 @@ MESSAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class JoinTokenInfo:
     """A join token without secrets, for lists. Times are in Unix seconds."""
 
     id: str
@@ -62,10 +62,10 @@ class Token:
     revoked: bool
 
 
-class Tokens:
+class JoinTokens:
     """Join tokens of a cluster whose CA is `ca` (DER). `clock` returns Unix seconds."""
 
-    def __init__(self, store: Store, ca: bytes, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Database, ca: bytes, clock: Callable[[], float]) -> None:
         self._store = store
         self._ca = ca
         self._clock = clock
@@ -87,10 +87,10 @@ class Tokens:
         log.info("token created", token=token.id, name=name, uses=uses, ttl=ttl)
         return token
 
-    def list(self) -> list[Token]:
+    def list(self) -> list[JoinTokenInfo]:
         """Return all tokens, newest first, without their keys."""
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
-        return [Token(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
+        return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
     def revoke(self, token: str) -> bool:
         """Revoke a token. Return False if no token has this id."""

@@ -35,7 +35,7 @@ class _Admitted(Generic[T]):
             del self._known[gone]
 
 
-class Labels:
+class AdmittedLabels:
     """The texts that were admitted, by node."""
 
     def __init__(self) -> None:

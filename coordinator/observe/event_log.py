@@ -24,7 +24,7 @@ OURS = ("coordinator.", "router.")
 Event = tuple[int, bytes]
 
 
-class Events:
+class EventLog:
     """Ring of events and its readers. `tell` is thread-safe."""
 
     def __init__(self) -> None:

@@ -48,7 +48,7 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadReading:
     """Load of the pool at one moment."""
 
     at: float
@@ -79,12 +79,12 @@ class LoadHistory:
     """Ring of load points. `take` adds a reading; `to_row` and `latest` return its points."""
 
     def __init__(self) -> None:
-        self._last: Reading | None = None
+        self._last: LoadReading | None = None
         self._number = -1
         self._pool = _Ring(POOL_SERIES)
         self._nodes: dict[NodeId, _Ring] = {}
 
-    def take(self, reading: Reading) -> None:
+    def take(self, reading: LoadReading) -> None:
         """Add a reading. The first reading only starts the first interval."""
         last, self._last = self._last, reading
         for gone in self._nodes.keys() - reading.nodes.keys():
@@ -122,7 +122,7 @@ class LoadHistory:
         }
 
 
-def _pool_point(last: Reading, now: Reading, seconds: float) -> dict[str, float]:
+def _pool_point(last: LoadReading, now: LoadReading, seconds: float) -> dict[str, float]:
     before = [last.nodes.get(node, NodeLoad()) for node in now.nodes]
     pairs = list(zip(before, now.nodes.values(), strict=True))
     loads = now.nodes.values()

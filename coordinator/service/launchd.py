@@ -19,8 +19,8 @@ from coordinator.service.plan import (
     STOP_SECONDS,
     THROTTLE_SECONDS,
     WIRED_LABEL,
-    Plan,
-    Standing,
+    ServicePlan,
+    ServiceState,
 )
 
 FOLDER = "Library/LaunchDaemons"
@@ -53,7 +53,7 @@ SYSCTL = "/usr/sbin/sysctl"
 TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
-def job(plan: Plan) -> dict[str, Any]:
+def job(plan: ServicePlan) -> dict[str, Any]:
     """Return the job's property list."""
     log = f"{plan.logs}/service.log"
     return {
@@ -141,16 +141,16 @@ def ours(content: bytes) -> dict[str, Any] | None:
     return job if isinstance(program, list) and (MODULE in program or SYSCTL in program) else None
 
 
-def standing_in(code: int, listing: str) -> Standing:
+def standing_in(code: int, listing: str) -> ServiceState:
     """Read `launchctl print system/LABEL`."""
     if code != 0:
-        return Standing()
+        return ServiceState()
     found = dict(
         re.findall(r"^\t(state|pid|last exit code|last terminating signal|runs) = (.+)$", listing, re.MULTILINE)
     )
     pid = found.get("pid", "")
     ended = found.get("last terminating signal") or found.get("last exit code", "")
-    return Standing(
+    return ServiceState(
         True,
         found.get("state") == "running" and pid.isdecimal(),
         int(pid) if pid.isdecimal() else None,

@@ -18,7 +18,7 @@ Role = Literal["coordinator", "node"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServicePlan:
     """One service. Paths are absolute; `arguments` go to `cluster up` or `join`; `wired_limit_mb` 0: left as it is."""
 
     role: Role
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServiceState:
     """State of the service: loaded, running with a process id, and its last exit."""
 
     loaded: bool = False

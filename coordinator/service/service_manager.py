@@ -1,6 +1,7 @@
 """The system's own manager of services behind one small face: launchctl on macOS, systemctl on Linux.
 
-Tools are named by their whole path, because this runs as root. A `Host` of the tests has other tools and another root.
+Tools are named by their whole path, because this runs as root. A `ServiceHost` of the tests has other tools and another
+root.
 """
 
 import os
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, Plan, Standing
+from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, ServicePlan, ServiceState
 
 TOOL_SECONDS = 60.0
 TOOLS = {
@@ -33,7 +34,7 @@ class ServiceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ServiceHost:
     """This system, or a pretended one below another root."""
 
     platform: str = sys.platform
@@ -61,7 +62,7 @@ class Host:
         """Folder of the service's output under launchd. systemd has its journal."""
         return self.root / launchd.LOGS.removeprefix("/")
 
-    def text(self, plan: Plan) -> str:
+    def text(self, plan: ServicePlan) -> str:
         """Return the unit's text for a plan."""
         return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
 
@@ -96,7 +97,7 @@ class Host:
 
     # -- commands to the manager -------------------------------------------------------------------
 
-    def standing(self) -> Standing:
+    def standing(self) -> ServiceState:
         """Ask how the service is."""
         if self.mac:
             done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import WIRED_LABEL, Plan, Standing
-from coordinator.service.service_manager import Host, ServiceError, account
+from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
+from coordinator.service.service_manager import ServiceError, ServiceHost, account
 
 READY_SECONDS = 45.0
 STEADY_SECONDS = 3.0
@@ -31,7 +31,7 @@ TAIL = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Existing:
+class ExistingUnit:
     """Existing unit of this program: none, or its text with user and state folder."""
 
     text: str = ""
@@ -39,12 +39,12 @@ class Existing:
     program: tuple[str, ...] = ()
 
 
-def existing(host: Host, file: Path) -> Existing:
+def existing(host: ServiceHost, file: Path) -> ExistingUnit:
     """Read the existing unit. Raise `ServiceError` if it is foreign."""
     try:
         facts = file.lstat()
     except FileNotFoundError:
-        return Existing()
+        return ExistingUnit()
     foreign = f"{file} is not ours: look at it, and move it away if nobody needs it"
     if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
         raise ServiceError(6, foreign)
@@ -56,14 +56,14 @@ def existing(host: Host, file: Path) -> Existing:
         job = launchd.ours(content)
         if job is None:
             raise ServiceError(6, foreign)
-        return Existing(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
+        return ExistingUnit(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
     settings = systemd.ours(content.decode(errors="replace"))
     if settings is None:
         raise ServiceError(6, foreign)
-    return Existing(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
+    return ExistingUnit(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
 
 
-def check(host: Host, plan: Plan) -> Existing:
+def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     """Check a plan and return the existing unit. Raise `ServiceError` if the plan is not allowed."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
@@ -97,13 +97,13 @@ def check(host: Host, plan: Plan) -> Existing:
     return found
 
 
-def _serves(host: Host, found: Existing, state: str) -> bool:
+def _serves(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
     if host.mac:
         return state in found.program
     return f" --state {systemd.quoted(state)} " in f"{' '.join(found.program)} "
 
 
-def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
+def install(host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_SECONDS) -> tuple[list[str], ServiceState]:
     """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
     before, done = check(host, plan), list[str]()
     wanted, standing = host.text(plan), host.standing()
@@ -131,7 +131,7 @@ def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[
     return [*done, f"loaded and running, process {standing.pid}"], standing
 
 
-def wait(host: Host, seconds: float) -> Standing:
+def wait(host: ServiceHost, seconds: float) -> ServiceState:
     """Wait until the service has had one process for `STEADY_SECONDS`. Raise `ServiceError` after `seconds`."""
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
@@ -146,7 +146,7 @@ def wait(host: Host, seconds: float) -> Standing:
     raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
 
 
-def last_words(host: Host) -> str:
+def last_words(host: ServiceHost) -> str:
     """Return the end of the service's output, which launchd keeps in a file."""
     try:
         return (host.logs / "service.log").read_text(errors="replace")[-TAIL:]
@@ -154,7 +154,7 @@ def last_words(host: Host) -> str:
         return ""
 
 
-def _take_back(host: Host, before: Existing) -> None:
+def _take_back(host: ServiceHost, before: ExistingUnit) -> None:
     """Undo an install that did not start: restore and load the earlier unit, if any."""
     _beside(host.unit, "unfinished").unlink(missing_ok=True)
     host.unload()
@@ -166,7 +166,7 @@ def _take_back(host: Host, before: Existing) -> None:
         host.forgotten()
 
 
-def _folders(host: Host, plan: Plan) -> list[str]:
+def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
     """Create the folders that launchd writes to before the program starts, owned by the service's user."""
     uid, gid, _ = account(plan.user)
     done: list[str] = []
@@ -179,7 +179,7 @@ def _folders(host: Host, plan: Plan) -> list[str]:
     return done
 
 
-def _wired(host: Host, megabytes: int) -> list[str]:
+def _wired(host: ServiceHost, megabytes: int) -> list[str]:
     """Write the job of the wired limit if wanted, and run it once now."""
     if not host.mac or not megabytes:
         return []
@@ -198,13 +198,13 @@ def _beside(file: Path, what: str) -> Path:
     return file.with_name(f".{file.name}.{what}")
 
 
-def _lint(host: Host, text: str) -> None:
+def _lint(host: ServiceHost, text: str) -> None:
     wrong = launchd.faults(text.encode()) if host.mac else []
     if wrong:
         raise ServiceError(1, f"the unit would not be taken: {'; '.join(wrong)}")
 
 
-def _write(host: Host, file: Path, text: str) -> None:
+def _write(host: ServiceHost, file: Path, text: str) -> None:
     """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
     beside = _beside(file, "new")
     try:
@@ -223,7 +223,7 @@ def _write(host: Host, file: Path, text: str) -> None:
         raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
 
 
-def uninstall(host: Host) -> list[str]:
+def uninstall(host: ServiceHost) -> list[str]:
     """Stop the service and remove its units. Return the steps done. Data is kept."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")

@@ -7,7 +7,7 @@ architecture stay open. An engine that the kernel's OOM killer ends must not sto
 and restarts the engine, hence OOMPolicy=continue.
 """
 
-from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, Plan, Standing
+from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, ServicePlan, ServiceState
 
 FOLDER = "etc/systemd/system"
 NOTICE = "# Written by `cluster service install`; change it by running that again."
@@ -30,7 +30,7 @@ HARDENING = {
 }
 
 
-def unit(plan: Plan) -> str:
+def unit(plan: ServicePlan) -> str:
     """Return the unit's text."""
     pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
@@ -77,7 +77,7 @@ def ours(content: str) -> dict[str, str] | None:
     return {name: value for name, value in pairs if name != "Environment"}
 
 
-def standing_in(listing: str) -> Standing:
+def standing_in(listing: str) -> ServiceState:
     """Parse the output of `systemctl show` for `SHOWN`."""
     told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = told.get("LoadState") == "loaded"
@@ -87,4 +87,4 @@ def standing_in(listing: str) -> Standing:
         if told.get("Result", "success") == "success"
         else f"{told['Result']} {told.get('ExecMainStatus', '')}".strip()
     )
-    return Standing(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)
+    return ServiceState(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)

@@ -34,7 +34,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import private_folder, write_private
 from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
-from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
+from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
 
 log = structlog.get_logger()
 
@@ -50,11 +50,11 @@ class AuthorityError(Exception):
     """The CA's files are missing or damaged. The text names the file and the next step."""
 
 
-class BadRequestError(ValueError):
+class CertificateRequestError(ValueError):
     """A certificate request that the authority does not sign. The text has the reason."""
 
 
-class Authority:
+class ClusterCa:
     """CA of one cluster, created on first use in `folder`.
 
     `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds.
@@ -80,7 +80,7 @@ class Authority:
     def sign(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
         """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
 
-        Raise `BadRequestError` if `public_key_of` refuses the request.
+        Raise `CertificateRequestError` if `public_key_of` refuses the request.
         """
         certificate = self._leaf(
             public_key_of(csr),
@@ -145,7 +145,7 @@ class Authority:
         log.info("coordinator certificate renewed", expires=read_certificate(self._own_certificate()).expires)
         return True
 
-    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> Peer | None:
+    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
         """Return the node that presented this certificate (DER, or the TLS object that verified it).
 
         Return None without a certificate, or if the certificate names no node of this cluster.
@@ -209,21 +209,23 @@ def cluster_in(file: Path) -> str:
 def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     """Return the public key of a certificate request (DER).
 
-    Raise `BadRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
+    Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
     """
     if len(csr) > LONGEST_REQUEST:
-        raise BadRequestError(f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read")
+        raise CertificateRequestError(
+            f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read"
+        )
     try:
         request = x509.load_der_x509_csr(csr)
         key = request.public_key()
         # check the key type first: the signature of a huge RSA key would cost time before authentication
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise BadRequestError("the certificate request is not for a P-256 key")
+            raise CertificateRequestError("the certificate request is not for a P-256 key")
         signed = request.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise BadRequestError(str(error) or "this is not a certificate request") from None
+        raise CertificateRequestError(str(error) or "this is not a certificate request") from None
     if not signed:
-        raise BadRequestError("the certificate request is not signed by its own key")
+        raise CertificateRequestError("the certificate request is not signed by its own key")
     return key
 
 

@@ -64,7 +64,7 @@ ALWAYS = ("localhost", "127.0.0.1", "::1")
 LOCAL = "local"
 
 
-class Endpoint:
+class HttpsCa:
     """TLS of the endpoint, created on first use in `folder`. `hosts` are additional names; `clock` returns Unix
     seconds."""
 

@@ -19,7 +19,7 @@ KEY_SECONDS = 12 * 3600.0
 MOST_CODES, MOST_KEYS = 16, 64
 
 
-class Visitors:
+class BrowserSessions:
     """Unused sign-in codes and the browser keys. `clock` returns Unix seconds."""
 
     def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:

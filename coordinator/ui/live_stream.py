@@ -18,7 +18,7 @@ SILENCE_SECONDS = 15.0
 MOST_VIEWERS = 32
 
 
-class Live:
+class LiveStream:
     """`sections()` gives the state as it is now, each section whole."""
 
     def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:

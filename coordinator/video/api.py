@@ -16,13 +16,13 @@ import msgspec
 from coordinator.state.access_admin import LOCAL
 from coordinator.state.database import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
-from coordinator.video.controller import Conductor
+from coordinator.video.controller import VideoController
 from coordinator.video.file_response import send_file
 from coordinator.video.multipart import boundary_of, read_form
 from coordinator.video.state.admission import admit
-from coordinator.video.state.jobs import Job, Kept, State, shown
+from coordinator.video.state.jobs import JobState, StoredFile, VideoJob, shown
 from router.admission.api_keys import ApiKey, KeyRing
-from router.admission.rate_limits import Quotas
+from router.admission.rate_limits import RateLimits
 from router.dialects.openai import video_schema
 from router.dialects.openai.video_schema import VideoBody
 from router.dialects.shared.strict_json import read_object
@@ -31,7 +31,7 @@ from router.http.app import App, allowed
 from router.http.exchange import Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 VIDEOS = "/v1/videos"
 JSON_BYTES = 64 * 1024
@@ -50,7 +50,7 @@ NOT_OFFERED: Mapping[str, str] = {
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 
 
-class Answered(Protocol):
+class AnswerCounter(Protocol):
     """Where answers are counted."""
 
     def answered(self, status: int) -> None:
@@ -58,16 +58,16 @@ class Answered(Protocol):
         ...
 
 
-class Videos:
+class VideoApp:
     """ASGI app for video routes. `control` handles every other path."""
 
     def __init__(
         self,
-        conductor: Conductor,
+        conductor: VideoController,
         keys: KeyRing,
-        quotas: Quotas,
+        quotas: RateLimits,
         settings: RouterSettings,
-        counters: Answered,
+        counters: AnswerCounter,
         control: App,
     ) -> None:
         self._conductor = conductor
@@ -131,7 +131,7 @@ class Videos:
         else:
             await self._tell(exchange, made)
 
-    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> Job | Problem:
+    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> VideoJob | Problem:
         idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
         if len(idempotency) > LONGEST_KEY or not idempotency.isprintable():
             return invalid(f"Idempotency-Key must be at most {LONGEST_KEY} printable letters")
@@ -146,7 +146,7 @@ class Videos:
         if isinstance(wanted, Problem):
             return wanted
         mine = [job for job in conductor.board.jobs.values() if job.open and job.key == owner]
-        queued = sum(job.state == State.QUEUED for job in mine)
+        queued = sum(job.state == JobState.QUEUED for job in mine)
         refused = self._quotas.take_video(key.id, wanted.model, len(mine), queued, time.monotonic())
         if refused is not None:
             return from_refused(refused)
@@ -221,7 +221,7 @@ class Videos:
         except FileNotFoundError:
             await exchange.refuse(_no_video(name))
 
-    def _file(self, job: Job, query: Mapping[str, str]) -> tuple[Path, Kept] | Problem:
+    def _file(self, job: VideoJob, query: Mapping[str, str]) -> tuple[Path, StoredFile] | Problem:
         kind = _wanted_kind(job, query)
         if isinstance(kind, Problem):
             return kind
@@ -231,16 +231,16 @@ class Videos:
     async def _not_offered(self, exchange: Exchange, what: str) -> None:
         key = allowed(self._keys, exchange, ("GET", "POST"), "infer")
         text = f"{what} is not offered: {NOT_OFFERED[what]}"
-        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=Code.UNSUPPORTED.value))
+        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=RefusalCode.UNSUPPORTED.value))
 
-    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> Job | Problem:
+    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> VideoJob | Problem:
         key = allowed(self._keys, exchange, methods, "infer")
         if isinstance(key, Problem):
             return key
         job = self._conductor.job(name) if _ID.fullmatch(name) else None
         return job if job is not None and _sees(key, job) else _no_video(name)
 
-    async def _tell(self, exchange: Exchange, job: Job) -> None:
+    async def _tell(self, exchange: Exchange, job: VideoJob) -> None:
         headers: list[Header] = []
         if job.open:
             headers = [(b"openai-poll-after-ms", b"%d" % (self._conductor.settings.poll_seconds * 1000))]
@@ -252,7 +252,7 @@ def _owner(key: ApiKey) -> str:
     return key.name if key.name == LOCAL else key.id
 
 
-def _sees(key: ApiKey, job: Job) -> bool:
+def _sees(key: ApiKey, job: VideoJob) -> bool:
     return job.key == _owner(key) or key.allows("admin")
 
 
@@ -261,16 +261,18 @@ def _understood(body: dict[str, Any]) -> VideoBody | Problem:
     return found if isinstance(found, Problem) else found[0]
 
 
-def _wanted_kind(job: Job, query: Mapping[str, str]) -> str | Problem:
+def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
     """Return the wanted kind of file, or the problem."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)
-        return invalid(f"variant {variant[:40]!r} is not offered, only {known}", "variant", Code.UNSUPPORTED.value)
-    if job.state == State.FAILED:
+        return invalid(
+            f"variant {variant[:40]!r} is not offered, only {known}", "variant", RefusalCode.UNSUPPORTED.value
+        )
+    if job.state == JobState.FAILED:
         why = "" if job.fault is None else f": {job.fault.message}"
         return Problem(409, "video_failed", f"this video was not made{why}")
-    if job.state != State.COMPLETED:
+    if job.state != JobState.COMPLETED:
         return Problem(
             409, "video_not_completed", f"this video is {shown(job)['status']}: ask again when it is completed"
         )

@@ -1,17 +1,19 @@
 """Forwards the registry's callbacks to both the dispatcher and the video controller."""
 
-from coordinator.cluster.registry import Placing
-from coordinator.video.controller import HEARD, Conductor
+from coordinator.cluster.registry import RegistryListener
+from coordinator.video.controller import HEARD, VideoController
 from router.placement.cluster_view import ClusterView
 from wire.frames import Frame
 from wire.identity import NodeId
 
 
-class Both:
-    """Implements `coordinator.cluster.registry.Placing`. The video controller receives leases, the dispatcher all other
-    frames."""
+class ListenerFanout:
+    """Implements `coordinator.cluster.registry.RegistryListener`.
 
-    def __init__(self, dispatcher: Placing, conductor: Conductor) -> None:
+    The video controller receives leases, the dispatcher all other frames.
+    """
+
+    def __init__(self, dispatcher: RegistryListener, conductor: VideoController) -> None:
         self._dispatcher = dispatcher
         self._conductor = conductor
 

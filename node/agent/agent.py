@@ -33,17 +33,17 @@ import structlog
 from msgspec.structs import replace
 
 from node.agent import discovery
-from node.agent.connection import Link, dial
-from node.agent.identity import Identity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
+from node.agent.connection import CoordinatorLink, dial
+from node.agent.identity import NodeIdentity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
 from node.engine_process.supervisor import STOPPED, Supervisor
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of
-from node.memory.timer import Alarm
+from node.memory.timer import Timer
 from node.settings import NodeSettings
-from node.sharing.controller import Sharer
-from node.sharing.policy import Act, Holds, Standing
-from node.video.lease_manager import PREFIX, Lender
+from node.sharing.controller import SharingController
+from node.sharing.policy import Occupancy, SharingAction, SharingState
+from node.video.lease_manager import PREFIX, LeaseManager
 from node.video.ray.local_ray import LocalRay
 from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, decode, encode, head_of
@@ -51,36 +51,36 @@ from wire.frames import (
     TAGS,
     Admitted,
     AllowVideo,
-    Answer,
-    Ask,
     Cancel,
-    Count,
+    CertificateRenewed,
+    CountTokens,
     Deltas,
     Denied,
     Failed,
+    FetchChunk,
+    FetchRequest,
     Finished,
     Frame,
     Generate,
     Goodbye,
     Hello,
-    Lease,
-    Load,
-    Pause,
+    LeaseRelease,
+    LeaseRequest,
+    LoadModel,
+    PauseNode,
     Ping,
-    Profile,
+    ProfileModel,
     RayHead,
     Refusal,
-    Release,
-    Renew,
-    Renewed,
+    RenewCertificate,
     Report,
-    Unload,
+    UnloadModel,
     Welcome,
 )
 from wire.histogram import GateMeasures, NodeMeasures
 from wire.identity import PROTOCOL
-from wire.refusals import Code, Refused
-from wire.report import Enforcement, Hardware, Memory, Model, Sharing, System
+from wire.refusals import RefusalCode, Refused
+from wire.report import Enforcement, Hardware, Memory, Model, Sharing, SystemMemory
 from wire.video import VideoState
 
 SILENCE = 10.0
@@ -118,7 +118,7 @@ class Agent:
     """Links of this node to the coordinator. `run` ends after `stop`, or raises Expelled."""
 
     def __init__(
-        self, identity: Identity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
+        self, identity: NodeIdentity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
     ) -> None:
         self._identity = identity
         self._settings = settings
@@ -126,14 +126,14 @@ class Agent:
         self._hardware = hardware
         self._log_file = log_file
         self._instance = uuid.uuid4().hex
-        self._link: Link | None = None
-        self._links: set[Link] = set()
+        self._link: CoordinatorLink | None = None
+        self._links: set[CoordinatorLink] = set()
         self._context = client_context(identity)
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
         self._told: tuple[object, ...] = ()
-        self._next_report = Alarm(self.report)
+        self._next_report = Timer(self.report)
         self._models: tuple[Model, ...] = ()
         self._draining = False
         self._outgrown: dict[str, float] = {}
@@ -147,10 +147,10 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
-        self.poll: Poll | None = None
-        self.lender: Lender | None = None
+        self.poll: MemoryPoll | None = None
+        self.lender: LeaseManager | None = None
         self.ray: LocalRay | None = None
-        self.sharer: Sharer | None = None
+        self.sharer: SharingController | None = None
         self.on_sharing: Callable[[str], None] = lambda why: None
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
@@ -177,7 +177,7 @@ class Agent:
                 await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
                 wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
 
-    async def _connect_unless_stopped(self) -> Link | None:
+    async def _connect_unless_stopped(self) -> CoordinatorLink | None:
         """Connect, or return None at `stop`. An unreachable coordinator does not delay `stop`."""
         connecting = asyncio.ensure_future(self._connect(takeover=False))
         stopped = asyncio.ensure_future(self._stopped.wait())
@@ -213,7 +213,7 @@ class Agent:
         except TimeoutError:
             return
 
-    async def _connect(self, *, takeover: bool) -> Link | None:
+    async def _connect(self, *, takeover: bool) -> CoordinatorLink | None:
         now = asyncio.get_running_loop().time()
         besides = {address for address, at in self._outgrown.items() if now - at < OUTGROWN_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)
@@ -233,8 +233,8 @@ class Agent:
             return link
         return None
 
-    def _new_link(self) -> Link:
-        return Link(self._identity.cluster, self._received, self._lost)
+    def _new_link(self) -> CoordinatorLink:
+        return CoordinatorLink(self._identity.cluster, self._received, self._lost)
 
     def _hello(self, takeover: bool) -> Hello:
         identity = self._identity
@@ -251,7 +251,7 @@ class Agent:
             identity.seal,
         )
 
-    async def _until_lost(self, link: Link) -> None:
+    async def _until_lost(self, link: CoordinatorLink) -> None:
         loop = asyncio.get_running_loop()
         while link.open and not self._stopped.is_set():
             silent = loop.time() - link.heard_at
@@ -263,7 +263,7 @@ class Agent:
             link = self._link or link
             self._renew_if_due()
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: CoordinatorLink, reason: str) -> None:
         self._links.discard(link)
         for request in link.requests:
             self._to_engine(Cancel(request))
@@ -301,24 +301,24 @@ class Agent:
 
     # -- frames from the coordinator ------------------------------------------
 
-    def _received(self, link: Link, tag: int, body: bytes) -> None:
+    def _received(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         kind = TAGS.get(tag)
-        if kind in (Generate, Load, Unload, Profile, Count):
+        if kind in (Generate, LoadModel, UnloadModel, ProfileModel, CountTokens):
             self._take(link, tag, body)
         else:
             self._act(link, decode(tag, body))
 
-    def _take(self, link: Link, tag: int, body: bytes) -> None:
+    def _take(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         assert self.supervisor is not None  # noqa: S101  set before the first link
         request = head_of(body)
-        if self._paused and TAGS[tag] is not Unload:
+        if self._paused and TAGS[tag] is not UnloadModel:
             link.send(Refusal(request, self._not_now()))
             return
         link.requests.add(request)
         encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
         self.supervisor.send(encoded, TAGS[tag], request)
 
-    def _act(self, link: Link, frame: Frame) -> None:
+    def _act(self, link: CoordinatorLink, frame: Frame) -> None:
         match frame:
             case Cancel():
                 for each in self._links:
@@ -334,37 +334,37 @@ class Agent:
                 self._welcomed(link, frame)
             case Denied():
                 self._denied(link, frame)
-            case Ask():
+            case FetchRequest():
                 self._answer(link, frame)
-            case Lease() | Release() | AllowVideo():
+            case LeaseRequest() | LeaseRelease() | AllowVideo():
                 self._lend(frame)
             case RayHead():
                 pass
-            case Pause():
+            case PauseNode():
                 self._obey(frame)
-            case Renewed():
+            case CertificateRenewed():
                 self._spawn(self._take_over(frame))
             case _:
                 link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
 
-    def _obey(self, order: Pause) -> None:
+    def _obey(self, order: PauseNode) -> None:
         if self.sharer is not None:
             self.sharer.obey(order)
             self.report()
 
-    def _lend(self, frame: Lease | Release | AllowVideo) -> None:
+    def _lend(self, frame: LeaseRequest | LeaseRelease | AllowVideo) -> None:
         """Forward a frame about video to the lender or to Ray."""
         assert self.lender is not None  # noqa: S101  set before the first link
         assert self.ray is not None  # noqa: S101  set with it
         match frame:
-            case Lease():
+            case LeaseRequest():
                 self.lender.ask(frame)
-            case Release():
+            case LeaseRelease():
                 self.lender.release(frame)
             case AllowVideo():
                 self.ray.allow(on=frame.allowed)
 
-    def _welcomed(self, link: Link, welcome: Welcome) -> None:
+    def _welcomed(self, link: CoordinatorLink, welcome: Welcome) -> None:
         if welcome.generation < self._identity.generation:
             self._outgrow(link)
             return
@@ -382,11 +382,11 @@ class Agent:
             self.lender.linked()
         self._tell_ready()
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: CoordinatorLink) -> None:
         if not link.requests:
             link.close()
 
-    def _outgrow(self, link: Link) -> None:
+    def _outgrow(self, link: CoordinatorLink) -> None:
         """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._outgrown[link.address] = asyncio.get_running_loop().time()
@@ -394,7 +394,7 @@ class Agent:
         link.close()
         self._woken.set()
 
-    def _denied(self, link: Link, denied: Denied) -> None:
+    def _denied(self, link: CoordinatorLink, denied: Denied) -> None:
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
             self._outgrow(link)
@@ -436,7 +436,7 @@ class Agent:
             if mine:
                 link.send(Deltas(mine))
 
-    def _end(self, link: Link, request: int) -> None:
+    def _end(self, link: CoordinatorLink, request: int) -> None:
         link.requests.discard(request)
         if link is not self._link:
             self._retire(link)
@@ -524,7 +524,7 @@ class Agent:
                     snapshot.acked_seq if snapshot else 0,
                     self._draining or self._paused,
                     self._ping,
-                    self.poll.system() if self.poll else System(),
+                    self.poll.system() if self.poll else SystemMemory(),
                     self.poll.enforcement() if self.poll else Enforcement(),
                     self._video(),
                     self.sharer.told() if self.sharer is not None else Sharing(),
@@ -578,7 +578,7 @@ class Agent:
         """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
         assert self.sharer is not None  # noqa: S101  the sharer caused the refusal
         text = f"this Mac takes nothing new: {self.sharer.standing.why}"
-        return Refused(Code.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
+        return Refused(RefusalCode.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
 
     def _resting_models(self) -> tuple[Model, ...]:
         """Return the models that this Mac can serve again after its engine was replaced to release memory.
@@ -596,27 +596,27 @@ class Agent:
         self.on_sharing("" if standing.shared else standing.why)
         self.report()
 
-    def holds(self) -> Holds:
+    def holds(self) -> Occupancy:
         """Return the open requests, whether memory is leased, and whether the engine rests."""
-        return Holds(
+        return Occupancy(
             sum(len(link.requests) for link in self._links),
             self.lender is not None and self.lender.holding,
             self.supervisor is not None and self.supervisor.resting,
         )
 
-    def act(self, act: Act, standing: Standing) -> None:
+    def act(self, act: SharingAction, standing: SharingState) -> None:
         """Execute one step of releasing memory, or accept work again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
-            case Act.END_REQUESTS:
+            case SharingAction.END_REQUESTS:
                 self._let_go(f"its Mac takes no work now: {standing.why}")
-            case Act.END_LEASE if self.lender is not None:
+            case SharingAction.END_LEASE if self.lender is not None:
                 self.lender.end(standing.why)
-            case Act.END_LEASE:
+            case SharingAction.END_LEASE:
                 pass
-            case Act.REST:
+            case SharingAction.REST:
                 self.supervisor.rest()
-            case Act.WAKE:
+            case SharingAction.WAKE:
                 self.supervisor.wake()
 
     def _let_go(self, why: str) -> None:
@@ -630,15 +630,15 @@ class Agent:
 
     # -- questions ---------------------------------------------------------------
 
-    def _answer(self, link: Link, ask: Ask) -> None:
+    def _answer(self, link: CoordinatorLink, ask: FetchRequest) -> None:
         if ask.what == "logs":
             link.later(pieces(ask, self._log_file, lines=True))
         elif ask.what == "metrics":
-            link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
+            link.send(FetchChunk(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
             link.later(pieces(ask, made))
         else:
-            link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+            link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
 
     def _measures(self) -> NodeMeasures:
         report = self.supervisor.report if self.supervisor else None
@@ -650,9 +650,9 @@ class Agent:
     def _renew_if_due(self) -> None:
         if self._link is not None and not self._renewing and needs_renewal(self._identity, time.time()):
             self._renewing = True
-            self._link.send(Renew(new_csr(self._identity)))
+            self._link.send(RenewCertificate(new_csr(self._identity)))
 
-    async def _take_over(self, renewed: Renewed) -> None:
+    async def _take_over(self, renewed: CertificateRenewed) -> None:
         self._identity = install(self._identity, renewed.certificate)
         self._context = client_context(self._identity)
         log.info("certificate renewed")
@@ -706,7 +706,7 @@ def _line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
-def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
+def pieces(ask: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
     """Yield a window of a file as answers, read while they are sent. With `lines` a window at the end begins with a
     whole line."""
     try:
@@ -720,7 +720,7 @@ def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
             file.seek(start)
             while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
                 start += len(piece)
-                yield Answer(ask.ask, piece)
-        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
+                yield FetchChunk(ask.ask, piece)
+        yield FetchChunk(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
     except OSError as error:
-        yield Answer(ask.ask, b"", last=True, error=str(error))
+        yield FetchChunk(ask.ask, b"", last=True, error=str(error))

@@ -17,7 +17,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from host.bonjour_announce import addresses
 from node.agent.enrollment import proves_itself
-from node.agent.identity import Identity
+from node.agent.identity import NodeIdentity
 from wire.bonjour_record import (
     cluster_hint,
     from_txt,
@@ -42,7 +42,7 @@ STAGGER = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredService:
     """Bonjour record of a coordinator or of a Mac."""
 
     name: str
@@ -65,7 +65,7 @@ class Found:
 
 async def find(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
-) -> list[Found]:
+) -> list[DiscoveredService]:
     """Search for coordinators for at most `seconds`, or less once a record was found.
 
     `cluster` (a whole id) limits the search to one cluster. Returns an empty list also when multicast is not possible
@@ -103,7 +103,7 @@ class _Search:
         self._hint = hint
         self._tasks: set[asyncio.Task[None]] = set()
         self._first = asyncio.Event()
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, DiscoveredService] = {}
 
     def heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
@@ -139,14 +139,14 @@ class _Search:
         ips = tuple(dict.fromkeys(record.parsed_scoped_addresses()))
         if not ips or not record.port or len(self.found) >= MOST_FOUND:
             return
-        self.found[name] = Found(
+        self.found[name] = DiscoveredService(
             shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
         )
         self._first.set()
 
 
 async def locate(
-    identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
+    identity: NodeIdentity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
     """Search for our coordinator at the remembered addresses and by Bonjour in parallel.
 

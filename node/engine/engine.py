@@ -20,31 +20,39 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment
-from node.engine.memory.footprint import Footprint, Metal, Wiring, clear_pool, give_back, limit_pool, open_metal
-from node.engine.memory.gate import Gate, Site
-from node.engine.memory.gated_forward import LOAD_SPEED, Forwards
-from node.engine.memory.reserve import Canary
-from node.engine.memory.wired_limit import Wire
+from node.engine.memory.footprint import (
+    EngineMemory,
+    MetalMemory,
+    WiredLimit,
+    clear_pool,
+    give_back,
+    limit_pool,
+    open_metal,
+)
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.gated_forward import LOAD_SPEED, GatedForwards
+from node.engine.memory.reserve import EmergencyReserve
+from node.engine.memory.wired_limit import WireMode
 from node.engine.models.load_times import LoadTimes
-from node.engine.models.loaded_model import TICK, Resident, Step, load
-from node.engine.models.model_descriptor import Found
-from node.engine.models.model_manager import FilesChangedError, Loaded, Outcome, Shelf
-from node.engine.models.profile import Profiles
-from node.engine.models.profile_sweep import Sweeps
-from node.engine.models.profiler import Profiler, Spike
-from node.engine.process.interface import Call, Doing, Recording, Work
+from node.engine.models.loaded_model import TICK, LoadedModel, LoadStep, load
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_manager import FilesChangedError, LoadSucceeded, ModelManager, Outcome
+from node.engine.models.profile import MemoryProfileStore
+from node.engine.models.profile_sweep import SweepQueue
+from node.engine.models.profiler import ForwardPeak, Profiler
+from node.engine.process.interface import CallRecording, NativeCall, NativeCallKind, Work
 from node.engine.requests import preflight
-from node.engine.requests.prepared import Prepared
-from node.engine.requests.preparer import Door
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.requests.tokenize_admission import Read, Unread, too_long
-from node.engine.scheduling.prefix_cache import Reuse, limit_of
+from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, too_long
+from node.engine.scheduling.prefix_cache import PrefixCacheManager, limit_of
 from node.engine.scheduling.sampling import sampling_of
-from node.engine.scheduling.scheduler import Generation, finished
-from node.engine.text.tokenizer_trial import Trials
+from node.engine.scheduling.scheduler import Scheduler, finished
+from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.environment import PROFILES
 from node.memory.sensor import open_machine
-from node.models.catalogue import Library
+from node.models.catalogue import ModelCatalogue
 from node.settings import NodeSettings
 from wire.capacity.arithmetic import (
     Fits,
@@ -58,27 +66,27 @@ from wire.capacity.arithmetic import (
     shed,
     waste_under,
 )
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,
     Cancel,
-    Count,
-    Enforce,
+    CountTokens,
     EngineReport,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
-    MakeRoom,
+    LoadModel,
+    MemoryLimits,
     Ping,
-    Profile,
+    ProfileModel,
+    ReclaimMemory,
+    ReduceMemory,
     Refusal,
-    Restore,
-    Unload,
+    RestoreModels,
+    UnloadModel,
 )
-from wire.refusals import Code, Refused
-from wire.report import Hardware, Level, Memory, Model, Transient
+from wire.refusals import RefusalCode, Refused
+from wire.report import Hardware, Memory, MemoryLevel, Model, TransientModel
 from wire.units import show_size
 
 WAY_SECONDS = 1.0
@@ -103,25 +111,25 @@ class TextEngine:
     def __init__(
         self,
         settings: NodeSettings,
-        library: Library,
-        recorder: Recording,
+        library: ModelCatalogue,
+        recorder: CallRecording,
         hardware: Hardware,
         profiles: Path | None,
-        metal: Callable[[], Metal] = open_metal,
-        gate: type[Gate] = Gate,
+        metal: Callable[[], MetalMemory] = open_metal,
+        gate: type[MemoryGate] = MemoryGate,
     ) -> None:
         self._settings = settings.engine.mlx
         self.library = library
-        self.trials = Trials(profiles)
-        self.door = Door(
+        self.trials = TokenizerTrials(profiles)
+        self.door = RequestPreparer(
             library,
             self._context,
             recorder=recorder,
             trials=self.trials if settings.models.trial else None,
             barred=lambda found: self._cause(found, time.monotonic()),
         )
-        self.footprint = Footprint(hardware.memory, self._held)
-        self.forwards = Forwards(
+        self.footprint = EngineMemory(hardware.memory, self._held)
+        self.forwards = GatedForwards(
             recorder,
             self.footprint,
             self._reserved,
@@ -132,14 +140,14 @@ class TextEngine:
             gate=gate,
         )
         self.gate = self.forwards.gate
-        self.reuse = Reuse(self.forwards, self._kept_most, self.footprint.forget)
+        self.reuse = PrefixCacheManager(self.forwards, self._kept_most, self.footprint.forget)
         self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self.profiler = Profiler(
-            Profiles(profiles),
+            MemoryProfileStore(profiles),
             hardware,
             self._ask,
-            Spike(self.forwards.height, self.footprint.sensor),
+            ForwardPeak(self.forwards.height, self.footprint.sensor),
             self._longest,
             self.gate.narrowed,
             chunk=self._settings.chunk,
@@ -147,8 +155,8 @@ class TextEngine:
             context=self._settings.context,
             on=settings.models.profile == "auto",
         )
-        self._wiring = Wiring(Wire(settings.memory.wire), metal)
-        self.shelf = Shelf(
+        self._wiring = WiredLimit(WireMode(settings.memory.wire), metal)
+        self.shelf = ModelManager(
             self.gate,
             self._memory,
             self._released,
@@ -158,7 +166,7 @@ class TextEngine:
             self._pieces,
             settings.models.idle_unload,
         )
-        self.generation = Generation(
+        self.generation = Scheduler(
             self.forwards,
             lambda: self.shelf.residents,
             self.reuse,
@@ -166,7 +174,7 @@ class TextEngine:
             self._settings.chunk,
             self._settings.chunk_floor,
         )
-        self.sweeps = Sweeps(
+        self.sweeps = SweepQueue(
             self.profiler,
             self.forwards,
             lambda: self.shelf.residents,
@@ -175,10 +183,10 @@ class TextEngine:
             self.generation.still,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )
-        self.canary = Canary(settings.memory.canary, self._memory)
+        self.canary = EmergencyReserve(settings.memory.canary, self._memory)
         self.shelf.spares += [self.canary, self.sweeps]
-        self._pending: dict[int, tuple[Prepared, float]] = {}
-        self._unread: dict[int, tuple[int, Resident | None]] = {}
+        self._pending: dict[int, tuple[PreparedRequest, float]] = {}
+        self._unread: dict[int, tuple[int, LoadedModel | None]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
@@ -195,47 +203,47 @@ class TextEngine:
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work, on the I/O thread. Short prompts are tokenized or counted at once; a `Ping`
         triggers a search for new models."""
-        if isinstance(frame, Generate | Count):
+        if isinstance(frame, Generate | CountTokens):
             if self.door.inline(frame):
                 return self._read(frame).work
-            return Unread(frame, self.door.need(frame), partial(self._read, frame))
-        if isinstance(frame, Load | Profile):
+            return UntokenizedPrompt(frame, self.door.need(frame), partial(self._read, frame))
+        if isinstance(frame, LoadModel | ProfileModel):
             self.library.look(frame.model)
         if isinstance(frame, Ping):
             return frame if self.library.refresh() else None
         return frame
 
-    def call(self) -> Call | None:
+    def call(self) -> NativeCall | None:
         """Return the running native call."""
         return self.forwards.call
 
-    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+    def take(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         match work:
-            case Unread():
+            case UntokenizedPrompt():
                 return self._weigh(work)
-            case Read():
+            case TokenizeResult():
                 self._put_by(work.request)
                 return self.take(work.work, now)
-            case Prepared():
+            case PreparedRequest():
                 return self._generate(work, now)
             case Cancel():
                 self._cancel(work.request)
-            case Limits():
+            case MemoryLimits():
                 self._hold(work)
-            case Enforce():
+            case ReduceMemory():
                 return self._enforce(work)
-            case MakeRoom():
+            case ReclaimMemory():
                 self._roomed = work.number
                 self.shelf.make_room(work.size, over_load=not self._waited_for(self.shelf.reading))
                 return self._ended_loads()
-            case Load():
+            case LoadModel():
                 return self._load(work, now)
-            case Unload():
+            case UnloadModel():
                 return self._unload(work)
-            case Profile():
+            case ProfileModel():
                 return self._profile(work, now)
-            case Restore():
+            case RestoreModels():
                 self._restore(work, now)
             case Finished() | Refusal():
                 return [work]
@@ -317,7 +325,7 @@ class TextEngine:
             self.generation.close()
             self.shelf.close()
 
-    def _cause(self, found: Found, now: float) -> str:
+    def _cause(self, found: ModelDescriptor, now: float) -> str:
         """Return why a model cannot be used now; empty when it can."""
         return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
 
@@ -330,25 +338,25 @@ class TextEngine:
                 "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
             )
 
-    def _hold(self, limits: Limits) -> None:
+    def _hold(self, limits: MemoryLimits) -> None:
         """Apply new limits. The wired limit does not depend on them."""
         self.gate.hold(limits)
         self.canary.hold(limits.cap)
-        self.shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
-        self.reuse.relieve(lambda: level(self._memory()) <= Level.OK)
+        self.shelf.give_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.reuse.relieve(lambda: level(self._memory()) <= MemoryLevel.OK)
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
             for resident in self.shelf.residents.values():
                 resident.bound_waste(waste_under(limits.cap))
 
-    def _enforce(self, order: Enforce) -> list[Frame]:
+    def _enforce(self, order: ReduceMemory) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
         that is not enough, abort the load, then end the newest request."""
         self._enforced = order.poll
-        if order.level < Level.OVER_HARD:
+        if order.level < MemoryLevel.OVER_HARD:
             # A past height in the recent readings is no reason to free memory.
-            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
+            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(self._memory())
 
@@ -365,12 +373,12 @@ class TextEngine:
 
     # requests
 
-    def _read(self, frame: Generate | Count) -> Read:
+    def _read(self, frame: Generate | CountTokens) -> TokenizeResult:
         """Tokenize a prompt, or only count its tokens."""
-        counts = isinstance(frame, Count)
-        return Read(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
+        counts = isinstance(frame, CountTokens)
+        return TokenizeResult(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
 
-    def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
+    def _weigh(self, unread: UntokenizedPrompt) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
         unloaded meanwhile."""
         number = unread.frame.request
@@ -386,7 +394,7 @@ class TextEngine:
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
-        refused = self.forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
+        refused = self.forwards.ask(GateSite.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
@@ -399,7 +407,7 @@ class TextEngine:
         if resident is not None:
             resident.users -= 1
 
-    def _generate(self, prepared: Prepared, now: float) -> list[Frame]:
+    def _generate(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         request = prepared.request
         self._acked = max(self._acked, request.seq)
         if request.request in self._cancelled:
@@ -421,19 +429,21 @@ class TextEngine:
         found = self.library.find(request.model)
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
-        return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
+        return Refused(
+            RefusalCode.NOT_READY, f"{request.model} is another model here than the one that began the answer"
+        )
 
-    def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
+    def _await_model(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         """Queue a request until its model is loaded; refuse it if the model cannot be loaded."""
         request = prepared.request
         found = self.library.find(request.model)
         if found is None:
-            return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
+            return [Refusal(request.request, Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
         cause = self._cause(found, now)
         refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
         if cause:
-            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+            refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         if refused is None:
             refused = preflight.too_large(shape, self.forwards.memory(now), self._model(found, now))
         if refused is not None:
@@ -442,15 +452,15 @@ class TextEngine:
         self.shelf.ask(found)
         return []
 
-    def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
+    def _shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
         context = self._context(found)
         return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
 
-    def _context(self, found: Found) -> int:
+    def _context(self, found: ModelDescriptor) -> int:
         """Return the most tokens of a row: the model's context, or fewer by setting."""
         return min(found.context, self._settings.context or found.context)
 
-    def _admit(self, resident: Resident, prepared: Prepared, arrived: float, now: float) -> list[Frame]:
+    def _admit(self, resident: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it."""
         request = prepared.request
         shape = self._shape(prepared, resident.found)
@@ -472,7 +482,9 @@ class TextEngine:
         self.generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
-    def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
+    def _sequence(
+        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
+    ) -> Sequence:
         """Create a request's rows, without commitments; resumed rows contain their known tokens."""
         request = prepared.request
         assert prepared.voice is not None  # noqa: S101 only a refused request has none
@@ -484,7 +496,9 @@ class TextEngine:
             sequence.rows.append(row)
         return sequence
 
-    def _improper(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
+    def _improper(
+        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, now: float
+    ) -> Refused | None:
         """Return the refusal of a request that no state of the memory would allow; None if one might."""
         model = self._model(resident.found, now)
         refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
@@ -495,10 +509,12 @@ class TextEngine:
         biased = (token for token, _ in request.params.logit_bias)
         for token in (max(prepared.ids), *biased, *told):
             if not 0 <= token < resident.vocabulary:
-                return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+                return Refused(RefusalCode.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
         return None
 
-    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float, owner: Owner) -> Refused | None:
+    def _crowded(
+        self, resident: LoadedModel, shape: preflight.RequestShape, now: float, owner: WeightedKey
+    ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
         model = self._model(resident.found, now)
@@ -506,13 +522,13 @@ class TextEngine:
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         wanted = cost + self.generation.wanted(key)
-        if answer is None or answer.code is not Code.NO_ROOM:
+        if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
         if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
             return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
 
-    def _make_way(self, owner: Owner, held: int, cost: int, now: float) -> bool:
+    def _make_way(self, owner: WeightedKey, held: int, cost: int, now: float) -> bool:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
         The request will hold `held` bytes and costs `cost` at its admission."""
         room = self._offered(now, owner.name).headroom
@@ -532,7 +548,7 @@ class TextEngine:
 
     # loading
 
-    def _load(self, order: Load, now: float) -> list[Frame]:
+    def _load(self, order: LoadModel, now: float) -> list[Frame]:
         if order.model in self.shelf.residents:
             return [Finished(order.request, (), 0, 0)]
         refused = self._ordered(order.model, now)
@@ -541,7 +557,7 @@ class TextEngine:
         self._orders[order.request] = order.model
         return []
 
-    def _profile(self, order: Profile, now: float) -> list[Frame]:
+    def _profile(self, order: ProfileModel, now: float) -> list[Frame]:
         refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]
@@ -552,26 +568,26 @@ class TextEngine:
         """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
         found = self.library.find(name)
         if found is None:
-            return Refused(Code.NO_MODEL, f"this node has no model {name}")
+            return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
         self.shelf.forgive(name)
         cause = self._cause(found, now)
         if cause:
-            return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+            return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
         self.shelf.ask(found)
         return None
 
-    def _unload(self, order: Unload) -> list[Frame]:
+    def _unload(self, order: UnloadModel) -> list[Frame]:
         cancelled = Refused(
-            Code.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
+            RefusalCode.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
         )
         if self.shelf.loading(order.model) and self.shelf.give_up(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
         resident = self.shelf.residents.get(order.model)
         if resident is None:
-            return [Refusal(order.request, Refused(Code.NO_MODEL, f"{order.model} is not loaded here"))]
+            return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded here"))]
         if resident.users:
             message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
-            return [Refusal(order.request, Refused(Code.IN_USE, message))]
+            return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del resident
         self.shelf.drop(order.model)
         return [Finished(order.request, (), 0, 0)]
@@ -579,7 +595,7 @@ class TextEngine:
     def _may_load(self) -> bool:
         return self.shelf.busy and self.gate.closed() is None
 
-    def _restore(self, restore: Restore, now: float) -> None:
+    def _restore(self, restore: RestoreModels, now: float) -> None:
         self.shelf.ban(restore.bans, now)
         for name in restore.models:
             found = self.library.find(name)
@@ -590,9 +606,9 @@ class TextEngine:
         """Return whether a request waits for this model."""
         return any(prepared.request.model == model for prepared, _ in self._pending.values())
 
-    def _make_room(self, site: Site, need: int) -> bool:
+    def _make_room(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward. For a running request, a load in progress is aborted."""
-        return self.shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
+        return self.shelf.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
         return self.shelf.give_up(why)
@@ -601,7 +617,7 @@ class TextEngine:
         name = self.shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
         self.generation.still()
-        with self.forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
+        with self.forwards.native(NativeCallKind.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
             self.shelf.tick()
 
     def _ended_loads(self) -> list[Frame]:
@@ -612,20 +628,20 @@ class TextEngine:
     def _loaded(self, outcome: Outcome) -> list[Frame]:
         """Admit the requests that waited for a load, or refuse them with the reason of its failure."""
         self._rewire()
-        if isinstance(outcome, Loaded):
+        if isinstance(outcome, LoadSucceeded):
             outcome.resident.bound_waste(waste_under(self._cap))
-        name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
-        if not isinstance(outcome, Loaded):
+        name = outcome.resident.name if isinstance(outcome, LoadSucceeded) else outcome.model
+        if not isinstance(outcome, LoadSucceeded):
             self.sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
             del self._orders[number]
-            ended = isinstance(outcome, Loaded)
+            ended = isinstance(outcome, LoadSucceeded)
             frames.append(Finished(number, (), 0, 0) if ended else Refusal(number, outcome.refused))
         for prepared, arrived in [one for one in self._pending.values() if one[0].request.model == name]:
             number = prepared.request.request
             del self._pending[number]
-            if isinstance(outcome, Loaded):
+            if isinstance(outcome, LoadSucceeded):
                 frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
             else:
                 frames.append(Refusal(number, outcome.refused, prepared.tokens))
@@ -681,7 +697,7 @@ class TextEngine:
                 reserved += row_bytes(found.kv, shape.length) * shape.choices
         return reserved
 
-    def _model(self, found: Found, now: float) -> Model:
+    def _model(self, found: ModelDescriptor, now: float) -> Model:
         resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
         if resident is None:
             return Model(
@@ -729,11 +745,11 @@ class TextEngine:
             **self._transients(resident.estimator.transient),
         )
 
-    def _reported(self, found: Found, memory: Memory, now: float) -> Model:
+    def _reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
         resident, model = self.shelf.residents.get(found.name), self._model(found, now)
         return model if resident is None else self._measured(model, resident, memory)
 
-    def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
+    def _measured(self, model: Model, resident: LoadedModel, memory: Memory) -> Model:
         """Add the results of measurements under the cap in force."""
         profile = resident.profile
         return replace(
@@ -746,27 +762,27 @@ class TextEngine:
             covered=0 if profile is None else profile.chunk,
         )
 
-    def _longest(self, resident: Resident) -> int:
+    def _longest(self, resident: LoadedModel) -> int:
         """Return the longest row that the measured costs of a model allow, in tokens."""
         model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
         return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
 
-    def _alone(self, resident: Resident) -> bool:
+    def _alone(self, resident: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
         return list(self.shelf.residents.values()) == [resident] and resident.users == 1
 
-    def _pieces(self, found: Found) -> Iterator[Step | Resident]:
+    def _pieces(self, found: ModelDescriptor) -> Iterator[LoadStep | LoadedModel]:
         """Load a model and measure its profile, piece by piece, with the seconds of each part."""
         begun = read = time.monotonic()
         try:
             for piece in load(found, self._weighed):
-                if isinstance(piece, Step):
+                if isinstance(piece, LoadStep):
                     read = time.monotonic()
                 else:
                     warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
                     if not self.library.unchanged(found):
                         raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
-                    yield from (Step() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
+                    yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
                     probe = time.monotonic() - warm if first else 0.0
                     self.times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
@@ -774,7 +790,7 @@ class TextEngine:
             self._coming = 0
 
     def _ask(self, need: int) -> bool:
-        return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
+        return isinstance(self.gate.check(GateSite.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
@@ -786,7 +802,7 @@ class TextEngine:
         seen = [one.estimator.residual for one in residents]
         return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
-    def _transients(self, transient: Transient) -> "_Transients":
+    def _transients(self, transient: TransientModel) -> "_Transients":
         """Return the transients of a model's forwards, with the smallest chunk of this engine."""
         floor = min(self._settings.chunk, self._settings.chunk_floor)
         return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
@@ -794,16 +810,16 @@ class TextEngine:
 
 class _Transients(TypedDict):
     transient: int
-    forward: Transient
+    forward: TransientModel
 
 
 def _seed() -> int:
     return int.from_bytes(os.urandom(8), "big")
 
 
-def build(settings: NodeSettings, recorder: Recording) -> TextEngine:
+def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine with the models that the settings allow."""
-    library = Library(settings.models)
+    library = ModelCatalogue(settings.models)
     library.scan()
     gc.freeze()
     folder = os.environ.get(PROFILES)

@@ -5,7 +5,7 @@ After two crashes in the load or a forward of one model, this node does not load
 
 from dataclasses import dataclass, field
 
-from wire.frames import Ban
+from wire.frames import ModelBan
 
 DEATHS = 2
 WINDOW = 600.0
@@ -31,7 +31,7 @@ class Quarantine:
         self._deaths[model] = []
         return True
 
-    def bans(self, now: float) -> tuple[Ban, ...]:
+    def bans(self, now: float) -> tuple[ModelBan, ...]:
         """Return the models in quarantine."""
         cause = f"the engine died {DEATHS} times in its load, its template, its tokenizer or a forward"
-        return tuple(Ban(model, until - now, cause) for model, until in self._until.items() if until > now)
+        return tuple(ModelBan(model, until - now, cause) for model, until in self._until.items() if until > now)

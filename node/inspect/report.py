@@ -22,7 +22,7 @@ from typing import Any
 
 from host.settings_loader import (
     Flat,
-    Resolved,
+    ResolvedSettings,
     SettingsError,
     drifted,
     explained,
@@ -31,11 +31,11 @@ from host.settings_loader import (
     from_pairs,
     from_tree,
 )
-from node.agent.enrollment import EnrolError, parse_address
-from node.agent.identity import Identity, IdentityError, authority_context, load_identity, proves_coordinator
+from node.agent.enrollment import EnrollError, parse_address
+from node.agent.identity import IdentityError, NodeIdentity, authority_context, load_identity, proves_coordinator
 from node.agent.machine_id import machine_id
 from node.inspect.running_settings import running
-from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
+from node.memory.cap import MachineBounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
 from node.memory.metal_limit import read_device
 from node.memory.sensor import open_machine
 from node.models.catalogue import hub_folder
@@ -80,7 +80,7 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
     return {**told, "settings": list(explained(resolved)), "made": resolved.value}
 
 
-def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
+def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
     """Return the settings of the running node, and those that differ from its file now."""
     rows = explained(now)
     try:
@@ -90,7 +90,7 @@ def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
     return {"settings": rows, "drift": [asdict(one) for one in later]}
 
 
-def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[NodeSettings]:
+def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
@@ -123,7 +123,7 @@ def asdict_of(struct: Any) -> dict[str, Any]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
-def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
+def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     """Return the cap in bytes with its binding term, or the error.
 
     `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
@@ -177,7 +177,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
     }
 
 
-def dial(known: Identity, address: str) -> dict[str, Any]:
+def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
     told: dict[str, Any] = {
         "address": address,
@@ -203,7 +203,7 @@ def dial(known: Identity, address: str) -> dict[str, Any]:
         told["error"] = "no answer"
     except OSError as error:
         told |= {"errno": error.errno if told["errno"] is None else 0, "error": error.strerror or str(error)}
-    except EnrolError as error:
+    except EnrollError as error:
         told["error"] = str(error)
     return told
 

@@ -8,17 +8,17 @@ would count twice.
 from dataclasses import dataclass
 
 POLLS = 5
-"""Number of polls in the window of `Recent`."""
+"""Number of polls in the window of `RecentPeak`."""
 PERIOD = 1.0
 """Seconds of a poll; of the readings in a poll, the highest counts."""
 WINDOW = POLLS * PERIOD
-"""Seconds in the window of `Recent`."""
+"""Seconds in the window of `RecentPeak`."""
 STALE = 5.0
 """Age in seconds from which a reading is not used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryReading:
     """A reading of the memory that the kernel charges to a process."""
 
     phys: int | None
@@ -48,7 +48,7 @@ class LastGood:
 
 
 @dataclass(frozen=True, slots=True)
-class Highs:
+class HighWaterMarks:
     """High-water marks of a process in bytes, kept by the kernel; None if unknown.
 
     They include the transients of forwards. They calibrate margin and estimate and are not part of `current`.
@@ -60,7 +60,7 @@ class Highs:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class AvailableMemory:
     """Available memory of the system."""
 
     available: int | None
@@ -73,7 +73,7 @@ class Spare:
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentPeak:
     """Highest reading of each of the last polls, as pairs of start time and bytes, newest last.
 
     Entries expire by time. An idle process without polls therefore does not keep an old maximum.
@@ -81,13 +81,13 @@ class Recent:
 
     polls: tuple[tuple[float, int], ...] = ()
 
-    def observed(self, phys: int, now: float) -> "Recent":
+    def observed(self, phys: int, now: float) -> "RecentPeak":
         """Return the window with a further reading."""
         polls = self._within(now)
         if polls and now - polls[-1][0] < PERIOD:
             start, height = polls[-1]
-            return Recent((*polls[:-1], (start, max(height, phys))))
-        return Recent((*polls, (now, phys))[-POLLS:])
+            return RecentPeak((*polls[:-1], (start, max(height, phys))))
+        return RecentPeak((*polls, (now, phys))[-POLLS:])
 
     def highest(self, now: float) -> int:
         """Return the highest reading in the window in bytes; 0 without readings."""

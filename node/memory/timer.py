@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Alarm:
+class Timer:
     """Timer that calls `ring` once for each `set`, on the running loop. Times are seconds of the loop's clock."""
 
     def __init__(self, ring: Callable[[], None]) -> None:

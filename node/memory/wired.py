@@ -10,7 +10,7 @@ after an orderly end). No count of the process shows that: `ri_wired_size` does 
 The lower value is the leak. The second value excludes memory that other programs wired meanwhile: a busy engine unwires
 all of its weights at an orderly end. An idle engine may have had no wired memory. Then only the first value counts, and
 memory wired by another program can look like a leak. Leaked memory never returns; memory that returns later disproves
-the leak (`Leaks.look`).
+the leak (`WiredLeaks.look`).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ LEAST = GIB
 
 
 @dataclass(slots=True)
-class Wired:
+class WiredReadings:
     """Wired bytes of the system around the lifetime of a process."""
 
     before: int | None
@@ -43,7 +43,7 @@ class Wired:
 
 
 @dataclass(slots=True)
-class Leaks:
+class WiredLeaks:
     """Leaks of ended processes."""
 
     count: int = 0
@@ -56,7 +56,7 @@ class Leaks:
     after: int = 0
     """Wired bytes after its end."""
 
-    def add(self, wired: Wired, after: int | None) -> int:
+    def add(self, wired: WiredReadings, after: int | None) -> int:
         """Record the leak of an ended process; return its bytes, 0 for none."""
         missing = wired.missing(after)
         if missing and wired.before is not None and after is not None:

@@ -14,26 +14,26 @@ from typing import Protocol
 
 import structlog
 
-from host.pause_file import Pause as Kept
 from host.pause_file import PauseFile
-from host.power import Power, read_power
+from host.pause_file import PauseRecord as Kept
+from host.power import PowerState, read_power
 from node.settings import AgentSettings
 from node.sharing.policy import (
     SHARED,
-    Act,
-    Facts,
-    Grace,
-    Holds,
-    Pause,
-    Rule,
-    Standing,
-    When,
+    GracePeriods,
+    Occupancy,
+    ShareWhen,
+    SharingAction,
+    SharingInputs,
+    SharingPause,
+    SharingRule,
+    SharingState,
     due,
     read_hours,
     standing,
     too_low,
 )
-from wire.frames import Pause as Order
+from wire.frames import PauseNode as Order
 from wire.report import Sharing
 
 LOOK_SECONDS = 1.0
@@ -44,14 +44,14 @@ READ_SECONDS = 5.0
 log = structlog.get_logger("node.sharing.controller")
 
 
-class Holder(Protocol):
+class SharingTarget(Protocol):
     """Interface of the node for the controller."""
 
-    def holds(self) -> Holds:
+    def holds(self) -> Occupancy:
         """Return the present use of the node."""
         ...
 
-    def act(self, act: Act, standing: Standing) -> None:
+    def act(self, act: SharingAction, standing: SharingState) -> None:
         """Run an action."""
         ...
 
@@ -60,7 +60,7 @@ class Holder(Protocol):
         ...
 
 
-class Sharer:
+class SharingController:
     """Decision whether this Mac accepts work now. All methods run on the loop that called `start`."""
 
     def __init__(
@@ -68,24 +68,24 @@ class Sharer:
         settings: AgentSettings,
         folder: Path,
         *,
-        read: Callable[[], Power] = read_power,
+        read: Callable[[], PowerState] = read_power,
         wall: Callable[[], float] = time.time,
     ) -> None:
         hours = read_hours(settings.share_hours) if settings.share_hours else None
-        self._rule = Rule(When(settings.share), hours, settings.share_idle, settings.share_battery)
-        self._grace = Grace(settings.share_grace, settings.share_video_grace)
+        self._rule = SharingRule(ShareWhen(settings.share), hours, settings.share_idle, settings.share_battery)
+        self._grace = GracePeriods(settings.share_grace, settings.share_video_grace)
         self._file = PauseFile(folder)
         self._read, self._wall = read, wall
-        self._power = Power()
+        self._power = PowerState()
         self._read_at = -math.inf
         self._low = False
         self._stamp: tuple[int, int] | None = None
-        self._pause: Pause | None = None
+        self._pause: SharingPause | None = None
         self._changed_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self.standing: Standing = SHARED
-        self.holder: Holder | None = None
+        self.standing: SharingState = SHARED
+        self.holder: SharingTarget | None = None
 
     async def start(self) -> None:
         """Decide before the node accepts work, and then periodically."""
@@ -137,7 +137,7 @@ class Sharer:
         """Decide, report a change, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
-        facts = Facts(
+        facts = SharingInputs(
             self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
         )
         self._low = too_low(self._rule, facts)
@@ -168,7 +168,7 @@ class Sharer:
 
     async def read_power(self) -> None:
         """Read the power supply and the battery, where the rule depends on them."""
-        if self._rule.when in (When.PLUGGED_IN, When.IDLE) or self._rule.battery:
+        if self._rule.when in (ShareWhen.PLUGGED_IN, ShareWhen.IDLE) or self._rule.battery:
             self._power = await asyncio.to_thread(self._read)
         self._read_at = asyncio.get_running_loop().time()
 
@@ -178,12 +178,12 @@ class Sharer:
             stamp = self._file.stamp()
             if stamp != self._stamp:
                 kept = None if stamp is None else self._file.read()
-                self._pause = None if kept is None else Pause(kept.until, kept.by)
+                self._pause = None if kept is None else SharingPause(kept.until, kept.by)
         except FileNotFoundError:
             return  # removed meanwhile: the next check sees that
         except (OSError, ValueError) as error:
             log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
-            self._pause = Pause(None, "a file that cannot be read: `cluster resume` removes it")
+            self._pause = SharingPause(None, "a file that cannot be read: `cluster resume` removes it")
             stamp = self._file_stamp()
         self._stamp = stamp
 

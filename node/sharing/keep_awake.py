@@ -2,16 +2,16 @@
 
 from collections.abc import Callable
 
-from host.sleep_inhibitor import Awake
+from host.sleep_inhibitor import SleepInhibitor
 
 LINGER_SECONDS = 60.0
 """Seconds without idle sleep after the last request, because the next request of a chat comes soon."""
 
 
-class Wakeful:
+class SleepPolicy:
     """Rule of idle sleep. `busy` returns whether there is work, `clock` seconds."""
 
-    def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: Awake) -> None:
+    def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: SleepInhibitor) -> None:
         self._rule = rule
         self._busy = busy
         self._clock = clock

@@ -38,7 +38,7 @@ N = TypeVar("N", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BreakerState:
     """State of a breaker that is not closed."""
 
     state: str
@@ -64,7 +64,7 @@ class _Breaker:
     probed: float = 0.0
 
 
-class Breakers(Generic[N]):
+class CircuitBreakers(Generic[N]):
     """Breakers of all nodes `N`; a node without faults has none. Requests are identified by their numbers."""
 
     def __init__(self) -> None:
@@ -96,14 +96,14 @@ class Breakers(Generic[N]):
         if breaker is not None and breaker.probe is None:
             breaker.probe, breaker.probed = request, now
 
-    def standing(self, node: N, now: float) -> Standing | None:
+    def standing(self, node: N, now: float) -> BreakerState | None:
         """Return the state of a node's breaker; None where it is closed."""
         breaker = self._nodes.get(node)
         barred = breaker is not None and self._bars(node, now)
         if breaker is None or breaker.until is None:
             return None
         state = "half open" if not barred else "probing" if now >= breaker.until else "open"
-        return Standing(state, breaker.why, breaker.until, breaker.opened)
+        return BreakerState(state, breaker.why, breaker.until, breaker.opened)
 
     def fault(self, node: N, request: int, now: float, why: str = "") -> None:
         """Record that a node broke a request, with the node's message."""

@@ -9,9 +9,9 @@ Rules
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from wire.histogram import Buckets
+from wire.histogram import Histogram
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -42,7 +42,7 @@ OUTCOMES = frozenset(
         "answer_too_long",
         "memory_pressure",
         FAILED,
-        *(code.value for code in Code),
+        *(code.value for code in RefusalCode),
     }
 )
 """Outcomes of a request: success, cancelled by its client, failed, or refused with a code."""
@@ -56,9 +56,9 @@ class ModelCounts:
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-        self.ttft = Buckets(TTFT_BOUNDS)
-        self.itl = Buckets(ITL_BOUNDS)
-        self.e2e = Buckets(E2E_BOUNDS)
+        self.ttft = Histogram(TTFT_BOUNDS)
+        self.itl = Histogram(ITL_BOUNDS)
+        self.e2e = Histogram(E2E_BOUNDS)
 
     def used(self, prompt: int, cached: int, written: int) -> None:
         """Add a request's tokens, as far as the node's numbers are credible."""
@@ -115,8 +115,8 @@ class Counters:
     """Tokens and times to the first token of each member."""
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
-    queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
-    placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
+    queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
     """Duration of placement decisions."""
     _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]

@@ -12,10 +12,10 @@ household and of a lab, where no machine joins, stay the same.
 
 from collections.abc import Iterable
 
-from router.dispatch.request import Ticket
+from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import BESIDE_ROWS, Candidate
-from router.placement.reservations import Ledger
+from router.placement.reservations import ReservationLedger
 
 SOONER = 5.0
 """Minimum gain of a move, and minimum age of the request, in seconds."""
@@ -31,7 +31,7 @@ A large cluster handles the rest in later passes.
 """
 
 
-def helpers(view: ClusterView, ledger: Ledger) -> dict[str, ClusterView]:
+def helpers(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
     """Return the idle nodes by the models that they have, FEW of each."""
     found: dict[str, list[NodeView]] = {}
     for node in view.nodes:
@@ -41,14 +41,14 @@ def helpers(view: ClusterView, ledger: Ledger) -> dict[str, ClusterView]:
     return {name: ClusterView(tuple(nodes[:FEW])) for name, nodes in found.items()}
 
 
-def _free(node: NodeView, ledger: Ledger) -> bool:
+def _free(node: NodeView, ledger: ReservationLedger) -> bool:
     engine, account = node.engine, ledger.account(node.id)
     if node.state != "ready" or engine.waiting or engine.queued_tokens or account.unread:
         return False
     return not engine.rows or account.rows < engine.rows
 
 
-def waiting(tickets: Iterable[Ticket], now: float) -> list[Ticket]:
+def waiting(tickets: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
     """List the requests on nodes without a first token and with one attempt, the oldest first."""
     found = [one for one in tickets if one.first_at is None and one.attempts == 1 and now - one.arrived > SOONER]
     return sorted(found, key=lambda one: one.number)[:MANY]

@@ -16,17 +16,17 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from router.admission.api_keys import SESSION, ApiKey, KeyRing, credential, session_of
-from router.admission.body_intake import Intake
+from router.admission.body_intake import BodyIntake
 from router.admission.key_scope import visible
 from router.dialects.anthropic import api
-from router.dialects.anthropic.api import ANTHROPIC, Messages
+from router.dialects.anthropic.api import ANTHROPIC, MessagesRoute
 from router.dialects.ollama import models as ollama_models
-from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import OLLAMA
 from router.dialects.openai import models
-from router.dialects.openai.chat import Chat
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.chat import ChatRoute
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openapi import openapi_paths, openapi_schemas
 from router.dialects.shared.interface import Dialect
 from router.dispatch import count_tokens
@@ -52,10 +52,10 @@ _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
 OLLAMA_PATHS = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
-__all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
+__all__ = ["App", "RouterApp", "openapi_paths", "openapi_schemas"]
 
 
-class FrontDoor:
+class RouterApp:
     """ASGI app. `control` gets every other path, websockets and the lifespan; `clock` returns seconds since 1970."""
 
     def __init__(
@@ -76,15 +76,15 @@ class FrontDoor:
         self._started = int(clock())
         self._short = min(settings.body_bytes, INLINE_BYTES)
         self._strict = strict = settings.unknown_fields == "refuse"
-        self._responses = Responses(strict=strict)
-        self._intake = Intake(settings.body_bytes)
+        self._responses = ResponsesRoute(strict=strict)
+        self._intake = BodyIntake(settings.body_bytes)
         self.dialects: Mapping[str, Dialect] = {
-            CHAT: Chat(strict=strict),
-            COMPLETIONS: Completion(strict=strict),
-            MESSAGES: Messages(strict=strict),
+            CHAT: ChatRoute(strict=strict),
+            COMPLETIONS: CompletionRoute(strict=strict),
+            MESSAGES: MessagesRoute(strict=strict),
             RESPONSES: self._responses,
-            "/api/chat": OllamaChat(strict=strict),
-            "/api/generate": OllamaGenerate(strict=strict),
+            "/api/chat": OllamaChatRoute(strict=strict),
+            "/api/generate": OllamaGenerateRoute(strict=strict),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

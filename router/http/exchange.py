@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
-from router.dialects.shared.interface import OPENAI, Style
+from router.dialects.shared.interface import OPENAI, DialectStyle
 from router.errors import Header, Problem, too_long
-from router.http.coroutine_driver import Step, Stepper
+from router.http.coroutine_driver import CoroutineDriver, Step
 from router.http.sse import Message, Send
 from router.settings import RouterSettings
 from wire.identity import valid_request_id
@@ -31,7 +31,7 @@ GONE = 499
 class Exchange:
     """One HTTP request and its answer. `style` selects the dialect of errors."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, style: Style = OPENAI) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: list[Header] = scope["headers"]
@@ -118,7 +118,7 @@ async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -
             return False
 
 
-class Watch:
+class DisconnectWatch:
     """Watcher that calls `gone` when the client leaves."""
 
     __slots__ = ("_gone", "_receive", "_stepper")
@@ -126,7 +126,7 @@ class Watch:
     def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
         self._receive = cast("Callable[[], Step]", receive)
         self._gone = gone
-        self._stepper = Stepper(self._received)
+        self._stepper = CoroutineDriver(self._received)
         self._stepper.run(self._receive())
 
     def close(self) -> None:

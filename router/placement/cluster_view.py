@@ -20,7 +20,18 @@ from msgspec.structs import replace
 from wire.capacity.arithmetic import headroom, occupied
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, Sharing, System
+from wire.report import (
+    BatchGroup,
+    CacheState,
+    Enforcement,
+    EngineCounters,
+    EngineState,
+    Memory,
+    MemoryLevel,
+    Model,
+    Sharing,
+    SystemMemory,
+)
 from wire.video import LeaseState, VideoPackage, VideoState
 
 LEFT = "left"
@@ -79,7 +90,7 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
     draining: bool = False
-    system: System = field(default_factory=System)
+    system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
@@ -107,7 +118,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     """Fingerprints that members hold under one model name."""
 
     fingerprint: str = ""
@@ -126,9 +137,11 @@ class ClusterView:
     """All members, including sleeping and lost members: they count for "could ever fit"."""
 
     nodes: tuple[NodeView, ...] = ()
-    _identities: dict[str, Identity] = field(default_factory=dict[str, Identity], init=False, repr=False, compare=False)
+    _identities: dict[str, ModelIdentity] = field(
+        default_factory=dict[str, ModelIdentity], init=False, repr=False, compare=False
+    )
 
-    def identity(self, name: str) -> Identity:
+    def identity(self, name: str) -> ModelIdentity:
         """Return the fingerprint that serves a name, and the number of members of each fingerprint.
 
         Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
@@ -184,7 +197,7 @@ class ClusterView:
         return next((seen for seen in self.nodes if seen.id == node), None)
 
 
-def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
+def _identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
     holders: dict[str, int] = {}
     able: set[str] = set()
     for node in nodes:
@@ -194,7 +207,7 @@ def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
             if _serves(node):
                 able.add(model.fingerprint)
     chosen = min(able or holders, key=lambda one: (not one, -holders[one], one), default="")
-    return Identity(chosen, holders)
+    return ModelIdentity(chosen, holders)
 
 
 def _serves(node: NodeView) -> bool:
@@ -326,7 +339,7 @@ def _honest_engine(engine: EngineState) -> EngineState:
         queued_tokens=max(0, engine.queued_tokens),
         rows=max(0, engine.rows),
         wired=max(0, engine.wired),
-        counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
+        counts=EngineCounters(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
         cache=_honest_cache(engine.cache),
     )
 
@@ -344,8 +357,8 @@ def _honest_cache(cache: CacheState) -> CacheState:
     )
 
 
-def _honest_system(system: System) -> System:
-    return System(
+def _honest_system(system: SystemMemory) -> SystemMemory:
+    return SystemMemory(
         _size(system.available),
         _printable(system.pressure),
         _printable(system.source),
@@ -356,7 +369,7 @@ def _honest_system(system: System) -> System:
 
 def _honest_enforcement(one: Enforcement) -> Enforcement:
     return Enforcement(
-        one.level if one.level in tuple(Level) else Level.UNKNOWN,
+        one.level if one.level in tuple(MemoryLevel) else MemoryLevel.UNKNOWN,
         _size(one.phys),
         _size(one.highest),
         _size(one.interval),
@@ -420,7 +433,7 @@ def _honest_model(model: Model) -> Model:
     )
 
 
-def _possible(group: Group) -> bool:
+def _possible(group: BatchGroup) -> bool:
     return group.rows > 0 and group.longest >= 0
 
 

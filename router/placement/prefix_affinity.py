@@ -40,7 +40,7 @@ NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 """Shares of a prompt that no node has cached."""
 
 
-class Chain(msgspec.Struct, frozen=True, gc=False):
+class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
     """Hashes of a prompt."""
 
     links: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class _Session:
 
 def chain_of(
     root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
-) -> Chain:
+) -> PrefixHashChain:
     """Compute the chain of a prompt.
 
     `root` holds everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
@@ -89,10 +89,10 @@ def chain_of(
         links.append((link, size))
     if len(links) > MOST_LINKS:
         links = links[: MOST_LINKS // 2] + links[-MOST_LINKS // 2 :]
-    return Chain(tuple(links), size, hash((root, scope, session)) if session else 0)
+    return PrefixHashChain(tuple(links), size, hash((root, scope, session)) if session else 0)
 
 
-class Affinity:
+class PrefixAffinity:
     """Index of prompts by node. Each engine process of a node has a number (`engine`), which invalidates all entries of
     an earlier process at once."""
 
@@ -108,7 +108,7 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._links) + len(self._sessions) + len(self._prompts)
 
-    def shares(self, chain: Chain) -> Mapping[NodeId, float]:
+    def shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
         """Return the cached share of a prompt on each node, 0 to 1; nodes without any are left out."""
         found: dict[NodeId, float] = {}
         for link, size in reversed(chain.links):
@@ -124,7 +124,9 @@ class Affinity:
             found[session.node] = max(told, found.get(session.node, 0.0))
         return found or NOWHERE
 
-    def read(self, chain: Chain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int) -> None:
+    def read(
+        self, chain: PrefixHashChain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int
+    ) -> None:
         """Record that a node has prefilled a prompt, and how many tokens were cached. Without a `prompt_hash` the node
         caches nothing."""
         if not prompt_hash or not chain.size:
@@ -142,7 +144,7 @@ class Affinity:
         while len(self._prompts) > self._most:
             self._prompts.popitem(last=False)
 
-    def _remember(self, chain: Chain, node: NodeId, engine: int, cached: float) -> None:
+    def _remember(self, chain: PrefixHashChain, node: NodeId, engine: int, cached: float) -> None:
         last = self._sessions.get(chain.session)
         trust = 1.0
         if last is not None and (last.node, last.engine) == (node, engine):

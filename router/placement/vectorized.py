@@ -29,19 +29,19 @@ from router.placement.place import (
     ROW_WEIGHT,
     TTFT_STEP,
     WARM,
+    AttemptHistory,
     Candidate,
-    Correction,
-    Demand,
+    HeadroomCorrection,
     NoPlacement,
     Placement,
     Policy,
-    Trials,
+    ResourceDemand,
     away,
     consider,
     place,
 )
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.reservations import Ledger
+from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import headroom, occupied, request_need
 from wire.identity import NodeId
 from wire.report import ROW_COST, Model
@@ -63,7 +63,7 @@ Column = NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
+class RankInputs:
     """Columns that a policy may rank by, one number per node."""
 
     need: Column
@@ -78,7 +78,7 @@ class Rows:
     """Noise below 1."""
 
 
-def rank_balanced(rows: Rows) -> Column:
+def rank_balanced(rows: RankInputs) -> Column:
     """Rank like `place.Balanced`: the smallest number leads."""
     marks = rows.room / rows.need
     np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
@@ -92,12 +92,12 @@ def rank_balanced(rows: Rows) -> Column:
     return rank
 
 
-def rank_most_headroom(rows: Rows) -> Column:
+def rank_most_headroom(rows: RankInputs) -> Column:
     """Rank like `place.MostHeadroom`."""
     return rows.noise - rows.room
 
 
-RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
+RANKS: Mapping[Policy, Callable[[RankInputs], Column]] = MappingProxyType(
     {POLICIES["balanced"]: rank_balanced, POLICIES["most_headroom"]: rank_most_headroom}
 )
 """Array ranking of each policy; for other policies `place` examines every node."""
@@ -166,10 +166,10 @@ class _Table:
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
 
 
-class Columns:
+class VectorIndex:
     """Tables of one router; every new view must pass through `follow`."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: ReservationLedger) -> None:
         self._ledger = ledger
         self._view = ClusterView()
         self._index: dict[NodeId, int] = {}
@@ -179,13 +179,13 @@ class Columns:
     def place(
         self,
         view: ClusterView,
-        request: Demand,
+        request: ResourceDemand,
         *,
         now: float,
         draw: Callable[[], float],
         policy: Policy = POLICIES["balanced"],
-        corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
-        trials: Trials = FIRST,
+        corrections: Mapping[NodeId, HeadroomCorrection] = MappingProxyType({}),
+        trials: AttemptHistory = FIRST,
         warm: Mapping[NodeId, float] = NOWHERE,
     ) -> Placement | NoPlacement:
         """Pick a node like `place.place`. The result holds only the examined candidates."""
@@ -209,12 +209,12 @@ class Columns:
 
     def _lead(
         self,
-        request: Demand,
+        request: ResourceDemand,
         now: float,
         draw: Callable[[], float],
-        ranks: Callable[[Rows], Column],
-        corrections: Mapping[NodeId, Correction],
-        trials: Trials,
+        ranks: Callable[[RankInputs], Column],
+        corrections: Mapping[NodeId, HeadroomCorrection],
+        trials: AttemptHistory,
         warm: Mapping[NodeId, float],
     ) -> Placement | None:
         table, nodes = self._table(request.model), self._view.nodes
@@ -235,7 +235,7 @@ class Columns:
             if share >= WARM and table.room[row] >= need[row]:
                 need[row] = 1.0
         start = int(draw() * len(nodes))
-        rank = ranks(Rows(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
+        rank = ranks(RankInputs(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
         for row, share in known.items():
             rank[row] -= share * _KNOWN
         seen: list[Candidate] = []

@@ -19,7 +19,7 @@ import pytest
 
 from coordinator.api.body import BODY_SECONDS
 from coordinator.api.route import OPEN_BODY_BYTES
-from coordinator.http.origin_check import Guard
+from coordinator.http.origin_check import OriginCheck
 from router.http.app import nothing_else
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
@@ -354,11 +354,11 @@ def test_answers_of_the_control_api_are_kept_by_no_cache(served: Served, operati
 def test_local_names_are_not_ours_where_no_key_is_needed():
     """Anybody on the network answers for a name under .local: a page of theirs could ask models."""
     headers = [(b"host", b"studio.local:8080")]
-    assert Guard(nothing_else).judge("GET", headers) is None
+    assert OriginCheck(nothing_else).judge("GET", headers) is None
     for hosts, expected in (("", 421), ("studio.local", None)):
-        problem = Guard(nothing_else, hosts, local=False).judge("GET", headers)
+        problem = OriginCheck(nothing_else, hosts, local=False).judge("GET", headers)
         assert (problem and problem.status) == expected
-    assert Guard(nothing_else, local=False).judge("GET", [(b"host", b"127.0.0.1:8080")]) is None
+    assert OriginCheck(nothing_else, local=False).judge("GET", [(b"host", b"127.0.0.1:8080")]) is None
 
 
 # 4: framing and bodies

@@ -13,14 +13,14 @@ from coordinator.cluster.link_budgets import (
     MOST_RENEWALS,
     MOST_REPORT_BYTES,
     MOST_REPORTS,
-    Budget,
+    LinkBudget,
 )
 from node.agent.identity import new_request
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loop_watch import max_held_seconds, watch_loop
 from tests.support.loopback_cluster import a_model
 from wire.codec import encode, fragments
-from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, Renew, Welcome
+from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, RenewCertificate, Welcome
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ LARGE = b"".join(fragments(encode(a_report(1, models=tuple(a_model(f"m{n}", caus
 FLOODS: dict[str, tuple[Frame | bytes, float]] = {
     "reports": (encode(a_report(1)), MOST_REPORTS),
     "large reports": (LARGE, MOST_REPORT_BYTES / len(LARGE)),
-    "renewals": (Renew(new_request("x").csr), MOST_RENEWALS),
+    "renewals": (RenewCertificate(new_request("x").csr), MOST_RENEWALS),
     "answers of requests that are not there": (Finished(1, ("stop",), 1, 1), MOST_FRAMES),
     "leases that are not there": (LeaseGranted("l", 1), MOST_LOGGED),
     "empty steps": (Deltas(()), MOST_FRAMES),
@@ -112,7 +112,7 @@ async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
 
 
 def test_a_budget_fills_again() -> None:
-    budget = Budget("frames", 10.0, 5.0)
+    budget = LinkBudget("frames", 10.0, 5.0)
     assert [budget.over(100.0) for _ in range(5)] == [""] * 5
     assert budget.over(100.0) == "too many frames: 10 a second, 5 at once"
     assert budget.over(100.05)

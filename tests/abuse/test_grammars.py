@@ -13,7 +13,7 @@ from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.text_engine import Driver
 from tests.support.whole_pool import Served, answers, status
-from wire.frames import Failed, Finished, Generate, Grammar, Params
+from wire.frames import Failed, Finished, Generate, GenerationParams, GrammarSpec
 from wire.refusals import GRAMMAR_FAILED
 
 NESTED = "(((a{1,100}){1,100}){1,100})"
@@ -22,8 +22,10 @@ NESTED = "(((a{1,100}){1,100}){1,100})"
 
 def test_nested_counts_end_their_own_request_as_the_clients_fault():
     driver = Driver(models.path("llama"), batch=8, chunk=256)
-    beside = driver.ask("Hello!", Params(temperature=0.0, max_tokens=60))
-    number = driver.ask("Hi", Params(temperature=1.0, seed=1, max_tokens=60, grammar=Grammar("regex", NESTED)))
+    beside = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=60))
+    number = driver.ask(
+        "Hi", GenerationParams(temperature=1.0, seed=1, max_tokens=60, grammar=GrammarSpec("regex", NESTED))
+    )
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert (end.code, "make it smaller" in end.message) == (GRAMMAR_FAILED, True), end

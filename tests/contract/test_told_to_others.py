@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from router.dispatch.decision_log import REFUSALS_KEPT, History
+from router.dispatch.decision_log import REFUSALS_KEPT, DecisionLog
 from router.errors import invalid
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.whole_pool import Served, served, status
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
 WRITTEN = "zebra canary"
 
@@ -23,8 +23,8 @@ def ask(pool: Served, method: str, path: str, key: str, body: object = None) -> 
     return status(answer), answer.partition(b"\r\n\r\n")[2].decode()
 
 
-@pytest.mark.parametrize("code", [Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE])
-def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Code):
+@pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.UNSUPPORTED, RefusalCode.TEMPLATE])
+def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: RefusalCode):
     node = LoopbackNode("a", refuse=1, refusal=Refused(code, f"this is odd: {WRITTEN}"))
     with served(node) as pool:
         body = {"model": "tiny", "messages": [{"role": "user", "content": WRITTEN}]}
@@ -88,7 +88,7 @@ def test_every_route_keeps_why_it_refused(path: str, body: object):
 
 
 def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
-    history = History()
+    history = DecisionLog()
     with served(LoopbackNode("a")) as pool:
         good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
         assert ask(pool, "POST", "/v1/chat/completions", "infer", good)[0] == 200

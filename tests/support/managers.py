@@ -10,7 +10,7 @@ A job runs unless the file `broken` is beside them: then it ends at once with 1.
 import sys
 from pathlib import Path
 
-from coordinator.service.service_manager import Host
+from coordinator.service.service_manager import ServiceHost
 
 LAUNCHCTL = """
 import json, os, pathlib, plistlib, stat
@@ -106,7 +106,7 @@ keep()
 """
 
 
-def manager(root: Path, platform: str, uid: int = 0) -> Host:
+def manager(root: Path, platform: str, uid: int = 0) -> ServiceHost:
     """Give a system of its own below `root`, with a manager of services that has nothing loaded."""
     folder = root / "bin"
     folder.mkdir(exist_ok=True)
@@ -115,7 +115,7 @@ def manager(root: Path, platform: str, uid: int = 0) -> Host:
         (folder / name).write_text(f"#!{sys.executable} -IS\nimport sys\n{code}")
         (folder / name).chmod(0o755)
         tools[name] = str(folder / name)
-    return Host(platform, root, tools, uid)
+    return ServiceHost(platform, root, tools, uid)
 
 
 def calls(root: Path) -> list[str]:

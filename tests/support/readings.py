@@ -2,14 +2,14 @@
 
 import time
 
-from node.memory.reading import Highs
-from node.memory.sensor import Sensor, Source
+from node.memory.reading import HighWaterMarks
+from node.memory.sensor import FootprintSource, Sensor
 
 
 class FailingSource:
     """A source that reads what the one below it reads, and nothing while it `fails`."""
 
-    def __init__(self, below: Source, *, fails: bool = False) -> None:
+    def __init__(self, below: FootprintSource, *, fails: bool = False) -> None:
         self._below = below
         self.source = below.source
         self.fails = fails
@@ -18,9 +18,9 @@ class FailingSource:
         """Read now, or fail."""
         return None if self.fails else self._below.phys()
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Read the marks, or fail."""
-        return Highs() if self.fails else self._below.highs()
+        return HighWaterMarks() if self.fails else self._below.highs()
 
     def begin_interval(self) -> bool:
         """Begin the interval's mark again."""

@@ -197,7 +197,7 @@ class Transport(Protocol):
         """Return the socket, the peer name or the certificate."""
 
 
-class Loop(Protocol):
+class EventLoop(Protocol):
     """The part of an event loop that an endpoint uses."""
 
     def time(self) -> float:
@@ -213,14 +213,14 @@ class Loop(Protocol):
         ...
 
 
-class Endpoint:
+class LinkEndpoint:
     """One end of a link as an asyncio protocol.
 
     It splits received bytes into frames, sends through an `Outbox`, and closes on a violation of the protocol.
     Subclasses override `opened`, `received` and `lost`.
     """
 
-    def __init__(self, loop: Loop, longest_joined: int = LONGEST_JOINED) -> None:
+    def __init__(self, loop: EventLoop, longest_joined: int = LONGEST_JOINED) -> None:
         self._clock = loop
         self._due = -math.inf
         self._splitter = Splitter(longest_joined=longest_joined)

@@ -11,7 +11,7 @@ from coordinator.api.qr import squares
 from coordinator.api.route import Route
 from coordinator.joining.join_approvals import Approvals, Decided, Locked, WrongCode
 from coordinator.joining.join_tokens import join_line
-from coordinator.state.access_admin import Admin
+from coordinator.state.access_admin import AccessAdmin
 from router.errors import Problem
 
 
@@ -26,7 +26,7 @@ class NewToken(Body):
 class JoinRoutes:
     """Routes of `cluster token` and `approve`. `url` is the address for nodes."""
 
-    def __init__(self, admin: Admin, approvals: Approvals, url: str) -> None:
+    def __init__(self, admin: AccessAdmin, approvals: Approvals, url: str) -> None:
         self._admin = admin
         self._approvals = approvals
         self._url = url

@@ -10,16 +10,16 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
 from coordinator.api.route import EVENT_STREAM, EVENTS, TEXT, Route
 from coordinator.observe import log_reader
-from coordinator.observe.event_log import KEPT, Events
-from coordinator.state.access_admin import Admin
+from coordinator.observe.event_log import KEPT, EventLog
+from coordinator.state.access_admin import AccessAdmin
 from coordinator.state.database import AUDIT_KEPT
 from router.errors import Problem
 
 
-class JournalRoutes:
+class LogRoutes:
     """Routes of `cluster logs`, `events` and `audit`."""
 
-    def __init__(self, log_file: Path, events: Events, admin: Admin) -> None:
+    def __init__(self, log_file: Path, events: EventLog, admin: AccessAdmin) -> None:
         self._log_file = log_file
         self._events = events
         self._admin = admin

@@ -8,12 +8,12 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from coordinator.api.body import Body
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
 from coordinator.api.route import TEXT, Route
 from coordinator.cluster.registry import Registry
-from coordinator.state.database import Store
+from coordinator.state.database import Database
 from router.errors import Problem
 from wire.identity import NodeId
 
@@ -22,13 +22,13 @@ LONGEST_PAUSE = 365 * 86400.0
 """Seconds that a node is paused at most; one without an end is until it is resumed."""
 
 
-class Labels(Body):
+class LabelsBody(Body):
     """A node's new labels, in place of all that it had."""
 
     labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
 
 
-class Drain(Body):
+class DrainBody(Body):
     """How long to wait until a node has no requests."""
 
     wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
@@ -51,7 +51,7 @@ def find_node(registry: Registry, node: str) -> NodeId:
 class NodeRoutes:
     """Routes of `cluster nodes`, `pause` and `resume`."""
 
-    def __init__(self, registry: Registry, traffic: Traffic, store: Store) -> None:
+    def __init__(self, registry: Registry, traffic: DispatcherApi, store: Database) -> None:
         self._registry = registry
         self._traffic = traffic
         self._store = store
@@ -136,7 +136,7 @@ class NodeRoutes:
         await self._store.flush()
         return {"schema": 1, "node": found, "video_allowed": on}
 
-    async def drain(self, node: str, body: Drain) -> dict[str, Any]:
+    async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
 
         It stays cordoned until it is uncordoned."""
@@ -169,7 +169,7 @@ class NodeRoutes:
 
     # -- name and membership ----------------------------------------------------------------------
 
-    async def label(self, node: str, body: Labels) -> dict[str, Any]:
+    async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Give a node labels, to which keys can be bound."""
         found = self._find(node)
         self._registry.label(found, tuple(dict.fromkeys(body.labels)))

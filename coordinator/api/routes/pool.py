@@ -9,10 +9,10 @@ from fastapi.responses import Response
 
 from coordinator.alerts.evaluator import Conditions
 from coordinator.alerts.rules import WATCHED
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import OPEN, Content, Route
-from coordinator.api.server_info import Facts
+from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.registry import Registry
 from coordinator.observe.load_history import POINTS, LoadHistory
 from router.errors import Problem
@@ -25,7 +25,7 @@ class PoolRoutes:
     """Routes of `cluster status`."""
 
     def __init__(
-        self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions, load: LoadHistory
+        self, facts: ServerInfo, registry: Registry, traffic: DispatcherApi, conditions: Conditions, load: LoadHistory
     ) -> None:
         self._facts = facts
         self._registry = registry

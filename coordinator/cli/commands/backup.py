@@ -9,7 +9,7 @@ import click
 
 from coordinator.cli.commands.tokens_and_keys import moment
 from coordinator.client.api_client import default_state
-from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, Problem
+from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, CommandError
 from wire.units import show_size
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def backup(
     try:
         made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
-        raise Problem(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
+        raise CommandError(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
     told = {
         "schema": 1,
         "file": str(made.file),
@@ -98,9 +98,9 @@ def restore(
             return
         done = put_in_place(file, folder, time.time(), passphrase=passphrase, replace=replace)
     except RestoreError as error:
-        raise Problem(REFUSED, str(error)) from None
+        raise CommandError(REFUSED, str(error)) from None
     except StateLockedError as error:
-        raise Problem(REFUSED, str(error)) from None
+        raise CommandError(REFUSED, str(error)) from None
     if output == "json":
         counts = {name: getattr(done.counts, name) for name in ("members", "keys", "tokens", "jobs")}
         _print_json(
@@ -173,7 +173,7 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
         with file.open("rb") as opened:
             needed = opened.read(len(encryption.MAGIC)) == encryption.MAGIC
     except OSError as error:
-        raise Problem(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
+        raise CommandError(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
     if not needed:
         return None
     return _read(passphrase_file) if passphrase_file is not None else _asked(twice=False)
@@ -181,7 +181,7 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
 
 def _asked(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
-        raise Problem(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
+        raise CommandError(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
     found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
     return _usable(str(found).encode())
 
@@ -190,11 +190,11 @@ def _read(file: Path) -> bytes:
     try:
         line = sys.stdin.buffer.readline() if str(file) == "-" else file.open("rb").readline()
     except OSError as error:
-        raise Problem(DENIED, f"{file} cannot be read: {error.strerror}") from None
+        raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
     return _usable(line.rstrip(b"\r\n"))
 
 
 def _usable(passphrase: bytes) -> bytes:
     if not passphrase:
-        raise Problem(DENIED, "the passphrase is empty")
+        raise CommandError(DENIED, "the passphrase is empty")
     return passphrase

@@ -8,16 +8,16 @@ from urllib.parse import quote
 import click
 
 from coordinator.cli.commands.tokens_and_keys import Duration, moment
-from coordinator.client.api_client import Session, options
-from coordinator.client.errors import NOT_FOUND, Problem
-from host.pause_file import Pause, PauseFile
+from coordinator.client.api_client import ApiSession, options
+from coordinator.client.errors import NOT_FOUND, CommandError
+from host.pause_file import PauseFile, PauseRecord
 
 
 @click.command()
 @click.argument("node", required=False)
 @click.argument("duration", required=False)
 @options
-def pause(session: Session, node: str | None, duration: str | None) -> None:
+def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
 
     \b
@@ -39,7 +39,7 @@ def pause(session: Session, node: str | None, duration: str | None) -> None:
 @click.command()
 @click.argument("node", required=False)
 @options
-def resume(session: Session, node: str | None) -> None:
+def resume(session: ApiSession, node: str | None) -> None:
     """End a Mac's pause: this one's, or another's by name. Its own rule, `node.share`, holds again."""
     if node is None:
         there = _file(session.state).remove()
@@ -77,13 +77,13 @@ def _read(node: str | None, duration: str | None) -> tuple[str | None, float | N
         return node, None
 
 
-def _pause_here(session: Session, seconds: float | None) -> None:
+def _pause_here(session: ApiSession, seconds: float | None) -> None:
     file = _file(session.state)
     until = None if seconds is None else time.time() + seconds
     try:
-        file.write(Pause(until))
+        file.write(PauseRecord(until))
     except OSError as error:
-        raise Problem(1, f"{file.path} cannot be written: {error.strerror}") from None
+        raise CommandError(1, f"{file.path} cannot be written: {error.strerror}") from None
     end = "until `cluster resume`" if until is None else f"until {moment(until)}"
     session.show(
         {"schema": 1, "paused": True, "until": until},
@@ -97,7 +97,7 @@ def _pause_here(session: Session, seconds: float | None) -> None:
 def _file(state: Path) -> PauseFile:
     folder = state / "node"
     if not (folder / "identity" / "identity.json").exists():
-        raise Problem(
+        raise CommandError(
             NOT_FOUND, f"there is no node in {state}: name another (`cluster pause NODE 2h`), or join with this machine"
         )
     return PauseFile(folder)

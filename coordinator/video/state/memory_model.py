@@ -36,7 +36,7 @@ DRIFTS_FROM = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
 
-class ProfileKey(NamedTuple):
+class VideoProfileKey(NamedTuple):
     """Key of a profile."""
 
     package: str
@@ -44,13 +44,13 @@ class ProfileKey(NamedTuple):
     bits: int
 
 
-def key_of(package: VideoPackage) -> ProfileKey:
+def key_of(package: VideoPackage) -> VideoProfileKey:
     """Return the profile key of a node's package."""
-    return ProfileKey(package.name, package.engine, package.bits)
+    return VideoProfileKey(package.name, package.engine, package.bits)
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class VideoMemoryProfile:
     """Predicted memory of a package: peak in bytes is `base + slope × tokens`."""
 
     base: int
@@ -73,12 +73,12 @@ class Profile:
         """Return the peak plus the margin: the size that a lease must have."""
         return self.peak(tokens) + self.margin
 
-    def after(self, tokens: int, peak: int) -> "Profile":
+    def after(self, tokens: int, peak: int) -> "VideoMemoryProfile":
         """Return the profile after a measured peak. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
-SEED = Profile(EXPERT + RUNTIME, SLOPE)
+SEED = VideoMemoryProfile(EXPERT + RUNTIME, SLOPE)
 """The first profile: the project's first case."""
 
 
@@ -88,16 +88,16 @@ def version_of(engine: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
-def first_profile(package: VideoPackage) -> Profile:
+def first_profile(package: VideoPackage) -> VideoMemoryProfile:
     """Return the profile of a package without measurements. Without a stated expert size, use that of the project's
     first case."""
     stored = package.expert or EXPERT
     widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
-    return Profile(RUNTIME + (math.ceil(stored * WIDENED) if widened else stored), SLOPE)
+    return VideoMemoryProfile(RUNTIME + (math.ceil(stored * WIDENED) if widened else stored), SLOPE)
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClipLimits:
     """Limits of a clip: frames, denoising steps, pixels of a frame."""
 
     frames: int = 121
@@ -106,7 +106,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ClipRequest:
     """Clip parameters of a request; None for an absent parameter. `size` is in pixels."""
 
     size: tuple[int, int] | None = None
@@ -158,7 +158,7 @@ def fitting_fps(seconds: int, most: int, step: int) -> int | None:
     return fps if fps >= LEAST_FPS else None
 
 
-def plan(wish: Wish, limits: Limits, package: VideoPackage, steps: int) -> Clip | Impossible:
+def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
     """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
     fps = package.fps if wish.fps is None else wish.fps
     if not LEAST_FPS <= fps <= MOST_FPS:
@@ -177,7 +177,7 @@ def plan(wish: Wish, limits: Limits, package: VideoPackage, steps: int) -> Clip 
     return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(wish, frame, frames)))
 
 
-def _frame(width: int, height: int, limits: Limits, token: int) -> tuple[int, int] | Impossible:
+def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
     if not (LEAST_SIDE <= width <= MOST_SIDE and LEAST_SIDE <= height <= MOST_SIDE):
         return Impossible("size", f"size: each side must have {LEAST_SIDE} to {MOST_SIDE} pixels, not {width}x{height}")
     wide, high = rounded_side(width, token), rounded_side(height, token)
@@ -189,7 +189,7 @@ def _frame(width: int, height: int, limits: Limits, token: int) -> tuple[int, in
     return wide, high
 
 
-def _frames(wish: Wish, fps: int, limits: Limits, step: int) -> int | Impossible:
+def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
     if wish.frames is not None:
         if wish.seconds is not None:
             return Impossible("frames", "frames and seconds say the same in two ways: give one of them")
@@ -211,7 +211,7 @@ def _frames(wish: Wish, fps: int, limits: Limits, step: int) -> int | Impossible
     )
 
 
-def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:
+def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
     found: list[str] = []
     if wish.size is not None and frame != wish.size:
         found.append(f"size {wish.size[0]}x{wish.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens")
@@ -224,7 +224,7 @@ def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:
     return found
 
 
-def too_large(profile: Profile, clip: Clip, lease: int) -> str | None:
+def too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
     """Return a message with all numbers if a clip's predicted peak exceeds the lease; None if it fits."""
     if profile.need(clip.tokens) <= lease:
         return None

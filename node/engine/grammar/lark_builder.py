@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass, field
 from typing import Final
 
-from node.engine.grammar.tool_arguments import Guard, Text
-from node.engine.grammar.tool_spec import PREFIX, Calling, Json, Unfit
+from node.engine.grammar.tool_arguments import MarkExclusion, TextArgument
+from node.engine.grammar.tool_spec import PREFIX, Json, ToolCallFormat, UnsupportedSchema
 
 LONGEST: Final = 1 << 18
 """Most characters of all schemas together; shared definitions are repeated in each."""
@@ -22,10 +22,10 @@ _SLASH: Final = "\\/"
 
 
 @dataclass(slots=True)
-class Sheet:
+class LarkBuilder:
     """Rules and schemas of a grammar; equal ones share a name."""
 
-    calling: Calling
+    calling: ToolCallFormat
     """Format of the model's calls."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
     """Names of the rules by `name: body`."""
@@ -44,7 +44,7 @@ class Sheet:
         if written not in self.schemas:
             self.size += len(written)
             if self.size > LONGEST:
-                raise Unfit(f"{PREFIX}its schemas have more than {LONGEST} characters together")
+                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {LONGEST} characters together")
             self.schemas[written] = {"name": f"json_{len(self.schemas)}", "json_schema": schema}
         return f"@{self.schemas[written]['name']}"
 
@@ -52,10 +52,10 @@ class Sheet:
         """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
         if len(self.rules) > MOST_RULES:
-            raise Unfit(f"{PREFIX}its tools have too many parameters together, or too much within them")
+            raise UnsupportedSchema(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
-    def text(self, asked: Text, end: str, guard: Guard, *, null: bool, section: bool = False) -> str:
+    def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
         """Return text and its end, without the marks of the guard. With `null` the word null is excluded; in a
         `section` the end of a CDATA section is excluded as well."""
         if asked.choices:

@@ -13,15 +13,15 @@ from typing import Any, cast
 import mlx.core as mx
 
 from node.engine.grammar.matcher import with_token
-from node.engine.requests.prepared import Follower, Rules
+from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
-class Masker:
+class LogitsMask:
     """Last processor of a row: receives the answer's ids and masks all tokens that may not come next."""
 
-    def __init__(self, grammar: Rules, known: Iterable[int]) -> None:
+    def __init__(self, grammar: GrammarFactory, known: Iterable[int]) -> None:
         self._grammar = grammar
-        self._constraint: Follower | None = None
+        self._constraint: GrammarCursor | None = None
         self._new = list(known)
 
     def hear(self, token: int) -> None:
@@ -46,7 +46,7 @@ class Masker:
 
 
 def masked(logits: mx.array, mask: bytes) -> mx.array:
-    """Return logits (1, vocabulary) with −inf for every token that a mask (`Constraint.mask`) excludes or does not
+    """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or does not
     contain."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)

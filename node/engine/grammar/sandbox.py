@@ -20,7 +20,7 @@ PATIENCE = 3.0
 TOO_LONG = "it takes too long to compile: make it smaller, or its patterns simpler"
 
 
-class Vetting:
+class SandboxClient:
     """Client of the sandbox process; for one thread."""
 
     def __init__(self, cpu: float = CPU) -> None:

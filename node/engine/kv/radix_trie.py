@@ -48,7 +48,7 @@ class _Node(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Generic[V]):
+class TrieMatch(Generic[V]):
     """Result of a walk along a key."""
 
     shared: int
@@ -59,7 +59,7 @@ class Match(Generic[V]):
     """Value with the longest stored key that is wholly a prefix of the key and within the allowed length."""
 
 
-class Trie(Generic[V]):
+class RadixTrie(Generic[V]):
     """Radix trie from packed keys to values."""
 
     def __init__(self) -> None:
@@ -102,8 +102,8 @@ class Trie(Generic[V]):
             child.label = node.label + child.label
             path[-2].adopt(child)
 
-    def match(self, key: bytes, most: int) -> Match[V]:
-        """Walk along a key. `most` is the greatest length of the key of `Match.whole`, in tokens."""
+    def match(self, key: bytes, most: int) -> TrieMatch[V]:
+        """Walk along a key. `most` is the greatest length of the key of `TrieMatch.whole`, in tokens."""
         node, at = self._root, 0
         whole: V | None = None
         while at < len(key):
@@ -116,7 +116,7 @@ class Trie(Generic[V]):
                 break
             if child.value is not None and at <= most * WIDTH:
                 whole = child.value
-        return Match(at // WIDTH, _any(node) if at else None, whole)
+        return TrieMatch(at // WIDTH, _any(node) if at else None, whole)
 
     def beginnings(self, key: bytes) -> list[V]:
         """Return the values whose keys are proper prefixes of this key."""

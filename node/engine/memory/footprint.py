@@ -10,9 +10,9 @@ import mlx.core as mx
 import structlog
 
 from host.heap import trim
-from node.engine.memory.gate import Gate, Use
-from node.engine.memory.wired_limit import Wire, wired_bytes
-from node.memory.reading import Reading, Recent
+from node.engine.memory.gate import MemoryGate, MlxCounters
+from node.engine.memory.wired_limit import WireMode, wired_bytes
+from node.memory.reading import MemoryReading, RecentPeak
 from node.memory.sensor import open_sensor
 from wire.report import Memory
 from wire.units import MIB, show_size
@@ -26,7 +26,7 @@ reading counts the pool. The engine empties the pool before it refuses a request
 log = structlog.get_logger("engine.footprint")
 
 
-class Footprint:
+class EngineMemory:
     """Memory sensor of this process and MLX, with the highest reading of the last polls.
 
     Construct it before any model is loaded: the first reading is the base of the engine without models.
@@ -40,24 +40,24 @@ class Footprint:
 
     def __init__(self, total: int, held: Callable[[], int]) -> None:
         self.sensor = open_sensor(os.getpid())
-        self._recent = Recent()
+        self._recent = RecentPeak()
         self._held = held
         self._total = total
-        self._good = Reading(None, "", 0.0)
+        self._good = MemoryReading(None, "", 0.0)
         self._counted = 0
         self._base = self.sensor.phys().phys or 0
 
-    def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
+    def judged(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
         """Read the footprint now and return the `Memory` that the gate judges and the report carries. `reserved` in
         bytes."""
         reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is emptied before a refusal. Its bytes therefore do not count in the recent height.
         self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
-        use = Use(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
+        use = MlxCounters(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
-    def _read(self) -> Reading:
+    def _read(self) -> MemoryReading:
         """Read the footprint. If that fails, return the last good reading at its own time, moved by MLX's counters
         since."""
         reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
@@ -73,10 +73,10 @@ class Footprint:
 
     def forget(self) -> None:
         """Reset the recent height after memory was freed on purpose."""
-        self._recent = Recent()
+        self._recent = RecentPeak()
 
 
-class Height:
+class MlxPeakTracker:
     """MLX's peak memory since the last mark and since the start. MLX has one peak per process, and only this class
     resets it."""
 
@@ -109,7 +109,7 @@ class Height:
 
 
 @dataclass(frozen=True, slots=True)
-class Metal:
+class MetalMemory:
     """GPU memory as MLX describes it."""
 
     limit: int = 0
@@ -118,24 +118,24 @@ class Metal:
     """Call that sets the wired limit."""
 
 
-def open_metal() -> Metal:
+def open_metal() -> MetalMemory:
     """Return the Metal device of this machine. MLX reads the limit once per process. Unverified on macOS."""
     if not mx.metal.is_available():
-        return Metal()
-    return Metal(int(mx.device_info()["max_recommended_working_set_size"]))
+        return MetalMemory()
+    return MetalMemory(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-class Wiring:
+class WiredLimit:
     """Wired limit for the weights in memory. `wired` is the limit in force in bytes; 0: none."""
 
-    def __init__(self, wire: Wire, open_metal: Callable[[], Metal]) -> None:
+    def __init__(self, wire: WireMode, open_metal: Callable[[], MetalMemory]) -> None:
         self._wire = wire
         self._open = open_metal
         self._weights = 0
         self.wired = 0
 
     @cached_property
-    def metal(self) -> Metal:
+    def metal(self) -> MetalMemory:
         """Metal device of this machine, opened at first use because only the inference thread may call MLX."""
         metal = self._open()
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)

@@ -22,7 +22,7 @@ stay in memory."""
 
 
 @dataclass(slots=True, eq=False)
-class Returns:
+class LeakCheck:
     """State of leak detection."""
 
     weights: int = 0

@@ -36,7 +36,7 @@ def canary_size(setting: str | int, cap: int) -> int:
     return 0 if setting == OFF else parse_size(setting)
 
 
-class Canary:
+class EmergencyReserve:
     """Emergency reserve, described in the module's docstring. `memory()` reads the memory now."""
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:

@@ -1,6 +1,7 @@
 """Estimate the transient bytes of a forward: from the config at first, then fitted to measured forwards.
 
-The form is `wire.report.Transient`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the coefficients.
+The form is `wire.report.TransientModel`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the
+coefficients.
 
 - No samples: Without samples the estimate is the attention formula (`node.models.catalogue.forecast`). That alone
   reaches 0.1 to 0.8 of the measured bytes.
@@ -14,8 +15,8 @@ samples is bounded: one for each kind of shape, and kinds that are far apart are
 
 A measured profile narrows the gate's margin. It covers only forwards up to the measured size: chunks by tokens, joins
 and decode steps by rows. A larger forward is charged with the bytes by which the margin was narrowed, until a few such
-forwards have run (`Coverage`). A covered forward that exceeds its estimate raises the residual, from which the margin
-follows.
+forwards have run (`ProfiledRange`). A covered forward that exceeds its estimate raises the residual, from which the
+margin follows.
 """
 
 import math
@@ -27,7 +28,7 @@ from operator import mul
 from msgspec.structs import replace
 
 from wire.capacity.arithmetic import prefill_transient, step_transient
-from wire.report import Transient
+from wire.report import TransientModel
 
 MOST_SAMPLES = 32
 """Kinds of shapes kept per kind of forward."""
@@ -58,7 +59,7 @@ Sample = tuple[Shape, float]
 Point = tuple[tuple[float, ...], float, float]
 
 
-class Samples:
+class ForwardSamples:
     """Samples of one kind of forward: of similar shapes, the one that was hardest to predict with its bytes.
 
     A shape is `(tokens, past, grew)` or `(rows, longest, grew)`. `grew` states whether the caches grew.
@@ -96,7 +97,7 @@ def _kind(shape: Shape) -> Shape:
 
 
 @dataclass(slots=True)
-class Coverage:
+class ProfiledRange:
     """Size up to which forwards of one kind were measured. Larger forwards extend it once `SEEN` of them have run."""
 
     most: int
@@ -112,21 +113,21 @@ class Coverage:
         return False
 
 
-class Estimator:
+class TransientEstimator:
     """Transient estimates of one model. `prior` is the estimate from its config."""
 
-    def __init__(self, prior: Transient) -> None:
+    def __init__(self, prior: TransientModel) -> None:
         self.transient = prior
         self.highest = 0
         """Highest transient ever observed, in bytes."""
         self.residual = 0
         """Most bytes by which a covered forward has exceeded its estimate under this profile."""
-        self._covered: dict[str, Coverage] = {}
+        self._covered: dict[str, ProfiledRange] = {}
         """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0
         self._prior = prior
-        self._chunks = Samples()
-        self._steps = Samples()
+        self._chunks = ForwardSamples()
+        self._steps = ForwardSamples()
 
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the bytes that a prefill of `tokens` after `past` cached ones needs: its transient and the charge of
@@ -161,7 +162,7 @@ class Estimator:
     def cover(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
         """Start a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns the
         bytes by which profiles narrow the margin."""
-        self._covered = {CHUNKS: Coverage(tokens), JOINS: Coverage(rows), STEPS: Coverage(rows)}
+        self._covered = {CHUNKS: ProfiledRange(tokens), JOINS: ProfiledRange(rows), STEPS: ProfiledRange(rows)}
         self._narrowed, self.residual = narrowed, 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
@@ -229,7 +230,7 @@ class Estimator:
     def _foreseen_step(self, shape: Shape) -> int:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
-    def adopt(self, transient: Transient, highest: int) -> None:
+    def adopt(self, transient: TransientModel, highest: int) -> None:
         """Start from an earlier fit. It stays in force until there are enough samples for another one."""
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
@@ -284,7 +285,7 @@ _CHUNK = ("fixed", "token", "pair", "seen", "least")
 _STEP = ("step_fixed", "step_row", "step_seen")
 
 
-def _scaled(transient: Transient, names: Iterable[str], by: float) -> Transient:
+def _scaled(transient: TransientModel, names: Iterable[str], by: float) -> TransientModel:
     return replace(transient, **{name: by * getattr(transient, name) for name in names})
 
 
@@ -296,7 +297,7 @@ def _tells_apart(samples: Sequence[Sample]) -> bool:
     return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past, _ in shapes)
 
 
-def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
+def _fit_rich(samples: Sequence[Sample], prior: TransientModel) -> TransientModel:
     """Fit the terms of a prefill.
 
     In hybrids, layers without attention dominate where a prompt begins. Those samples lie on another line, `least`
@@ -306,7 +307,7 @@ def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
     return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
 
 
-def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transient:
+def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> TransientModel:
     window = prior.window
     points: list[Point] = []
     for (tokens, past, grew), taken in samples:
@@ -316,10 +317,10 @@ def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transie
     if points and prior.pair:
         points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
     fixed, token, pair, held = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
-    return Transient(fixed, token, pair, held, least, window=window)
+    return TransientModel(fixed, token, pair, held, least, window=window)
 
 
-def _error(samples: Sequence[Sample], found: Transient) -> float:
+def _error(samples: Sequence[Sample], found: TransientModel) -> float:
     """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
     it."""
     ratios = [

@@ -1,4 +1,4 @@
-"""Bytes of the engine's memory that MLX keeps wired. Pure; `footprint.Wiring` sets them.
+"""Bytes of the engine's memory that MLX keeps wired. Pure; `footprint.WiredLimit` sets them.
 
 Wired memory is never paged out or compressed. Without it, models of 40 GB and more decode 10 to 40 times slower on some
 Macs. With it, two streams and frequent allocation inside the wired set end in a kernel panic on other Macs. Only large
@@ -20,7 +20,7 @@ LEAST = 32 * GIB
 ones."""
 
 
-class Wire(StrEnum):
+class WireMode(StrEnum):
     """Values of `memory.wire`."""
 
     AUTO = "auto"
@@ -28,14 +28,14 @@ class Wire(StrEnum):
     OFF = "off"
 
 
-def wired_bytes(wire: Wire, weights: int, active: int, limit: int) -> int:
+def wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
     """Return the bytes that MLX may keep wired for a set of loaded models; 0: none.
 
     `weights` are the bytes of all loaded models, `active` is MLX's counter now, `limit` is Metal's limit (0: no Metal).
     `active` equals the weights in whole pages. A smaller size leaves some weights unwired; a larger one also wires
     short-lived buffers.
     """
-    if wire is Wire.OFF or not weights or (wire is Wire.AUTO and not _large(weights, limit)):
+    if wire is WireMode.OFF or not weights or (wire is WireMode.AUTO and not _large(weights, limit)):
         return 0
     return min(active, limit)
 

@@ -26,7 +26,7 @@ MAX_SECONDS = 3600.0
 log = structlog.get_logger("engine.load_times")
 
 
-class Kept(msgspec.Struct):
+class MeasuredLoad(msgspec.Struct):
     """Measured values; 0: none yet."""
 
     speed: float = 0.0
@@ -47,7 +47,7 @@ class LoadTimes:
         self._kept = _read(self._file)
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> MeasuredLoad:
         """Measured load times."""
         return self._kept
 
@@ -86,19 +86,19 @@ class LoadTimes:
             log.warning("load times not kept", error=str(error)[:200])
 
 
-def _read(file: Path | None) -> Kept:
+def _read(file: Path | None) -> MeasuredLoad:
     """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
     if file is None:
-        return Kept()
+        return MeasuredLoad()
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Kept)
+        kept = msgspec.json.decode(file.read_bytes(), type=MeasuredLoad)
     except FileNotFoundError:
-        return Kept()
+        return MeasuredLoad()
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         log.warning("load times unreadable", error=str(error)[:200])
-        return Kept()
+        return MeasuredLoad()
     seconds = (kept.warm, kept.probe, *kept.models.values())
     if not (0 <= kept.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
         log.warning("load times unreadable", error="numbers that cannot be measured")
-        return Kept()
+        return MeasuredLoad()
     return kept

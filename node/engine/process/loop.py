@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from node.engine.process.crash_recorder import Last
+from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import Engine, Halted, Work
-from node.engine.requests.tokenize_admission import Unread
-from node.engine.requests.tokenize_queue import UnreadQueue
+from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import EngineReport, Frame
 
 PUBLISH_EVERY = 0.1
@@ -27,16 +27,16 @@ PUBLISH_EVERY = 0.1
 READ_EXPECTED = 60.0
 """Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
 READ_LONGEST = 5 * READ_EXPECTED
-"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.Patience.turn_factor`)."""
+"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.SupervisorTimeouts.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 
 
-class Loop:
+class EngineLoop:
     """Loop of an engine on the thread that calls `run`."""
 
     def __init__(
-        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
+        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], CrashRecord | None] = lambda: None
     ) -> None:
         self._engine = engine
         self._send = send
@@ -49,7 +49,7 @@ class Loop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
-        self._unread, self._long = UnreadQueue(), UnreadQueue()
+        self._unread, self._long = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
         """Enqueue prepared work from another thread."""
@@ -128,9 +128,9 @@ class Loop:
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
-    def _answer(self, frames: Iterable[Frame | Unread]) -> None:
+    def _answer(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
         for frame in frames:
-            if isinstance(frame, Unread):
+            if isinstance(frame, UntokenizedPrompt):
                 (self._long if frame.long else self._unread).put(frame)
             else:
                 self._send(frame)

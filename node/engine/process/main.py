@@ -6,13 +6,13 @@ runs no signal handler while the main thread is in native code. The settings com
 JSON`), and therefore appear in no command line. Frames as on the link follow.
 
 The process ends with its socket, because the agent crashed or was killed (macOS has no signal for a parent's death). It
-ends in order, as on a `Stop` and on SIGTERM. If a process with a large wired model is killed, that memory can stay
-wired until the Mac restarts (docs/decisions/0018).
+ends in order, as on a `StopEngine` and on SIGTERM. If a process with a large wired model is killed, that memory can
+stay wired until the Mac restarts (docs/decisions/0018).
 
 In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
 this takes no time. It is bounded by `LEAVE_SECONDS` at the end of the socket and on SIGTERM, and by its own value on a
-`Stop`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the process as well,
-because the agent can then start a working one.
+`StopEngine`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the process as
+well, because the agent can then start a working one.
 """
 
 import argparse
@@ -31,12 +31,12 @@ import msgspec
 import structlog
 
 from host.log_setup import log_to_stderr
-from node.engine.process.crash_recorder import Recorder
+from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Engine, UnknownKindError, builder
-from node.engine.process.loop import Loop
+from node.engine.process.loop import EngineLoop
 from node.settings import NodeSettings
 from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode
-from wire.frames import Frame, Ping, Pong, Stop
+from wire.frames import Frame, Ping, Pong, StopEngine
 
 READ_AT_ONCE = 256 * 1024
 MOST_UNSENT = 64 * 1024 * 1024
@@ -52,7 +52,7 @@ EXIT_FAILED = 70
 log = structlog.get_logger("engine")
 
 
-class Writer:
+class FrameWriter:
     """Writer of the socket: any thread enqueues frames without waiting, one thread sends them in order.
 
     `on_stuck()` is called once `MOST_UNSENT` bytes are queued for an agent that does not read.
@@ -117,10 +117,10 @@ def _exactly(line: socket.socket, count: int) -> bytes:
     return data
 
 
-class Ending:
+class ProcessExit:
     """Exit of this process, for every thread. Only the inference thread releases the memory."""
 
-    def __init__(self, engine: Engine, loop: Loop) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         self._engine = engine
         self._loop = loop
         self._code = 0
@@ -165,14 +165,16 @@ class Ending:
         return run
 
 
-def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer) -> float:
-    """Prepare every frame for the loop and answer pings, until a `Stop` or the socket's end. Return the seconds that
-    this process may then still run."""
+def read_frames(line: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
+    """Prepare every frame for the loop and answer pings, until a `StopEngine` or the socket's end.
+
+    Return the seconds that this process may then still run.
+    """
     splitter = Splitter(longest=LONGEST_JOINED)
     while data := line.recv(READ_AT_ONCE):
         for tag, body in splitter.feed(data):
             frame = decode(tag, body)
-            if isinstance(frame, Stop):
+            if isinstance(frame, StopEngine):
                 return frame.seconds
             if isinstance(frame, Ping):
                 writer.send(Pong(frame.nonce, *loop.busy(time.monotonic())))
@@ -182,7 +184,7 @@ def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer)
     return LEAVE_SECONDS
 
 
-def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
+def serve(line: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process; return an exit code if the start fails. A byte
     from the descriptor `terminations` ends the process as well."""
     try:
@@ -193,9 +195,9 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
     except (ValueError, UnknownKindError) as error:
         log.error("settings", error=str(error))  # noqa: TRY400 the sentence is for a person
         return EXIT_SETTINGS
-    writer = Writer(line, lambda: ending.ask(EXIT_FAILED))
-    loop = Loop(engine, writer.send, recorder.oldest_read)
-    ending = Ending(engine, loop)
+    writer = FrameWriter(line, lambda: ending.ask(EXIT_FAILED))
+    loop = EngineLoop(engine, writer.send, recorder.oldest_read)
+    ending = ProcessExit(engine, loop)
 
     def read() -> None:
         try:
@@ -239,7 +241,7 @@ def main() -> None:
     log_to_stderr()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = serve(socket.socket(fileno=given.socket), Recorder(given.page), _terminations())
+    code = serve(socket.socket(fileno=given.socket), CrashRecorder(given.page), _terminations())
     sys.stderr.flush()
     os._exit(code)
 

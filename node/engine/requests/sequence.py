@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from node.engine.kv.commitments import Commitment
-from node.engine.requests.preflight import Shape
-from node.engine.requests.prepared import Prepared
-from node.engine.scheduling.sampling import Sampling
+from node.engine.requests.preflight import RequestShape
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.text.detokenizer import TextPipeline
 from wire.bounds import LONG_CHARACTERS, MAX_DELTAS
 from wire.frames import Delta, Generate, Logprob
@@ -117,11 +117,11 @@ class Sequence:
 
     request: Generate
     """The request."""
-    prepared: Prepared
+    prepared: PreparedRequest
     """Its tokens and grammar."""
-    shape: Shape
+    shape: RequestShape
     """Its size."""
-    sampling: Sampling
+    sampling: SamplingParameters
     """Sampling parameters in force."""
     seed: int
     """Seed of its draws."""

@@ -1,8 +1,8 @@
 """Chunk policy of prefill: choose the next prompt and the size of its chunk. Pure.
 
 Prefills alternate between the shortest and the oldest prompt. A huge prompt therefore neither delays short ones nor
-starves. Where an API key has many prompts, the second choice is fair between keys (`wire.capacity.fairness.Reading`).
-The size of a chunk follows from the time of earlier chunks (`Pace`).
+starves. Where an API key has many prompts, the second choice is fair between keys
+(`wire.capacity.fairness.PrefillFairness`). The size of a chunk follows from the time of earlier chunks (`ChunkPace`).
 
 - Alone: A lone prefill may take `LONE` seconds per chunk, because a cancel takes effect between chunks.
 - Decoding: While rows decode, a chunk may take `STEPS` times their step. The gap between two of their tokens then stays
@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from wire.capacity.fairness import Owner, Reading
+from wire.capacity.fairness import PrefillFairness, WeightedKey
 
 STEPS = 1.6
 """Seconds of a chunk per second of a decode step: 1 + 1.6 leaves room below 3 for noise."""
@@ -36,7 +36,7 @@ PADDING = 0.15
 """Largest share of padding in a shared forward: about the saving of a shared forward in its worst case."""
 
 NEAR = 512
-"""Mean past of a chunk in tokens from which its time updates `Pace.far`; below, its time updates `Pace.each`."""
+"""Mean past of a chunk in tokens: from it on, the time updates `ChunkPace.far`, below it `ChunkPace.each`."""
 _MEMORY = 0.3
 """Weight of the newest measurement in the running mean."""
 LEAP = 4.0
@@ -51,7 +51,7 @@ def mean(before: float, newest: float) -> float:
 
 
 @dataclass(slots=True)
-class Speed:
+class PrefillSpeed:
     """Tokens per second: running mean and best value.
 
     A node with a low speed gets no requests and would therefore keep that speed. One cause is a video job during one
@@ -75,7 +75,7 @@ class Speed:
 
 
 @dataclass(slots=True)
-class Pace:
+class ChunkPace:
     """Duration of a model's chunks, in seconds. The terms separate short prompts from chunks far into a long prompt."""
 
     fixed: float = 0.0
@@ -104,7 +104,7 @@ class Pace:
             self.far = mean(self.far, max(0.0, rest - self.each) / back)
 
 
-def next_prefill(waiting: Sequence[tuple[int, float, Owner]], turn: int, reading: Reading) -> int:
+def next_prefill(waiting: Sequence[tuple[int, float, WeightedKey]], turn: int, reading: PrefillFairness) -> int:
     """Choose the next prefill among `(tokens left, time of arrival, API key)`; return its index. `turn` counts the
     choices."""
     if turn % 2:

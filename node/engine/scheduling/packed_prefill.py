@@ -23,13 +23,13 @@ import mlx.core as mx
 
 from node.engine.kv.kv_cache import Layers, TextModel, evaluate, extent_of, new_cache, room_of
 from node.engine.kv.prefix_store import LEAST
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import Forwards
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import FIRST_SPEED
-from node.engine.process.interface import Doing
+from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling.chunk_policy import company
 from node.engine.scheduling.prefill import Prefill
-from node.engine.scheduling.prefix_cache import Reuse
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 
 PAD = 0
 MUCH = 0.5
@@ -37,10 +37,10 @@ MUCH = 0.5
 costs less."""
 
 
-class Together:
+class PackedPrefill:
     """Selection and prefill of packed prompts. `most`: tokens of a forward, padding included."""
 
-    def __init__(self, forwards: Forwards, reuse: Reuse, most: int) -> None:
+    def __init__(self, forwards: GatedForwards, reuse: PrefixCacheManager, most: int) -> None:
         self._forwards = forwards
         self._reuse = reuse
         self._most = most
@@ -67,7 +67,7 @@ class Together:
         """Return the first members that pass the gate in one forward, by halving; an empty list below two."""
         while len(members) > 1:
             estimate = members[0].resident.estimator.together(len(members), _longest(members))
-            if self._forwards.passes(Site.PREFILL, estimate):
+            if self._forwards.passes(GateSite.PREFILL, estimate):
                 return members
             self._forwards.shrinks += 1
             members = members[: (len(members) + 1) // 2] if len(members) > 2 else []
@@ -79,7 +79,7 @@ class Together:
         rows = [one.ids[:-1] + [PAD] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(resident.model), len(rows) * longest
         expected = count / (resident.reads.late or FIRST_SPEED)
-        with self._forwards.native(Doing.PREFILL, resident.name, 0, expected) as call:
+        with self._forwards.native(NativeCallKind.PREFILL, resident.name, 0, expected) as call:
             write(resident.model, rows, cache)
         resident.prefilled(count, time.monotonic() - call.since, longest / 2)
         resident.estimator.observe_together(len(rows), longest, self._forwards.height.above() - extent_of(cache).size)

@@ -31,15 +31,15 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from host.heap import trim
-from node.engine.kv.kv_cache import Layers, Manner, copied, manner_of, nbytes_of, new_cache, owned
-from node.engine.kv.prefix_store import LEAST, Entry, Found, PrefixCache, hash_of
+from node.engine.kv.kv_cache import CacheTrimMode, Layers, copied, manner_of, nbytes_of, new_cache, owned
+from node.engine.kv.prefix_store import LEAST, CachedPrefix, PrefixCache, PrefixHit, hash_of
 from node.engine.kv.radix_trie import WIDTH, pack
 from node.engine.memory.footprint import clear_pool
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.loaded_model import Resident
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
-from node.engine.scheduling.prefill import NOTHING, Past, Prefill
+from node.engine.scheduling.prefill import NOTHING, Prefill, PrefixState
 from wire.capacity.arithmetic import Fits, judge, lacks, row_bytes
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, Memory
@@ -66,16 +66,16 @@ def limit_of(setting: str | int, cap: int, weights: int) -> int:
     return 0 if setting == OFF else parse_size(setting)
 
 
-class Reuse:
+class PrefixCacheManager:
     """Prefix cache of the scheduler. `limit(cap)` returns its limit in bytes under a cap; `released()` is called after
     memory was freed."""
 
-    def __init__(self, forwards: Forwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
+    def __init__(self, forwards: GatedForwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
         self._forwards = forwards
         self._limit = limit
         self._released = released
         self._kept: PrefixCache[Layers] = PrefixCache()
-        self._manners: dict[str, Manner] = {}
+        self._manners: dict[str, CacheTrimMode] = {}
 
     # for the engine
 
@@ -85,7 +85,7 @@ class Reuse:
         return self._kept.nbytes
 
     @property
-    def entries(self) -> tuple[Entry[Layers], ...]:
+    def entries(self) -> tuple[CachedPrefix[Layers], ...]:
         """Entries, least recently used first."""
         return self._kept.entries
 
@@ -138,13 +138,13 @@ class Reuse:
 
         `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
         """
-        if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
+        if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
         prompt, scope = key[: len(sequence.prompt) * WIDTH], sequence.cache_scope
         sequence.prompt_hash = hash_of(f"{prefill.resident.found.fingerprint} {scope}", prompt)
         shared = 0 if scope == SHARED_SCOPE else sequence.prepared.shared
-        prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
+        prefill.past = PrefixState(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
         self.find(prefill)
         if not sequence.joined:
             sequence.cached = prefill.written
@@ -154,12 +154,12 @@ class Reuse:
         past, resident = prefill.past, prefill.resident
         if past is None or prefill.cache is not None:
             return
-        cut = self._manner(resident) is Manner.CUT
+        cut = self._manner(resident) is CacheTrimMode.CUT
         past.found = self._find(resident.name, past, cut=cut)
         prefill.written = past.found.length
         past.stops = [] if cut else stops(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
 
-    def _find(self, model: str, past: Past, *, cut: bool) -> Found[Layers]:
+    def _find(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
         """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
         own = self._kept.find(model, past.key, cut=cut, scope=past.scope)
         if past.shared <= own.length:
@@ -226,7 +226,7 @@ class Reuse:
         """Store the state of a whole prompt while its rows decode, where it can be cut, because the next prompt may
         start with it. The join copies the cache without this as well; `transient` is the bytes of that copy."""
         past, cache = prefill.past, prefill.cache
-        if past is None or cache is None or self._manner(prefill.resident) is not Manner.CUT:
+        if past is None or cache is None or self._manner(prefill.resident) is not CacheTrimMode.CUT:
             return
         name, scope, past.took = prefill.resident.name, past.scope, 0
         self._share(prefill, cache, transient)
@@ -253,17 +253,17 @@ class Reuse:
             return
         key = past.key[: past.took * WIDTH]
         layers = copied(cache, past.took)
-        if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
+        if self._manner(prefill.resident) is CacheTrimMode.CUT and self._room(nbytes_of(layers)):
             self._keep(prefill.resident, key, owned(layers), past.prompt_hash, past.scope)
 
     # answers
 
-    def row_ended(self, resident: Resident, row: Row, batch: DecodeBatch[Row]) -> None:
+    def row_ended(self, resident: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store an ended row before it is dropped. Raises the exceptions of the batch."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
-        ids, cut = batch.ids(row), self._manner(resident) is Manner.CUT
+        ids, cut = batch.ids(row), self._manner(resident) is CacheTrimMode.CUT
         key, scope = pack(ids), sequence.cache_scope
         if len(ids) < LEAST or self._kept.covers(resident.name, key, cut=cut, scope=scope):
             return
@@ -273,10 +273,17 @@ class Reuse:
             self._keep(resident, key, batch.extract(row), sequence.prompt_hash, scope)
 
     def _keep(
-        self, resident: Resident, key: bytes, layers: Layers, prompt_hash: bytes, scope: str, *, snapshot: bool = False
+        self,
+        resident: LoadedModel,
+        key: bytes,
+        layers: Layers,
+        prompt_hash: bytes,
+        scope: str,
+        *,
+        snapshot: bool = False,
     ) -> None:
         if len(key) >= LEAST * WIDTH:
-            self._kept.store(Entry(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
+            self._kept.store(CachedPrefix(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
 
     def _room(self, size: int, transient: int = 0) -> bool:
         """Return whether `size` bytes may be stored; older entries are evicted for them."""
@@ -289,7 +296,7 @@ class Reuse:
             self._released()
         return self.make_room(size + transient)
 
-    def _manner(self, resident: Resident) -> Manner:
+    def _manner(self, resident: LoadedModel) -> CacheTrimMode:
         manner = self._manners.get(resident.name)
         if manner is None:
             manner = self._manners[resident.name] = manner_of(new_cache(resident.model))

@@ -41,22 +41,22 @@ from node.engine.grammar.matcher import GrammarFailed
 from node.engine.kv.commitments import Commitment
 from node.engine.kv.kv_cache import Layers, extent_of, room_of, row_of, stretch, widen
 from node.engine.memory.footprint import give_back
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.loaded_model import FIRST_SPEED, Resident, forward
-from node.engine.process.interface import Doing
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import FIRST_SPEED, LoadedModel, forward
+from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.chunk_policy import budget, next_prefill, shared_budget, shrunk
-from node.engine.scheduling.decode_batch import DecodeBatch, Joining, Newcomers, Token
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, NextToken, PendingRows
 from node.engine.scheduling.invariants import violations
-from node.engine.scheduling.packed_prefill import Together
+from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill, by_batch, by_past, guard_of
-from node.engine.scheduling.prefix_cache import Reuse
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.text.logprobs import logprob_of
 from wire.capacity.arithmetic import row_bytes
-from wire.capacity.fairness import Holding, Owner, Reading, Waiting, giving_way, in_turn
+from wire.capacity.fairness import PrefillFairness, RunningRequest, WaitingRequest, WeightedKey, giving_way, in_turn
 from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_frames
-from wire.refusals import GRAMMAR_FAILED, Code, Refused
+from wire.refusals import GRAMMAR_FAILED, RefusalCode, Refused
 
 GROWTH = 64
 """Tokens by which a commitment is extended when an answer exceeds the expected length."""
@@ -80,7 +80,7 @@ log = structlog.get_logger("engine.generation")
 
 
 @dataclass(slots=True)
-class Out:
+class StepOutput:
     """Output of one iteration: deltas of all batches in one frame, then the ends of requests."""
 
     deltas: list[Delta] = field(default_factory=list[Delta])
@@ -91,7 +91,7 @@ class Out:
         return [*delta_frames(self.deltas), *self.ends]
 
 
-class Generation:
+class Scheduler:
     """Scheduler of all rows of all models.
 
     `batch`: most rows that decode at once. `chunk`: most tokens of a forward. `floor`: tokens of the smallest chunk to
@@ -100,9 +100,9 @@ class Generation:
 
     def __init__(
         self,
-        forwards: Forwards,
-        residents: Callable[[], Mapping[str, Resident]],
-        reuse: Reuse,
+        forwards: GatedForwards,
+        residents: Callable[[], Mapping[str, LoadedModel]],
+        reuse: PrefixCacheManager,
         batch: int,
         chunk: int,
         floor: int,
@@ -113,7 +113,7 @@ class Generation:
         self._batch = batch
         self._chunk_most = chunk
         self._floor = min(floor, chunk)
-        self._together = Together(forwards, reuse, chunk)
+        self._together = PackedPrefill(forwards, reuse, chunk)
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
         self._preempted: list[Sequence] = []
@@ -123,10 +123,10 @@ class Generation:
         """Mark of the last decode step while no other call has allocated or freed memory since, else 0; and whether its
         caches grew."""
         self._turn = 0
-        self._reading = Reading()
+        self._reading = PrefillFairness()
         self._crowded = -math.inf
         """Time at which several requests were last live."""
-        self._out = Out()
+        self._out = StepOutput()
 
     # for the engine
 
@@ -145,7 +145,7 @@ class Generation:
         """Requests without memory that return once there is room."""
         return tuple(self._preempted)
 
-    def begin(self, resident: Resident, sequence: Sequence) -> None:
+    def begin(self, resident: LoadedModel, sequence: Sequence) -> None:
         """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
         alone) share a prefill."""
         resident.users += 1
@@ -153,7 +153,7 @@ class Generation:
         for ids, rows in by_past(sequence.writing()).items():
             self._prefills.append(self._prefill_of(resident, sequence, rows, [*sequence.prompt, *ids]))
 
-    def _prefill_of(self, resident: Resident, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
+    def _prefill_of(self, resident: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
         """Return a prefill of `ids` after its lookup in the prefix cache."""
         prefill = Prefill(resident, sequence, rows, ids)
         self._reuse.begin(prefill)
@@ -212,7 +212,7 @@ class Generation:
 
     def said(self) -> list[Frame]:
         """Return the output since the last call."""
-        out, self._out = self._out, Out()
+        out, self._out = self._out, StepOutput()
         return out.frames()
 
     def load(self) -> tuple[int, int, int]:
@@ -294,19 +294,21 @@ class Generation:
             first.owner,
             needed,
             needed - self._free_rows(),
-            [Holding(one.request.owner, size) for one, size in holding],
+            [RunningRequest(one.request.owner, size) for one, size in holding],
         )
         for sequence in [holding[place][0] for place in places]:
             self._yield(sequence, keep=True)
 
-    def make_way(self, owner: Owner, need: int, lacking: int) -> bool:
+    def make_way(self, owner: WeightedKey, need: int, lacking: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of another key.
 
         `need` is the memory of that request in bytes, `lacking` the part without room. Return False without a
         preemption where the shares do not allow as much.
         """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
-        places = giving_way(owner, need, lacking, [Holding(one.request.owner, self._promised(one)) for one in live])
+        places = giving_way(
+            owner, need, lacking, [RunningRequest(one.request.owner, self._promised(one)) for one in live]
+        )
         for place in places:
             self._yield(live[place], keep=False)
         return bool(places)
@@ -339,7 +341,7 @@ class Generation:
             if one.cache is not None:
                 taken[one.owner.name] += len(one.rows)
         unbegun = [one for one in self._prefills if one.cache is None]
-        for place in in_turn([Waiting(one.owner, len(one.rows), one.answered) for one in unbegun], taken):
+        for place in in_turn([WaitingRequest(one.owner, len(one.rows), one.answered) for one in unbegun], taken):
             yield unbegun[place]
 
     def _lingers(self, waiting: list[Prefill]) -> float:
@@ -389,14 +391,14 @@ class Generation:
         grown, layers = resident.ledger.joining(longest, len(members)), len(cache)
         copied = resident.estimator.join(grown, layers)
         rows = resident.ledger.joined_rows(longest) + len(members)
-        if self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
+        if self._forwards.ask(GateSite.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
             return False
         for place, one in enumerate(members):
             self._reuse.read_together(one, row_of(cache, place, len(one.ids) - 1), copied)
         number = resident.ledger.batch_of(longest)
         batch = resident.batches.get(number) or DecodeBatch(resident.model)
-        joining = [Joining(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
-        with self._forwards.native(Doing.JOIN, resident.name, 0, JOIN_EXPECTED):
+        joining = [JoiningRow(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
+        with self._forwards.native(NativeCallKind.JOIN, resident.name, 0, JOIN_EXPECTED):
             newcomers = batch.ready(joining, [one.ids for one in members], cache)
             self._admit(resident, number, batch, newcomers)
         now = time.monotonic()
@@ -407,7 +409,7 @@ class Generation:
             sequence.joined, sequence.told = sequence.joined or now, now
         return True
 
-    def _admit(self, resident: Resident, number: int, batch: DecodeBatch[Row], newcomers: Newcomers[Row]) -> None:
+    def _admit(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]) -> None:
         try:
             batch.admit(newcomers)
         except Exception as error:
@@ -451,7 +453,7 @@ class Generation:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         now = time.monotonic()
         prefill.retry_at = now + RETRY
-        if refused.code is Code.NO_ROOM and (self._moving(now) or self._forwards.falls_at() is not None):
+        if refused.code is RefusalCode.NO_ROOM and (self._moving(now) or self._forwards.falls_at() is not None):
             return
         waiting = (one.sequence for one in self._prefills if one.retry_at > now)
         self._give_way(max(waiting, key=_age), refused)
@@ -468,7 +470,7 @@ class Generation:
         if prefill not in self._prefills:  # another of its rows was in a batch that just broke
             return None
         count = self._forwards.ask_shrinking(
-            Site.PREFILL,
+            GateSite.PREFILL,
             shrunk(count, self._floor),
             lambda tokens: resident.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
         )
@@ -483,7 +485,9 @@ class Generation:
         speed = resident.reads.late or FIRST_SPEED
         before = extent_of(prefill.cache)
         stretch(prefill.cache, count, len(prefill.ids))
-        with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
+        with self._forwards.native(
+            NativeCallKind.PREFILL, resident.name, prefill.sequence.number, count / speed
+        ) as call:
             widened = self._decoding() and widen(prefill.cache, count, len(prefill.ids))
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
         resident.prefilled(count, time.monotonic() - call.since, prefill.written + count / 2)
@@ -522,7 +526,7 @@ class Generation:
             for number, batch in list(resident.batches.items()):
                 begun = time.monotonic()
                 try:
-                    with self._forwards.waits(Doing.DECODE, resident.name, resident.step_seconds):
+                    with self._forwards.waits(NativeCallKind.DECODE, resident.name, resident.step_seconds):
                         batch.wait()
                 except Exception as error:
                     log.exception("decode", rows=len(batch))
@@ -534,7 +538,7 @@ class Generation:
                         self._measure(resident, batch)
                     batch.called = None
 
-    def _measure(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
+    def _measure(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Record the memory of a step that has just ended and that no other batch's step overlapped. Steps in which
         caches grew are left out, because their copies follow from the batch size."""
         if self._grew:
@@ -549,7 +553,7 @@ class Generation:
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Join the rows to their decode batches. Each join passes the gate, because it copies a batch layer by layer.
         Rows without room join later."""
-        resident, sequence, tokens = prefill.resident, prefill.sequence, list[Token[Row]]()
+        resident, sequence, tokens = prefill.resident, prefill.sequence, list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         if tokens and not sequence.joined:
             sequence.joined = sequence.told = time.monotonic()
@@ -559,7 +563,7 @@ class Generation:
         self._take(resident, tokens)
         return refused
 
-    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[Token[Row]]) -> Refused | None:
+    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
         """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
         resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
@@ -568,7 +572,7 @@ class Generation:
             rows[0].commitment.written = written
             grown, layers = resident.ledger.joining(rows[0].commitment, len(rows)), len(cache)
             width = resident.ledger.joined_rows(rows[0].commitment) + len(rows)
-            refused = self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, width))
+            refused = self._forwards.ask(GateSite.JOIN, resident.estimator.widened_join(grown, layers, width))
             if refused is not None:
                 return refused
             self._reuse.prompt_written(prefill, grown // max(1, layers))
@@ -581,13 +585,13 @@ class Generation:
             prefill.rows = [row for row in prefill.rows if not row.commitment.joined]
         return None
 
-    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[Token[Row]]:
+    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
         resident, sequence = prefill.resident, prefill.sequence
         number = resident.ledger.batch_of(rows[0].commitment)
         batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
-        joining = [Joining(row, guard_of(sequence, row)) for row in rows]
+        joining = [JoiningRow(row, guard_of(sequence, row)) for row in rows]
         try:
-            with self._forwards.native(Doing.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
+            with self._forwards.native(NativeCallKind.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
                 return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
             self._rebuild(resident, number, error, guilty=rows)
@@ -601,7 +605,7 @@ class Generation:
     def _decoding(self) -> bool:
         return any(one.batches for one in self._residents().values())
 
-    def _decode(self, resident: Resident, number: int) -> None:
+    def _decode(self, resident: LoadedModel, number: int) -> None:
         """Decode one token for every row of a batch."""
         batch = resident.batches[number]
         self._grow(resident, batch)
@@ -609,7 +613,7 @@ class Generation:
             return
         held = batch.nbytes()
         try:
-            with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
+            with self._forwards.native(NativeCallKind.DECODE, resident.name, 0, resident.step_seconds) as call:
                 tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
@@ -623,7 +627,7 @@ class Generation:
         self._take(resident, tokens)
         self._look_over()
 
-    def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
+    def _take(self, resident: LoadedModel, tokens: list[NextToken[Row]]) -> None:
         """Add tokens to their rows' texts; remove rows that failed or ended."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
@@ -634,28 +638,28 @@ class Generation:
                 self._token(token, now)
         self._end_rows(resident, [token.row for token in tokens], now)
 
-    def _grow(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
+    def _grow(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Extend the commitment by at most `GROWTH` tokens for each row that has used all of it."""
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.written >= commitment.promised:
                 self._extend(resident, row, max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised)))
 
-    def _extend(self, resident: Resident, row: Row, more: int) -> None:
+    def _extend(self, resident: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
         request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
             step = resident.estimator.widened_step(self._rows(), length)
-            refused = self._forwards.ask(Site.GROW, resident.ledger.extension(row.commitment, more) + step)
-            if refused is None or refused.code is Code.UNREADABLE:
+            refused = self._forwards.ask(GateSite.GROW, resident.ledger.extension(row.commitment, more) + step)
+            if refused is None or refused.code is RefusalCode.UNREADABLE:
                 # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
                 resident.ledger.extend(row.commitment, more)
                 return
             message = f"the answer outgrew what was expected: {refused.message}"
             self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
 
-    def _token(self, token: Token[Row], now: float) -> None:
+    def _token(self, token: NextToken[Row], now: float) -> None:
         """Add one token to its row's text."""
         row, sequence = token.row, token.row.sequence
         row.commitment.written += 1
@@ -671,13 +675,13 @@ class Generation:
             self._out.deltas += row.gathered()
             sequence.told = now
 
-    def _read(self, row: Row, token: Token[Row]) -> None:
+    def _read(self, row: Row, token: NextToken[Row]) -> None:
         prepared, params = row.sequence.prepared, row.sequence.request.params
         if params.logprobs and token.token not in prepared.eos:
             row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
         row.read(token.token)
 
-    def _end_rows(self, resident: Resident, rows: list[Row], now: float) -> None:
+    def _end_rows(self, resident: LoadedModel, rows: list[Row], now: float) -> None:
         """Remove ended rows, and report the requests whose last row ended."""
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
@@ -691,7 +695,7 @@ class Generation:
                 self._gone(resident, sequence)
                 self._out.ends.append(finished(sequence, now))
 
-    def _keep(self, resident: Resident, rows: list[Row]) -> None:
+    def _keep(self, resident: LoadedModel, rows: list[Row]) -> None:
         """Store the tokens of ended rows in the prefix cache."""
         for row in rows:
             number = resident.ledger.batch_of(row.commitment)
@@ -703,7 +707,7 @@ class Generation:
             except Exception as error:
                 self._rebuild(resident, number, error)
 
-    def _rebuild(self, resident: Resident, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
+    def _rebuild(self, resident: LoadedModel, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
         """Discard a batch whose object raised; prefill its rows again from their ids."""
         batch = resident.batches.pop(number, None)
         if batch is None:
@@ -749,7 +753,7 @@ class Generation:
 
     def _give_way(self, sequence: Sequence, refused: Refused) -> None:
         """Release a request's memory: the router places it again, or it returns here later."""
-        unknown = refused.code is Code.UNREADABLE
+        unknown = refused.code is RefusalCode.UNREADABLE
         if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.falls_at() is not None):
             self.preempt(sequence)
             give_back()
@@ -791,13 +795,13 @@ class Generation:
         """Prefill a preempted request again if there is room; fail it if there never will be."""
         self._return_at = now + RETRY
         resident = self._residents()[sequence.request.model]
-        refused = self._forwards.ask(Site.PREFLIGHT, self._returning(sequence))
+        refused = self._forwards.ask(GateSite.PREFLIGHT, self._returning(sequence))
         if refused is None:
             self._preempted.remove(sequence)
             for row in sequence.writing():
                 (row.commitment,) = resident.ledger.commit(self._length(row), 1)
                 self._prefills.append(self._prefill_of(resident, sequence, [row], row.known()))
-        elif refused.code is not Code.UNREADABLE and not (
+        elif refused.code is not RefusalCode.UNREADABLE and not (
             len(self._live) > len(self._preempted) or self._forwards.falls_at() is not None
         ):
             self._end(sequence, refused, "no_headroom")
@@ -836,14 +840,14 @@ class Generation:
             prefill.cache = prefill.logits = None
             self._prefills.remove(prefill)
 
-    def _gone(self, resident: Resident, sequence: Sequence) -> None:
+    def _gone(self, resident: LoadedModel, sequence: Sequence) -> None:
         del self._live[sequence.number]
         if self._live:
             self._crowded = time.monotonic()
         resident.users -= 1
         resident.used_at = time.monotonic()
 
-    def _drop(self, resident: Resident, rows: list[Row]) -> None:
+    def _drop(self, resident: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger."""
         self._sample = 0
         for number in {resident.ledger.batch_of(row.commitment) for row in rows}:
@@ -853,7 +857,7 @@ class Generation:
         for row in rows:
             resident.ledger.release(row.commitment)
 
-    def _dropped(self, resident: Resident, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
+    def _dropped(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
         try:
             batch.drop(rows)
         except Exception as error:

@@ -40,12 +40,12 @@ from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
 from node.engine.grammar.tool_arguments import ways
-from node.engine.grammar.tool_spec import Calling
+from node.engine.grammar.tool_spec import ToolCallFormat
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
-from node.engine.text.markers import NORMAL, Markup, Place
-from node.engine.text.stop_strings import Stops
+from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
+from node.engine.text.stop_strings import StopStrings
 from node.engine.text.time_limit import Deadline
-from node.engine.text.tool_call_parser import Calls
+from node.engine.text.tool_call_parser import ToolCallParser
 from wire.capacity.arithmetic import READ_SLACK, READ_SLICE
 from wire.frames import Generate, Message
 
@@ -119,7 +119,7 @@ class TooLong(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Tokenized prompt."""
 
     ids: tuple[int, ...]
@@ -177,7 +177,7 @@ class Tokenizer:
         # call.
         wrapper.encode("")
 
-    def prompt(self, request: Generate, most: int = 0) -> Prompt:
+    def prompt(self, request: Generate, most: int = 0) -> TokenizedPrompt:
         """Tokenize a request: its prompt unchanged, or rendered by the model's template.
 
         If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
@@ -188,14 +188,14 @@ class Tokenizer:
             ids = request.ids or self.encode(self._text(request), plain=plain, most=most)
             self._check(ids)
             if plain:
-                return Prompt(ids, False, plain=True)
-            return Prompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
+                return TokenizedPrompt(ids, False, plain=True)
+            return TokenizedPrompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
         except (TemplateFailed, TooLong):
             raise
         except Exception as error:
             raise TemplateFailed(_line(error)) from error
 
-    def shared(self, request: Generate, prompt: Prompt) -> int:
+    def shared(self, request: Generate, prompt: TokenizedPrompt) -> int:
         """Return the number of a prompt's first tokens that follow from its shared system prompt alone. Return 0
         without one, or if its end depends on other text.
 
@@ -278,17 +278,19 @@ class Tokenizer:
         `grammar`, markers are recognized only where the grammar puts them."""
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
-        calls = Calls(prefix, self.wrapper.tool_parser if given else None, ways(given), self.markup.call[1])
+        calls = ToolCallParser(prefix, self.wrapper.tool_parser if given else None, ways(given), self.markup.call[1])
         if grammar is not None:
             place = grammar.beginning()
-            return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
+            return TextPipeline(self._decoder(), grammar.cutter(), place, StopStrings(stops), calls, one_call=one_call)
         place = self.markup.beginning(thinking)
         cutter = MarkCutter(self._machines[bool(given)], place)
-        return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
+        return TextPipeline(self._decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Return the text pipeline of one choice without a template: all text is content."""
-        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, (), ""))
+        return TextPipeline(
+            self._decoder(), PassThrough(), MarkerPlace(NORMAL), StopStrings(stops), ToolCallParser("", None, (), "")
+        )
 
     # grammars
 
@@ -298,13 +300,13 @@ class Tokenizer:
         return self.markup.think
 
     @property
-    def calling(self) -> Calling | None:
+    def calling(self) -> ToolCallFormat | None:
         """Format of calls; None if the model makes none."""
         if not self.markup.call[0]:
             return None
         parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
         template = self.wrapper.chat_template
-        return Calling(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
+        return ToolCallFormat(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
 
     def single(self, text: str) -> int | None:
         """Return the token of a marker if it is a single token, else None."""
@@ -423,10 +425,10 @@ class _Decoder:
 class MarkCutter:
     """mlx-lm's state machine for one pipeline, starting at a place of the machine."""
 
-    def __init__(self, machine: "TextStateMachine[Place]", place: Place) -> None:
+    def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
         self._state = machine.make_state(place)
 
-    def feed(self, text: str) -> list[tuple[Place, str]]:
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
         """Split text at markers, as in `Cutter`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
@@ -437,12 +439,12 @@ class MarkCutter:
         return text
 
 
-class Uncut:
+class PassThrough:
     """Cutter for text without markers."""
 
-    def feed(self, text: str) -> list[tuple[Place, str]]:
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
         """Return the text unsplit, as in `Cutter`."""
-        return [(Place(NORMAL), text)]
+        return [(MarkerPlace(NORMAL), text)]
 
     def flush(self) -> str:
         """Return held text, as in `Cutter`: none."""
@@ -485,8 +487,8 @@ def _needs_code(folder: Path) -> bool:
     return isinstance(config, dict) and "auto_map" in config
 
 
-def _markup(wrapper: TokenizerWrapper) -> Markup:
-    return Markup(
+def _markup(wrapper: TokenizerWrapper) -> MarkerSet:
+    return MarkerSet(
         think=(wrapper.think_start or "", wrapper.think_end or ""),
         call=(wrapper.tool_call_start or "", wrapper.tool_call_end or ""),
         structure=tuple(wrapper.structural_markers),

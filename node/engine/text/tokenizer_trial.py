@@ -38,7 +38,7 @@ FAILED = 3
 log = structlog.get_logger("engine.trial")
 
 
-class Trials:
+class TokenizerTrials:
     """Results of trials, in a file of `folder`; None: in memory only."""
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_SECONDS, memory: int = MEMORY) -> None:

@@ -17,7 +17,7 @@ LONGEST: Final = 1 << 18
 """Most characters of a block for a parser. Some patterns take time with the square of the length."""
 
 
-class Calls:
+class ToolCallParser:
     """Parser and counter of the calls of one choice.
 
     `prefix` starts their ids. Without `parse` no block is a call. `tools` may have several forms: if the parser fails

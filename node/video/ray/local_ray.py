@@ -33,15 +33,15 @@ from host.private_files import private_folder, write_private
 from node.settings import WorkerSettings
 from node.video.ray import ray_process
 from node.video.ray.driver_link import (
-    Connect,
-    Connected,
-    Create,
-    Created,
+    ActorCreated,
+    ActorNotCreated,
+    ConnectDriver,
+    CreateActor,
+    DriverConnected,
     DriverLinkError,
     FromDriver,
-    Kill,
+    KillActor,
     MessageReader,
-    NotCreated,
     encode,
 )
 from node.video.ray.ray_process import BACK_OFF, HEALTHY, HOST, STARTED
@@ -160,7 +160,7 @@ class LocalRay:
 
     def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
         """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
-        self._driver.create(Create(lease, generation, folder, size / GIB, self._settings.start_timeout))
+        self._driver.create(CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout))
 
     def end(self, lease: str) -> None:
         """End the actor of a lease, if there is one."""
@@ -275,7 +275,7 @@ class DriverProcess:
         self._files = files
         self._failed = failed
         self._writer: asyncio.StreamWriter | None = None
-        self._pending: dict[str, Create] = {}
+        self._pending: dict[str, CreateActor] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self, address: str, variables: Mapping[str, str]) -> None:
@@ -293,7 +293,7 @@ class DriverProcess:
         """Leases whose actor was asked for and not answered yet."""
         return frozenset(self._pending)
 
-    def create(self, wanted: Create) -> None:
+    def create(self, wanted: CreateActor) -> None:
         """Start an actor, now or as soon as a driver is connected."""
         self._pending[wanted.lease] = wanted
         if self._writer is not None:
@@ -303,7 +303,7 @@ class DriverProcess:
         """End an actor; without a driver it ends with its lease."""
         self._pending.pop(lease, None)
         if self._writer is not None:
-            self._writer.write(encode(Kill(lease)))
+            self._writer.write(encode(KillActor(lease)))
 
     async def _keep(self, address: str, variables: Mapping[str, str]) -> None:
         wait, loop = BACK_OFF[0], asyncio.get_running_loop()
@@ -337,7 +337,7 @@ class DriverProcess:
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            writer.write(encode(Connect(address)))
+            writer.write(encode(ConnectDriver(address)))
             messages = MessageReader(FromDriver)
             while data := await reader.read(65536):
                 for message in messages.feed(data):
@@ -354,14 +354,14 @@ class DriverProcess:
     def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
         """Handle a message of the driver at `writer`."""
         match message:
-            case Connected():
+            case DriverConnected():
                 log.info("driver connected")
                 self._writer = writer
                 for wanted in self._pending.values():
                     writer.write(encode(wanted))
-            case Created(lease):
+            case ActorCreated(lease):
                 self._pending.pop(lease, None)
-            case NotCreated(lease, why):
+            case ActorNotCreated(lease, why):
                 if self._pending.pop(lease, None) is not None:
                     self._failed(lease, why)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ray
 
-from node.video.worker.worker_parent import Attendant, Fenced
+from node.video.worker.worker_parent import LeaseFenced, WorkerParent
 
 LINGER = 15.0
 """Seconds that the actor stays after its worker's end to answer `wait`.
@@ -25,11 +25,11 @@ LOOK = 0.1
 """Seconds between two checks of the parent process. No portable call notifies a process of its parent's end."""
 
 
-class Host:
+class WorkerHost:
     """Runs the attendant of one lease on a thread, and can therefore answer and end at any time."""
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
-        self._attendant = Attendant(Path(folder), lease, generation)
+        self._attendant = WorkerParent(Path(folder), lease, generation)
         self._ended = threading.Event()
         self._why = ""
         threading.Thread(target=_leave_with, args=(os.getppid(),), name="parent", daemon=True).start()
@@ -38,7 +38,7 @@ class Host:
     def _attend(self) -> None:
         try:
             self._why = f"exit {self._attendant.run()}"
-        except (Fenced, OSError) as error:
+        except (LeaseFenced, OSError) as error:
             self._why = str(error)
         finally:
             self._ended.set()

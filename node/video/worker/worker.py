@@ -57,7 +57,7 @@ TRANSFORMER = (
 EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
-class Line:
+class EventWriter:
     """Output of the worker: one JSON object a line, from several threads."""
 
     def __init__(self, descriptor: int) -> None:
@@ -72,10 +72,10 @@ class Line:
             self._file.write(line + "\n")
 
 
-class Pulse:
+class ProgressReporter:
     """Counter of computed transformer blocks, reported once every `BEAT` seconds."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: EventWriter) -> None:
         self._line = line
         self.blocks = 0
         self.peak: Callable[[], int] = lambda: 0
@@ -190,7 +190,7 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
     return wired
 
 
-def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
+def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dict[str, Any]:
     """Make the clip of a job and report its progress. Returns the facts of the clip."""
     mx: Any = importlib.import_module("mlx.core")
     wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
@@ -286,7 +286,7 @@ def code_of(error: BaseException, *, began: bool) -> str:
 
 def main() -> int:
     """Make one clip and return the exit code."""
-    line = Line(private_descriptor())
+    line = EventWriter(private_descriptor())
     try:
         job = read_job()
     except ValueError:
@@ -294,7 +294,7 @@ def main() -> int:
     if job is None:
         return EXIT_NO_JOB
     threading.Thread(target=hold_on, daemon=True).start()
-    pulse = Pulse(line)
+    pulse = ProgressReporter(line)
     try:
         made = make(job, line, pulse)
     except BaseException as error:

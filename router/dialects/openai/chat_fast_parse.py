@@ -29,8 +29,8 @@ from router.admission.request_limits import (
 )
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
 from router.dispatch.resource_demand import demand_of
-from router.placement.place import Demand
-from wire.frames import Message, Params, ToolCall
+from router.placement.place import ResourceDemand
+from wire.frames import GenerationParams, Message, ToolCall
 
 LONGEST = 64 * 1024
 """Maximum bytes of a body for this parser."""
@@ -46,12 +46,12 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
-class Plain(NamedTuple):
+class PlainChatBody(NamedTuple):
     """Parsed body: the first fields of a `ChatRequest`."""
 
-    demand: Demand
+    demand: ResourceDemand
     messages: tuple[Message, ...]
-    params: Params
+    params: GenerationParams
     stream: bool
     include_usage: bool
     tools: str
@@ -116,7 +116,7 @@ def _without(body: bytes, part: bytes) -> bytes:
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
 
 
-def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | None:
+def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBody | None:
     """Return the request of a plain body, None where only the complete parser can decide.
 
     `plain_tools` converts the JSON of tools to their text for the model, None where that needs the complete parser.
@@ -166,7 +166,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
     if _count_keys(rest) != keys or (options is not None and not stream):
         return None
     top_k = found.top_k
-    params = Params(
+    params = GenerationParams(
         found.max_tokens if most is None else most,
         found.temperature,
         found.top_p,
@@ -180,7 +180,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )
     demand = demand_of(found.model, messages, params, tools)
-    return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
+    return PlainChatBody(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 
 
 def _message(one: _Message) -> Message | None:

@@ -2,7 +2,7 @@
 
 Three tables define the other fields. `NEUTRAL` fields are not offered, but their neutral values pass. `HARMLESS` fields
 pass, because they have no effect here. Any other field is unknown. A feature that some models of this cluster lack
-(`Demand.features`) is accepted here and checked by placement.
+(`ResourceDemand.features`) is accepted here and checked by placement.
 """
 
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
-    Foreign,
+    ForeignPart,
     FunctionName,
     GrammarFormat,
     Name,
     Named,
-    Strict,
+    StrictPart,
     TextFormat,
     Tokens,
     by_offer,
     by_type,
 )
-from router.dialects.shared.field_table import Parameters
-from router.dialects.shared.formats import FORMS, Formed, ToolChoice
+from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
 from router.dialects.shared.template import Effort
 
 TOOLS_NOTE = (
@@ -92,14 +92,14 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 """Alternatives, where there are any."""
 
 
-class TextPart(Strict):
+class TextPart(StrictPart):
     """Text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Strict):
+class RefusalPart(StrictPart):
     """Text part of an assistant's refusal."""
 
     type: Literal["refusal"]
@@ -115,7 +115,7 @@ Content = Annotated[
 ]
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictPart):
     """Function that the assistant called. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     name: Named
@@ -123,7 +123,7 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
 
 
-class MessageToolCall(Strict):
+class MessageToolCall(StrictPart):
     """Call that the assistant made in an earlier turn.
 
     Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
@@ -135,14 +135,14 @@ class MessageToolCall(Strict):
     index: int | None = None
 
 
-class CalledCustom(Strict):
+class CalledCustom(StrictPart):
     """Custom tool that the assistant called."""
 
     name: Named
     input: str
 
 
-class MessageCustomCall(Strict):
+class MessageCustomCall(StrictPart):
     """Call of a custom tool that the assistant made in an earlier turn."""
 
     id: Named
@@ -157,7 +157,7 @@ MessageCall = Annotated[
 ]
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictPart):
     """Message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -174,7 +174,7 @@ class ChatMessage(Strict):
     reasoning: str | None = None
 
 
-class Function(Strict):
+class FunctionSpec(StrictPart):
     """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
 
     name: FunctionName
@@ -183,14 +183,14 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class ChatTool(StrictPart):
     """Tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionSpec
 
 
-class Custom(Strict):
+class CustomToolSpec(StrictPart):
     """Custom tool, which takes a text."""
 
     name: FunctionName
@@ -204,24 +204,24 @@ class Custom(Strict):
     ) = None
 
 
-class CustomTool(Strict):
+class ChatCustomTool(StrictPart):
     """Custom tool that the model may call."""
 
     type: Literal["custom"]
-    custom: Custom
+    custom: CustomToolSpec
 
 
 AnyTool = Annotated[
-    Annotated[Tool, Tag("function_part")]
-    | Annotated[CustomTool, Tag("custom_part")]
-    | Annotated[Foreign, Tag("foreign_part")],
+    Annotated[ChatTool, Tag("function_part")]
+    | Annotated[ChatCustomTool, Tag("custom_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
     by_offer("function", "custom"),
 ]
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
-class ChatBody(Formed):
+class ChatBody(FormattedBody):
     """Request body. A field that is not offered is refused with `unsupported_parameter`; ignored fields are named."""
 
     model: Named
@@ -242,4 +242,4 @@ class ChatBody(Formed):
     chat_template_kwargs: dict[Variable, Any] | None = None
 
 
-CHAT = Parameters(ChatBody, HARMLESS, NEUTRAL, INSTEAD)
+CHAT = FieldTable(ChatBody, HARMLESS, NEUTRAL, INSTEAD)

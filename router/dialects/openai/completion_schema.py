@@ -8,8 +8,8 @@ from pydantic import Discriminator, Field, Tag
 
 from router.admission.request_limits import MAX_PROMPT_IDS, MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
 from router.dialects.shared.common_fields import OTHER_SERVERS, SESSION_NOTE, Named, Tokens
-from router.dialects.shared.field_table import Parameters
-from router.dialects.shared.formats import FORMS, Formed
+from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.formats import FORMS, FormattedBody
 
 HARMLESS: Mapping[str, str] = OTHER_SERVERS
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
@@ -55,7 +55,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionBody(Formed):
+class CompletionBody(FormattedBody):
     """Request body of a completion."""
 
     model: Named
@@ -66,4 +66,4 @@ class CompletionBody(Formed):
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
 
 
-COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)
+COMPLETION = FieldTable(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

@@ -15,7 +15,7 @@ from router.dialects.openai.responses_schema import (
     Item,
     MessageItem,
     OutputItem,
-    Refusal,
+    OutputRefusal,
 )
 from router.dialects.shared.tools import arguments_for
 from router.errors import Problem, invalid
@@ -82,4 +82,4 @@ def _message(item: Item) -> Message:
 def _text(content: Content) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)

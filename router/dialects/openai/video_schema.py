@@ -8,8 +8,8 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from router.dialects.shared.common_fields import Named, Strict
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.common_fields import Named, StrictPart
+from router.dialects.shared.field_table import FieldTable
 
 LONGEST_PROMPT = 8000
 """Maximum characters of a prompt; the text encoder reads 512 tokens."""
@@ -59,7 +59,7 @@ Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
 Prompt = Annotated[str, Field(min_length=1, max_length=LONGEST_PROMPT, pattern=r"\S")]
 
 
-class VideoBody(Strict):
+class VideoBody(StrictPart):
     """Request body of a video."""
 
     prompt: Prompt
@@ -75,4 +75,4 @@ class VideoBody(Strict):
     seed: Seed | None = None
 
 
-VIDEO = Parameters(VideoBody, IGNORED, NEUTRAL, INSTEAD)
+VIDEO = FieldTable(VideoBody, IGNORED, NEUTRAL, INSTEAD)

@@ -1,4 +1,4 @@
-"""Fields of several dialects' bodies, as pydantic types, and their conversion to `Params`."""
+"""Fields of several dialects' bodies, as pydantic types, and their conversion to `GenerationParams`."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -16,8 +16,8 @@ from router.admission.request_limits import (
     MOST_TOP_K,
 )
 from router.errors import Problem, invalid
-from wire.frames import Grammar, Params
-from wire.refusals import Code
+from wire.frames import GenerationParams, GrammarSpec
+from wire.refusals import RefusalCode
 
 INT64 = 2**63 - 1
 
@@ -50,13 +50,13 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
 SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
 
 
-class Strict(BaseModel):
+class StrictPart(BaseModel):
     """Base of all parts: no unknown field, no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Foreign(BaseModel):
+class ForeignPart(BaseModel):
     """Part of a type that another server would have to execute. It is left out with any content."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -64,13 +64,13 @@ class Foreign(BaseModel):
     type: Annotated[str, Field(min_length=1)]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictPart):
     """Format: any text."""
 
     type: Literal["text"]
 
 
-class GrammarFormat(Strict):
+class GrammarFormat(StrictPart):
     """Grammar for the input of a custom tool."""
 
     type: Literal["grammar"]
@@ -148,14 +148,14 @@ def _stop_kind(stop: object) -> str:
 StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_stop_kind)]
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictPart):
     """Optional content of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Drawn(Strict):
+class SamplingFields(StrictPart):
     """Sampling, choice and stop fields of OpenAI's older bodies."""
 
     stream: bool | None = None
@@ -184,16 +184,16 @@ class Drawn(Strict):
 
 
 def params_of(
-    body: Drawn,
+    body: SamplingFields,
     max_tokens: int | None,
     *,
     logprobs: int | None = None,
     one_call: bool = False,
-    grammar: Grammar | None = None,
-) -> Params:
+    grammar: GrammarSpec | None = None,
+) -> GenerationParams:
     """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities."""
     top_k = body.top_k
-    return Params(
+    return GenerationParams(
         grammar=grammar,
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -220,7 +220,7 @@ def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def usage_wanted(body: Drawn) -> bool | Problem:
+def usage_wanted(body: SamplingFields) -> bool | Problem:
     """Return whether a stream's last chunk carries the usage; stream options without a stream are refused."""
     options = body.stream_options
     if options is None:
@@ -229,5 +229,5 @@ def usage_wanted(body: Drawn) -> bool | Problem:
         return invalid("stream_options is only possible with stream: true", "stream_options")
     if options.include_obfuscation:
         text = "stream_options.include_obfuscation is not offered: nothing is added to the chunks of a stream"
-        return invalid(text, "stream_options.include_obfuscation", Code.UNSUPPORTED.value)
+        return invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
     return bool(options.include_usage)

@@ -65,7 +65,7 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
     return write(found, "chat_template_kwargs", VARIABLES_BYTES) if found else ""
 
 
-class Steered(NamedTuple):
+class RequestedReasoning(NamedTuple):
     """Requested reasoning of a client, in any spelling."""
 
     effort: str | None
@@ -76,7 +76,7 @@ class Steered(NamedTuple):
     """Fields without a known meaning."""
 
 
-def steered(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> Steered:
+def steered(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
     The fields are `thinking`, `think` and `reasoning`. A plain switch or effort takes precedence.
@@ -100,7 +100,7 @@ def steered(effort: str | None, switch: bool | None, said: Mapping[str, object])
         ignored += [f"reasoning.{name}" for name, value in asked.items() if value is not None]
     elif reasoning is not None:
         ignored.append("reasoning")
-    return Steered(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
+    return RequestedReasoning(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
 
 
 def _switch(said: object) -> bool | None:

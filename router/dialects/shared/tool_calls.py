@@ -26,7 +26,7 @@ UNLIKELY = -9999.0
 _Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
 
 
-class Call(msgspec.Struct, gc=False):
+class AnswerToolCall(msgspec.Struct, gc=False):
     """One tool call. The node's `index` is unused: the order of arrival counts, without duplicates and gaps."""
 
     id: _Named
@@ -34,10 +34,10 @@ class Call(msgspec.Struct, gc=False):
     arguments: str
 
 
-_calls = msgspec.json.Decoder(Call)
+_calls = msgspec.json.Decoder(AnswerToolCall)
 
 
-def call_of(piece: str) -> Call | None:
+def call_of(piece: str) -> AnswerToolCall | None:
     """Parse a piece of the channel TOOL_CALL; return None when it is invalid."""
     if len(piece) > LONGEST_CALL:
         return None

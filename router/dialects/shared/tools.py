@@ -12,9 +12,9 @@ from typing import NamedTuple
 import msgspec
 
 from router.admission.request_limits import MOST_TOOLS, TOOLS_BYTES
-from router.dialects.shared.common_fields import Foreign, GrammarFormat, TextFormat
+from router.dialects.shared.common_fields import ForeignPart, GrammarFormat, TextFormat
 from router.dialects.shared.strict_json import Body, write
-from router.dialects.shared.tool_calls import Call
+from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dialects.shared.validation import unsupported
 from router.errors import Problem, invalid
 
@@ -26,7 +26,7 @@ LONGEST_FUNCTION_NAME = 64
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
-class Origin(NamedTuple):
+class ClientTool(NamedTuple):
     """Tool as its client knows it, where that differs from the model's function."""
 
     name: str
@@ -34,12 +34,12 @@ class Origin(NamedTuple):
     namespace: str = ""
 
 
-class Offered(NamedTuple):
+class OfferedTool(NamedTuple):
     """One tool as the model gets it. `origin` is None where the client knows it as the same function."""
 
     body: Body
     strict: bool = False
-    origin: Origin | None = None
+    origin: ClientTool | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Offered(NamedTuple):
         return str(self.body["function"]["name"])
 
 
-class Tools(NamedTuple):
+class ToolSet(NamedTuple):
     """All tools of a request."""
 
     text: str = ""
@@ -56,13 +56,13 @@ class Tools(NamedTuple):
     """Names of the functions."""
     strict: bool = False
     """Whether one of them is strict."""
-    origins: Mapping[str, Origin] = {}
+    origins: Mapping[str, ClientTool] = {}
     """Tools that the client knows in another form, by function name."""
     left_out: tuple[str, ...] = ()
     """Tools that were left out."""
 
 
-NO_TOOLS = Tools()
+NO_TOOLS = ToolSet()
 
 
 def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
@@ -92,14 +92,14 @@ def as_written(tool: Body) -> Body:
 def left_out(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, also in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
-        if isinstance(one, Foreign):
+        if isinstance(one, ForeignPart):
             yield f"{path}[{at}].type", one.type
         yield from left_out(getattr(one, "tools", None), f"{path}[{at}].tools")
 
 
 def gathered(
-    offered: Iterable[Offered], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
-) -> Tools | Problem:
+    offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
+) -> ToolSet | Problem:
     """Check and combine the tools of a request; the result has no text where the model is not `told` of them."""
     without = tuple(left_out(foreign))
     if strict and without:
@@ -114,7 +114,7 @@ def gathered(
         return text
     origins = {one.name: one.origin for one in found if one.origin is not None}
     names = tuple(one.name for one in found)
-    return Tools(
+    return ToolSet(
         text if told else "",
         names,
         any(one.strict for one in found),
@@ -123,7 +123,7 @@ def gathered(
     )
 
 
-def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:
+def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
     """Add the namespace as a prefix to a tool whose name is already taken."""
     seen: set[str] = set()
     for one in offered:
@@ -134,7 +134,7 @@ def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:
         yield one._replace(body=one.body | {"function": one.body["function"] | {"name": name}})
 
 
-def input_of(call: Call) -> str:
+def input_of(call: AnswerToolCall) -> str:
     """Return the input of a custom tool's call; arguments of another shape are returned unchanged."""
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input

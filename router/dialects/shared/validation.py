@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from router.errors import Problem, invalid
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
@@ -36,7 +36,7 @@ def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str =
     """Build the 400 for a field that no model here offers, with the alternative."""
     text = why or f"{param} is not offered by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
-    return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
+    return invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:

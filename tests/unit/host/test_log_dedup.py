@@ -4,15 +4,17 @@ from typing import Any
 
 import pytest
 
-from host.log_dedup import BURST, MOST_KNOWN, WINDOW, Repeats
+from host.log_dedup import BURST, MOST_KNOWN, WINDOW, LogDeduplicator
 
 
-def admitted(repeats: Repeats, count: int, now: float, event: str = "denied", **fields: Any) -> list[int | None]:
+def admitted(
+    repeats: LogDeduplicator, count: int, now: float, event: str = "denied", **fields: Any
+) -> list[int | None]:
     return [repeats.admit("links", event, fields, now) for _ in range(count)]
 
 
 def test_a_burst_is_admitted_and_the_next_window_tells_how_many_were_left_out():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     assert admitted(repeats, BURST + 3, 100.0) == [0] * BURST + [None] * 3
     assert admitted(repeats, 1, 100.0 + WINDOW - 0.5) == [None]
     assert admitted(repeats, BURST + 2, 100.0 + WINDOW) == [4] + [0] * (BURST - 1) + [None] * 2
@@ -22,7 +24,7 @@ def test_a_burst_is_admitted_and_the_next_window_tells_how_many_were_left_out():
 
 @pytest.mark.parametrize("subject", ["node", "peer", "address", "reason", "why", "condition", "model"])
 def test_subjects_are_counted_each_for_itself(subject: str):
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     assert admitted(repeats, BURST + 1, 0.0, **{subject: "a"})[-1] is None
     assert admitted(repeats, 1, 0.0, **{subject: "b"}) == [0]
     assert admitted(repeats, 1, 0.0) == [0]
@@ -32,13 +34,13 @@ def test_subjects_are_counted_each_for_itself(subject: str):
 
 
 def test_of_a_long_subject_the_beginning_counts():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     assert admitted(repeats, BURST, 0.0, reason="x" * 100 + "a") == [0] * BURST
     assert admitted(repeats, 1, 0.0, reason="x" * 100 + "b") == [None]
 
 
 def test_too_many_subjects_count_as_one_until_old_ones_are_forgotten():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     for number in range(MOST_KNOWN - 1):
         assert admitted(repeats, 1, 0.0, peer=number) == [0]
     assert admitted(repeats, BURST + 1, 0.0, peer="loud")[-1] is None
@@ -50,7 +52,7 @@ def test_too_many_subjects_count_as_one_until_old_ones_are_forgotten():
 
 
 def test_of_a_full_memory_only_what_is_a_window_old_is_forgotten():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     for number in range(MOST_KNOWN):
         assert admitted(repeats, 1, 0.0, peer=number) == [0]
     assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST
@@ -60,7 +62,7 @@ def test_of_a_full_memory_only_what_is_a_window_old_is_forgotten():
 
 
 def test_the_first_subject_beyond_a_full_memory_makes_room_for_itself():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     for number in range(MOST_KNOWN):
         admitted(repeats, 1, 0.0, peer=number)
     assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST

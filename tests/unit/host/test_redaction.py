@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host import log_setup
-from host.log_dedup import BURST, MOST_KNOWN, WINDOW, Repeats
+from host.log_dedup import BURST, MOST_KNOWN, WINDOW, LogDeduplicator
 from host.redaction import HIDDEN, hide, hide_in_line, redact, trace
 from router.admission.api_keys import new_key
 from wire.identity import new_token
@@ -250,7 +250,7 @@ def test_events_are_told_apart_by_their_beginning(log_file: Path):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 10)), max_size=200))
 def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
-    repeats, now, told, left_out = Repeats(), 0.0, 0, 0
+    repeats, now, told, left_out = LogDeduplicator(), 0.0, 0, 0
     for event, pause in events:
         now += pause
         found = repeats.admit("x", event, {}, now)
@@ -260,7 +260,7 @@ def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
 
 
 def test_a_stranger_with_many_addresses_fills_no_memory():
-    repeats = Repeats()
+    repeats = LogDeduplicator()
     for number in range(10 * MOST_KNOWN):
         repeats.admit("x", "denied", {"peer": str(number)}, 0.0)
     assert repeats.subjects <= MOST_KNOWN + 1

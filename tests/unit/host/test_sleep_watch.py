@@ -13,7 +13,7 @@ import pytest
 
 from host import sleep_watch
 from host.iokit import PowerNotice
-from host.sleep_watch import NoNotice, Said, SleepWatch, open_notice, system_clocks
+from host.sleep_watch import NoSleepNotices, Said, SleepWatch, open_notice, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -31,7 +31,7 @@ class Clocks:
         return (lambda: self.on), (lambda: self.off)
 
 
-class Told(NoNotice):
+class Told(NoSleepNotices):
     """A system that tells of a sleep when the test does."""
 
     stopped = False
@@ -73,7 +73,7 @@ class Owner:
 
 async def test_a_sleep_is_found_when_it_is_over():
     clocks, owner = Clocks(), Owner()
-    watch = SleepWatch(owner.slept, owner.woke, notice=NoNotice(), clocks=clocks.pair())
+    watch = SleepWatch(owner.slept, owner.woke, notice=NoSleepNotices(), clocks=clocks.pair())
     watch.start()
     clocks.sleep(2.0)  # nobody notices that
     await asyncio.sleep(0.05)
@@ -151,8 +151,8 @@ def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "platform", "darwin")
     assert isinstance(open_notice(), PowerNotice)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert isinstance(open_notice(), NoNotice)
-    assert NoNotice().start(lambda _: None, lambda: None) is False
+    assert isinstance(open_notice(), NoSleepNotices)
+    assert NoSleepNotices().start(lambda _: None, lambda: None) is False
 
 
 @pytest.mark.parametrize(

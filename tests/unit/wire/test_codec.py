@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.wire.strategies import structs
 from wire import codec
 from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
-from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, Message, Params, Report
+from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, GenerationParams, Message, Report
 from wire.report import EngineState, Memory
 
 FRAMES = st.one_of([structs(kind) for kind in TAGS.values()])
@@ -125,7 +125,7 @@ def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
 
 @given(st.binary(min_size=0, max_size=300_000), st.integers(1, 70_000))
 def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
-    frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), Params(), 0)
+    frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), GenerationParams(), 0)
     pieces = list(fragments(encode(frame), 7))
     assert all(len(piece) <= codec.PIECE + 64 for piece in pieces)
     data = b"".join(pieces)
@@ -134,7 +134,9 @@ def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
 
 
 def test_urgent_frames_pass_between_fragments() -> None:
-    first, *rest = fragments(encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), Params(), 0)), 1)
+    first, *rest = fragments(
+        encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), GenerationParams(), 0)), 1
+    )
     got = split(first + encode(Cancel(9)) + b"".join(rest))
     assert [type(frame) for frame in got] == [Cancel, Generate]
 
@@ -173,7 +175,7 @@ def test_a_joined_message_must_be_one_plain_frame(inner: bytes) -> None:
 
 def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> None:
     def frame(length: int) -> Frame:
-        return Generate(1, 2, "r", "m", (Message("user", "x" * length),), Params(), 0)
+        return Generate(1, 2, "r", "m", (Message("user", "x" * length),), GenerationParams(), 0)
 
     most = codec.LONGEST_JOINED - len(encode(frame(70_000))) + 70_000
     assert len(encode(frame(most))) == codec.LONGEST_JOINED
@@ -183,7 +185,7 @@ def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> No
 
 def test_a_lone_surrogate_cannot_be_sent() -> None:
     with pytest.raises(UnicodeEncodeError):
-        encode(Generate(1, 2, "r", "m", (Message("user", "\ud800"),), Params(), 0))
+        encode(Generate(1, 2, "r", "m", (Message("user", "\ud800"),), GenerationParams(), 0))
 
 
 def test_heads_are_read_without_the_rest() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, decode, encode, head_of
-from wire.frames import Answer, Cancel, Generate, Message, Params
+from wire.frames import Cancel, FetchChunk, Generate, GenerationParams, Message
 from wire.link.endpoint import TURN, Outbox
 from wire.units import GIB, parse_size, show_size
 
@@ -45,7 +45,7 @@ def sent(written: list[bytes]) -> list[str]:
 
 
 def long_request() -> Generate:
-    return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0)
+    return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), GenerationParams(), 0)
 
 
 def run_all(deferred: list[Callable[[], None]]) -> None:
@@ -58,10 +58,10 @@ def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
     deferred: list[Callable[[], None]] = []
     outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.send(long_request())
-    outbox.later(Answer(5, b"y" * 10, last=number == 1) for number in range(2))
+    outbox.later(FetchChunk(5, b"y" * 10, last=number == 1) for number in range(2))
     outbox.send(Cancel(1))
     run_all(deferred)
-    assert sent(written) == ["Cancel", "Answer", "Answer", "Generate"]
+    assert sent(written) == ["Cancel", "FetchChunk", "FetchChunk", "Generate"]
 
 
 def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> None:
@@ -79,7 +79,7 @@ def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> N
 
 
 def prompt(number: int, size: int) -> Generate:
-    return Generate(number, number, "r", "m", (Message("user", "x" * size),), Params(), 0)
+    return Generate(number, number, "r", "m", (Message("user", "x" * size),), GenerationParams(), 0)
 
 
 def heard(*frames: Generate) -> list[int]:
@@ -136,10 +136,10 @@ def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> Non
     deferred: list[Callable[[], None]] = []
     made: list[int] = []
 
-    def answers() -> Iterator[Answer]:
+    def answers() -> Iterator[FetchChunk]:
         for number in range(100):
             made.append(number)
-            yield Answer(1, b"z" * 1000)
+            yield FetchChunk(1, b"z" * 1000)
 
     outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.later(answers())

@@ -9,29 +9,33 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.alerts import evaluator
-from coordinator.alerts.evaluator import Condition, Conditions, Watch, log_conditions, sample_of
+from coordinator.alerts.evaluator import AlertLoop, Condition, Conditions, log_conditions, sample_of
 from coordinator.alerts.promql import (
-    Both,
-    Highest,
-    History,
+    And,
+    BinaryOp,
+    Comparison,
+    CurrentTime,
+    Increase,
     Labels,
+    MaxOver,
     Metric,
-    Plain,
-    Rise,
     Sample,
-    Sum,
-    Time,
-    Where,
+    SampleHistory,
+    Scalar,
     walk,
 )
-from coordinator.alerts.rules import RULES, WATCHED, Rule, Severity
+from coordinator.alerts.rules import RULES, WATCHED, AlertRule, Severity
 from tests.support.pictures import DISTINCT, WALL, node_picture, pool_picture, view
 
 A: Labels = frozenset({("node", "a")})
 B: Labels = frozenset({("node", "b")})
 NAMED = {rule.name: rule for rule in RULES}
-LATE = Rule("Late", Severity.WARNING, Where(Metric("m"), ">", 0), 30, "{node} is late", "wait for it, then restart it")
-AT_ONCE = Rule("AtOnce", Severity.CRITICAL, Where(Metric("m"), ">", 5), 0, "{node} is wrong", "mend it at once, please")
+LATE = AlertRule(
+    "Late", Severity.WARNING, Comparison(Metric("m"), ">", 0), 30, "{node} is late", "wait for it, then restart it"
+)
+AT_ONCE = AlertRule(
+    "AtOnce", Severity.CRITICAL, Comparison(Metric("m"), ">", 5), 0, "{node} is wrong", "mend it at once, please"
+)
 
 
 def m(**values: float) -> Sample:
@@ -179,7 +183,7 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
         return m(a=9)
 
     with capture_logs() as logs:
-        running = asyncio.create_task(Watch(conditions, sample, lambda: 7.0).run())
+        running = asyncio.create_task(AlertLoop(conditions, sample, lambda: 7.0).run())
         await asyncio.wait_for(seen.wait(), 30)
         await asyncio.sleep(0)
         running.cancel()
@@ -195,42 +199,42 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
     ("sign", "holds"), [(">", {3.0}), (">=", {2.0, 3.0}), ("==", {2.0}), ("<", {1.0}), ("<=", {1.0, 2.0})]
 )
 def test_a_comparison_keeps_the_series_for_which_it_holds(sign: str, holds: set[float]):
-    history = History({})
+    history = SampleHistory({})
     history.take({"m": {frozenset({("node", str(value))}): value for value in (1.0, 2.0, 3.0)}}, 0.0)
-    found = Where(Metric("m"), sign, 2.0).value(history)
+    found = Comparison(Metric("m"), sign, 2.0).value(history)
     assert isinstance(found, dict)
     assert set(found.values()) == holds
 
 
 def test_series_meet_by_all_their_labels_and_nothing_is_divided_by_zero():
-    history = History({})
+    history = SampleHistory({})
     history.take({"m": {A: 6.0, B: 1.0}, "n": {A: 3.0, B: 0.0, frozenset(): 5.0}}, 0.0)
-    assert Sum(Metric("m"), "-", Metric("n")).value(history) == {A: 3.0, B: 1.0}
-    assert Sum(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
-    assert Highest(Metric("m")).value(history) == {frozenset(): 6.0}
-    assert Highest(Metric("none")).value(history) == {}
+    assert BinaryOp(Metric("m"), "-", Metric("n")).value(history) == {A: 3.0, B: 1.0}
+    assert BinaryOp(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
+    assert MaxOver(Metric("m")).value(history) == {frozenset(): 6.0}
+    assert MaxOver(Metric("none")).value(history) == {}
 
 
 def test_a_number_without_labels_has_no_series_and_is_its_own_highest():
-    history = History({})
-    assert Time().value(history) == Plain(0.0)
+    history = SampleHistory({})
+    assert CurrentTime().value(history) == Scalar(0.0)
     history.take({"m": {A: 6.0}}, 7.0)
-    assert Highest(Time()).value(history) == Time().value(history) == Plain(7.0)
-    assert Sum(Time(), "-", Time()).value(history) == {}
-    assert Sum(Time(), "-", Metric("m")).value(history) == {A: 1.0}
-    conditions = Conditions([replace(AT_ONCE, holds=Time())])
+    assert MaxOver(CurrentTime()).value(history) == CurrentTime().value(history) == Scalar(7.0)
+    assert BinaryOp(CurrentTime(), "-", CurrentTime()).value(history) == {}
+    assert BinaryOp(CurrentTime(), "-", Metric("m")).value(history) == {A: 1.0}
+    conditions = Conditions([replace(AT_ONCE, holds=CurrentTime())])
     conditions.look({"m": {A: 6.0}}, 7.0)
     assert conditions.active() == []
 
 
 def test_an_expression_is_walked_through_with_all_that_it_is_made_of():
-    a, b, c = Metric("a"), Metric("b"), Rise("c", 30)
-    both = Both(Where(a, ">", Highest(b)), Where(c, ">", 0))
-    assert list(walk(both)) == [both, both.left, a, Highest(b), b, both.right, c]
+    a, b, c = Metric("a"), Metric("b"), Increase("c", 30)
+    both = And(Comparison(a, ">", MaxOver(b)), Comparison(c, ">", 0))
+    assert list(walk(both)) == [both, both.left, a, MaxOver(b), b, both.right, c]
 
 
 def test_a_rise_is_of_its_own_window_and_older_ones_are_forgotten():
-    history = History({"c": frozenset({30.0, 300.0})})
+    history = SampleHistory({"c": frozenset({30.0, 300.0})})
     for now in range(0, 400, 10):
         history.take({"c": {A: now}}, float(now))
     assert [dict(history.rises("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]

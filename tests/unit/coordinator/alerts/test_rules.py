@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.alerts.evaluator import Condition, Conditions, sample_of
-from coordinator.alerts.promql import History, Labels, Metric, Rise, Sample, walk
-from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, Rule, rules_file, runbook_url, told
-from coordinator.metrics.families import Kind
+from coordinator.alerts.promql import Increase, Labels, Metric, Sample, SampleHistory, walk
+from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, AlertRule, rules_file, runbook_url, told
+from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from tests.support.pictures import WALL, node_picture, pool_picture, view
@@ -36,11 +36,11 @@ def test_every_rule_has_a_story_and_a_name_of_its_own():
 def test_rules_look_at_metrics_and_labels_that_exist():
     for rule in WATCHED:
         for part in walk(rule.holds):
-            if isinstance(part, Metric | Rise):
+            if isinstance(part, Metric | Increase):
                 family = FAMILIES[part.name]
                 labels = {name for name, _ in part.only} if isinstance(part, Metric) else set(part.without)
                 assert labels <= set(family.label_names), rule.name
-                assert (family.kind is Kind.COUNTER) == isinstance(part, Rise), rule.name
+                assert (family.kind is MetricKind.COUNTER) == isinstance(part, Increase), rule.name
 
 
 def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
@@ -66,7 +66,7 @@ def series(story: Series, seconds: int) -> list[dict[str, str]]:
     ]
 
 
-def alerts(rule: Rule, labels: dict[str, str]) -> list[dict[str, Any]]:
+def alerts(rule: AlertRule, labels: dict[str, str]) -> list[dict[str, Any]]:
     annotations = {
         "summary": told(rule.summary, frozenset(labels.items())),
         "description": rule.remedy,
@@ -189,7 +189,7 @@ def test_critical_conditions_come_first():
 
 
 def test_a_counter_that_was_seen_once_has_not_risen():
-    history = History({"c": frozenset({30.0})})
+    history = SampleHistory({"c": frozenset({30.0})})
     history.take({"c": {STUDIO: 100}}, 0)
     assert list(history.rises("c", 30)) == []
     history.take({"c": {STUDIO: 103}}, 5)

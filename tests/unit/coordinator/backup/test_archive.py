@@ -14,8 +14,8 @@ from coordinator.backup.archive import (
     NEEDED,
     PIECE,
     ArchiveError,
+    ArchiveMember,
     Manifest,
-    Member,
     contents,
     digest_of,
     ended,
@@ -24,7 +24,7 @@ from coordinator.backup.archive import (
     read_manifest,
 )
 
-MEMBERS = tuple(Member(name, number, "00") for number, name in enumerate(sorted(NEEDED)))
+MEMBERS = tuple(ArchiveMember(name, number, "00") for number, name in enumerate(sorted(NEEDED)))
 MADE = Manifest(
     format=1, macpool="1", made=1.0, cluster="c", name="n", epoch=1, generation=0, schemas={}, members=MEMBERS
 )
@@ -76,8 +76,8 @@ def changes() -> Iterator[tuple[str, Manifest, str]]:
     lacks = "names a file twice, or lacks one"
     yield "twice", msgspec.structs.replace(MADE, members=(*MEMBERS, first)), lacks
     yield "lacks", msgspec.structs.replace(MADE, members=tuple(others)), lacks
-    yield "below nothing", msgspec.structs.replace(MADE, members=(Member(first.name, -1, "00"), *others)), lacks
-    foreign = Member("lock", 1, "00")
+    yield "below nothing", msgspec.structs.replace(MADE, members=(ArchiveMember(first.name, -1, "00"), *others)), lacks
+    foreign = ArchiveMember("lock", 1, "00")
     yield "foreign", msgspec.structs.replace(MADE, members=(*MEMBERS, foreign)), "holds 'lock', which no backup"
 
 
@@ -90,7 +90,7 @@ def test_a_manifest_whose_members_are_no_backups_is_refused(manifest: Manifest, 
 @pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1])
 def test_a_member_is_read_in_pieces_and_is_what_its_digest_says(size: int) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
-    member = Member("pepper", size, hashlib.sha256(data[:size]).hexdigest())
+    member = ArchiveMember("pepper", size, hashlib.sha256(data[:size]).hexdigest())
     source = io.BytesIO(data)
     assert [len(piece) for piece in contents(source, member)] == [PIECE] * (size // PIECE) + [size % PIECE] * (
         size % PIECE > 0
@@ -98,7 +98,7 @@ def test_a_member_is_read_in_pieces_and_is_what_its_digest_says(size: int) -> No
     assert source.tell() == size
     assert digest_of(io.BytesIO(data[:size])) == (size, member.sha256)
     with pytest.raises(ArchiveError, match="pepper in it is damaged"):
-        list(contents(io.BytesIO(b"x" * size), Member("pepper", size, "00")))
+        list(contents(io.BytesIO(b"x" * size), ArchiveMember("pepper", size, "00")))
 
 
 def test_so_many_bytes_are_read_as_are_wanted_or_the_file_was_cut_off() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.archive import MAGIC, Member, head_of, read_manifest
+from coordinator.backup.archive import MAGIC, ArchiveMember, head_of, read_manifest
 from coordinator.backup.atomic_swap import settle
 from coordinator.backup.backup import back_up
-from coordinator.backup.restore import Counts, Present, RestoreError, look, present, restore
+from coordinator.backup.restore import ExistingState, RestoredCounts, RestoreError, look, present, restore
 from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 
 
@@ -28,7 +28,7 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
         opened.seek(len(MAGIC))
         manifest = read_manifest(opened)
         contents = {one.name: opened.read(one.size) for one in manifest.members} | {name: content}
-    members = tuple(Member(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
+    members = tuple(ArchiveMember(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
     made = file.with_name("rebuilt")
     made.write_bytes(MAGIC + head_of(replace(manifest, members=members)) + b"".join(contents.values()))
     return made
@@ -80,12 +80,12 @@ def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path:
 def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -> None:
     state, name = tmp_path / "home", shows(tmp_path / "home")[0]
     assert present(tmp_path / "empty") is None
-    assert present(state) == Present(name, 1)
+    assert present(state) == ExistingState(name, 1)
     shutil.copytree(state, tmp_path / "without-database")
     (tmp_path / "without-database" / "cluster.db").unlink()
-    assert present(tmp_path / "without-database") == Present(name, 0)
+    assert present(tmp_path / "without-database") == ExistingState(name, 0)
     shutil.rmtree(state / "authority")
-    assert present(state) == Present("", 1)
+    assert present(state) == ExistingState("", 1)
     with pytest.raises(RestoreError, match="holds this cluster already, after 1 starts"):
         restore(saved, state, NOW)
 
@@ -94,7 +94,7 @@ def test_a_restore_says_what_it_put_where(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "config.toml").unlink()
     bare = back_up(tmp_path / "home", tmp_path / "bare").file
     done = restore(bare, tmp_path / "state", NOW)
-    assert (done.counts, done.aside, done.config) == (Counts(1, 1, 1, 0), None, "")
+    assert (done.counts, done.aside, done.config) == (RestoredCounts(1, 1, 1, 0), None, "")
     assert not (tmp_path / "state" / "config.toml").exists()
     again = restore(saved, tmp_path / "state", NOW, replace=True)
     assert again.config == "config.toml"

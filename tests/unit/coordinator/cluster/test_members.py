@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from coordinator.cluster.registry import LINKED_SECONDS
-from node.agent.identity import Identity, install, new_csr
-from router.placement.place import Demand, NoPlacement, Placement
+from node.agent.identity import NodeIdentity, install, new_csr
+from router.placement.place import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster_port import Port, a_report, hello, opened, the_no
 from tests.support.enrolment import HARDWARE
 from wire.certificate import LEAF_LIFE, read_certificate
-from wire.frames import Goodbye, Pause, Renew, Renewed, Welcome
+from wire.frames import CertificateRenewed, Goodbye, PauseNode, RenewCertificate, Welcome
 from wire.report import Sharing
 
 
@@ -24,13 +24,13 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
         yield made
 
 
-async def ready(port: Port, who: Identity) -> None:
+async def ready(port: Port, who: NodeIdentity) -> None:
     await port.link(who)
     await port.until(lambda: port.state(who) == "ready")
 
 
 def placed(port: Port) -> Placement | NoPlacement:
-    return port.application.dispatcher.preview(Demand("tiny", 100))
+    return port.application.dispatcher.preview(ResourceDemand("tiny", 100))
 
 
 # what lasts
@@ -195,8 +195,8 @@ async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
 async def test_a_renewed_certificate_is_for_the_same_node_the_new_key_and_a_whole_life(port: Port):
     who = port.member("one")
     line = await port.link(who)
-    line.send(Renew(new_csr(who)))
-    renewed = await line.until(Renewed)
+    line.send(RenewCertificate(new_csr(who)))
+    renewed = await line.until(CertificateRenewed)
     made = read_certificate(renewed.certificate)
     assert (made.uri, made.name) == (read_certificate(who.certificate).uri, "one")
     assert abs(made.expires - time.time() - LEAF_LIFE) < 120
@@ -212,7 +212,7 @@ async def test_a_renewal_that_cannot_be_signed_ends_that_link_and_keeps_the_cert
     who = port.member("one")
     serial = port.application.store.members[who.node].serial
     line = await port.link(who)
-    line.send(Renew(b"junk"))
+    line.send(RenewCertificate(b"junk"))
     assert the_no(await line.ended()).reason == "bad_request"
     assert port.application.store.members[who.node].serial == serial
     await ready(port, who)
@@ -239,14 +239,14 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     line = await port.link(who, a_report(sharing=Sharing("always")))
     await port.until(lambda: port.state(who) == "ready")
     pausing = asyncio.create_task(registry.pause(who.node, 60.0, "boss"))
-    assert await line.until(Pause) == Pause(60.0, "boss")
+    assert await line.until(PauseNode) == PauseNode(60.0, "boss")
     paused = Sharing("always", paused=True, why="paused by boss", until=time.time() + 60, by_hand=True)
     line.send(a_report(2, sharing=paused, draining=True))
     assert await pausing == paused
     await port.until(lambda: port.state(who) == "paused")
     assert isinstance(placed(port), NoPlacement)
     resuming = asyncio.create_task(registry.pause(who.node, 0.0, "boss"))
-    assert await line.until(Pause) == Pause(0.0, "boss")
+    assert await line.until(PauseNode) == PauseNode(0.0, "boss")
     line.send(a_report(3, sharing=Sharing("always")))
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.generation_fence import Mark
+from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster import membership
-from coordinator.cluster.membership import State
+from coordinator.cluster.membership import MemberState
 from coordinator.cluster.registry import Registry
-from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_approvals import Approvals
-from coordinator.joining.join_tokens import Tokens
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster_port import a_report
 from tests.support.loopback_cluster import a_memory
 from wire.certificate import read_certificate
-from wire.frames import Denied, Finished, Frame, Goodbye, Hello, Query, Renew, Welcome
-from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Enforcement, EngineState, Hardware, Level
+from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
+from wire.report import Enforcement, EngineState, Hardware, MemoryLevel
 from wire.units import GIB
 
 HARDWARE = Hardware("M4 Max", 128 * GIB, 16, "macOS 26.1", "3.11")
@@ -59,17 +59,17 @@ class Coordinator:
     """One start of a coordinator over a state folder, with every member that the store has."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder)
+        self.store = Database(folder)
         self.closed = False
-        self.authority = Authority(folder / "authority", time.time)
+        self.authority = ClusterCa(folder / "authority", time.time)
         self.store.found(self.authority.cluster, "home")
-        tokens, approvals = Tokens(self.store, self.authority.ca, time.time), Approvals()
-        cluster = Cluster("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
+        tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), Approvals()
+        cluster = EnrollmentContext("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
         self.epoch = self.store.next_epoch()
         self.registry = Registry(
             self.store,
             self.authority,
-            Enrolment(cluster),
+            EnrollmentServer(cluster),
             name="home",
             version="1.2.3",
             epoch=self.epoch,
@@ -105,7 +105,7 @@ class Coordinator:
 
     def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
         """Say what a Hello with the node's own certificate is answered."""
-        peer = Peer(self.authority.cluster, changes.pop("certificate", node))
+        peer = PeerIdentity(self.authority.cluster, changes.pop("certificate", node))
         return self.registry.greet(peer, self.store.members[node].serial, self.hello(node, **changes))
 
     def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
@@ -208,7 +208,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
     assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
     assert isinstance(one.greet(studio), Denied)
     assert isinstance(one.greet(mini), Welcome)
-    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in State}
+    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in MemberState}
 
 
 # greetings
@@ -254,7 +254,7 @@ async def test_a_wrong_greeting_is_denied_for_good(
 async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    marks: list[Mark] = []
+    marks: list[SupersededMark] = []
     one.registry.on_superseded = marks.append
     assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof says nothing"
     assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal(0)), Welcome)
@@ -263,17 +263,17 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
     denied = one.greet(studio, generation=3, seal=seal)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("superseded", False)
-    assert marks == [Mark(3, seal, "studio", WALL)]
+    assert marks == [SupersededMark(3, seal, "studio", WALL)]
 
 
 async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
     one.registry.readable = {"/api/v1/status": lambda: {"name": "home"}}
-    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
+    peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
 
     def ask(path: str, machine: str = row.machine) -> bytes | Denied:
-        return one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, machine, path))
+        return one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
 
     assert ask("/api/v1/status") == b'{"name": "home"}'
     for denied, code in ((ask("/api/v1/keys"), "not_readable"), (ask("/api/v1/status", "another"), "cloned")):
@@ -283,7 +283,7 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
 
 async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
     one = start()
-    studio, peer = one.join("studio"), Peer(one.authority.cluster, NodeId("stranger"))
+    studio, peer = one.join("studio"), PeerIdentity(one.authority.cluster, NodeId("stranger"))
     stranger = one.registry.greet(peer, "ab", replace(one.hello(studio), node="stranger"))
     assert isinstance(stranger, Denied)
     assert (stranger.reason, stranger.final) == ("removed", True)
@@ -298,8 +298,8 @@ async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[]
 async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
-    denied = one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, row.machine, "/x"))
+    peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
+    denied = one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
     assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
 
 
@@ -475,10 +475,10 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     first = start()
     studio = first.join("studio")
     number, before = first.link(studio), first.store.members[studio].serial
-    first.registry.received(studio, number, Renew(new_request("studio").csr))
+    first.registry.received(studio, number, RenewCertificate(new_request("studio").csr))
     after = first.store.members[studio].serial
     assert after != before
-    first.registry.received(studio, number, Renew(b"no request"))
+    first.registry.received(studio, number, RenewCertificate(b"no request"))
     assert first.store.members[studio].serial == after, "a bad request changes nothing"
     await first.stop()
     assert start().store.members[studio].serial == after
@@ -510,7 +510,7 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     one.registry.received(studio, number, failed)
     assert one.registry.warnings() == ["studio: its engine is failed: it has no weights"]
     assert one.registry.dangers() == []
-    bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(Level.OVER_HARD))
+    bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(MemoryLevel.OVER_HARD))
     one.registry.received(studio, number, bare)
     dangers = one.registry.dangers()
     assert [text.partition(",")[0] for text in dangers] == [

@@ -18,8 +18,8 @@ import pytest
 from coordinator.client.errors import PIN
 from coordinator.doctor import pool_checks as checks
 from coordinator.doctor.finding import Finding
-from coordinator.doctor.host_probe import Answer, Here, Said
-from coordinator.tls.cluster_ca import Authority
+from coordinator.doctor.host_probe import CoordinatorAnswer, HostProbe, ToolOutput
+from coordinator.tls.cluster_ca import ClusterCa
 from tests.support.pretended_mac import pretended
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
@@ -146,13 +146,13 @@ def test_the_identity_names_node_and_cluster(tmp_path: Path):
     assert seen(found) == ("ok", "studio (n-1) of cluster c-1", "")
 
 
-def silent(here: Here) -> Here:
+def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules do not answer."""
 
-    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+    def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
 
-    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
 
 def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(
 
 def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, answering: Answering):
     here = pretended(tmp_path)
-    object.__setattr__(here, "version", lambda: Answer(None, PIN, "the fingerprint is another one"))
+    object.__setattr__(here, "version", lambda: CoordinatorAnswer(None, PIN, "the fingerprint is another one"))
     found = checks.coordinator(here)
     assert seen(found)[:2] == ("fail", "the fingerprint is another one")
     assert found.intercepted
@@ -179,7 +179,7 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
 
 def dialling(
     state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
-) -> tuple[Here, list[Any]]:
+) -> tuple[HostProbe, list[Any]]:
     """Return a Mac, and the addresses that are dialled from it."""
     here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
 
@@ -187,7 +187,7 @@ def dialling(
         dialled.append((host, port))
         return reach.get(host, 61)
 
-    return Here(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
+    return HostProbe(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
 
 
 GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
@@ -287,11 +287,11 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
 # certificates and clocks
 
 
-def lives(state: Path, coordinator: float) -> Authority:
+def lives(state: Path, coordinator: float) -> ClusterCa:
     """Make an authority whose coordinator's certificate ends in so many seconds."""
     (state / "cluster.db").touch()
     whole = 90 * DAY
-    return Authority(state / "authority", lambda: time.time() - whole + coordinator)
+    return ClusterCa(state / "authority", lambda: time.time() - whole + coordinator)
 
 
 @pytest.mark.parametrize(

@@ -5,24 +5,24 @@ from coordinator.joining.join_approvals import (
     MOST_NEW_HERE,
     MOST_WAITING,
     MOST_WAITING_HERE,
+    ApprovalDecision,
+    ApprovalRequest,
     Approvals,
     Decided,
-    Decision,
     Locked,
-    Ticket,
-    Waiting,
+    WaitingNode,
     WrongCode,
 )
 from wire.report import Hardware
 
 
-def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> Waiting:
-    return Waiting(code, "studio", "m1", Hardware(), address, now + LIFE)
+def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> WaitingNode:
+    return WaitingNode(code, "studio", "m1", Hardware(), address, now + LIFE)
 
 
-def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> Ticket:
+def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
     ticket = line.ask(waiting(code, now, address), now)
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, ApprovalRequest)
     return ticket
 
 
@@ -30,13 +30,13 @@ def test_a_code_is_decided_once_and_wakes_who_waits() -> None:
     line, woken = Approvals(), [0]
     first, second = asked(line, "111111"), asked(line, "222222")
     first.wake = lambda: woken.append(1)
-    assert line.approve(" 111111 ", 1.0) == Decided(first.waiting, Decision.APPROVED)
-    assert first.decision is Decision.APPROVED
+    assert line.approve(" 111111 ", 1.0) == Decided(first.waiting, ApprovalDecision.APPROVED)
+    assert first.decision is ApprovalDecision.APPROVED
     assert woken == [0, 1]
     assert line.list(1.0) == [second.waiting]
     assert line.approve("111111", 1.0) == WrongCode(2)
     line.reject("222222", 1.0)
-    assert second.decision is Decision.REJECTED
+    assert second.decision is ApprovalDecision.REJECTED
 
 
 def test_three_wrong_codes_lock_for_a_minute() -> None:
@@ -73,7 +73,7 @@ def test_two_that_wait_never_share_a_code() -> None:
     line = Approvals()
     first = asked(line, "111111")
     assert line.ask(waiting("111111"), 0.0) == 1.0
-    line.withdraw(Ticket(waiting("111111")))
+    line.withdraw(ApprovalRequest(waiting("111111")))
     assert line.list(0.0) == [first.waiting]
 
 

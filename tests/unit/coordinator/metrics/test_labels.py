@@ -1,7 +1,7 @@
 """What a node may put into labels: as much as it said first, and no more for as long as it is a member."""
 
 from coordinator.metrics.families import MOST_MODELS, OTHER
-from coordinator.metrics.labels import MOST_ABOUT, Labels
+from coordinator.metrics.labels import MOST_ABOUT, AdmittedLabels
 from wire.identity import NodeId
 from wire.report import Model
 
@@ -14,7 +14,7 @@ def about(number: int) -> tuple[str, str, str]:
 
 
 def test_a_node_has_a_bounded_number_of_descriptions_and_keeps_those_that_it_gave_first():
-    labels = Labels()
+    labels = AdmittedLabels()
     for number in range(MOST_ABOUT):
         assert labels.about(A, about(number)) == about(number)
     assert labels.about(A, about(MOST_ABOUT)) == MORE
@@ -23,7 +23,7 @@ def test_a_node_has_a_bounded_number_of_descriptions_and_keeps_those_that_it_gav
 
 
 def test_a_node_has_a_bounded_number_of_models_in_their_order():
-    labels = Labels()
+    labels = AdmittedLabels()
     models = [Model(f"m{number}") for number in range(MOST_MODELS + 1)]
     assert labels.models(A, models) == tuple(models[:-1])
     assert labels.models(A, [models[-1], models[3], models[1]]) == (models[3], models[1])
@@ -31,7 +31,7 @@ def test_a_node_has_a_bounded_number_of_models_in_their_order():
 
 
 def test_only_who_is_no_member_any_more_is_forgotten():
-    labels = Labels()
+    labels = AdmittedLabels()
     for node in (A, B):
         for number in range(MOST_ABOUT):
             labels.about(node, about(number))

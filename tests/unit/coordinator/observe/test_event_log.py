@@ -7,10 +7,10 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from coordinator.observe import event_log
-from coordinator.observe.event_log import KEPT, WAITING, Events
+from coordinator.observe.event_log import KEPT, WAITING, EventLog
 
 
-def tell(hub: Events, *numbers: int) -> None:
+def tell(hub: EventLog, *numbers: int) -> None:
     for number in numbers:
         hub.tell({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
 
@@ -28,7 +28,7 @@ async def all_of(reading: AsyncGenerator[bytes]) -> list[bytes]:
 
 
 async def test_the_newest_are_told_in_order():
-    hub = Events()
+    hub = EventLog()
     tell(hub, *range(KEPT + 50))
     await settled()
     assert told(await all_of(hub.read(None, 3, follow=False))) == [KEPT + 47, KEPT + 48, KEPT + 49]
@@ -37,7 +37,7 @@ async def test_the_newest_are_told_in_order():
 
 
 async def test_what_was_missed_is_told_by_its_number():
-    hub = Events()
+    hub = EventLog()
     tell(hub, 1, 2, 3)
     await settled()
     pieces = await all_of(hub.read(1, 0, follow=False))
@@ -46,7 +46,7 @@ async def test_what_was_missed_is_told_by_its_number():
 
 
 async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
-    hub = Events()
+    hub = EventLog()
     first, second = (hub.read(None, 0, follow=True) for _ in range(2))
     waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
     await settled()
@@ -58,7 +58,7 @@ async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
 
 
 async def test_who_reads_too_slowly_is_told_how_much_was_lost():
-    hub = Events()
+    hub = EventLog()
     reading = hub.read(None, 1, follow=True)
     tell(hub, 0)
     await settled()
@@ -72,13 +72,13 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost():
 
 async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(event_log, "KEEPALIVE", 0.01)
-    reading = Events().read(None, 5, follow=True)
+    reading = EventLog().read(None, 5, follow=True)
     assert await anext(reading) == b": still here\n\n"
     await reading.aclose()
 
 
 async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
-    hub = Events()
+    hub = EventLog()
     hub.tell({"logger": "uvicorn.error", "event": "x"})
     hub.tell({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     await settled()
@@ -86,7 +86,7 @@ async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
 
 
 async def test_a_line_cannot_be_broken_by_what_it_says():
-    hub = Events()
+    hub = EventLog()
     hub.tell({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
     await settled()
     (piece,) = await all_of(hub.read(None, 50, follow=False))
@@ -94,7 +94,7 @@ async def test_a_line_cannot_be_broken_by_what_it_says():
 
 
 def test_an_event_after_the_end_of_the_loop_does_no_harm():
-    async def make() -> Events:
-        return Events()
+    async def make() -> EventLog:
+        return EventLog()
 
     tell(asyncio.run(make()), 1)

@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cluster
 from coordinator.doctor.service_checks import service
 from coordinator.service import launchd, setup
-from coordinator.service.plan import Plan
-from coordinator.service.service_manager import Host, ServiceError
+from coordinator.service.plan import ServicePlan
+from coordinator.service.service_manager import ServiceError, ServiceHost
 from coordinator.service.setup import install, uninstall
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
@@ -29,13 +29,13 @@ def quick(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "LOOK_SECONDS", 0.02)
 
 
-def plan(tmp_path: Path, **changes: object) -> Plan:
+def plan(tmp_path: Path, **changes: object) -> ServicePlan:
     state = tmp_path / "state"
     if not state.exists():
         state.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(state, USER.pw_uid, USER.pw_gid)
-    made = Plan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
+    made = ServicePlan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
     return dataclasses.replace(made, **changes)
 
 
@@ -78,7 +78,7 @@ def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_p
     host, newer = manager(tmp_path, platform), plan(tmp_path, arguments=("--lan",))
     _, before = install(host, plan(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "unload" if host.mac else "load", cut_off)
+        patch.setattr(ServiceHost, "unload" if host.mac else "load", cut_off)
         with pytest.raises(KeyboardInterrupt):
             install(host, newer)
     assert host.unit.read_text() == host.text(newer)
@@ -222,7 +222,7 @@ def test_the_wired_limit_is_a_job_of_its_own(tmp_path: Path):
 # the verbs
 
 
-def invoke(host: Host, *arguments: str) -> Result:
+def invoke(host: ServiceHost, *arguments: str) -> Result:
     return CliRunner(env={"MACPOOL_STATE": "", "SUDO_USER": USER.pw_name}).invoke(
         cluster, ["service", *arguments], obj=host
     )

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import Plan, clamp_wired_limit, refused_arguments
+from coordinator.service.plan import ServicePlan, clamp_wired_limit, refused_arguments
 from wire.units import GIB
 
-PLAN = Plan(
+PLAN = ServicePlan(
     "coordinator",
     "/opt/macpool/bin/python",
     "pool",

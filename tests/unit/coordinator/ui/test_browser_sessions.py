@@ -1,6 +1,6 @@
 import pytest
 
-from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MOST_CODES, MOST_KEYS, PAGE, Visitors
+from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MOST_CODES, MOST_KEYS, PAGE, BrowserSessions
 from router.admission.api_keys import KeyRing
 
 
@@ -8,7 +8,7 @@ class Door:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.ring = KeyRing(b"pepper", lambda: self.now)
-        self.visitors = Visitors(self.ring, b"pepper", lambda: self.now)
+        self.visitors = BrowserSessions(self.ring, b"pepper", lambda: self.now)
 
     def enter(self) -> str:
         entered = self.visitors.enter(self.visitors.invite())

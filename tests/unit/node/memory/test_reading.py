@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.memory.reading import PERIOD, POLLS, STALE, LastGood, Reading, Recent
+from node.memory.reading import PERIOD, POLLS, STALE, LastGood, MemoryReading, RecentPeak
 
 
 def test_recent_is_the_highest_of_the_last_five_polls():
-    recent = Recent()
+    recent = RecentPeak()
     for second, phys in enumerate([9, 1, 2, 3, 4]):
         recent = recent.observed(phys, float(second))
     assert recent.highest(4.0) == 9
@@ -14,7 +14,7 @@ def test_recent_is_the_highest_of_the_last_five_polls():
 
 
 def test_readings_within_one_period_are_one_poll_of_which_the_highest_counts():
-    recent = Recent()
+    recent = RecentPeak()
     for tick in range(100):
         recent = recent.observed(100 - tick, tick * PERIOD / 200)
     assert len(recent.polls) == 1
@@ -22,7 +22,7 @@ def test_readings_within_one_period_are_one_poll_of_which_the_highest_counts():
 
 
 def test_recent_falls_by_time_alone_when_nobody_polls():
-    recent = Recent().observed(9, 10.0)
+    recent = RecentPeak().observed(9, 10.0)
     assert recent.highest(10.0 + POLLS * PERIOD - 0.01) == 9
     assert recent.highest(10.0 + POLLS * PERIOD) == 0
     assert recent.falls_at(5, 11.0) == 10.0 + POLLS * PERIOD
@@ -31,7 +31,7 @@ def test_recent_falls_by_time_alone_when_nobody_polls():
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1000)), min_size=1, max_size=50))
 def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: list[tuple[float, int]]):
-    recent, now = Recent(), 0.0
+    recent, now = RecentPeak(), 0.0
     for pause, phys in steps:
         now += pause
         recent = recent.observed(phys, now)
@@ -43,7 +43,7 @@ def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: l
     ("phys", "age", "live"), [(1, 0.0, True), (1, STALE, True), (1, STALE + 1, False), (None, 0.0, False)]
 )
 def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
-    assert Reading(phys, "statm", 100.0).live(100.0 + age) is live
+    assert MemoryReading(phys, "statm", 100.0).live(100.0 + age) is live
 
 
 def test_a_reading_that_fails_is_the_last_good_one_until_it_is_stale():
@@ -63,7 +63,7 @@ def test_a_clock_that_stood_still_keeps_the_last_good_reading():
 
 
 def test_recent_keeps_the_start_and_the_height_of_each_poll():
-    recent = Recent()
+    recent = RecentPeak()
     for now, phys in ((10.0, 5), (10.5, 7), (11.25, 3), (12.0, 4), (12.25, 6), (13.5, 2)):
         recent = recent.observed(phys, now)
     assert recent.polls == ((10.0, 7), (11.25, 4), (12.25, 6), (13.5, 2))
@@ -71,8 +71,8 @@ def test_recent_keeps_the_start_and_the_height_of_each_poll():
 
 
 def test_recent_falls_when_the_last_of_its_highest_polls_is_over():
-    recent = Recent()
+    recent = RecentPeak()
     for now, phys in ((10.0, 9), (12.0, 9), (13.0, 3)):
         recent = recent.observed(phys, now)
     assert [recent.falls_at(floor, 13.0) for floor in (2, 8, 9)] == [17.0, 17.0, None]
-    assert Recent().falls_at(0, 13.0) is None
+    assert RecentPeak().falls_at(0, 13.0) is None

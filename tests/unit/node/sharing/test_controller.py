@@ -8,27 +8,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from host.pause_file import Pause, PauseFile
-from host.power import Power
+from host.pause_file import PauseFile, PauseRecord
+from host.power import PowerState
 from host.settings_loader import SettingsError
 from node.settings import AgentSettings, resolve
-from node.sharing.controller import Sharer
-from node.sharing.policy import Act, Holds, Standing
-from wire.frames import Pause as Order
+from node.sharing.controller import SharingController
+from node.sharing.policy import Occupancy, SharingAction, SharingState
+from wire.frames import PauseNode as Order
 
 
 @dataclass
 class Mac:
     """What the sharer drives."""
 
-    holding: Holds = field(default_factory=Holds)
-    acts: list[Act] = field(default_factory=list)
+    holding: Occupancy = field(default_factory=Occupancy)
+    acts: list[SharingAction] = field(default_factory=list)
     told: int = 0
 
-    def holds(self) -> Holds:
+    def holds(self) -> Occupancy:
         return self.holding
 
-    def act(self, act: Act, standing: Standing) -> None:
+    def act(self, act: SharingAction, standing: SharingState) -> None:
         self.acts.append(act)
 
     def sharing_changed(self) -> None:
@@ -42,17 +42,17 @@ class Scene:
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)
     now: float = 1_000_000.0
-    power: Power = field(default_factory=Power)
+    power: PowerState = field(default_factory=PowerState)
 
-    def sharer(self) -> Sharer:
-        made = Sharer(
+    def sharer(self) -> SharingController:
+        made = SharingController(
             msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power, wall=lambda: self.now
         )
         made.holder = self.mac = Mac()
         return made
 
 
-async def started(sharer: Sharer) -> Sharer:
+async def started(sharer: SharingController) -> SharingController:
     """Start it without its loop: a test looks by itself."""
     await sharer.start()
     await sharer.stop()
@@ -67,7 +67,7 @@ async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> N
     assert sharer.told().paused
     assert sharer.retry_after() == 3600.0
     assert (tmp_path / "pause.json").stat().st_mode & 0o777 == 0o600
-    assert (scene.mac.told, scene.mac.acts) == (1, [Act.REST])
+    assert (scene.mac.told, scene.mac.acts) == (1, [SharingAction.REST])
     again = await started(scene.sharer())
     assert again.told().why == "paused by ann"
     assert again.told().until == scene.now + 3600
@@ -80,12 +80,12 @@ async def test_a_pause_outlives_the_node_and_ends_by_itself(tmp_path: Path) -> N
 async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> None:
     scene, file = Scene(tmp_path), PauseFile(tmp_path)
     sharer = await started(scene.sharer())
-    file.write(Pause(None))
+    file.write(PauseRecord(None))
     sharer.look()
     assert sharer.told().by_hand
     assert sharer.told().until is None
     assert sharer.retry_after() is None
-    file.write(Pause(scene.now + 60))
+    file.write(PauseRecord(scene.now + 60))
     sharer.look()
     assert sharer.told().until == scene.now + 60
     assert file.remove()
@@ -98,7 +98,7 @@ async def test_what_a_person_writes_or_removes_here_is_seen(tmp_path: Path) -> N
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"until": "soon"}', b'{"until": 1, "more": 2}', b"\xff\x00"])
 async def test_a_damaged_pause_still_is_one(tmp_path: Path, content: bytes) -> None:
     scene, file = Scene(tmp_path), PauseFile(tmp_path)
-    file.write(Pause(None))
+    file.write(PauseRecord(None))
     file.path.write_bytes(content)
     sharer = await started(scene.sharer())
     assert sharer.told().paused
@@ -113,7 +113,7 @@ async def test_the_loop_looks_by_itself(tmp_path: Path) -> None:
     paused = asyncio.Event()
     scene.mac.sharing_changed = paused.set
     await sharer.start()
-    PauseFile(tmp_path).write(Pause(None))
+    PauseFile(tmp_path).write(PauseRecord(None))
     await asyncio.wait_for(paused.wait(), 30)
     await sharer.stop()
 
@@ -131,7 +131,7 @@ async def test_work_that_ends_is_looked_at_at_once_and_stopping_ends_the_loop(
         changed = asyncio.Event()
         scene.mac.sharing_changed = changed.set
         if not PauseFile(tmp_path).remove():
-            PauseFile(tmp_path).write(Pause(None))
+            PauseFile(tmp_path).write(PauseRecord(None))
         sharer.wake()
         await asyncio.wait_for(changed.wait(), 30)
     await sharer.stop()
@@ -144,11 +144,11 @@ async def test_power_is_read_again_only_after_a_while(
 ) -> None:
     monkeypatch.setattr("node.sharing.controller.LOOK_SECONDS", 0.001)
     monkeypatch.setattr("node.sharing.controller.READ_SECONDS", every)
-    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=PowerState(plugged=True))
     sharer, looks = scene.sharer(), asyncio.Semaphore(0)
-    scene.mac.holds = lambda: looks.release() or Holds()
+    scene.mac.holds = lambda: looks.release() or Occupancy()
     await sharer.start()
-    scene.power = Power(plugged=False)
+    scene.power = PowerState(plugged=False)
     async with asyncio.timeout(30):
         for _ in range(5):
             await looks.acquire()
@@ -157,24 +157,24 @@ async def test_power_is_read_again_only_after_a_while(
 
 
 async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share": "plugged-in"}, power=Power(plugged=True))
+    scene = Scene(tmp_path, {"share": "plugged-in"}, power=PowerState(plugged=True))
     assert (await started(scene.sharer())).standing.shared
-    scene.power = Power(plugged=False)
+    scene.power = PowerState(plugged=False)
     assert not (await started(scene.sharer())).standing.shared
     scene.settings = {"share": "idle", "share_idle": 60.0}
-    scene.power = Power(idle_s=59.0)
+    scene.power = PowerState(idle_s=59.0)
     assert not (await started(scene.sharer())).standing.shared
-    scene.power = Power(idle_s=61.0)
+    scene.power = PowerState(idle_s=61.0)
     assert (await started(scene.sharer())).standing.shared
 
 
 async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=49.0))
+    scene = Scene(tmp_path, {"share_battery": 50}, power=PowerState(plugged=False, battery=49.0))
     sharer = scene.sharer()
     await sharer.start()
     assert "its battery is at 49 %" in sharer.told().why
     for charge, shared in ((52.0, False), (55.0, True), (51.0, True), (49.0, False)):
-        scene.power = Power(plugged=False, battery=charge)
+        scene.power = PowerState(plugged=False, battery=charge)
         await sharer.read_power()
         sharer.look()
         assert sharer.standing.shared is shared
@@ -182,30 +182,30 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
 
 
 async def test_a_battery_is_not_low_before_it_was_below_its_line(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_battery": 50}, power=Power(plugged=False, battery=52.0))
+    scene = Scene(tmp_path, {"share_battery": 50}, power=PowerState(plugged=False, battery=52.0))
     assert (await started(scene.sharer())).standing.shared
 
 
 async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"share_grace": 0.05})
     sharer = await started(scene.sharer())
-    scene.mac.holding = Holds(requests=1)
+    scene.mac.holding = Occupancy(requests=1)
     await asyncio.sleep(0.1)
     sharer.obey(Order(None))
     assert scene.mac.acts == []
     await asyncio.sleep(0.1)
     sharer.look()
-    assert scene.mac.acts == [Act.END_REQUESTS]
+    assert scene.mac.acts == [SharingAction.END_REQUESTS]
 
 
 async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"share_grace": 0.0, "share_video_grace": 1e4})
     sharer = await started(scene.sharer())
-    scene.mac.holding = Holds(requests=1, lending=True)
+    scene.mac.holding = Occupancy(requests=1, lending=True)
     sharer.look()
     assert scene.mac.acts == []
     sharer.obey(Order(None))
-    assert scene.mac.acts == [Act.END_REQUESTS]
+    assert scene.mac.acts == [SharingAction.END_REQUESTS]
 
 
 @pytest.mark.parametrize(
@@ -249,10 +249,10 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
 
 
 async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share": "idle", "share_idle": 120.0}, power=Power(idle_s=119.0))
+    scene = Scene(tmp_path, {"share": "idle", "share_idle": 120.0}, power=PowerState(idle_s=119.0))
     assert (await started(scene.sharer())).told().why == "somebody uses it; it shares after 2 min of rest"
     scene.settings = {"share": "plugged-in"}
-    scene.power = Power(plugged=False)
+    scene.power = PowerState(plugged=False)
     why = "it runs on battery, and shares only while it is plugged in"
     assert (await started(scene.sharer())).told().why == why
     assert (await started(Scene(tmp_path).sharer())).told().when == "always"
@@ -261,9 +261,9 @@ async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> No
 async def test_requests_and_videos_have_each_their_own_grace(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"share_grace": 1e4, "share_video_grace": 0.0})
     sharer = await started(scene.sharer())
-    scene.mac.holding = Holds(requests=1, lending=True)
+    scene.mac.holding = Occupancy(requests=1, lending=True)
     sharer.obey(Order(None))
-    assert scene.mac.acts == [Act.END_LEASE]
+    assert scene.mac.acts == [SharingAction.END_LEASE]
 
 
 async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> None:
@@ -276,11 +276,11 @@ async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> Non
     )
     for settings, times in rules:
         scene = Scene(tmp_path, settings)
-        sharer = Sharer(
+        sharer = SharingController(
             msgspec.convert(settings, AgentSettings),
             scene.folder,
             wall=lambda: 1.0,
-            read=lambda: read.append(1) or Power(plugged=True, idle_s=1e6),
+            read=lambda: read.append(1) or PowerState(plugged=True, idle_s=1e6),
         )
         await started(sharer)
         assert (len(read), sharer.standing.shared) == (times, True)
@@ -300,9 +300,9 @@ async def test_resuming_wakes_what_rests_and_a_long_name_is_cut(tmp_path: Path) 
     sharer = await started(scene.sharer())
     sharer.obey(Order(None, "x" * 500))
     assert sharer.told().why == f"paused by {'x' * 100}"
-    scene.mac.holding = Holds(resting=True)
+    scene.mac.holding = Occupancy(resting=True)
     scene.mac.acts.clear()
     sharer.obey(Order(0.0))
-    assert scene.mac.acts == [Act.WAKE]
+    assert scene.mac.acts == [SharingAction.WAKE]
     assert sharer.told().why == ""
     assert PauseFile(tmp_path).stamp() is None

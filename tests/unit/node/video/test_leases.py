@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from node.video import leases
-from node.video.leases import Held, Ledger, Phase, Worker
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from wire.capacity.arithmetic import Fits, headroom, judge
-from wire.frames import Lease, LeaseEnded
+from wire.frames import LeaseEnded, LeaseRequest
 from wire.report import Memory, Model
 from wire.units import GIB
 from wire.video import LeaseState
@@ -14,13 +14,13 @@ from wire.video import LeaseState
 MEMORY = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=30 * GIB, active=20 * GIB, base=GIB)
 
 
-def ask(size: int = 36 * GIB, *, lease: str = "l-1", generation: int = 1, job: str = "video_1") -> Lease:
-    return Lease(lease, generation, job, "wan", size, b"{}")
+def ask(size: int = 36 * GIB, *, lease: str = "l-1", generation: int = 1, job: str = "video_1") -> LeaseRequest:
+    return LeaseRequest(lease, generation, job, "wan", size, b"{}")
 
 
-def held(*, lease: str = "l-1", generation: int = 1, job: str = "video_1", ended: bool = False) -> Held:
+def held(*, lease: str = "l-1", generation: int = 1, job: str = "video_1", ended: bool = False) -> LeaseRecord:
     end = LeaseEnded(lease, generation, "completed", peak=7) if ended else None
-    return Held(lease=lease, generation=generation, job=job, model="wan", size=36 * GIB, ended=end)
+    return LeaseRecord(lease=lease, generation=generation, job=job, model="wan", size=36 * GIB, ended=end)
 
 
 def test_a_lease_fits_exactly_up_to_the_headroom():
@@ -83,14 +83,14 @@ def test_what_can_never_fit_is_refused_for_good():
 
 
 def test_one_lease_at_a_time():
-    refused = leases.fenced(ask(lease="l-2", job="video_2"), Ledger().put(held()))
+    refused = leases.fenced(ask(lease="l-2", job="video_2"), LeaseLedger().put(held()))
     assert refused is not None
     assert (refused.code, "36.0 GiB to video_1" in refused.message) == ("lease_held", True)
-    assert leases.fenced(ask(lease="l-2", job="video_2"), Ledger().put(held(ended=True))) is None
+    assert leases.fenced(ask(lease="l-2", job="video_2"), LeaseLedger().put(held(ended=True))) is None
 
 
 def test_an_older_generation_is_fenced_even_when_its_lease_is_forgotten():
-    ledger = Ledger().put(held(generation=3, ended=True)).drop("l-1", 3)
+    ledger = LeaseLedger().put(held(generation=3, ended=True)).drop("l-1", 3)
     for generation in (1, 2, 3):
         refused = leases.fenced(ask(lease="l-0", generation=generation), ledger)
         assert refused is not None
@@ -99,7 +99,7 @@ def test_an_older_generation_is_fenced_even_when_its_lease_is_forgotten():
 
 
 def test_a_lease_may_be_asked_for_again_by_its_own_name_once_it_has_ended():
-    ended, holding = Ledger().put(held(ended=True)), Ledger().put(held())
+    ended, holding = LeaseLedger().put(held(ended=True)), LeaseLedger().put(held())
     assert leases.fenced(ask(), ended) is None
     codes = [leases.fenced(ask(), holding), leases.fenced(ask(lease="l-2"), ended)]
     assert [one.code for one in codes if one is not None] == ["lease_held", "lease_superseded"]
@@ -107,7 +107,7 @@ def test_a_lease_may_be_asked_for_again_by_its_own_name_once_it_has_ended():
 
 def test_the_newest_generation_of_a_job_stays_and_others_leases_are_left_alone():
     one, two, first = held(generation=2), held(lease="l-2", job="video_2"), held(lease="l-0", generation=0, job="v")
-    ledger = Ledger().put(one).put(two).put(held(lease="l-9", generation=1)).put(first)
+    ledger = LeaseLedger().put(one).put(two).put(held(lease="l-9", generation=1)).put(first)
     assert ledger.newest == (("video_2", 1), ("video_1", 2), ("v", 0))
     assert [ledger.find("l-1", 2), ledger.find("l-2", 1), ledger.find("l-1", 1)] == [one, two, None]
     after = ledger.drop("l-1", 2)
@@ -116,10 +116,10 @@ def test_the_newest_generation_of_a_job_stays_and_others_leases_are_left_alone()
 
 
 def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
-    ledger = Ledger().put(held()).put(held(lease="l-2", job="video_2", ended=True))
+    ledger = LeaseLedger().put(held()).put(held(lease="l-2", job="video_2", ended=True))
     assert ledger.holding == held()
-    worker = Worker(pid=7, born="x")
-    after = ledger.put(Held(lease="l-1", generation=1, job="video_1", model="wan", size=36 * GIB, worker=worker))
+    worker = WorkerGroup(pid=7, born="x")
+    after = ledger.put(LeaseRecord(lease="l-1", generation=1, job="video_1", model="wan", size=36 * GIB, worker=worker))
     assert len(after.leases) == 2
     assert after.holding is not None
     assert after.holding.worker == worker
@@ -128,7 +128,7 @@ def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
 
 
 def test_only_so_many_jobs_are_remembered():
-    ledger = Ledger()
+    ledger = LeaseLedger()
     for number in range(leases.REMEMBERED + 10):
         ledger = ledger.put(held(lease=f"l-{number}", job=f"video_{number}", ended=True))
     assert len(ledger.newest) == leases.REMEMBERED
@@ -137,27 +137,27 @@ def test_only_so_many_jobs_are_remembered():
 
 def test_progress_never_falls_from_phase_to_phase():
     steps = [
-        (Phase.GRANTED, 0),
-        (Phase.STARTING, 0),
-        (Phase.LOADING, 0),
-        *((Phase.DENOISING, step) for step in range(21)),
-        (Phase.DECODING, 20),
-        (Phase.SAVING, 20),
-        (Phase.ENDED, 20),
+        (LeasePhase.GRANTED, 0),
+        (LeasePhase.STARTING, 0),
+        (LeasePhase.LOADING, 0),
+        *((LeasePhase.DENOISING, step) for step in range(21)),
+        (LeasePhase.DECODING, 20),
+        (LeasePhase.SAVING, 20),
+        (LeasePhase.ENDED, 20),
     ]
     shown = [leases.progress(phase, step, 20) for phase, step in steps]
     assert shown == sorted(shown)
     assert (shown[0], shown[3], shown[-4], shown[-1]) == (0, 5, 95, 100)
-    assert leases.progress(Phase.DENOISING, 3, 0) == 5, "without a number of steps"
+    assert leases.progress(LeasePhase.DENOISING, 3, 0) == 5, "without a number of steps"
 
 
 def test_an_ended_lease_holds_nothing_in_the_report():
-    state = leases.state_of(held(ended=True), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.state_of(held(ended=True), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 0, "ended", 100, 20, 20, 0, 7)
 
 
 def test_a_held_lease_shows_its_size_its_phase_and_its_footprint_in_the_report():
-    state = leases.state_of(held(), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.state_of(held(), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 36 * GIB, "denoising", 18, 3, 20, 5 * GIB, 6 * GIB)
 
 

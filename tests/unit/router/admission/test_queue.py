@@ -10,14 +10,16 @@ from router.admission.queue import (
     PATIENCE,
     QUANTUM,
     AdmissionQueue,
-    Entry,
+    QueuedRequest,
 )
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
 
-def offer(queue: AdmissionQueue[str], item: str, key: str = "k", cost: int = 10, now: float = 0.0) -> Entry[str]:
+def offer(
+    queue: AdmissionQueue[str], item: str, key: str = "k", cost: int = 10, now: float = 0.0
+) -> QueuedRequest[str]:
     entry = queue.offer(item, key, cost, now, now + 30, 2)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, QueuedRequest)
     return entry
 
 
@@ -27,7 +29,7 @@ def test_the_line_is_bounded_and_says_when_to_come_back():
         offer(queue, str(number), f"key{number}")
     refused = queue.offer("one more", "late", 1, 0.0, 30.0, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.status) == (Code.QUEUE_FULL, 503)
+    assert (refused.code, refused.status) == (RefusalCode.QUEUE_FULL, 503)
     assert refused.retry_after is not None
     assert 1 <= refused.retry_after <= 60
 
@@ -73,7 +75,7 @@ def test_before_any_has_left_a_refusal_names_half_of_the_time_until_the_oldest_m
     offer(queue, "first", "b", now=0.0)
     refused = queue.offer("one more", "c", 1, now, now + 30, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.retry_after) == (Code.QUEUE_FULL, seconds)
+    assert (refused.code, refused.retry_after) == (RefusalCode.QUEUE_FULL, seconds)
 
 
 def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
@@ -105,14 +107,14 @@ def test_the_pace_of_the_queue_is_averaged_over_four_rounds():
 def test_a_key_may_have_a_share_of_its_own():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(2):
-        assert isinstance(queue.offer(str(number), "k", 1, 0.0, 30.0, 2, share=2), Entry)
+        assert isinstance(queue.offer(str(number), "k", 1, 0.0, 30.0, 2, share=2), QueuedRequest)
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2, share=2)
     assert isinstance(refused, Refused)
-    assert refused.code is Code.OVER_SHARE
+    assert refused.code is RefusalCode.OVER_SHARE
     queue = moving()
     refused = queue.offer("one more", "k", 1, 3.0, 63.0, 2, share=2)
     assert isinstance(refused, Refused), "it lends nothing to a key that has a share of its own"
-    assert refused.code is Code.OVER_SHARE
+    assert refused.code is RefusalCode.OVER_SHARE
 
 
 def test_a_request_that_was_begun_is_never_refused():
@@ -120,7 +122,7 @@ def test_a_request_that_was_begun_is_never_refused():
     offer(queue, "waits")
     assert isinstance(queue.offer("new", "other", 1, 0.0, 30.0, 2), Refused)
     for key in ("k", "other"):
-        assert isinstance(queue.offer("begun", key, 1, 0.0, 30.0, 2, begun=True), Entry)
+        assert isinstance(queue.offer("begun", key, 1, 0.0, 30.0, 2, begun=True), QueuedRequest)
     assert len(queue) == 3
 
 
@@ -172,7 +174,7 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
         offer(queue, str(number))
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.status) == (Code.OVER_SHARE, 429)
+    assert (refused.code, refused.status) == (RefusalCode.OVER_SHARE, 429)
     assert queue.share(100) == 100
     assert queue.limit(100) == 400
     assert AdmissionQueue[str](10).share(100) == LEAST_SHARE
@@ -196,7 +198,7 @@ def taken(queue: AdmissionQueue[str], patience: float) -> int:
     for number in range(LEAST_LIMIT):
         refused = queue.offer(f"new {number}", "k", 1, 3.0, 3.0 + patience, 2)
         if isinstance(refused, Refused):
-            assert refused.code is Code.OVER_SHARE
+            assert refused.code is RefusalCode.OVER_SHARE
             break
     return queue.depth("k")
 
@@ -412,7 +414,7 @@ def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[s
     queue: AdmissionQueue[str] = AdmissionQueue()
     inside: list[str] = []
     for number, (key, cost) in enumerate(requests):
-        if isinstance(queue.offer(f"{key}{number}", key, cost, 0.0, 30.0, 1), Entry):
+        if isinstance(queue.offer(f"{key}{number}", key, cost, 0.0, 30.0, 1), QueuedRequest):
             inside.append(f"{key}{number}")
     fitting = set(data.draw(st.sets(st.sampled_from(inside)))) if inside else set()
     tried: list[str] = []

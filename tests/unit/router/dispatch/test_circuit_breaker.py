@@ -3,13 +3,22 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.circuit_breaker import FAULTS, LONG, LONGEST, SHORTEST, TOGETHER, WITHIN, Breakers, Standing
+from router.dispatch.circuit_breaker import (
+    FAULTS,
+    LONG,
+    LONGEST,
+    SHORTEST,
+    TOGETHER,
+    WITHIN,
+    BreakerState,
+    CircuitBreakers,
+)
 
 NODE = "a"
 
 
-def failing(times: int = FAULTS, begin: float = 0.0) -> tuple[Breakers[str], float]:
-    breakers: Breakers[str] = Breakers()
+def failing(times: int = FAULTS, begin: float = 0.0) -> tuple[CircuitBreakers[str], float]:
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now = begin
     for request in range(times):
         breakers.tried(NODE, request, now)
@@ -28,27 +37,27 @@ def test_faults_in_a_row_open_it_for_a_while():
 
 
 def test_it_says_how_it_stands_and_why():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     assert breakers.standing(NODE, 0.0) is None
     for at in range(FAULTS):
         breakers.fault(NODE, at, 2.0 * at * TOGETHER, f"signal {at}")
         assert (breakers.standing(NODE, 2.0 * at * TOGETHER) is None) == (at < FAULTS - 1)
     last = 2.0 * (FAULTS - 1) * TOGETHER
     until = last + SHORTEST
-    assert breakers.standing(NODE, last) == Standing("open", f"signal {FAULTS - 1}", until, 1)
-    assert breakers.standing(NODE, until) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
-    assert breakers.standing(NODE, until + 10 * LONG) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, last) == BreakerState("open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until) == BreakerState("half open", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until + 10 * LONG) == BreakerState("half open", f"signal {FAULTS - 1}", until, 1)
     breakers.tried(NODE, 9, until)
-    assert breakers.standing(NODE, until) == Standing("probing", f"signal {FAULTS - 1}", until, 1)
+    assert breakers.standing(NODE, until) == BreakerState("probing", f"signal {FAULTS - 1}", until, 1)
     breakers.fault(NODE, 9, until + 1, "signal 9")
-    assert breakers.standing(NODE, until + 1) == Standing("open", "signal 9", until + 1 + 2 * SHORTEST, 2)
+    assert breakers.standing(NODE, until + 1) == BreakerState("open", "signal 9", until + 1 + 2 * SHORTEST, 2)
     breakers.tried(NODE, 10, until + 1 + 2 * SHORTEST)
     breakers.good(NODE, 10)
     assert breakers.standing(NODE, until + 1 + 2 * SHORTEST) is None
 
 
 def test_a_dead_engine_fails_all_that_it_had_at_once():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     for request in range(100):
         breakers.fault(NODE, request, 5.0 + request * TOGETHER / 200)
     assert breakers.barred(6.0) == []
@@ -102,7 +111,7 @@ def test_a_long_probe_closes_it_as_if_there_had_been_no_fault():
         assert breakers.standing(NODE, now + number * TOGETHER) is None
         breakers.fault(NODE, 60 + number, now + number * TOGETHER, "again")
     now += (FAULTS - 1) * TOGETHER
-    assert breakers.standing(NODE, now) == Standing("open", "again", now + SHORTEST, 1)
+    assert breakers.standing(NODE, now) == BreakerState("open", "again", now + SHORTEST, 1)
 
 
 def test_each_failed_probe_opens_it_for_twice_as_long_up_to_two_minutes():
@@ -122,7 +131,7 @@ def test_each_failed_probe_opens_it_for_twice_as_long_up_to_two_minutes():
 def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
     breakers, now = failing()
     now += SHORTEST
-    probing = Standing("probing", "", now, 1)
+    probing = BreakerState("probing", "", now, 1)
     breakers.tried(NODE, 50, now)
     breakers.tried(NODE, 51, now)
     breakers.good(NODE, 51)
@@ -134,14 +143,16 @@ def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
 
 
 def test_a_fault_that_says_nothing_keeps_what_the_one_before_said():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     for at, why in enumerate(("it ended by SIGKILL", "", "")):
         breakers.fault(NODE, at, at * TOGETHER, why)
-    assert breakers.standing(NODE, 2 * TOGETHER) == Standing("open", "it ended by SIGKILL", 2 * TOGETHER + SHORTEST, 1)
+    assert breakers.standing(NODE, 2 * TOGETHER) == BreakerState(
+        "open", "it ended by SIGKILL", 2 * TOGETHER + SHORTEST, 1
+    )
 
 
 def test_faults_count_apart_after_a_second_and_in_a_row_up_to_a_minute():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     for at in (0.0, WITHIN, WITHIN + TOGETHER - 0.001):
         breakers.fault(NODE, 0, at)
         assert breakers.standing(NODE, at) is None
@@ -154,7 +165,7 @@ EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.int
 
 @given(st.lists(EVENTS, max_size=80))
 def test_it_never_bars_for_ever_and_never_without_faults(events: list[tuple[str, int, float]]):
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now, faults = 0.0, 0
     for kind, request, later in events:
         now += later
@@ -180,7 +191,7 @@ def test_it_never_bars_for_ever_and_never_without_faults(events: list[tuple[str,
     st.lists(st.tuples(st.sampled_from(("tried", "good", "let_go")), st.integers(0, 5), st.floats(0, 20)), max_size=50)
 )
 def test_refusals_cancels_and_answers_never_open_it(events: list[tuple[str, int, float]]):
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now = 0.0
     for kind, request, later in events:
         now += later

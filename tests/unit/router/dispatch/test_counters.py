@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MOST_MODELS, OTHER, Counters
-from wire.histogram import Buckets
+from wire.histogram import Histogram
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -12,7 +12,7 @@ A, B = NodeId("a"), NodeId("b")
 
 @given(st.lists(st.floats(0, 10), max_size=50))
 def test_each_value_falls_into_the_first_bucket_that_holds_it(values: list[float]):
-    buckets = Buckets((0.5, 1.0, 5.0))
+    buckets = Histogram((0.5, 1.0, 5.0))
     for value in values:
         buckets.observe(value)
     for bound, upto in ((0.5, 1), (1.0, 2), (5.0, 3)):

@@ -8,22 +8,22 @@ from msgspec.structs import replace
 
 from router.dispatch.dispatcher import SWEEP_SECONDS
 from router.dispatch.model_swaps import LEAST_SLICE
-from router.dispatch.request import Job, StreamTicket, Ticket
-from router.placement.place import Demand
+from router.dispatch.request import ActiveRequest, RequestSpec, StreamingRequest
+from router.placement.place import ResourceDemand
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
-from wire.frames import Delta, Deltas, Finished, Message, Params, Refusal
-from wire.refusals import Code, Refused
+from wire.frames import Delta, Deltas, Finished, GenerationParams, Message, Refusal
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB
 
 LONGEST = 100.0
 SLOWEST = 1000.0
 
 
-def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) -> Ticket:
-    demand = Demand(model, 100)
+def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) -> ActiveRequest:
+    demand = ResourceDemand(model, 100)
     return cluster.dispatcher.submit(
-        Job(demand, key, f"r{cluster.count}", (Message("user", "hi"),), Params(), 0, stream)
+        RequestSpec(demand, key, f"r{cluster.count}", (Message("user", "hi"),), GenerationParams(), 0, stream)
     )
 
 
@@ -62,12 +62,12 @@ async def mac() -> AsyncIterator[Cluster]:
     cluster.settled()
 
 
-def finish(cluster: Cluster, ticket: Ticket) -> None:
+def finish(cluster: Cluster, ticket: ActiveRequest) -> None:
     assert ticket.node is not None
     cluster.dispatcher.receive(ticket.node, Finished(ticket.request, ("stop",), 25, 3))
 
 
-def running(cluster: Cluster) -> Ticket:
+def running(cluster: Cluster) -> ActiveRequest:
     return cluster.dispatcher.under_way()[0]
 
 
@@ -109,7 +109,7 @@ async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_th
     passes(mac, LONGEST)
     for ticket in (other, whole):
         assert isinstance(ticket.outcome, Refused)
-        assert ticket.outcome.code is Code.NO_ROOM
+        assert ticket.outcome.code is RefusalCode.NO_ROOM
     passes(mac, 1)
     assert not mac.dispatcher.ledger.turns, "nobody waits for it any more"
     assert mac.dispatcher.counters.swaps == {"done": 0, "dropped": 1}
@@ -151,7 +151,7 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
 
 async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster):
     other = ask(mac, "two", "bob")
-    assert isinstance(other, StreamTicket)
+    assert isinstance(other, StreamingRequest)
     passes(mac, mac.settings.keepalive_seconds - 1)
     assert not other.ready
     passes(mac, 2)
@@ -190,7 +190,7 @@ async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Clus
     passes(mac, LEAST_SLICE + 1)
     finish(mac, running(mac))
     await asyncio.sleep(0)
-    mac.dispatcher.receive(A, Refusal(other.request, Refused(Code.NO_ROOM, "its rows are not gone yet"), 25))
+    mac.dispatcher.receive(A, Refusal(other.request, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
     await asyncio.sleep(0)
     assert other.node is None
     assert ask(mac, "one").node is None, "the turn goes on"

@@ -15,19 +15,19 @@ from router.dispatch.model_swaps import (
     PATIENCE,
     SLICE_LOADS,
     SLICES,
-    Ask,
-    Begun,
-    Ended,
-    Picture,
-    Swaps,
-    Use,
+    BeginTurn,
+    EndTurn,
+    ModelUse,
+    SendRequest,
+    SwapInput,
+    SwapPlanner,
 )
-from router.dispatch.request import Job, Ticket
+from router.dispatch.request import ActiveRequest, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import FIRST, Candidate, Demand, consider
-from router.placement.reservations import Ledger, Turn
-from wire.capacity.fairness import Owner
-from wire.frames import Params
+from router.placement.place import FIRST, Candidate, ResourceDemand, consider
+from router.placement.reservations import ReservationLedger, SwapTurn
+from wire.capacity.fairness import WeightedKey
+from wire.frames import GenerationParams
 from wire.identity import NodeId
 from wire.report import ROW_COST, EngineState, Memory, Model
 from wire.units import GIB, MIB
@@ -63,10 +63,10 @@ class World:
         self.loaded: dict[NodeId, set[str]] = {}
         self.loading: dict[NodeId, set[str]] = {}
         self.states: dict[NodeId, str] = {}
-        self.waiting: list[tuple[int, Owner, str, float]] = []
-        self.running: dict[NodeId, dict[str, list[Use]]] = {}
-        self.ledger = Ledger()
-        self.swaps = Swaps(LONGEST)
+        self.waiting: list[tuple[int, WeightedKey, str, float]] = []
+        self.running: dict[NodeId, dict[str, list[ModelUse]]] = {}
+        self.ledger = ReservationLedger()
+        self.swaps = SwapPlanner(LONGEST)
         self.count = 0
 
     def node(self, node: NodeId, *loaded: str) -> None:
@@ -74,12 +74,12 @@ class World:
 
     def waits(self, name: str, key: str = "bob", since: float | None = None, weight: int = 4) -> int:
         self.count += 1
-        self.waiting.append((self.count, Owner(key, weight), name, self.now if since is None else since))
+        self.waiting.append((self.count, WeightedKey(key, weight), name, self.now if since is None else since))
         return self.count
 
     def runs(self, node: NodeId, name: str, key: str = "ada", seconds: float = 5.0, ticket: int = 0) -> None:
         self.count += 1
-        use = Use(ticket or self.count, Owner(key, 4), seconds)
+        use = ModelUse(ticket or self.count, WeightedKey(key, 4), seconds)
         self.running.setdefault(node, {}).setdefault(name, []).append(use)
 
     def view(self, node: NodeId) -> NodeView:
@@ -100,18 +100,18 @@ class World:
             models=models,
         )
 
-    def picture(self) -> Picture:
+    def picture(self) -> SwapInput:
         nodes = {node: self.view(node) for node in self.loaded}
         self.swaps.follow(nodes.values(), self.now)
-        waiting: list[model_swaps.Waiting] = []
+        waiting: list[model_swaps.SwapCandidate] = []
         keys: dict[str, dict[str, int]] = {}
         for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
-            demand = Demand(name, 400, 100)
+            demand = ResourceDemand(name, 400, 100)
             trials = msgspec.structs.replace(FIRST, waiting=ticket)
             seen = tuple(consider(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
-            waiting.append(model_swaps.Waiting(ticket, owner, name, since, seen))
+            waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen))
             keys.setdefault(name, {})[owner.name] = owner.weight
-        return Picture(nodes, waiting, keys, self.running, self.ledger.turns)
+        return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
 
     def step(self, seconds: float = 0.0) -> list[model_swaps.Action]:
         """Let time pass, take a step and carry it out."""
@@ -120,11 +120,11 @@ class World:
         self.now += seconds
         actions = self.swaps.step(self.picture(), self.now).actions
         for action in actions:
-            if isinstance(action, Ended):
+            if isinstance(action, EndTurn):
                 del self.ledger.turns[action.turn.node]
             else:
                 self.ledger.turns[action.turn.node] = action.turn
-            if isinstance(action, Ask):
+            if isinstance(action, SendRequest):
                 ticket = action.turn.ticket
                 self.waiting = [one for one in self.waiting if one[0] != ticket]
                 self.runs(action.turn.node, action.turn.model, ticket=ticket)
@@ -132,7 +132,7 @@ class World:
 
     def begun(self, seconds: float = 0.0) -> list[tuple[NodeId, str, set[str]]]:
         actions = self.step(seconds)
-        return [(one.turn.node, one.turn.model, set(one.turn.leaving)) for one in actions if isinstance(one, Begun)]
+        return [(one.turn.node, one.turn.model, set(one.turn.leaving)) for one in actions if isinstance(one, BeginTurn)]
 
 
 def busy() -> World:
@@ -163,9 +163,9 @@ def test_an_idle_model_leaves_at_once_also_beside_one_in_use():
     world.runs(N1, "a")
     world.waits("b")
     began, asked = world.step()
-    assert isinstance(began, Begun)
+    assert isinstance(began, BeginTurn)
     assert began.turn.leaving == {"c"}
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 def test_nothing_is_sent_before_the_last_answer_has_ended():
@@ -176,12 +176,12 @@ def test_nothing_is_sent_before_the_last_answer_has_ended():
         assert world.step(1.0) == []
         world.running[N1]["a"].pop()
     (asked,) = world.step(1.0)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
     assert (asked.turn.ticket, asked.candidate.node) == (2, N1)
     assert world.step(0.1) == [], "its report does not show the model yet"
     world.loaded[N1], world.loading[N1] = set(), {"b"}
     (ended,) = world.step(0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert not ended.why
 
 
@@ -190,11 +190,11 @@ def test_a_report_from_before_a_request_was_sent_does_not_end_its_turn():
     world.step(SLICE)
     world.running.clear()
     (asked,) = world.step(0.1)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
     world.loaded[N1] = {"b"}
     assert world.step() == []
     (ended,) = world.step(0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert not ended.why
 
 
@@ -323,7 +323,7 @@ def test_a_turn_is_dropped_when_nobody_waits_or_the_node_goes_or_room_is_elsewhe
         else:
             world.room = 9 * GIB
         (ended,) = world.step(0.1)
-        assert isinstance(ended, Ended), case
+        assert isinstance(ended, EndTurn), case
         assert ended.why, case
         assert not world.ledger.turns
 
@@ -334,7 +334,7 @@ def test_a_turn_goes_on_for_the_next_request_when_the_first_leaves():
     world.step(SLICE)
     del world.waiting[0]
     (changed,) = world.step(0.1)
-    assert isinstance(changed, Begun)
+    assert isinstance(changed, BeginTurn)
     assert changed.turn.ticket == second
     assert changed.turn.began == world.now - 0.1
 
@@ -347,14 +347,14 @@ def test_a_request_that_comes_back_refused_is_sent_again():
     world.running.clear()
     world.waits("b", since=START)
     actions = world.step(0.6)
-    assert [type(action) for action in actions] == [Begun, Ask]
+    assert [type(action) for action in actions] == [BeginTurn, SendRequest]
 
 
 def test_a_turn_that_takes_too_long_ends_and_the_models_begin_another_slice():
     world = busy()
     assert world.begun(SLICE)
     (ended,) = world.step(LONGEST + 0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert "300 s" in ended.why
     assert world.begun(SLICE - 1.0) == []
     assert world.begun(1.1)
@@ -364,27 +364,27 @@ def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
     world = World("a", "b", room=21 * GIB)
     world.node(N1, "a", "b")
     picture = world.picture()
-    demand = Demand("b", 0, 16000)
+    demand = ResourceDemand("b", 0, 16000)
     world.waiting.clear()
     candidate = consider(picture.nodes[N1], demand, world.ledger, world.now, {}, FIRST, {})
-    one = model_swaps.Waiting(1, Owner("bob", 4), "b", world.now, (candidate,))
+    one = model_swaps.SwapCandidate(1, WeightedKey("bob", 4), "b", world.now, (candidate,))
     begun, asked = world.swaps.step(msgspec.structs.replace(picture, waiting=(one,)), world.now).actions
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.turn.leaving == {"a"}
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 def test_what_is_held_for_a_request_is_its_need_less_what_the_leaving_models_give_back():
     world = busy()
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     (one,) = world.picture().waiting
     assert begun.hold == one.candidates[0].need - 10 * GIB > 0
     world.models["a"] = model("a", weights=13 * GIB)
     world.models["b"] = model("b", weights=GIB)
     world.ledger.turns.clear()
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.hold == 0, "it needs less than that"
 
 
@@ -395,23 +395,25 @@ def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
     world.runs(N1, "a")
     world.waits("b")
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.turn.leaving == {"a"}
     assert world.step(1.0) == [], "model a is in use, and the pinned one stays"
     world.running.clear()
     (asked,) = world.step(1.0)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 # pictures
 
 
-def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> Ticket:
-    job = Job(Demand(name, 400, 100), key, "r", (), Params(), 0, stream=False)
-    return Ticket(job, Owner(key, weight), number, START + number)
+def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveRequest:
+    job = RequestSpec(ResourceDemand(name, 400, 100), key, "r", (), GenerationParams(), 0, stream=False)
+    return ActiveRequest(job, WeightedKey(key, weight), number, START + number)
 
 
-def judged(view: ClusterView, queued: list[Ticket], ledger: Ledger, live: Iterable[Ticket] = ()) -> Picture:
+def judged(
+    view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
+) -> SwapInput:
     return model_swaps.picture_of(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
@@ -435,9 +437,9 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
         "gone": {"bob": 4},
     }
     assert [set(one.refused) for one in picture.waiting[:2]] == [{N2}, set()], "since its newest report"
-    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, Owner("key 1", 1))
+    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, WeightedKey("key 1", 1))
     world.loading[N3] = {"b"}
-    world.ledger.turns[N1] = Turn(N1, "n1", "b", frozenset(), 1, START)
+    world.ledger.turns[N1] = SwapTurn(N1, "n1", "b", frozenset(), 1, START)
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
     turned = judged(view, queued[:1], world.ledger).waiting[0]
     assert [at.node for at in turned.candidates] == [N1, N2], "a node with a turn is looked at first"
@@ -461,8 +463,8 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     answer = 200 / 20.0 * (1 + 4 * ROW_COST)
     assert picture.running == {
         N1: {
-            "a": [Use(1, Owner("bob", 4), answer + 2.0), Use(2, Owner("bob", 4), answer)],
-            "slow": [Use(3, Owner("bob", 4), 0.0)],
+            "a": [ModelUse(1, WeightedKey("bob", 4), answer + 2.0), ModelUse(2, WeightedKey("bob", 4), answer)],
+            "slow": [ModelUse(3, WeightedKey("bob", 4), 0.0)],
         }
     }
 
@@ -511,7 +513,7 @@ def test_every_turn_keeps_the_rules(
     world = drawn(nodes, uses, waits, room, pinned)
     wanted = {name for _, _, name, _ in world.waiting}
     actions = world.step()
-    turns = [action.turn for action in actions if isinstance(action, Begun)]
+    turns = [action.turn for action in actions if isinstance(action, BeginTurn)]
     assert len({turn.node for turn in turns}) == len(turns), "one for each node"
     assert len({turn.model for turn in turns}) == len(turns), "one for each model"
     for turn in turns:
@@ -522,7 +524,7 @@ def test_every_turn_keeps_the_rules(
         assert stays + world.models[turn.model].weights <= room * GIB, "it fits when they have left"
         assert turn.model in wanted
     for action in actions:
-        if isinstance(action, Ask):
+        if isinstance(action, SendRequest):
             in_use = {name for name, here in world.running.get(action.turn.node, {}).items() if here}
             assert not action.turn.leaving & in_use, "nothing that runs is cut"
 

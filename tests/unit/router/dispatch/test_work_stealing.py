@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.dispatch import work_stealing
-from router.dispatch.request import Job, Ticket
+from router.dispatch.request import ActiveRequest, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, Demand
-from router.placement.reservations import Ledger
+from router.placement.place import Candidate, ResourceDemand
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
-from wire.capacity.fairness import Owner
-from wire.frames import Cancel, Message, Params
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Cancel, GenerationParams, Message
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import EngineState
 
 ROWS = 2
@@ -34,8 +34,8 @@ async def joining() -> AsyncIterator[Cluster]:
     cluster.settled()
 
 
-def batch(cluster: Cluster, count: int = 10) -> list[Ticket]:
-    tickets: list[Ticket] = []
+def batch(cluster: Cluster, count: int = 10) -> list[ActiveRequest]:
+    tickets: list[ActiveRequest] = []
     for number in range(count):
         tickets.append(cluster.submit())
         if number < ROWS:
@@ -53,7 +53,7 @@ def comes(cluster: Cluster, node: NodeId = B) -> None:
     cluster.dispatcher.sweep()
 
 
-def on(cluster: Cluster, tickets: list[Ticket], node: NodeId) -> list[int]:
+def on(cluster: Cluster, tickets: list[ActiveRequest], node: NodeId) -> list[int]:
     return [number for number, ticket in enumerate(tickets) if ticket.node == node]
 
 
@@ -129,7 +129,7 @@ def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
 def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
     state: str, engine: EngineState, taken: int, unread: bool, free: bool
 ):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number in range(taken):
         ledger.claim(A, number, number, 0)
         if not unread:
@@ -140,8 +140,8 @@ def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
 
 
 def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
-    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True)
-    tickets = [Ticket(job, Owner("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
+    job = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+    tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
         ticket.attempts = 1
     assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.SOONER)] == [0], (
@@ -199,7 +199,7 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
     comes(joining)
     moved = on(joining, tickets, B)
     assert joining.last()[0] == B
-    joining.refuse(Code.NO_ROOM)
+    joining.refuse(RefusalCode.NO_ROOM)
     assert tickets[moved[-1]].node == A, "it goes back, to wait there"
     joining.now += 2 * work_stealing.SOONER
     joining.report()
@@ -222,7 +222,11 @@ async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
     cluster.state[B] = "lost"
     cluster.report()
     rare = [
-        cluster.dispatcher.submit(Job(Demand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), Params(), 0, True))
+        cluster.dispatcher.submit(
+            RequestSpec(
+                ResourceDemand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), GenerationParams(), 0, True
+            )
+        )
         for n in range(work_stealing.MOST)
     ]
     tickets = batch(cluster)

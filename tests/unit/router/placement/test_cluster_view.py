@@ -20,7 +20,7 @@ from router.placement.cluster_view import (
 from wire.capacity.arithmetic import Fits, judge, request_need
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System, Transient
+from wire.report import BatchGroup, Enforcement, EngineState, Memory, MemoryLevel, Model, SystemMemory, TransientModel
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -50,7 +50,7 @@ models = st.builds(
     expected_output=wild_ints,
     loading=st.booleans(),
     progress=wild_floats,
-    groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
+    groups=st.lists(st.builds(BatchGroup, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
 )
 reports = st.builds(
     Report,
@@ -59,7 +59,9 @@ reports = st.builds(
     acked_seq=wild_ints,
     models=st.lists(models, max_size=4).map(tuple),
     engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
-    system=st.builds(System, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()),
+    system=st.builds(
+        SystemMemory, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()
+    ),
     enforcement=st.builds(
         Enforcement,
         level=wild_ints,
@@ -91,7 +93,7 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
     assert min(system.worker, held.polls, held.over_caps, held.kills, memory.cache, memory.peak) >= 0
     assert all(size is None or size >= 0 for size in (system.available, held.phys, held.highest, held.interval))
     assert math.isfinite(system.age)
-    assert held.level in tuple(Level)
+    assert held.level in tuple(MemoryLevel)
     texts = (system.source, held.remedy, held.cap_bound_by, *held.warnings)
     assert all(text.isprintable() and len(text) <= 300 for text in texts)
     assert len(held.warnings) <= 8
@@ -154,7 +156,7 @@ def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory
         ({"weights": MOST_BYTES, "kv_per_token": 0, "kv_step": MOST_STEP}, True),
         ({"kv_window_per_token": MOST_BYTES + 1}, False),
         ({"transient": -1}, False),
-        ({"forward": Transient(fixed=-1)}, False),
+        ({"forward": TransientModel(fixed=-1)}, False),
         ({"kv_step": 0}, False),
         ({"kv_step": 1}, True),
         ({"kv_step": MOST_STEP + 1}, False),
@@ -177,7 +179,7 @@ def test_a_lie_about_memory_never_makes_room(memory: Memory):
 
 
 def test_an_honest_report_is_kept_as_it_is():
-    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (Group(2, 100, 150),), 128)
+    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (BatchGroup(2, 100, 150),), 128)
     memory = Memory(cap=10, ceiling=9, margin=1, phys=3, active=2, recent=1, reserved=1)
     view = seen(Report(1, memory, EngineState("mlx", "ready"), (model,), 7, True))
     assert (view.memory, view.models["m"], view.acked_seq, view.draining) == (memory, model, 7, True)
@@ -197,7 +199,7 @@ HONEST = Model(
     bytes_per_token=0.25,
     loading=True,
     progress=0.5,
-    groups=(Group(1, 0, 0),),
+    groups=(BatchGroup(1, 0, 0),),
     expected_output=1,
 )
 
@@ -217,7 +219,7 @@ HONEST = Model(
         ({"context": LONGEST_CONTEXT + 1}, {"context": LONGEST_CONTEXT}),
         ({"expected_output": 0}, {"expected_output": 256}),
         ({"expected_output": MOST_EXPECTED + 1}, {"expected_output": MOST_EXPECTED}),
-        ({"groups": (Group(0, 5, 0), Group(1, -1, 0), Group(1, 0, 0))}, {}),
+        ({"groups": (BatchGroup(0, 5, 0), BatchGroup(1, -1, 0), BatchGroup(1, 0, 0))}, {}),
     ],
 )
 def test_a_model_is_kept_but_for_what_cannot_be(said: dict[str, object], honest: dict[str, object]):

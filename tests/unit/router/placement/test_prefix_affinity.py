@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.prefix_affinity import BLOCK, MOST_LINKS, NOWHERE, Affinity, Chain, chain_of
+from router.placement.prefix_affinity import BLOCK, MOST_LINKS, NOWHERE, PrefixAffinity, PrefixHashChain, chain_of
 from wire.frames import Message, ToolCall
 from wire.identity import NodeId
 
@@ -19,16 +19,16 @@ def said(text: str) -> Message:
     return Message("assistant", text)
 
 
-def chain(*messages: Message, session: str = "", root: object = "tiny") -> Chain:
+def chain(*messages: Message, session: str = "", root: object = "tiny") -> PrefixHashChain:
     return chain_of(root, messages, session)
 
 
-def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> Chain:
+def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> PrefixHashChain:
     return chain_of("tiny", messages, session, key, shared=shared)
 
 
-def known(*prompts: tuple[NodeId, Chain, bytes]) -> Affinity:
-    index = Affinity()
+def known(*prompts: tuple[NodeId, PrefixHashChain, bytes]) -> PrefixAffinity:
+    index = PrefixAffinity()
     for node, prompt, name in prompts:
         index.read(prompt, node, name, 100, 0)
     return index
@@ -128,7 +128,7 @@ def test_a_new_engine_knows_nothing():
 
 
 def test_a_named_session_is_believed_where_the_text_tells_nothing():
-    index = Affinity()
+    index = PrefixAffinity()
     index.read(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
     other = chain(user("quite other text, as long" * 50), session="s")
     assert 0.4 < index.shares(other)[A] <= 1.0
@@ -136,21 +136,21 @@ def test_a_named_session_is_believed_where_the_text_tells_nothing():
 
 
 def test_a_name_that_is_used_for_everything_loses_its_credit():
-    index = Affinity()
+    index = PrefixAffinity()
     for number in range(8):
         index.read(chain(user(f"{number} " * 99), session="app"), A, bytes([number]), 100, 0)
     assert index.shares(chain(user("and another" * 20), session="app")) is NOWHERE
 
 
 def test_a_name_whose_answers_came_from_the_cache_keeps_it():
-    index = Affinity()
+    index = PrefixAffinity()
     for number in range(8):
         index.read(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
     assert index.shares(chain(user("9 " * 99), session="s"))[A] > 0.8
 
 
 def test_the_index_is_bounded():
-    index = Affinity(entries=10)
+    index = PrefixAffinity(entries=10)
     for number in range(100):
         index.read(chain(user(f"text {number}"), session=str(number)), A, b"%d" % number, 10, 0)
     assert len(index) <= 30
@@ -195,7 +195,7 @@ def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
 
 
 def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
-    index = Affinity()
+    index = PrefixAffinity()
 
     def share(size: int) -> float:
         return index.shares(chain(user("?" * (size - 1)), session="s")).get(A, 0.0)
@@ -215,7 +215,7 @@ def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_prove
 
 
 def test_a_session_counts_only_where_it_knows_more_than_the_text():
-    index = Affinity()
+    index = PrefixAffinity()
     for _ in range(3):
         index.read(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
     assert index.shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
@@ -228,7 +228,7 @@ def test_a_session_counts_only_where_it_knows_more_than_the_text():
 
 
 def test_a_session_of_an_engine_that_is_gone_is_not_believed():
-    index = Affinity()
+    index = PrefixAffinity()
     index.heard(A, 1, 0, ())
     index.read(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
     index.heard(A, 2, 0, ())
@@ -275,7 +275,7 @@ def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
 
 
 def test_what_was_used_last_stays_in_a_full_index():
-    index = Affinity(entries=3)
+    index = PrefixAffinity(entries=3)
     for text in ("one", "two", "three", "one", "four", "five"):
         index.read(chain(user(text), session=text), A, text.encode(), 10, 0)
     assert len(index) == 9
@@ -287,7 +287,7 @@ def test_what_was_used_last_stays_in_a_full_index():
 
 
 def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
-    index = Affinity(entries=1)
+    index = PrefixAffinity(entries=1)
     index.read(chain(user("one"), said("two")), A, b"long", 10, 0)
     index.heard(A, 1, 1, (b"long",))
     assert len(index) == 0

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dispatch.request import Failure, StreamTicket, Ticket, WholeTicket
-from router.placement.recovery import GROWTH, LATE, MOST_LOSSES, SOON, Fall, fall_of, is_fault, patience, survives
+from router.dispatch.request import ActiveRequest, BufferedRequest, RequestFailure, StreamingRequest
+from router.placement.recovery import GROWTH, LATE, MOST_LOSSES, SOON, LossKind, fall_of, is_fault, patience, survives
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model
 
 
@@ -59,15 +59,15 @@ def resumes(cluster: Cluster) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_the_rules():
-    assert fall_of("engine_crashed") is Fall.FORWARD
-    assert fall_of("engine_lost") is Fall.ENGINE
-    assert fall_of("node_stopping") is Fall.NODE
-    assert fall_of("no_headroom") is fall_of("memory_pressure") is Fall.MEMORY
+    assert fall_of("engine_crashed") is LossKind.FORWARD
+    assert fall_of("engine_lost") is LossKind.ENGINE
+    assert fall_of("node_stopping") is LossKind.NODE
+    assert fall_of("no_headroom") is fall_of("memory_pressure") is LossKind.MEMORY
     assert fall_of("engine_error") is None
-    assert [survives(Fall.MEMORY, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
-    assert not survives(Fall.FORWARD, 0, 1)
-    assert [survives(Fall.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
-    assert [survives(Fall.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
+    assert [survives(LossKind.MEMORY, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
+    assert not survives(LossKind.FORWARD, 0, 1)
+    assert [survives(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
+    assert [survives(LossKind.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
         True,
         True,
@@ -109,7 +109,7 @@ async def test_a_whole_answer_goes_on_too(two: Cluster):
     assert generate(two).resume == ((1, 2),)
     say(two, 3)
     two.finish()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert ticket.answer().texts == {(0, 0): "1 2 3 "}
 
 
@@ -173,7 +173,7 @@ async def test_it_goes_on_only_with_the_model_that_began_it():
     assert cluster.last()[0] == C, "however slow it is"
     assert [frame.fingerprint for _, frame in cluster.generates()] == ["", "tiny-1"]
     lose(cluster)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert len(cluster.generates()) == 2
     cluster.settled()
@@ -187,7 +187,7 @@ async def test_what_nobody_has_read_may_begin_anew_with_another_model(two: Clust
     assert resumes(two) == [(), ()]
     say(two, 7)
     two.finish()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert ticket.answer().texts == {(0, 0): "7 "}
 
 
@@ -198,7 +198,7 @@ async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Clu
     say(two, 1)
     taken(ticket)
     lose(two)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert len(two.generates()) == 1
 
 
@@ -208,7 +208,7 @@ async def test_a_node_that_says_what_nobody_asked_for_cannot_be_followed(two: Cl
     say(two, 2, choice=5)
     taken(ticket)
     lose(two)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
 
 
 async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
@@ -228,14 +228,14 @@ async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster
     say(two, 1)
     taken(ticket)
     two.say(lambda number: Failed(number, "engine_crashed", "it ended by SIGABRT"))
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGABRT")
+    assert ticket.outcome == RequestFailure("engine_crashed", "it ended by SIGABRT")
     assert len(two.generates()) == 1
 
 
 async def test_a_request_that_broke_by_itself_is_not_placed_again(two: Cluster):
     ticket = two.submit()
     two.say(lambda number: Failed(number, "engine_error", "its sampling failed"))
-    assert ticket.outcome == Failure("engine_error", "its sampling failed")
+    assert ticket.outcome == RequestFailure("engine_error", "its sampling failed")
     assert len(two.generates()) == 1
 
 
@@ -246,7 +246,7 @@ async def test_a_begun_request_survives_one_crash_only(two: Cluster):
     engine_lost(two)
     say(two, 2)
     engine_lost(two)
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert ticket.outcome == RequestFailure("engine_crashed", "it ended by SIGKILL")
     assert len(two.generates()) == 2
 
 
@@ -258,7 +258,7 @@ async def test_a_begun_request_survives_three_lost_nodes_and_no_more():
         say(cluster, token)
         taken(ticket)
         lose(cluster)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert [len(one[0]) if one else 0 for one in resumes(cluster)] == [0, 1, 2, 3]
     cluster.settled()
 
@@ -306,7 +306,7 @@ async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two
         taken(ticket)
         two.report()
         two.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
-    assert ticket.outcome == Failure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
+    assert ticket.outcome == RequestFailure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
     assert two.dispatcher.breakers.barred(two.now) == []
 
 
@@ -337,7 +337,7 @@ async def test_the_deadline_ends_it_honestly():
     async with asyncio.timeout(30):
         while ticket.outcome is None:
             await ticket.wait()
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert "was lost while it answered" in ticket.outcome.message
     assert "nobody could go on with it: needs" in ticket.outcome.message
@@ -352,10 +352,10 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
     lose(cluster)
     cluster.now += 1
     cluster.report()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     outcome = await ticket.outcome_of()
     assert isinstance(outcome, Refused)
-    assert outcome.code is Code.NO_ROOM
+    assert outcome.code is RefusalCode.NO_ROOM
     cluster.settled()
 
 
@@ -553,7 +553,7 @@ class Story:
     def __init__(self) -> None:
         self.cluster = Cluster(A, B, C)
         self.ids = [A, B, C]
-        self.tickets: list[Ticket] = []
+        self.tickets: list[ActiveRequest] = []
         self.read: dict[int, list[str]] = {}
         self.old: list[tuple[NodeId, int]] = []
         self.said: dict[int, int] = {}
@@ -596,7 +596,7 @@ class Story:
         dispatcher.ledger.check()
         self.check()
 
-    def node_says(self, action: str, ticket: Ticket, node: NodeId) -> None:
+    def node_says(self, action: str, ticket: ActiveRequest, node: NodeId) -> None:
         dispatcher, number = self.cluster.dispatcher, ticket.request
         if action == "say":
             frame = next(frame for _, frame in self.cluster.generates() if frame.request == number)
@@ -608,12 +608,12 @@ class Story:
         elif action == "engine":
             dispatcher.receive(node, Failed(number, "engine_lost", "it died"))
         elif action == "refuse" and number not in self.said:
-            refused = Refused(Code.NO_ROOM, "no", Numbers(headroom=0))
+            refused = Refused(RefusalCode.NO_ROOM, "no", MemoryNumbers(headroom=0))
             dispatcher.receive(node, Refusal(number, refused, 25))
 
     def take(self) -> None:
         for ticket in self.tickets:
-            if isinstance(ticket, StreamTicket):
+            if isinstance(ticket, StreamingRequest):
                 self.read[ticket.number] += taken(ticket)
 
     def check(self) -> None:
@@ -624,13 +624,13 @@ class Story:
             if isinstance(ticket.outcome, Finished):
                 assert got + self.pending(ticket) == "".join(whole)
 
-    def got(self, ticket: Ticket) -> str:
-        if isinstance(ticket, WholeTicket):
+    def got(self, ticket: ActiveRequest) -> str:
+        if isinstance(ticket, BufferedRequest):
             return ticket.answer().texts.get((0, 0), "")
         return "".join(self.read[ticket.number])
 
-    def pending(self, ticket: Ticket) -> str:
-        if isinstance(ticket, StreamTicket):
+    def pending(self, ticket: ActiveRequest) -> str:
+        if isinstance(ticket, StreamingRequest):
             return "".join(text for delta in ticket.pending for _, text in delta.pieces)
         return ""
 

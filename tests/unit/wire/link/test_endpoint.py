@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from wire.codec import Splitter, decode, encode
-from wire.frames import Cancel, Generate, Message, Params, Ping
+from wire.frames import Cancel, Generate, GenerationParams, Message, Ping
 from wire.link import endpoint
-from wire.link.endpoint import AT_ONCE, GATHER, PATIENCE, Endpoint
+from wire.link.endpoint import AT_ONCE, GATHER, PATIENCE, LinkEndpoint
 
 
 class Line:
@@ -60,7 +60,7 @@ class Line:
         return default
 
 
-class End(Endpoint):
+class End(LinkEndpoint):
     def __init__(self, line: Line) -> None:
         super().__init__(line)
         self.frames: list[object] = []
@@ -144,7 +144,7 @@ def test_a_long_frame_does_not_overtake_what_waits_to_go_with_it() -> None:
     line = Line()
     end = End(line)
     end.accompany(encode(Ping(1)))
-    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0))
+    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), GenerationParams(), 0))
     line.run()
     assert line.written[0] == encode(Ping(1))
     assert len(line.written) > 1
@@ -162,7 +162,7 @@ def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> N
     line = Line()
     end = End(line)
     end.pause_writing()
-    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), Params(), 0)
+    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), GenerationParams(), 0)
     sent = 0
     while not line.closing:
         assert end.send(frame)

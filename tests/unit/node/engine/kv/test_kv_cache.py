@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from node.engine.kv.kv_cache import STEP, Layer, room_of, stretch, widen
+from node.engine.kv.kv_cache import STEP, LayerCache, room_of, stretch, widen
 
 HEADS, WIDTH = 2, 4
 
@@ -55,8 +55,8 @@ def test_a_long_prompt_is_copied_a_few_times_and_not_at_every_step():
 def test_beside_others_caches_double_one_at_a_time_and_in_time():
     layers, rooms = [layer() for _ in range(4)], list[list[int]]()
     for start in range(0, 3000, 20):
-        stretch(cast("list[Layer]", layers), 20, 3000)
-        widen(cast("list[Layer]", layers), 20, 3000)
+        stretch(cast("list[LayerCache]", layers), 20, 3000)
+        widen(cast("list[LayerCache]", layers), 20, 3000)
         shown = [cast("list[float]", write(one, start, 20)[0, 0, :, 0].tolist()) for one in layers]
         assert shown == [list(range(start + 20))] * 4
         rooms.append([one.keys.shape[2] for one in layers])
@@ -64,7 +64,7 @@ def test_beside_others_caches_double_one_at_a_time_and_in_time():
     assert max(grown[256 // 20 :]) == 1
     assert sum(grown) <= 5 * 4, "each as often as without"
     assert max(rooms[-1]) <= 3000 + STEP
-    assert all(room_of(cast("list[Layer]", layers)) == sum(one) // 4 for one in rooms[-1:])
+    assert all(room_of(cast("list[LayerCache]", layers)) == sum(one) // 4 for one in rooms[-1:])
 
 
 def test_what_is_kept_beyond_the_end_is_never_shown():
@@ -80,6 +80,6 @@ def test_what_is_kept_beyond_the_end_is_never_shown():
 def test_windows_and_states_are_left_as_they_are(kind: type[Any], arguments: tuple[int, ...]):
     cache = layer(kind, *arguments)
     before = dict(vars(cache))
-    stretch([cast("Layer", cache)], 500, 5000)
+    stretch([cast("LayerCache", cache)], 500, 5000)
     assert vars(cache) == before
-    assert room_of([cast("Layer", cache)]) == 0
+    assert room_of([cast("LayerCache", cache)]) == 0

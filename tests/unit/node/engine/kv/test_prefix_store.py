@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.prefix_store import BLOCK, LEAST, TOLD, Entry, Found, PrefixCache, PrefixStore, hash_of
+from node.engine.kv.prefix_store import BLOCK, LEAST, TOLD, CachedPrefix, PrefixCache, PrefixHit, PrefixStore, hash_of
 from node.engine.kv.radix_trie import pack
 from node.engine.scheduling.prefix_cache import OPENING, limit_of, stops
 from wire.report import CacheState
@@ -13,9 +13,9 @@ from wire.report import CacheState
 START = list(range(LEAST))
 
 
-def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> Entry[str]:
+def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> CachedPrefix[str]:
     key = pack([*START, *more])
-    return Entry(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
+    return CachedPrefix(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
 
 
 def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
@@ -29,12 +29,12 @@ def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
 
 def test_a_sequence_serves_its_own_scope_alone():
     kept: PrefixCache[str] = PrefixCache()
-    one = Entry("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
-    other = Entry("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
+    one = CachedPrefix("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
+    other = CachedPrefix("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
     kept.store(one)
     asked = pack([*START, 1, 2, 3])
     assert kept.find("m", asked, cut=True, scope="alice").entry is one
-    assert kept.find("m", asked, cut=True, scope="mallory") == Found(), "not even that something is shared"
+    assert kept.find("m", asked, cut=True, scope="mallory") == PrefixHit(), "not even that something is shared"
     assert not kept.covers("m", one.key, cut=True, scope="mallory")
     assert kept.replaced("m", asked, "mallory") == []
     kept.store(other)
@@ -65,7 +65,7 @@ def test_one_token_is_always_left_to_compute():
     short = entry(1)
     kept.store(short)
     assert kept.find("m", whole.key, cut=False).length == whole.length - 1
-    assert kept.find("m", whole.key, cut=True) == Found(short, whole.length - 1, whole.length), "nothing is cut"
+    assert kept.find("m", whole.key, cut=True) == PrefixHit(short, whole.length - 1, whole.length), "nothing is cut"
 
 
 def test_templates_alone_are_no_beginning():
@@ -142,7 +142,7 @@ def test_a_longer_sequence_makes_its_beginnings_needless():
 @given(st.lists(st.tuples(st.sampled_from("sefd"), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 50))))
 def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int]]):
     kept: PrefixCache[str] = PrefixCache()
-    stored: list[Entry[str]] = []
+    stored: list[CachedPrefix[str]] = []
     for doing, ids, size in doings:
         if doing == "s":
             stored.append(entry(*ids, nbytes=size))
@@ -191,11 +191,11 @@ def test_a_beginning_serves_from_its_least_length_on():
     kept: PrefixCache[str] = PrefixCache()
     one = entry(1)
     kept.store(one)
-    assert kept.find("m", pack([*START, 9]), cut=True) == Found(one, LEAST, LEAST)
-    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == Found(None, 0, LEAST - 1)
+    assert kept.find("m", pack([*START, 9]), cut=True) == PrefixHit(one, LEAST, LEAST)
+    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == PrefixHit(None, 0, LEAST - 1)
     exact = entry()
     kept.store(exact)
-    assert kept.find("m", pack([*START, 9]), cut=False) == Found(exact, LEAST, LEAST)
+    assert kept.find("m", pack([*START, 9]), cut=False) == PrefixHit(exact, LEAST, LEAST)
 
 
 def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
@@ -205,13 +205,13 @@ def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
     kept.store(long)
     assert short.alive, "a beginning stays beside what begins with it"
     asked = pack([*START, 1, 2, 9])
-    assert kept.find("m", asked, cut=True) == Found(long, LEAST + 2, LEAST + 2)
-    assert kept.find("m", asked, cut=False) == Found(short, LEAST, LEAST + 2)
+    assert kept.find("m", asked, cut=True) == PrefixHit(long, LEAST + 2, LEAST + 2)
+    assert kept.find("m", asked, cut=False) == PrefixHit(short, LEAST, LEAST + 2)
     assert not kept.covers("m", pack([*START, 1, 2]), cut=False)
     assert kept.covers("m", pack([*START, 1, 2]), cut=True)
-    assert kept.find("m", pack([*START, 9]), cut=True) == Found(short, LEAST, LEAST)
+    assert kept.find("m", pack([*START, 9]), cut=True) == PrefixHit(short, LEAST, LEAST)
     assert kept.take(long) == "cache of (1, 2, 3)"
-    assert kept.find("m", asked, cut=True) == Found(short, LEAST, LEAST)
+    assert kept.find("m", asked, cut=True) == PrefixHit(short, LEAST, LEAST)
 
 
 def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():

@@ -5,10 +5,10 @@ import time
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import POOL_MOST, Footprint, Height, clear_pool, give_back, limit_pool
-from node.engine.memory.gate import Gate
+from node.engine.memory.footprint import POOL_MOST, EngineMemory, MlxPeakTracker, clear_pool, give_back, limit_pool
+from node.engine.memory.gate import MemoryGate
 from tests.support.readings import failing
-from wire.frames import Limits
+from wire.frames import MemoryLimits
 from wire.report import Memory
 from wire.units import GIB, MIB
 
@@ -20,9 +20,9 @@ def nothing_kept() -> None:
 
 
 @pytest.fixture
-def gate() -> Gate:
-    made = Gate()
-    made.hold(Limits(64 * GIB, 64 * GIB, GIB, "static"))
+def gate() -> MemoryGate:
+    made = MemoryGate()
+    made.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     return made
 
 
@@ -48,8 +48,8 @@ def test_free_buffers_go_and_what_is_held_stays():
     assert mx.get_active_memory() >= kept.nbytes
 
 
-def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     array = held(64 * MIB)
     memory = footprint.judged(gate, 5 * MIB, time.monotonic())
     assert memory.active == mx.get_active_memory() >= array.nbytes
@@ -60,8 +60,8 @@ def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: Gate):
     assert (memory.reserved, memory.total, memory.armed) == (5 * MIB, 128 * GIB, True)
 
 
-def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     give_back()
 
     def read(now: float) -> Memory:
@@ -83,9 +83,9 @@ def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(g
     assert footprint.falls_at(began + 6.0) is None
 
 
-def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: Gate):
+def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: MemoryGate):
     kept = held(128 * MIB)
-    footprint = Footprint(128 * GIB, lambda: kept.nbytes)
+    footprint = EngineMemory(128 * GIB, lambda: kept.nbytes)
     give_back()
     spike = held(128 * MIB)
     high = footprint.judged(gate, 0, 100.0)
@@ -96,8 +96,8 @@ def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: Gate):
     assert after.recent == pytest.approx(high.phys, abs=16 * MIB)
 
 
-def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     array = held(256 * MIB)
     high = footprint.judged(gate, 0, 100.0)
     del array
@@ -109,8 +109,8 @@ def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gat
     assert low.current < high.current - 200 * MIB
 
 
-def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_five_seconds(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_five_seconds(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     source = failing(footprint.sensor)
     now = time.monotonic()
     before = footprint.judged(gate, 0, now)
@@ -128,7 +128,7 @@ def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_fiv
 
 
 def test_a_height_is_measured_from_its_own_mark_and_the_highest_ever_is_kept():
-    height = Height()
+    height = MlxPeakTracker()
     give_back()
     height.mark()
     first = held(32 * MIB)

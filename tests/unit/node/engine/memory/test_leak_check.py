@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.engine.memory.leak_check import SETTLES, Returns
+from node.engine.memory.leak_check import SETTLES, LeakCheck
 from wire.units import GIB, MIB
 
 BASE = 90 * MIB
@@ -20,7 +20,7 @@ BASE = 90 * MIB
     ],
 )
 def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phys: int | None, missing: int):
-    returns = Returns()
+    returns = LeakCheck()
     returns.gone(weights, 10.0)
     assert returns.at == 10.0 + SETTLES
     assert returns.look(phys, BASE) == missing == returns.unreturned
@@ -28,7 +28,7 @@ def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phy
 
 
 def test_all_models_that_went_count_together_and_one_that_comes_ends_it():
-    returns = Returns()
+    returns = LeakCheck()
     returns.gone(2 * GIB, 10.0)
     returns.gone(2 * GIB, 20.0)
     assert returns.at == 20.0 + SETTLES

@@ -5,12 +5,12 @@ import time
 
 import pytest
 
-from node.engine.memory.reserve import LOOK, MOST, ROOMY, Canary, canary_size
+from node.engine.memory.reserve import LOOK, MOST, ROOMY, EmergencyReserve, canary_size
 from node.memory.sensor import open_sensor
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Enforce, Limits
-from wire.report import Level, Memory
+from wire.frames import MemoryLimits, ReduceMemory
+from wire.report import Memory, MemoryLevel
 from wire.units import GIB, MIB
 
 
@@ -28,7 +28,7 @@ def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int
     assert canary_size(setting, cap) == size
 
 
-def held(canary: Canary, now: float = 0.0) -> float:
+def held(canary: EmergencyReserve, now: float = 0.0) -> float:
     """Let time pass until it is held; give the time."""
     end = now + ROOMY + 2 * LOOK
     while not canary.nbytes and now < end:
@@ -39,7 +39,7 @@ def held(canary: Canary, now: float = 0.0) -> float:
 
 def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
     sensor = open_sensor(os.getpid())
-    canary = Canary("64MiB", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("64MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     before = sensor.phys().phys
     held(canary)
@@ -54,7 +54,7 @@ def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
 
 
 def test_it_is_random_page_by_page():
-    canary = Canary("3MiB", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("3MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
     assert canary.held is not None
@@ -63,7 +63,7 @@ def test_it_is_random_page_by_page():
 
 def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     room = [4 * MIB]
-    canary = Canary("2MiB", lambda: Memory(headroom=room[0]))
+    canary = EmergencyReserve("2MiB", lambda: Memory(headroom=room[0]))
     assert canary.due() is None, "not before there is a cap"
     canary.hold(GIB)
     canary.tend(0.0)
@@ -84,14 +84,14 @@ def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
 
 
 def test_an_unknown_footprint_is_no_room():
-    canary = Canary("2MiB", lambda: Memory(headroom=None))
+    canary = EmergencyReserve("2MiB", lambda: Memory(headroom=None))
     canary.hold(GIB)
     held(canary)
     assert canary.nbytes == 0
 
 
 def test_under_a_smaller_cap_it_goes():
-    canary = Canary("auto", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("auto", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
     assert canary.nbytes > 10 * MIB
@@ -127,7 +127,7 @@ def test_it_goes_before_the_prefix_cache_and_any_model():
     assert memory.current is not None
     room = 8 * MIB
     tight = memory.current + memory.reserved + room
-    driver.take(Limits(tight, tight, 0, "static"))
+    driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.canary.nbytes == 48 * MIB, "nothing was short yet"
     assert driver.engine.shelf.make_room(room + 24 * MIB)
     assert driver.engine.canary.nbytes == 0
@@ -141,8 +141,8 @@ def test_the_enforcers_word_takes_it_first():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
-    driver.engine.gate.hold(Limits(tight, tight, 0, "static"))
-    driver.take(Enforce(1, Level.OVER_SOFT))
+    driver.engine.gate.hold(MemoryLimits(tight, tight, 0, "static"))
+    driver.take(ReduceMemory(1, MemoryLevel.OVER_SOFT))
     assert driver.engine.canary.nbytes == 0
     assert driver.engine.reuse.nbytes == kept
 
@@ -152,7 +152,7 @@ def test_lower_limits_take_it_at_once():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
-    driver.take(Limits(tight, tight, 0, "static"))
+    driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.canary.nbytes == 0
 
 

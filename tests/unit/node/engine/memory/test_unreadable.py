@@ -12,19 +12,28 @@ from tests import models
 from tests.support.readings import FailingSource, Later, failing
 from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import UNREADABLE
-from wire.frames import Enforce, EngineReport, Finished, Limits, Load, MakeRoom, Params, Refusal
-from wire.refusals import Code
-from wire.report import Level
+from wire.frames import (
+    EngineReport,
+    Finished,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    ReclaimMemory,
+    ReduceMemory,
+    Refusal,
+)
+from wire.refusals import RefusalCode
+from wire.report import MemoryLevel
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
-BLIND = Limits(8 * GIB, 1, 64 * MIB, UNREADABLE)
+BLIND = MemoryLimits(8 * GIB, 1, 64 * MIB, UNREADABLE)
 """What the agent puts in force where it has not been able to read its machine for long."""
 QUESTION = next(one["prompt"] for one in models.answers() if "system" not in one)
 
 
-def endless(tokens: int) -> Params:
-    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
+def endless(tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
 
 
 @pytest.fixture
@@ -63,7 +72,7 @@ def sensor(driver: Driver) -> FailingSource:
     return failing(driver.engine.footprint.sensor)
 
 
-def refused(driver: Driver, model: str = "a") -> Code:
+def refused(driver: Driver, model: str = "a") -> RefusalCode:
     end = driver.end(driver.ask(QUESTION, model=model))
     assert isinstance(end, Refusal)
     return end.refused.code
@@ -79,11 +88,11 @@ def test_what_cannot_be_read_for_long_refuses_the_new_and_gives_up_nothing(two: 
     else:
         two.take(BLIND)
     for poll in range(1, 4):
-        two.take(Enforce(poll, Level.OVER_SOFT))
-    two.take(MakeRoom(1, 16 * MIB))
-    two.take(Load(99, "a"))
-    assert refused(two) is Code.UNREADABLE
-    assert refused(two, "b") is Code.UNREADABLE
+        two.take(ReduceMemory(poll, MemoryLevel.OVER_SOFT))
+    two.take(ReclaimMemory(1, 16 * MIB))
+    two.take(LoadModel(99, "a"))
+    assert refused(two) is RefusalCode.UNREADABLE
+    assert refused(two, "b") is RefusalCode.UNREADABLE
     assert kept(two) == before
     assert report(two).counts.evictions == 0
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from node.engine.models.context_search import ATTEMPTS, Settled, diagnosis, settle
+from node.engine.models.context_search import ATTEMPTS, ContextSearchResult, diagnosis, settle
 
 
-def run(tokens: int, passing: int, *, search: bool = True) -> tuple[Settled, list[int]]:
+def run(tokens: int, passing: int, *, search: bool = True) -> tuple[ContextSearchResult, list[int]]:
     """Settle where rows of up to `passing` tokens pass; give what was tried, too."""
     tried: list[int] = []
     steps = settle(tokens, lambda wanted: tried.append(wanted) or wanted <= passing, search=search)

@@ -10,7 +10,7 @@ from node.engine.models.load_times import FILE, LOAD_SPEED, MAX_MODELS, WARM_SEC
 from node.engine.models.profiler import PROBE_SECONDS
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Load, Unload
+from wire.frames import Finished, LoadModel, UnloadModel
 from wire.report import Model
 from wire.units import GIB, MIB
 
@@ -81,10 +81,10 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
 
     driver = drive()
     assert model(driver).load_seconds == pytest.approx(WARM_SECONDS + PROBE_SECONDS, abs=0.1)
-    driver.take(Load(1, "one"))
+    driver.take(LoadModel(1, "one"))
     assert isinstance(driver.end(1), Finished)
     whole = model(driver).load_seconds
-    driver.take(Unload(2, "one"))
+    driver.take(UnloadModel(2, "one"))
     kept = driver.engine.times.kept
     assert kept.probe > 0
     assert kept.warm > 0

@@ -20,10 +20,21 @@ from tests import models
 from tests.support.processes import until
 from tests.support.text_engine import GREEDY, Driver
 from wire.codec import LONGEST_JOINED, Splitter, decode, encode
-from wire.frames import Frame, Generate, Limits, Load, Message, Params, Ping, Pong, Profile, Stop
+from wire.frames import (
+    Frame,
+    Generate,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    Message,
+    Ping,
+    Pong,
+    ProfileModel,
+    StopEngine,
+)
 from wire.units import GIB, KIB, MIB
 
-LIMITS = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
+LIMITS = MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 WAIT = 30.0
 
 
@@ -36,12 +47,12 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     driver = Driver(tmp_path, batch=4, chunk=64)
     for name in ("a", "b"):
         driver.answer("Hello!", GREEDY, model=name)
-        number = driver.ask("Hello!", Params(temperature=0.0, max_tokens=400), model=name)
+        number = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=400), model=name)
         driver.until(lambda number=number: driver.ids[number, 0])
     driver.ask("word " * 2000, model="a")
-    driver.take(Profile(50, "b"))
+    driver.take(ProfileModel(50, "b"))
     driver.turn()
-    driver.take(Load(60, "c"))
+    driver.take(LoadModel(60, "c"))
     driver.turn()
     engine = driver.engine
     assert engine.shelf.reading == "c"
@@ -139,13 +150,13 @@ SLOW = textwrap.dedent("""
 
 def writes(process: Process) -> None:
     """Let the engine write a prompt, and wait until it is in the forward."""
-    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), Params(), 0))
+    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), GenerationParams(), 0))
     while process.busy().expected > 5:  # its load
         pass
 
 
 def ask_to_stop(process: Process) -> None:
-    process.send(Stop(process.bound))
+    process.send(StopEngine(process.bound))
     process.line.shutdown(socket.SHUT_WR)
 
 
@@ -240,7 +251,7 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
         TextEngine.step = breaks
         """
     )
-    process.send(Load(1, "a"))
+    process.send(LoadModel(1, "a"))
     code, _ = process.code()
     assert code == EXIT_FAILED
     said = process.said()

@@ -10,29 +10,29 @@ from node.engine.scheduling.chunk_policy import (
     RECOVERS,
     SHARED,
     STEPS,
-    Pace,
-    Speed,
+    ChunkPace,
+    PrefillSpeed,
     budget,
     company,
     next_prefill,
     shared_budget,
 )
-from wire.capacity.fairness import CROWD, Owner, Reading
+from wire.capacity.fairness import CROWD, PrefillFairness, WeightedKey
 
-ADA, BOB = Owner("ada"), Owner("bob")
+ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
 
 
 def test_the_shortest_and_the_oldest_take_turns():
     waiting = [(20, 2.0, ADA), (60_000, 1.0, ADA), (10, 3.0, ADA)]
-    assert [next_prefill(waiting, turn, Reading()) for turn in range(4)] == [1, 2, 1, 2]
+    assert [next_prefill(waiting, turn, PrefillFairness()) for turn in range(4)] == [1, 2, 1, 2]
 
 
 def test_of_equals_the_first_goes_first():
-    assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, Reading()) == 0
+    assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, PrefillFairness()) == 0
 
 
 def test_beside_a_crowd_the_second_turn_goes_by_owners():
-    reading = Reading()
+    reading = PrefillFairness()
     waiting = [(5000, float(number), ADA) for number in range(CROWD + 1)] + [(6000, 99.0, BOB)]
     taken = list[int]()
     for turn in range(0, 20, 2):
@@ -69,11 +69,11 @@ def test_what_is_read_together_has_its_size_and_little_padding(lengths: list[int
     assert size - sum(lengths[place] for place in chosen) <= PADDING * size
 
 
-PACES = st.builds(Pace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
+PACES = st.builds(ChunkPace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
 
 
 @given(PACES, st.floats(0.001, 2.0), st.integers(0, 100_000), st.integers(32, 8192))
-def test_a_chunk_fits_its_time_or_is_the_smallest(pace: Pace, seconds: float, past: int, most: int):
+def test_a_chunk_fits_its_time_or_is_the_smallest(pace: ChunkPace, seconds: float, past: int, most: int):
     tokens = pace.tokens(seconds, past, most)
     assert LEAST <= tokens <= most
     assert tokens == LEAST or pace.seconds(tokens, past) <= seconds * 1.001
@@ -81,7 +81,7 @@ def test_a_chunk_fits_its_time_or_is_the_smallest(pace: Pace, seconds: float, pa
 
 
 def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
-    true, pace = Pace(0.02, 0.0014, 1.4e-6), Pace(0.02, 0.001)
+    true, pace = ChunkPace(0.02, 0.0014, 1.4e-6), ChunkPace(0.02, 0.001)
     for past in range(0, 6000, 20):
         pace.learn(20, past + 10, true.seconds(20, past))
         pace.learn(100, 50, true.seconds(100, 0))
@@ -91,14 +91,14 @@ def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
 
 
 def test_the_first_measurements_far_into_a_prompt_may_be_odd():
-    pace = Pace(0.02, 0.01)
+    pace = ChunkPace(0.02, 0.01)
     pace.learn(20, 3000, 0.03)
     assert pace.seconds(20, 3000) >= 0.02
     assert pace.far == 0
 
 
 def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0):
         speed.learn(newest)
     assert speed.after(0.0) == speed.after(RECOVERS - 1) < 8, "as it was of late, as long as that is of late"
@@ -106,7 +106,7 @@ def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
 
 
 def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_while():
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (10.0, 10.0, 1e6, 10.0, 10.0):
         speed.learn(newest)
     assert speed.after(RECOVERS) < 20
@@ -114,7 +114,7 @@ def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_whi
 
 def test_a_machine_that_is_ten_times_as_fast_as_its_first_run_is_known_for_it_soon():
     """The first run is a short one, which says little of a GPU."""
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (300.0, *[3000.0] * 8):
         speed.learn(newest)
     assert speed.after(0.0) > 2000

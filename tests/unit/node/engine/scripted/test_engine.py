@@ -7,44 +7,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.memory.gate import Site
-from node.engine.process.crash_recorder import Recorder
-from node.engine.scripted.engine import GROWTH, REMEMBERED, Scripted
+from node.engine.memory.gate import GateSite
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.scripted.engine import GROWTH, REMEMBERED, ScriptedEngine
 from node.settings import ScriptedSettings
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import UNREADABLE
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.codec import encode
 from wire.frames import (
     Admitted,
     Cancel,
-    Count,
+    CountTokens,
     Deltas,
     EngineReport,
     Failed,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
     Message,
-    Params,
-    Profile,
+    ProfileModel,
     Refusal,
-    Unload,
+    UnloadModel,
 )
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.units import GIB, MIB, parse_size
 
 STEP = 0.02
-ROOMY = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+ROOMY = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 
 
 class CrashedError(Exception):
     pass
 
 
-class Crashing(Recorder):
+class Crashing(CrashRecorder):
     """A recorder that lets the test survive."""
 
     def crash(self, model: str, request: int) -> None:
@@ -54,9 +54,9 @@ class Crashing(Recorder):
 class Bench:
     """Drives the engine as its loop would, with a clock of its own, and keeps all that it says."""
 
-    def __init__(self, limits: Limits | None = ROOMY, **changes: Any) -> None:
+    def __init__(self, limits: MemoryLimits | None = ROOMY, **changes: Any) -> None:
         self.settings = msgspec.convert(changes, ScriptedSettings)
-        self.engine = Scripted(self.settings, Crashing())
+        self.engine = ScriptedEngine(self.settings, Crashing())
         self.now = 1000.0
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int], str] = defaultdict(str)
@@ -68,7 +68,7 @@ class Bench:
 
     def ask(self, content: str = "hello there", number: int = 0, **fields: Any) -> int:
         self.number = number or self.number + 1
-        params = Params(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
+        params = GenerationParams(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
         request = Generate(
             self.number,
             self.number,
@@ -187,7 +187,7 @@ def test_a_count_is_the_prompt_tokens_of_the_same_request():
     bench, tools = Bench(), '[{"type": "function", "function": {"name": "weather of a town"}}]'
     number = bench.ask("hello there", tools=tools, max_tokens=1)
     bench.run()
-    asked = Count(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
+    asked = CountTokens(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
     (counted,) = bench.engine.take(asked, bench.now)
     assert isinstance(counted, Finished)
     assert counted.prompt_tokens == bench.finished(number).prompt_tokens
@@ -257,13 +257,18 @@ def test_orders_about_its_one_model_are_answered():
     bench = Bench()
     said = [
         bench.engine.take(order, bench.now)[0]
-        for order in (Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"), Profile(4, "scripted-1"))
+        for order in (
+            LoadModel(1, "scripted-1"),
+            LoadModel(2, "other"),
+            UnloadModel(3, "scripted-1"),
+            ProfileModel(4, "scripted-1"),
+        )
     ]
     assert isinstance(said[0], Finished)
     assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [
-        Code.NO_MODEL,
-        Code.IN_USE,
-        Code.UNSUPPORTED,
+        RefusalCode.NO_MODEL,
+        RefusalCode.IN_USE,
+        RefusalCode.UNSUPPORTED,
     ]
 
 
@@ -286,22 +291,22 @@ def test_the_report_tells_padded_bytes_and_what_is_acknowledged():
 
 def test_nothing_is_taken_before_the_first_limits():
     bench = Bench(limits=None)
-    assert bench.refused(bench.ask(model="other")).refused.code is Code.NOT_READY
+    assert bench.refused(bench.ask(model="other")).refused.code is RefusalCode.NOT_READY
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "words"),
     [
-        ({"model": "gpt"}, Code.NO_MODEL, "scripted-1, not gpt"),
-        ({"max_tokens": 10**12}, Code.CONTEXT, "1000000000006; scripted-1 takes 32768"),
-        ({"content": "x " * 32764}, Code.CONTEXT, "the prompt has 32768 tokens"),
-        ({"n": 10**9}, Code.UNSUPPORTED, "at most 64"),
-        ({"n": 0}, Code.INVALID, "at least 1"),
-        ({"max_tokens": 0}, Code.INVALID, "at least 1"),
-        ({"max_tokens": -(2**63)}, Code.INVALID, "at least 1"),
+        ({"model": "gpt"}, RefusalCode.NO_MODEL, "scripted-1, not gpt"),
+        ({"max_tokens": 10**12}, RefusalCode.CONTEXT, "1000000000006; scripted-1 takes 32768"),
+        ({"content": "x " * 32764}, RefusalCode.CONTEXT, "the prompt has 32768 tokens"),
+        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "at most 64"),
+        ({"n": 0}, RefusalCode.INVALID, "at least 1"),
+        ({"max_tokens": 0}, RefusalCode.INVALID, "at least 1"),
+        ({"max_tokens": -(2**63)}, RefusalCode.INVALID, "at least 1"),
     ],
 )
-def test_an_impossible_request_is_refused_with_its_reason(fields: dict[str, Any], code: Code, words: str):
+def test_an_impossible_request_is_refused_with_its_reason(fields: dict[str, Any], code: RefusalCode, words: str):
     bench = Bench()
     refused = bench.refused(bench.ask(**fields)).refused
     assert refused.code is code
@@ -318,9 +323,9 @@ def test_the_longest_prompt_that_leaves_one_token_is_answered_with_one():
 
 
 def test_what_can_never_fit_is_told_with_all_numbers():
-    bench = Bench(Limits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
+    bench = Bench(MemoryLimits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
     refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
-    assert refused.code is Code.TOO_LARGE
+    assert refused.code is RefusalCode.TOO_LARGE
     assert refused.message.startswith(
         "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can hold 31.0 GiB: "
     )
@@ -332,13 +337,13 @@ def test_what_can_never_fit_is_told_with_all_numbers():
 
 
 def test_what_does_not_fit_now_is_the_verdicts_own_answer():
-    bench = Bench(Limits(20 * GIB, 20 * GIB, 2 * GIB, "static"), kv_per_token=MIB)
+    bench = Bench(MemoryLimits(20 * GIB, 20 * GIB, 2 * GIB, "static"), kv_per_token=MIB)
     first = bench.ask("x " * 9000, max_tokens=10)
     bench.turn()
     memory, model = bench.report().memory, bench.report().models[0]
     refused = bench.refused(bench.ask("x " * 8000, max_tokens=10)).refused
     assert refused == arithmetic.judge(memory, arithmetic.request_need(model, 8004, 10))
-    assert refused.code is Code.NO_ROOM
+    assert refused.code is RefusalCode.NO_ROOM
     assert not refused.final
     bench.run()
     assert bench.finished(first).completion_tokens == 10
@@ -347,17 +352,17 @@ def test_what_does_not_fit_now_is_the_verdicts_own_answer():
 def test_a_prefill_that_lost_its_room_is_refused_and_gives_everything_back():
     bench = Bench()
     number = bench.ask("x " * 100)
-    bench.engine.take(Limits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
+    bench.engine.take(MemoryLimits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
     bench.run()
-    assert bench.refused(number).refused.code is Code.NO_ROOM
+    assert bench.refused(number).refused.code is RefusalCode.NO_ROOM
     assert [type(frame) for frame in bench.said[number]] == [Admitted, Refusal]
     assert bench.report().memory.reserved == 0
-    assert bench.engine.gate.refusals == {Site.PREFILL: 1}
+    assert bench.engine.gate.refusals == {GateSite.PREFILL: 1}
 
 
 def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_there_is_no_room():
     kv = MIB
-    room = Limits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
+    room = MemoryLimits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
     bench = Bench(room, kv_per_token=kv)
     number = bench.ask("x " * 96, expected=10, max_tokens=1000)
     assert bench.report().memory.reserved == 110 * kv
@@ -376,9 +381,9 @@ def test_an_answer_that_runs_grows_where_the_memory_cannot_be_read_and_nothing_n
     number = bench.ask(max_tokens=5 * GROWTH, expected=10)
     bench.turn()
     bench.turn()
-    bench.engine.take(Limits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
+    bench.engine.take(MemoryLimits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
     refused = bench.refused(bench.ask()).refused
-    assert refused.code is Code.UNREADABLE
+    assert refused.code is RefusalCode.UNREADABLE
     bench.run()
     assert bench.finished(number).completion_tokens == 5 * GROWTH
 
@@ -392,14 +397,14 @@ def test_it_refuses_on_request_as_if_there_were_no_room(refuse: str, content: st
     assert isinstance(bench.last(number), Refusal) is refuses
     if refuses:
         refused = bench.refused(number).refused
-        assert refused.code is Code.NO_ROOM
+        assert refused.code is RefusalCode.NO_ROOM
         assert refused.numbers is not None
         assert refused.numbers.predicted is not None
         assert refused.numbers.predicted > refused.numbers.ceiling
 
 
 def test_the_guard_off_by_name_lets_everything_pass():
-    bench = Bench(Limits(1, 1, 1, "setting", guard=False), refuse="*")
+    bench = Bench(MemoryLimits(1, 1, 1, "setting", guard=False), refuse="*")
     number = bench.ask(max_tokens=2)
     bench.run()
     assert bench.finished(number)
@@ -478,7 +483,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
     actions: list[tuple[str, int, int, int]], batch: int, expected: int, ceiling: str
 ):
     top = parse_size(ceiling)
-    bench = Bench(Limits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
+    bench = Bench(MemoryLimits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
     asked: set[int] = set()
     cancelled: set[int] = set()
 
@@ -520,7 +525,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
 def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
     others: list[tuple[int, int]], words: int, choices: int
 ):
-    bench = Bench(Limits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
+    bench = Bench(MemoryLimits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
     for length, output in others:
         bench.ask("x " * length, max_tokens=output)
         bench.turn()
@@ -556,8 +561,8 @@ def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
     bench = Bench(batch=2)
-    greedy = [bench.ask(owner=Owner("greedy")) for _ in range(8)]
-    ada = bench.ask(owner=Owner("ada"))
+    greedy = [bench.ask(owner=WeightedKey("greedy")) for _ in range(8)]
+    ada = bench.ask(owner=WeightedKey("ada"))
     while not isinstance(bench.last(ada), Finished):
         assert bench.turn()
     assert sum(isinstance(bench.last(number), Finished) for number in greedy) <= 3, "six of them wait for her"

@@ -42,7 +42,7 @@ import sys, threading, types
 sys.modules["ray"] = types.ModuleType("ray")
 from node.video.worker import actor
 actor.LINGER = 0.0
-actor.Host(sys.argv[1], "l-1", 1)
+actor.WorkerHost(sys.argv[1], "l-1", 1)
 threading.Event().wait(30)
 sys.exit("still here")
 """

@@ -75,7 +75,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def quick(body: bytes) -> chat_fast_parse.Plain | None:
+def quick(body: bytes) -> chat_fast_parse.PlainChatBody | None:
     return chat_fast_parse.read(body, chat.plain_tools)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from router.admission.request_limits import MOST_IGNORED
-from router.dialects.anthropic.api import Messages, count
-from router.dialects.ollama.api import OllamaChat
-from router.dialects.openai.chat import Chat
+from router.dialects.anthropic.api import MessagesRoute, count
+from router.dialects.ollama.api import OllamaChatRoute
+from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.chat_response import ChatChunks, tool_call
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
 from wire.frames import Channel, Delta, ToolCall
 
@@ -26,11 +26,11 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
 }
 BASE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (Chat, CHAT),
-    "completions": (Completion, {"model": "m", "prompt": "x"}),
-    "messages": (Messages, CHAT | {"max_tokens": 9}),
-    "responses": (Responses, {"model": "m", "input": "x"}),
-    "ollama": (OllamaChat, CHAT),
+    "chat": (ChatRoute, CHAT),
+    "completions": (CompletionRoute, {"model": "m", "prompt": "x"}),
+    "messages": (MessagesRoute, CHAT | {"max_tokens": 9}),
+    "responses": (ResponsesRoute, {"model": "m", "input": "x"}),
+    "ollama": (OllamaChatRoute, CHAT),
 }
 
 
