@@ -19,7 +19,7 @@ from host.log_setup import open_journal
 from host.private_files import private_folder
 from router.admission.api_keys import KeyRing, nobody_known
 
-DAY = 86400.0
+DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +44,11 @@ def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> 
     generation."""
     state = private_folder(folder)
     log_file, events = state / "logs" / "coordinator.log", EventLog()
-    open_journal(log_file, "info", events.tell)
+    open_journal(log_file, "info", events.add)
     store = Database(state)
     stack.callback(store.close)
     first = store.meta.cluster == ""
-    authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY)
+    authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
     if first:
         store.found(authority.cluster, cluster.name)
     guard = GenerationFence(authority, store.meta.generation)

@@ -33,7 +33,7 @@ from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, pa
 from coordinator.api.control import ControlApi, Observability
 from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
-from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_on
+from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
 from coordinator.bootstrap import CoordinatorHome, Credentials, open_access, open_home
 from coordinator.cluster.local_node import LocalNode, check_node
 from coordinator.cluster.model_operations import ModelOperations
@@ -53,7 +53,7 @@ from coordinator.state.database import MemberRow
 from coordinator.state.settings import CoordinatorSettings
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from coordinator.tls.https_ca import HttpsCa
-from coordinator.tls.https_config import check_http, lives_of, tls_of
+from coordinator.tls.https_config import check_http, https_tls, https_validity
 from coordinator.ui.browser_sessions import BrowserSessions
 from coordinator.ui.static_files import PageApp
 from coordinator.video.api import VideoApp
@@ -70,24 +70,24 @@ from router.admission.rate_limits import RateLimits
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import ActiveRequest
 from router.http.app import RouterApp, openapi_paths
-from router.worker_thread import beside
+from router.worker_thread import run_in_worker
 from wire.bonjour_record import BonjourRecord, cluster_hint
 from wire.identity import NodeId
 
 log = structlog.get_logger("coordinator.run")
 
-MOST_FILES = 8192
+MAX_OPEN_FILES = 8192
 """Limit of open files and connections that this process sets for itself."""
-RENEW_SECONDS = 60.0
+RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
-COUNT_SECONDS = 10.0
+USAGE_INTERVAL_SECONDS = 10.0
 """Seconds between two writes of usage to disk, each with a return of free memory to the system."""
-COLLECT_AFTER = 20_000
+GC_THRESHOLD_OBJECTS = 20_000
 """Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
 """Longest time for which a thread that parses a long body delays the loop. Python's default is 5 ms, and such delays
 add up."""
-LOCAL_NODE_SECONDS = 60.0
+LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 """Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
 
@@ -120,13 +120,13 @@ class _Superseded:
         self.mark = mark
         log.error("superseded", generation=mark.generation, node=mark.node)
         with contextlib.suppress(OSError):  # the next start then detects it again
-            generation_fence.note(self._state, mark)
+            generation_fence.record_superseded(self._state, mark)
         self._stop.set()
 
     def check(self) -> None:
         """Raise `SupersededError` if there was such a proof."""
         if self.mark is not None:
-            raise SupersededError(moved_on(self.mark, self._state))
+            raise SupersededError(moved_message(self.mark, self._state))
 
 
 async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) -> None:
@@ -148,7 +148,7 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
         # Freeze the permanent objects. Requests create few reference cycles, hence a rare collection is enough.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(COLLECT_AFTER, 20, 20)
+        gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 20)
         ready(facts)
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
@@ -160,7 +160,7 @@ async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) ->
 def _allow_files() -> None:
     """Raise this process's limit of open files. macOS starts with 256, and each client needs one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
@@ -307,7 +307,7 @@ def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
 
 def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socket.socket) -> _Endpoints:
     host, port = options.listen[0], opened.getsockname()[1]
-    tls = tls_of(options.settings.http, host, state)
+    tls = https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
     return _Endpoints(
         opened,
@@ -342,9 +342,13 @@ async def _serve_http(
         options.origins,
     )
     metrics = MetricsService(
-        registry, dispatcher, ring, home.version, partial(lives_of, home.authority, tls, settings.http.certificate)
+        registry,
+        dispatcher,
+        ring,
+        home.version,
+        partial(https_validity, home.authority, tls, settings.http.certificate),
     )
-    metrics.video = conductor.picture
+    metrics.video = conductor.snapshot
     load = _load_history(registry, dispatcher, stack)
     seen = Observability(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
     api = ControlApi(
@@ -371,7 +375,7 @@ async def _serve_http(
     door = FastPath(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, HttpsCa) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    room = room_for(MOST_FILES if files == resource.RLIM_INFINITY else files)
+    room = room_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
     places = ConnectionSlots(room, settings.http.stranger_connections)
     await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
 
@@ -418,7 +422,7 @@ async def _start_local_node(
     )
     await node.start()
     stack.push_async_callback(node.close)
-    return await node.ready(registry, LOCAL_NODE_SECONDS)
+    return await node.ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
 def _told(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
@@ -464,9 +468,9 @@ def _conditions(settings: CoordinatorSettings, metrics: MetricsService, stack: A
     metrics.conditions = conditions.flags
     if settings.conditions.webhook:
         webhook = Webhook(_webhook_address(settings), settings.cluster.name)
-        conditions.listeners.append(webhook.tell)
+        conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
-    watch = AlertLoop(conditions, lambda: sample_of(metrics.picture(), metrics.nodes()), time.time)
+    watch = AlertLoop(conditions, lambda: sample_of(metrics.snapshot(), metrics.nodes()), time.time)
     stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
     return conditions
 
@@ -490,7 +494,7 @@ async def _renew(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> 
         authority.renew()
         if isinstance(tls, HttpsCa):
             tls.renew()
-        await asyncio.sleep(RENEW_SECONDS)
+        await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
 def _log_trouble(ticket: ActiveRequest, code: str) -> None:
@@ -506,12 +510,12 @@ def _log_trouble(ticket: ActiveRequest, code: str) -> None:
 
 async def _count(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
     while True:
-        await asyncio.sleep(COUNT_SECONDS)
+        await asyncio.sleep(USAGE_INTERVAL_SECONDS)
         admin.count(dispatcher.usage)
         gc.collect(
             1
         )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection
-        await beside(trim)
+        await run_in_worker(trim)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

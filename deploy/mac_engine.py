@@ -40,7 +40,7 @@ def engine_answers() -> Outcome:
 
 def soft_end() -> Outcome:
     """Send SIGTERM to an engine process that writes an answer: it must give its memory back and end by itself."""
-    from node.engine.process.main import LEAVE_SECONDS, settings_message
+    from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
     from wire.codec import Splitter, decode, encode
@@ -76,7 +76,7 @@ def soft_end() -> Outcome:
                 writes = any(isinstance(decode(tag, body), Deltas) for tag, body in splitter.feed(piece))
             child.terminate()
             began = time.monotonic()
-            code = child.wait(2 * LEAVE_SECONDS)
+            code = child.wait(2 * EXIT_TIMEOUT_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             return judged(good=False, text=f"the engine did not write or did not end: {error}")
         finally:
@@ -86,7 +86,7 @@ def soft_end() -> Outcome:
         errors.seek(0)
         unloaded = b"model unloaded" in errors.read()
     return judged(
-        code == 0 and unloaded and took < LEAVE_SECONDS,
+        code == 0 and unloaded and took < EXIT_TIMEOUT_SECONDS,
         f"ended with {code} after {took * 1000:.0f} ms, model given back: {unloaded}; wired before "
         f"{show_size(before)}, after {show_size(after)}",
     )
@@ -107,7 +107,7 @@ def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
     said: list[Frame] = []
     works = [work] if (work := engine.prepare(frame)) is not None else []
     while works:
-        for one in engine.take(works.pop(), time.monotonic()):
+        for one in engine.handle(works.pop(), time.monotonic()):
             if isinstance(one, UntokenizedPrompt):
                 works.append(one.read())
             else:
@@ -127,7 +127,7 @@ def main() -> None:
     sensor = open_sensor(os.getpid())
     engine = build(NodeSettings(models=ModelSettings(hub=False)), CrashRecorder())
     base = sensor.phys().phys or 0
-    engine.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
+    engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     entries = [one for one in json.loads((Path(MODEL) / "answers.json").read_text()) if "system" not in one]
     texts = dict.fromkeys(range(1, len(entries) + 1), "")
     for number, one in enumerate(entries, 1):

@@ -20,9 +20,9 @@ from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
 
-LOOK_EVERY = 5.0
+ADDRESS_POLL_SECONDS = 5.0
 """Interval of checks of the addresses of this machine, in seconds."""
-GOODBYE_WITHIN = 3.0
+GOODBYE_TIMEOUT_SECONDS = 3.0
 """Maximum seconds to withdraw the record at the end."""
 
 
@@ -47,7 +47,7 @@ class Announcement:
         port: int,
         *,
         interfaces: Sequence[str] | None = None,
-        look_every: float = LOOK_EVERY,
+        look_every: float = ADDRESS_POLL_SECONDS,
     ) -> None:
         self._advert = advert
         self._instance = instance_name(name, identity)
@@ -102,10 +102,10 @@ class Announcement:
         if zeroconf is None:
             return
         with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_unregister_all_services()
         with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_close()
 
     def _record(self, now: list[str]) -> AsyncServiceInfo:

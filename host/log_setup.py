@@ -22,8 +22,8 @@ import structlog
 from host.log_dedup import LogDeduplicator
 from host.redaction import PRIVATE, hide_in_line, redact, trace
 
-LONGEST = 20 * 1024 * 1024
-KEPT = 5
+MAX_LOG_BYTES = 20 * 1024 * 1024
+MAX_LOG_FILES = 5
 Tap = Callable[[Mapping[str, Any]], None]
 """Function that gets each written event, after redaction."""
 
@@ -31,7 +31,7 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write all log events of this process to `file`, and warnings to standard error."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lines = _PrivateRotatingHandler(file, maxBytes=LONGEST, backupCount=KEPT)
+    lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
     screen = _StderrHandler()
     screen.setLevel(logging.WARNING)
@@ -89,7 +89,7 @@ class _StderrHandler(logging.StreamHandler[Any]):
         super().emit(record)
 
 
-def shorten(descriptor: int, longest: int = LONGEST) -> bool:
+def shorten(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
     """Empty a regular file above `longest` bytes; return whether it was emptied."""
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:

@@ -10,7 +10,7 @@ import msgspec
 from host.private_files import private_folder, write_private
 
 FILE = "pause.json"
-LONGEST_BY = 100
+MAX_NAME_CHARS = 100
 """Maximum characters of `PauseRecord.by`."""
 
 
@@ -32,7 +32,7 @@ class PauseFile:
     def write(self, pause: PauseRecord) -> None:
         """Write a pause; replaces an earlier one. Raises OSError."""
         private_folder(self.path.parent)
-        kept = PauseRecord(pause.until, pause.by[:LONGEST_BY])
+        kept = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(kept))
 
     def remove(self) -> bool:

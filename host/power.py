@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import psutil
 
-TOOL_SECONDS = 5.0
+TOOL_TIMEOUT_SECONDS = 5.0
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 
 Ask = Callable[[tuple[str, ...]], str]
@@ -71,7 +71,7 @@ def _ask(command: tuple[str, ...]) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TOOL_SECONDS,
+            timeout=TOOL_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
             check=False,
         )

@@ -158,7 +158,7 @@ def faults(
     return found
 
 
-def explained(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
+def setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return rows of all settings in force: key, value, origin, description."""
     rows: list[dict[str, object]] = []
     for one in describe(type(resolved.value)):
@@ -179,15 +179,15 @@ class SettingDrift:
     now: object
 
 
-def drifted(
+def changed_settings(
     running: Iterable[Mapping[str, object]], kind: type[T], file: Flat, others: Collection[str] = ()
 ) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `explained`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
+    `running` are rows of `setting_rows`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
     invalid file.
     """
-    later = {row["key"]: row["value"] for row in explained(resolve(kind, [("file", file)], others))}
+    later = {row["key"]: row["value"] for row in setting_rows(resolve(kind, [("file", file)], others))}
     return [
         SettingDrift(key, row["value"], later[key])
         for row in running

@@ -14,7 +14,7 @@ import structlog
 log = structlog.get_logger("host.sleep_inhibitor")
 
 CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
-END_SECONDS = 2.0
+END_TIMEOUT_SECONDS = 2.0
 
 
 class SleepInhibitor:
@@ -64,7 +64,7 @@ class SleepInhibitor:
             return
         child.terminate()
         try:
-            child.wait(END_SECONDS)
+            child.wait(END_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

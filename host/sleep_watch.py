@@ -20,8 +20,8 @@ import structlog
 
 log = structlog.get_logger("host.sleep_watch")
 
-LOOK_SECONDS = 2.0
-LEAST_SECONDS = 3.0
+POLL_INTERVAL_SECONDS = 2.0
+MIN_SLEEP_SECONDS = 3.0
 """Shortest difference of the clocks that counts as a sleep."""
 
 Said = Callable[[], None]
@@ -115,10 +115,10 @@ class SleepWatch:
     def _look(self) -> None:
         """Check the clocks and schedule the next check."""
         slept = self._slept()
-        if slept >= LEAST_SECONDS:
+        if slept >= MIN_SLEEP_SECONDS:
             self._over(slept)
         self._on_look()
-        self._handle = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        self._handle = asyncio.get_running_loop().call_later(POLL_INTERVAL_SECONDS, self._look)
 
     def _slept(self) -> float:
         return self._on() - self._off() - self._ahead

@@ -40,9 +40,9 @@ from node.agent.enrollment import (
 )
 from node.agent.identity import forget
 from node.agent.machine_id import machine_id
-from node.agent.rejoin import DENIED, LEAVE_SECONDS, OtherClusterError, known
+from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, known
 from node.engine_process.supervisor import Supervisor
-from node.inspect.running_settings import telling
+from node.inspect.running_settings import published
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
@@ -56,8 +56,8 @@ from wire.report import Hardware
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
-DRAIN_SECONDS = 20.0
-FIND_SECONDS = 5.0
+DRAIN_TIMEOUT_SECONDS = 20.0
+FIND_TIMEOUT_SECONDS = 5.0
 
 log = structlog.get_logger("node.run")
 
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
-        with _lock(options.state), telling(options.state / "node", os.getpid(), resolved):
+        with _lock(options.state), published(options.state / "node", os.getpid(), resolved):
             return _said(options, uvloop.run(_run(options, resolved)))
     except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -177,7 +177,7 @@ async def _life(
     supervisor = Supervisor(
         settings,
         on_frame=agent.from_engine,
-        on_change=agent.changed,
+        on_change=agent.schedule_report,
         log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
         wired=limiter.wired,
@@ -186,7 +186,7 @@ async def _life(
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
     studio = VideoSubsystem(settings, state, limiter, poll, supervisor)
     agent.lender, agent.ray = studio.lender, studio.ray
-    studio.connect(agent.tell, agent.video_changed)
+    studio.connect(agent.send_frame, agent.video_changed)
     sharer = SharingController(settings.node, state / "node")
     agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
@@ -214,7 +214,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, leave)
-    drain = DRAIN_SECONDS
+    drain = DRAIN_TIMEOUT_SECONDS
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
@@ -223,13 +223,13 @@ async def _serve(
         await supervisor.start()
         await studio.start()
     wakeful = SleepPolicy(agent.settings.node.stay_awake, agent.busy, loop.time, SleepInhibitor())
-    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.look)
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.update)
     watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code: int | None = 0
     try:
-        limit = LEAVE_SECONDS if options.leave else None
+        limit = LEAVE_TIMEOUT_SECONDS if options.leave else None
         done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
         if not done:
             reason, code = "stopping", 3
@@ -328,7 +328,7 @@ async def _identity(
     announcement.start()
     try:
         url = options.url or await _find()
-        identity = await enrollment.enrol(
+        identity = await enrollment.enroll(
             _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
         )
         forget_left(folder.parent)
@@ -354,7 +354,7 @@ def _token(options: argparse.Namespace) -> JoinToken | None:
 
 
 async def _find() -> str:
-    found = await discovery.find(FIND_SECONDS)
+    found = await discovery.find(FIND_TIMEOUT_SECONDS)
     if not found:
         raise NodeStartError(
             3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token-file FILE`"

@@ -23,7 +23,7 @@ from wire.units import parse_size
 
 Size = str | int
 AUTO: Final = "auto"
-MOST_BYTES: Final = 2**60
+MAX_BYTES: Final = 2**60
 """Sums of a few sizes must stay within the 64 bits of a frame's integers."""
 
 
@@ -569,7 +569,7 @@ def _check_size(key: str, value: object) -> None:
         size = parse_size(value, whole=2**40 if key in _RELATIVE else None)
     except ValueError as error:
         raise SettingsError(f"setting {key}: {error}") from None
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise SettingsError(f"setting {key}: {value} is more than any machine has")
     if size == 0 and key == "memory.cap":
         raise SettingsError('setting memory.cap: a cap is never 0; memory.guard = "off" switches the guard off by name')

@@ -14,11 +14,11 @@ import pytest
 from coordinator.state.settings import OTHERS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
 from host.settings_loader import describe
-from node.engine.memory.leak_check import LEAST
+from node.engine.memory.leak_check import TOLERATED_BYTES
 from node.engine.scheduling.prefix_cache import AUTO_SHARE
-from node.memory.cap import SMALL_RESERVE, TIERS
-from node.memory.enforcer import BUSY, EMPTY
-from node.memory.reading import POLLS
+from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
+from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS
+from node.memory.reading import RECENT_POLLS
 from node.settings import SECTIONS, MlxSettings, NodeSettings
 from router.placement.cluster_view import ClusterView
 from router.placement.place import Placement, Policy, ResourceDemand, place
@@ -27,10 +27,10 @@ from tests.support.loopback_cluster import a_memory
 from tests.support.processes import environment
 from tests.unit.router.placement.test_place import NOW, node
 from wire.capacity.arithmetic import (
-    MARGIN_LEAST,
-    MARGIN_MOST,
     MARGIN_SHARE,
-    PROFILED_LEAST,
+    MAX_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
+    MIN_PROFILED_MARGIN_SHARE,
     RESIDUAL_FACTOR,
     default_margin,
     judge,
@@ -86,18 +86,20 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     assert (refused.code, refused.numbers) == (error["code"], numbers)
     safe, balanced, aggressive = (TIERS[tier].reserve // GIB for tier in ("safe", "balanced", "aggressive"))
     told = {
-        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; {SMALL_RESERVE // GIB} on a machine",
-        f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MARGIN_LEAST // MIB} MiB, at most {MARGIN_MOST // GIB} GiB",
+        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; "
+        f"{SMALL_RESERVE_BYTES // GIB} on a machine",
+        f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MIN_MARGIN_BYTES // MIB} MiB, "
+        f"at most {MAX_MARGIN_BYTES // GIB} GiB",
         f"{RESIDUAL_FACTOR:.2f} × the worst",
-        f"at least {PROFILED_LEAST * 100:.0f} % of the cap",
-        f"every {BUSY} s while it works",
-        f"every {EMPTY:.0f} s with no model",
-        f"more than {LEAST // MIB} MiB",
+        f"at least {MIN_PROFILED_MARGIN_SHARE * 100:.0f} % of the cap",
+        f"every {BUSY_POLL_SECONDS} s while it works",
+        f"every {EMPTY_POLL_SECONDS:.0f} s with no model",
+        f"more than {TOLERATED_BYTES // MIB} MiB",
         f"from {MlxSettings().chunk} tokens",
         f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
     }
     assert {text for text in told if text not in page} == set()
-    assert POLLS == 5, "the page says: the last five polls"
+    assert RECENT_POLLS == 5, "the page says: the last five polls"
     picture = (HERE / "memory.svg").read_text()
     for size in (
         numbers.cap,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from wire.identity import PROTOCOL, SERVICE_TYPE
 
-LONGEST_NAME = 63
+MAX_NAME_BYTES = 63
 """Bytes of a DNS label, the limit for an instance name."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ._,:()+/-]")
@@ -53,7 +53,7 @@ def cluster_hint(cluster: str) -> str:
 def instance_name(name: str, identity: str) -> str:
     """Return `<name>-<id6>._macpool._tcp.local.`; the id distinguishes machines of equal name."""
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
-    label = plain(name, LONGEST_NAME - len(suffix)).replace(".", "-") or "macpool"
+    label = plain(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
@@ -83,7 +83,7 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
 
 def shown_name(instance: str) -> str:
     """Return the printable name of an instance."""
-    return plain(instance.removesuffix("." + SERVICE_TYPE), LONGEST_NAME) or "unnamed"
+    return plain(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 
 
 def usable_addresses(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -783,5 +783,5 @@ TAGS: dict[int, type[Frame]] = {
 }
 """Tags of all frame types. A tag is never reused."""
 
-ENROLMENT = frozenset({EnrollStart, Enroll})
+ENROLLMENT = frozenset({EnrollStart, Enroll})
 """Frames that a peer without a certificate may send."""

@@ -26,7 +26,7 @@ from wire.bounds import (
 )
 from wire.units import MIB
 
-WASTE_MOST = 256 * MIB
+MAX_WASTE_BYTES = 256 * MIB
 """Bytes of padding below which a second batch does not pay, unless memory is short."""
 
 
@@ -186,7 +186,7 @@ class Model(WireStruct, frozen=True, array_like=True, gc=False):
     """Rows of usual length that fit on the idle node."""
     observed: Estimate = 0
     """Highest transient that was measured, in bytes."""
-    kv_waste: Size = WASTE_MOST
+    kv_waste: Size = MAX_WASTE_BYTES
     """Bytes of padding that a batch may always have."""
     progress: Real = 0.0
     """Share of the weights that a load in progress has read, 0 to 1; 0 without one."""
@@ -218,7 +218,7 @@ class KvParameters(msgspec.Struct, frozen=True, gc=False):
     fixed: int = 0
     window: int = 0
     window_per_token: int = 0
-    waste: int = WASTE_MOST
+    waste: int = MAX_WASTE_BYTES
 
 
 class EngineCounters(WireStruct, frozen=True, gc=False):

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import structlog
 
 from coordinator.alerts.promql import Labels, Sample, SampleHistory, Scalar
-from coordinator.alerts.rules import WATCHED, AlertRule, told, windows
+from coordinator.alerts.rules import WATCHED, AlertRule, format_summary, windows
 from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect
 from coordinator.metrics.node import NODE, NodeSnapshot
 from coordinator.metrics.pool import POOL, PoolSnapshot
 
-EVERY = 5.0
+EVALUATION_INTERVAL_SECONDS = 5.0
 """Seconds between two evaluations; the same as Prometheus' interval."""
 _NAMES = frozenset(name for rule in WATCHED for name in rule.metrics())
 _POOL = tuple(family for family in POOL if family.full_name in _NAMES)
@@ -36,7 +36,7 @@ class Condition:
     @property
     def summary(self) -> str:
         """Summary with label values filled in."""
-        return told(self.rule.summary, self.labels)
+        return format_summary(self.rule.summary, self.labels)
 
     @property
     def node(self) -> str:
@@ -80,9 +80,9 @@ class Conditions:
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
-    def look(self, sample: Sample, now: float) -> None:
+    def evaluate(self, sample: Sample, now: float) -> None:
         """Evaluate the rules on a sample and notify listeners of changes. `now`: Unix seconds."""
-        self._history.take(sample, now)
+        self._history.add(sample, now)
         holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
             found = rule.holds.value(self._history)
@@ -144,14 +144,14 @@ class AlertLoop:
         self._clock = clock
 
     async def run(self) -> None:
-        """Evaluate every `EVERY` seconds until cancelled. Log the first of consecutive failures and continue."""
+        """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled. Log the first of consecutive failures."""
         failed = False
         while True:
             try:
-                self._conditions.look(self._sample(), self._clock())
+                self._conditions.evaluate(self._sample(), self._clock())
                 failed = False
             except Exception:
                 if not failed:
                     log.exception("conditions")
                 failed = True
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(EVALUATION_INTERVAL_SECONDS)

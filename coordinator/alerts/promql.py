@@ -45,7 +45,7 @@ class SampleHistory:
         self.sample: Sample = {}
         self.now = 0.0
 
-    def take(self, sample: Sample, now: float) -> None:
+    def add(self, sample: Sample, now: float) -> None:
         """Add the next sample."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
@@ -66,7 +66,7 @@ class SampleHistory:
         while rises and rises[0][0] <= horizon:
             rises.popleft()
 
-    def rises(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
+    def increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
         """Yield the increase of each series of a counter over the last `seconds`. A series seen once has none."""
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
@@ -125,7 +125,7 @@ class Increase(Expression):
     def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         sums: dict[Labels, float] = {}
-        for labels, rise in history.rises(self.name, self.seconds):
+        for labels, rise in history.increases(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
             sums[kept] = sums.get(kept, 0.0) + rise
         return sums

@@ -57,7 +57,7 @@ class AlertRule:
         return {part.name for part in walk(self.holds) if isinstance(part, Metric | Increase)}
 
 
-def told(text: str, labels: Labels) -> str:
+def format_summary(text: str, labels: Labels) -> str:
     """Insert the values of labels into a summary."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)

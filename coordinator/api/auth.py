@@ -24,7 +24,7 @@ ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """Client address of the current request."""
 
 
-def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
+def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     """Return a check that admits only keys with `scope` and records the key's id on the request."""
 
     async def check(request: Request) -> None:
@@ -43,7 +43,7 @@ def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def noted(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
+def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Have an act written into the audit log, once it is done."""
 
     @wraps(act)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 
 from coordinator.alerts.evaluator import Conditions
-from coordinator.api.auth import needs, noted
+from coordinator.api.auth import audited, require_scope
 from coordinator.api.body import StrictRoute
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import answer_errors
@@ -113,9 +113,11 @@ class ControlApi:
         is_open = route.scope == OPEN
         self.app.router.add_api_route(
             route.path,
-            noted(self._store, route.answer) if route.audited else route.answer,
+            audited(self._store, route.answer) if route.audited else route.answer,
             methods=[route.method],
-            route_class_override=_opened_by(None if is_open else needs(self._ring, route.scope), route.longest_body),
+            route_class_override=_opened_by(
+                None if is_open else require_scope(self._ring, route.scope), route.longest_body
+            ),
             openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
             summary=route.summary,
             response_model=None,

@@ -25,7 +25,7 @@ class DispatcherApi(Protocol):
         """Requests that wait for a node."""
         ...
 
-    def under_way(self) -> list[ActiveRequest]:
+    def open_requests(self) -> list[ActiveRequest]:
         """Requests that are here, the oldest first."""
         ...
 
@@ -33,7 +33,7 @@ class DispatcherApi(Protocol):
         """The clock of its times."""
         ...
 
-    async def emptied(self, node: NodeId, seconds: float) -> int:
+    async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         ...
 

@@ -14,9 +14,9 @@ from router.admission.api_keys import KeyRing
 from router.dispatch.decision_log import RequestRecord
 from router.dispatch.request import ActiveRequest
 
-STORIES_SHOWN = 50
+MAX_REQUESTS_SHOWN = 50
 """Requests that the page shows, under way and ended."""
-SILENT = 3.0
+SILENCE_SHOWN_SECONDS = 3.0
 """Seconds after which the page says how long a node is silent."""
 
 
@@ -35,12 +35,14 @@ class SnapshotSources:
     def __call__(self) -> dict[str, object]:
         """Return the current content of every section."""
         names = self.ring.names()
-        stories = self.traffic.history.newest(STORIES_SHOWN)
+        stories = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
             "nodes": [_steady(row) for row in self.nodes.rows()],
             "models": self.models.rows(),
-            "requests": [_under_way(ticket, self.clock, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
+            "requests": [
+                _under_way(ticket, self.clock, names) for ticket in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
+            ],
             "ended": [_ended(story, self.clock, names) for story in stories],
             "joins": self.joins.rows(),
             "conditions": self.pool.active(),
@@ -51,7 +53,11 @@ class SnapshotSources:
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
     """Remove volatile values without meaning from a node's row: silence below three seconds."""
     heard = row["heard_seconds"]
-    return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
+    return {
+        **row,
+        "age": 0,
+        "heard_seconds": None if heard is None else int(heard) if heard >= SILENCE_SHOWN_SECONDS else 0,
+    }
 
 
 def _ended(story: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:

@@ -21,19 +21,19 @@ from typing import BinaryIO
 
 from coordinator.backup import encryption
 from coordinator.backup.archive import (
+    CHUNK_BYTES,
     DATABASE,
     FAMILY,
     FORMAT,
     MAGIC,
     NAMES,
-    PIECE,
     VIDEOS,
     ArchiveMember,
     Manifest,
     digest_of,
-    head_of,
+    header_of,
 )
-from coordinator.backup.atomic_swap import unsettled
+from coordinator.backup.atomic_swap import is_unsettled
 from coordinator.backup.encryption import EncryptingWriter
 from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from host.private_files import private_folder
@@ -60,7 +60,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
     BackupError when there is no cluster, when it cannot be read or written, or when `file` is something else."""
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: a backup is made where its coordinator is")
-    if unsettled(state):
+    if is_unsettled(state):
         raise BackupError(f"a restore was broken off in {state}: `cluster up` there finishes it, then back up")
     _check_target(file)
     try:
@@ -166,7 +166,7 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
     try:
         with os.fdopen(descriptor, "wb") as out:
             writer = _Writer(out, passphrase)
-            writer.write(head_of(manifest))
+            writer.write(header_of(manifest))
             for path, member in zip(members, manifest.members, strict=True):
                 with path.open("rb") as source:
                     _pour(source, writer, member)
@@ -199,7 +199,7 @@ class _Writer:
 def _pour(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:
     """Write a member. Raise `BackupError` if it differs from its description."""
     digest, size = hashlib.sha256(), 0
-    while piece := source.read(PIECE):
+    while piece := source.read(CHUNK_BYTES):
         writer.write(piece)
         digest.update(piece)
         size += len(piece)

@@ -14,7 +14,7 @@ import msgspec
 from coordinator.tls.cluster_ca import ClusterCa
 from host.private_files import write_private
 
-MARK = "superseded.json"
+MARK_FILE = "superseded.json"
 
 
 class SupersededError(Exception):
@@ -37,7 +37,7 @@ class GenerationFence:
     authority: ClusterCa
     generation: int
 
-    def newer(self, generation: int, seal: bytes) -> bool:
+    def is_newer(self, generation: int, seal: bytes) -> bool:
         """Return whether this proves a coordinator with a higher generation."""
         return generation > self.generation and self.authority.sealed(generation, seal)
 
@@ -45,19 +45,19 @@ class GenerationFence:
         """Raise `SupersededError` if a record exists and is still valid. A restore raises the generation above the
         record."""
         try:
-            mark = msgspec.json.decode((state / MARK).read_bytes(), type=SupersededMark)
+            mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)
         except (FileNotFoundError, msgspec.MsgspecError):
             return
-        if self.newer(mark.generation, mark.seal):
-            raise SupersededError(moved_on(mark, state))
+        if self.is_newer(mark.generation, mark.seal):
+            raise SupersededError(moved_message(mark, state))
 
 
-def note(state: Path, mark: SupersededMark) -> None:
+def record_superseded(state: Path, mark: SupersededMark) -> None:
     """Record that this coordinator is superseded. Raise `OSError` if the write fails."""
-    write_private(state / MARK, msgspec.json.encode(mark))
+    write_private(state / MARK_FILE, msgspec.json.encode(mark))
 
 
-def moved_on(mark: SupersededMark, state: Path) -> str:
+def moved_message(mark: SupersededMark, state: Path) -> str:
     """Return the message that the cluster has moved, with the next steps."""
     by = f" (node {mark.node} said so)" if mark.node else ""
     return (

@@ -26,13 +26,13 @@ from coordinator.backup.archive import (
     ArchiveError,
     Manifest,
     ReadableStream,
+    check_end,
     contents,
-    ended,
     read_manifest,
 )
-from coordinator.backup.atomic_swap import FileMoves, abandon, commit, settle, staging
+from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, discard_staging, finish_swap
 from coordinator.backup.encryption import DecryptingReader, EncryptionError
-from coordinator.backup.generation_fence import MARK
+from coordinator.backup.generation_fence import MARK_FILE
 from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
 from coordinator.tls.cluster_ca import AuthorityError, cluster_in
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
@@ -41,7 +41,7 @@ from host.private_files import private_folder
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 _BEGIN = max(len(MAGIC), len(encryption.MAGIC))
 _BESIDES = ("", "-wal", "-shm")
-STARTS = 1000
+RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
 
 Request numbers contain the epoch, and nodes treat a lower number as already counted.
@@ -88,7 +88,7 @@ class Restored:
     """Path of the backup's settings; empty if there are none."""
 
 
-def look(file: Path, passphrase: bytes | None = None) -> Manifest:
+def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """Read a whole backup without changing anything; RestoreError when it could not be restored."""
     try:
         with file.open("rb") as opened:
@@ -97,7 +97,7 @@ def look(file: Path, passphrase: bytes | None = None) -> Manifest:
             for member in manifest.members:
                 for _ in contents(source, member):
                     pass
-            ended(source)
+            check_end(source)
     except OSError as error:
         raise RestoreError(f"{file} cannot be read: {error.strerror}") from None
     except (ArchiveError, EncryptionError) as error:
@@ -116,7 +116,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     except OSError as error:
         raise RestoreError(f"{state} cannot be written: {error.strerror}") from None
     try:
-        settle(state)
+        finish_swap(state)
         with file.open("rb") as opened:
             return _restore(_opened(file, opened, passphrase), state, now, replace=replace)
     except OSError as error:
@@ -126,7 +126,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     except (StoreError, AuthorityError, sqlite3.Error) as error:
         raise RestoreError(f"what {file} holds cannot be used: {error}") from None
     finally:
-        abandon(state)
+        discard_staging(state)
         lock.release()
 
 
@@ -167,7 +167,7 @@ def _fitting(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def present(state: Path) -> ExistingState | None:
+def existing_cluster(state: Path) -> ExistingState | None:
     """Return the cluster that a folder holds; None if there is none."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
@@ -186,13 +186,13 @@ def present(state: Path) -> ExistingState | None:
 
 def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) -> Restored:
     manifest = _fitting(read_manifest(source))
-    there = present(state)
+    there = existing_cluster(state)
     if there is not None and not replace:
         raise RestoreError(_occupied(state, manifest, there))
-    staged = staging(state)
+    staged = create_staging(state)
     for member in manifest.members:
         _stage(staged, member.name, contents(source, member))
-    ended(source)
+    check_end(source)
     if cluster_in(staged / "authority" / "authority.pem") != manifest.cluster:
         raise ArchiveError("its authority is that of another cluster: it is not used")
     generation = max(manifest.generation + 1, int(now))
@@ -235,7 +235,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:
             raise ArchiveError(f"its {DATABASE} is of another cluster than its authority: it is not used")
-        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, STARTS))
+        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (
             connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words
             for what in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
@@ -263,7 +263,7 @@ def _plan(
         (staged / CONFIG).rename(staged / config)
         install.append(config)
     aside = f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-    return FileMoves(tuple(install), (*remove, MARK), _unused(state, aside)), config
+    return FileMoves(tuple(install), (*remove, MARK_FILE), _unused(state, aside)), config
 
 
 def _other_settings(present: Path, restored: Path) -> bool:

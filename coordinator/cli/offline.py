@@ -17,7 +17,7 @@ from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
 
 
-def call(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     """Perform a route's operation on the state folder.
 
     Raise `CommandError` if there is no cluster, it is in use, or the id is unknown.

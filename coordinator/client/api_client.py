@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths that a node's Mac reads with its certificate."""
-LOGIN = "login.json"
+LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
 
@@ -82,7 +82,7 @@ class ApiSession:
     @property
     def kept_login(self) -> dict[str, Any] | None:
         """Data of `cluster login`: URL, key and authority (PEM) of a remote coordinator."""
-        return self._read(LOGIN)
+        return self._read(LOGIN_FILE)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -210,14 +210,14 @@ def send(
     except TimeoutError:
         raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
     except OSError as error:
-        raise CommandError(*unreached(base, error)) from None
+        raise CommandError(*connection_error(base, error)) from None
     except http.client.HTTPException:
         raise CommandError(
             UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?"
         ) from None
 
 
-def unreached(base: str, error: OSError) -> tuple[int, str]:
+def connection_error(base: str, error: OSError) -> tuple[int, str]:
     """Return exit code and message for a failed connection. Errno 65 on macOS means a privacy block, not a network
     fault."""
     if sys.platform == "darwin" and error.errno == 65:
@@ -293,9 +293,9 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
     return update_wrapper(wrapped, command)
 
 
-SHORT = 10
+MAX_UNFOLDED_COLUMN = 10
 """Letters up to which a column is never folded."""
-UNBOUND = 10_000
+UNLIMITED_COLUMNS = 10_000
 """Line width in characters for a file or a pipe, where lines do not wrap."""
 
 
@@ -320,10 +320,10 @@ def table(
 
     lines = [tuple(row) for row in rows]
     bound = sys.stdout.isatty() and not whole
-    console = Console(highlight=False) if bound else Console(highlight=False, width=UNBOUND, height=25)
+    console = Console(highlight=False) if bound else Console(highlight=False, width=UNLIMITED_COLUMNS, height=25)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        long = max([len(column), *(len(line[number]) for line in lines)]) > SHORT
+        long = max([len(column), *(len(line[number]) for line in lines)]) > MAX_UNFOLDED_COLUMN
         folds = column in fold if fold else long
         grid.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in numbers else "left")
     for line in lines:

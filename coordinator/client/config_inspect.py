@@ -17,8 +17,8 @@ from typing import Any
 from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 
-CHILD_SECONDS = 20.0
-ASK_SECONDS = 5.0
+CHILD_TIMEOUT_SECONDS = 20.0
+ANSWER_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class RunningProcesses:
         return [row for row in self.rows if row["origin"] in GIVEN]
 
 
-def in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
+def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
     """Return the settings of the running coordinator and of the node (`node.inspect.report`) of this state folder.
 
     A process that does not answer is treated as not running.
@@ -70,7 +70,7 @@ def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
     try:
         if session.url is not None or not session.running:
             return None
-        rows = session.call("GET", "/api/v1/settings", timeout=ASK_SECONDS)["settings"]
+        rows = session.call("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
     except (CommandError, OSError, ValueError, KeyError):
         return None
     return list(rows_shown(rows))  # once more: an older coordinator shows all
@@ -80,20 +80,22 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
     from coordinator.state.config_file import ADDRESSES
     from coordinator.state.settings import OTHERS, CoordinatorSettings
-    from host.settings_loader import drifted, from_tree
+    from host.settings_loader import changed_settings, from_tree
 
     file = state / "config.toml"
     try:
         tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
         return [
             asdict(one)
-            for one in drifted([row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS)
+            for one in changed_settings(
+                [row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS
+            )
         ]
     except (OSError, ValueError):
         return []
 
 
-def look(
+def inspect_settings(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> SettingsReport:
     """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
@@ -103,12 +105,12 @@ def look(
         InvalidSetting,
         SettingsError,
         describe,
-        explained,
         faults,
         from_environment,
         from_pairs,
         from_tree,
         resolve,
+        setting_rows,
     )
 
     try:
@@ -136,7 +138,7 @@ def look(
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = rows_shown(explained(resolve(CoordinatorSettings, right, OTHERS)))
+    rows = rows_shown(setting_rows(resolve(CoordinatorSettings, right, OTHERS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 
@@ -161,7 +163,7 @@ def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Se
             command,
             capture_output=True,
             text=True,
-            timeout=CHILD_SECONDS,
+            timeout=CHILD_TIMEOUT_SECONDS,
             env={**plain, **ours},
             stdin=subprocess.DEVNULL,
             check=False,

@@ -15,7 +15,7 @@ from wire.frames import Denied, FetchChunk, MemberQuery
 from wire.identity import PROTOCOL as SPOKEN
 from wire.identity import coordinator_uri
 
-CONNECT_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
@@ -73,7 +73,7 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
 def _ask(member: MemberIdentity, address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as plain,
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS) as plain,
         _context(member).wrap_socket(plain) as link,
     ):
         shown = link.getpeercert(binary_form=True)

@@ -33,15 +33,15 @@ from msgspec.structs import replace
 
 from wire.identity import NodeId
 
-SUSPECT_AFTER = 3.0
+SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
-LOST_AFTER = 10.0
+LOST_AFTER_SECONDS = 10.0
 """Seconds without a report until the link is closed and its requests are resumed on other nodes."""
-RETURN_AFTER = 2
-"""Consecutive reports, each within `SUSPECT_AFTER` of the last, that end the state suspect."""
-FORGET_AFTER = 600.0
+RETURN_AFTER_REPORTS = 2
+"""Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
+FORGET_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
-TOGETHER = 5.0
+CORRELATION_WINDOW_SECONDS = 5.0
 """Seconds within which falls of several nodes count as one event."""
 
 
@@ -341,9 +341,9 @@ def _connected(member: Member, event: MemberConnected, now: float) -> Step:
 def _reported(member: Member, event: MemberReported, now: float) -> Step:
     heard = replace(member, heard=now)
     if member.state is MemberState.SUSPECT:
-        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER
+        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER_SECONDS
         streak = member.streak + 1 if in_a_row else 1
-        if streak < RETURN_AFTER:
+        if streak < RETURN_AFTER_REPORTS:
             return replace(heard, streak=streak), ()
     state = MemberState.PAUSED if event.paused else MemberState.DRAINING if event.draining else MemberState.READY
     since = member.since if state is member.state else now
@@ -386,16 +386,16 @@ def _tick(member: Member, now: float) -> Step:
         return member, ()
     if member.state in ALIVE:
         return _seen(member, replace(member, state=MemberState.SUSPECT, since=now, reason="silent", fell=now))
-    reason = f"silent for {LOST_AFTER:g} s" if member.link else "never connected"
+    reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
     return _gone(member, MemberState.LOST, reason, now, close=True)
 
 
 def _deadline(member: Member) -> float | None:
     """Return when time alone will change the state; None if never."""
     if member.state in GONE:
-        return None if member.enrolled else member.since + FORGET_AFTER
+        return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
     heard = member.since if member.heard is None or member.state is MemberState.JOINING else member.heard
-    return heard + (SUSPECT_AFTER if member.state in ALIVE else LOST_AFTER)
+    return heard + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
 
 
 # the pool
@@ -476,7 +476,7 @@ def next_deadline(pool: Membership, now: float) -> float | None:
         if (deadline := _deadline(member)) is not None and (forgetting or member.state not in GONE)
     ]
     if pool.doubted is not None:
-        deadlines.append(pool.doubted + FORGET_AFTER)
+        deadlines.append(pool.doubted + FORGET_AFTER_SECONDS)
     return max(now, min(deadlines)) if deadlines else None
 
 
@@ -488,13 +488,18 @@ def _forgettable(member: Member, now: float) -> bool:
 def _doubt(pool: Membership, now: float) -> Membership:
     """Start or end the coordinator's suspicion of itself.
 
-    It starts when at least half of two or more living nodes fell within `TOGETHER` seconds. It ends when fewer than
-    half of them are missing, or after `FORGET_AFTER` seconds. By then the fault is the nodes', or a person has checked.
+    It starts when at least half of two or more living nodes fell within `CORRELATION_WINDOW_SECONDS`. It ends
+    when fewer than half of them are missing, or after `FORGET_AFTER_SECONDS`. By then the fault is the nodes',
+    or a person has checked.
     """
     since = now if pool.doubted is None else pool.doubted
-    fallen = sum(1 for member in pool.members.values() if member.fell is not None and member.fell >= since - TOGETHER)
+    fallen = sum(
+        1
+        for member in pool.members.values()
+        if member.fell is not None and member.fell >= since - CORRELATION_WINDOW_SECONDS
+    )
     whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
     half = whole >= 2 and 2 * fallen >= whole
     if pool.doubted is None:
         return replace(pool, doubted=now) if half else pool
-    return pool if half and now < pool.doubted + FORGET_AFTER else replace(pool, doubted=None)
+    return pool if half and now < pool.doubted + FORGET_AFTER_SECONDS else replace(pool, doubted=None)

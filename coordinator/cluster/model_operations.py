@@ -53,7 +53,7 @@ class ModelOperations:
         """Load a model on `node`, or on the best node. If a chosen node refuses, try the next."""
         if node is not None:
             choice = LoadPlacement(node.id, node.name, _loaded(node, model))
-            return self._dispatcher.away(node) or await self._load(choice, model)
+            return self._dispatcher.unavailable_reason(node) or await self._load(choice, model)
         tried: dict[NodeId, Refused] = {}
         while True:
             choice = self._dispatcher.choose_load(model, tried)
@@ -88,7 +88,7 @@ class ModelOperations:
         return _sorted(answers, "measured")
 
     async def _profile(self, model: str, node: NodeView) -> Answer:
-        return self._dispatcher.away(replace(node, cordoned=False)) or await self._give(
+        return self._dispatcher.unavailable_reason(replace(node, cordoned=False)) or await self._give(
             ProfileModel, node.id, node.name, model
         )
 
@@ -108,12 +108,12 @@ class ModelOperations:
         return _sorted(answers, "unloaded")
 
     async def _unload(self, model: str, node: NodeView) -> Answer:
-        away = self._dispatcher.away(replace(node, cordoned=False))
+        away = self._dispatcher.unavailable_reason(replace(node, cordoned=False))
         return away or await self._give(UnloadModel, node.id, node.name, model)
 
     async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
         begun = self._clock()
-        ended = await self._dispatcher.orders.give(kind, node, name, model)
+        ended = await self._dispatcher.orders.send(kind, node, name, model)
         if not isinstance(ended, Finished):
             return ended
         return CommandResult(node, name, self._clock() - begun, model=ended.measured)

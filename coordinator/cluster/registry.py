@@ -43,14 +43,14 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
-AT_ONCE = 32
+MAX_IMMEDIATE_MEMBERS = 32
 """Most members for which every report publishes a new view at once."""
-PAUSE_SECONDS = 10.0
+PAUSE_TIMEOUT_SECONDS = 10.0
 """Longest wait for a node's report that it is paused or resumed, in seconds."""
-LINKED_SECONDS = 3.0
+ALIVE_REPORT_AGE_SECONDS = 3.0
 """Age of the newest report, in seconds, below which a link counts as alive. A second process with its identity is
 refused."""
-MOMENT = 0.02
+VIEW_BATCH_SECONDS = 0.02
 """Seconds over which the reports of a larger cluster are collected into one view."""
 
 
@@ -128,15 +128,15 @@ class Registry:
 
     # -- callbacks of the link server -----------------------------------------------------
 
-    def converse(self, address: str) -> EnrollmentConnection | Denied:
+    def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
         """Begin an enrolment."""
-        return self._enrolment.converse(address, self._loop.time())
+        return self._enrolment.start_enrollment(address, self._loop.time())
 
-    async def stored(self) -> None:
+    async def wait_stored(self) -> None:
         """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
         await self._store.flush()
 
-    def greet(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
+    def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
         if peer.node == hello.node and hello.node in self._pool.members:
             node = NodeId(hello.node)
@@ -149,7 +149,7 @@ class Registry:
                 f"macpool on the {older}",
                 final=True,
             )
-        if self._fence.newer(hello.generation, hello.seal):
+        if self._fence.is_newer(hello.generation, hello.seal):
             self.on_superseded(SupersededMark(hello.generation, hello.seal, plain(hello.name), self._wall()))
             return Denied(
                 "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
@@ -164,7 +164,7 @@ class Registry:
                 f"{row.name} is linked now by another process, from {self.links.address(row.node)}: if its disk or "
                 "state folder was copied, remove STATE/node on the copy, then join there with a new token and "
                 "`--set node.machine=NAME`",
-                retry_after=LINKED_SECONDS,
+                retry_after=ALIVE_REPORT_AGE_SECONDS,
             )
         return Welcome(
             self._epoch,
@@ -208,14 +208,14 @@ class Registry:
     def _linked_by_another(self, node: NodeId, hello: Hello) -> bool:
         """Return whether another process with this node's identity is linked and reports.
 
-        A restarted node has no link, and a node whose network broke has not reported within `LINKED_SECONDS`.
+        A restarted node has no link, and a node whose network broke has not reported within `ALIVE_REPORT_AGE_SECONDS`.
         """
         linked = self.links.hello(node)
         if linked is None or linked.instance == hello.instance:
             return False
-        return self._loop.time() - self._heard.get(node, -math.inf) < LINKED_SECONDS
+        return self._loop.time() - self._heard.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
 
-    def linked(self, node: NodeId, hello: Hello) -> int:
+    def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link and return its number."""
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
@@ -225,13 +225,13 @@ class Registry:
         self._happen(node, membership.MemberConnected(number, hello.instance, hello.takeover))
         return number
 
-    def unlinked(self, node: NodeId, number: int, reason: str) -> None:
+    def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
         """Record the end of the link with this number."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
             self._happen(node, membership.MemberDisconnected(number, reason))
 
-    def received(self, node: NodeId, number: int, frame: Frame) -> None:
+    def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of a link."""
         if type(frame) is Report:
             self._take_report(node, number, frame)
@@ -264,7 +264,7 @@ class Registry:
         try:
             certificate = self._authority.sign(renew.csr, node, row.name)
         except CertificateRequestError as error:
-            self.links.hang_up(node, "bad renewal", Denied("bad_request", str(error)))
+            self.links.disconnect_node(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
         self.links.when_stored(lambda: self._hand_over(node, certificate))
@@ -301,14 +301,14 @@ class Registry:
         """Ask a node to accept no new requests, and return its sharing state after its report.
 
         `seconds` is the duration; None: until it is resumed; 0: resume. Return None if the node does not report within
-        `PAUSE_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
         """
         if not self._node_view(node).sharing.when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
         if not self.links.send(node, PauseNode(seconds, by)):
             raise LookupError("it is not linked: run the same command on that machine, without a name")
         with suppress(TimeoutError):
-            async with asyncio.timeout(PAUSE_SECONDS):
+            async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
                 while self._node_view(node).sharing.by_hand != (seconds != 0):
                     await self._heard_of.setdefault(node, asyncio.Event()).wait()
                 return self._node_view(node).sharing
@@ -322,7 +322,7 @@ class Registry:
 
     def remove(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, links and membership."""
-        self.links.hang_up(
+        self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
         self._happen(node, membership.MemberRemoved())
@@ -382,11 +382,11 @@ class Registry:
         self._due = due or 0.0
 
     def _publish(self) -> None:
-        """Publish a new view: at once, or in a large cluster together with the changes of the next `MOMENT`."""
-        if len(self._pool.members) <= AT_ONCE:
+        """Publish a new view: at once, or in a large cluster with all changes of the next `VIEW_BATCH_SECONDS`."""
+        if len(self._pool.members) <= MAX_IMMEDIATE_MEMBERS:
             self._publish_now()
         elif self._publishing is None:
-            self._publishing = self._loop.call_later(MOMENT, self._publish_now)
+            self._publishing = self._loop.call_later(VIEW_BATCH_SECONDS, self._publish_now)
 
     def _publish_now(self) -> None:
         self._publishing = None
@@ -450,7 +450,7 @@ class Registry:
         """Current membership."""
         return self._pool
 
-    def about(self, node: NodeId) -> tuple[str, str, str]:
+    def host_description(self, node: NodeId) -> tuple[str, str, str]:
         """Return a member's chip, operating system and version, as reported by the node."""
         hardware = self._row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")

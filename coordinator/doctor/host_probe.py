@@ -21,11 +21,11 @@ from coordinator.client.errors import CommandError
 from host.power import PowerState, read_power
 from host.settings_loader import OUTSIDE
 
-TOOL_SECONDS = 2.5
-SPARE_SECONDS = 0.7
+TOOL_TIMEOUT_SECONDS = 2.5
+CHILD_MARGIN_SECONDS = 0.7
 """Seconds by which a child process must end before the whole examination."""
-DIAL_SECONDS = 1.5
-ASK_SECONDS = 2.5
+DIAL_TIMEOUT_SECONDS = 1.5
+ANSWER_TIMEOUT_SECONDS = 2.5
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
 def run_dial(host: str, port: int) -> int:
     """Connect by TCP."""
     try:
-        socket.create_connection((host, port), DIAL_SECONDS).close()
+        socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
     except TimeoutError:
         return -1
     except OSError as error:
@@ -138,22 +138,24 @@ class HostProbe:
         """Whether a node joined from the state folder."""
         return (self.state / "node" / "identity" / "identity.json").exists()
 
-    def said(self, *command: str) -> str:
+    def run_tool(self, *command: str) -> str:
         """Return the output of a tool; empty if it is missing or failed."""
-        found = self.ask(command, TOOL_SECONDS)
+        found = self.ask(command, TOOL_TIMEOUT_SECONDS)
         return found.text if found is not None and found.code == 0 else ""
 
     def get(self, path: str) -> "CoordinatorAnswer":
         """Send a GET request to the coordinator. A refusal is also an answer."""
         try:
-            return CoordinatorAnswer(self.session.call("GET", path, timeout=ASK_SECONDS))
+            return CoordinatorAnswer(self.session.call("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
         except (CommandError, OSError, ValueError) as error:
             code = error.exit_code if isinstance(error, CommandError) else 1
             return CoordinatorAnswer(None, code, str(getattr(error, "message", error)))
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run a module of this project as a child process. Return None if it does not answer in time."""
-        found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
+        found = self.ask(
+            (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - CHILD_MARGIN_SECONDS)
+        )
         if found is None or found.code != 0:
             return None
         try:

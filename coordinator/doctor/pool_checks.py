@@ -20,26 +20,26 @@ from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 GROUP = ("224.0.0.251", 5353)
 """Where Bonjour talks."""
-MULTICAST_SECONDS = 1.0
-SKEW_WARN, SKEW_FAIL = 5.0, 600.0
-DAY = 86400.0
-SOON = 14 * DAY
-LONGEST_TAIL = 256 * 1024
+MULTICAST_TIMEOUT_SECONDS = 1.0
+SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
+DAY_SECONDS = 86400.0
+EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
+MAX_TAIL_BYTES = 256 * 1024
 NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster join` joins one"
 
 
 def settings(here: HostProbe) -> Finding:
     """Check config.toml and the environment as a start would read them, and compare with the running processes."""
-    from coordinator.client.config_inspect import in_force, look
+    from coordinator.client.config_inspect import inspect_settings, settings_in_force
 
     told = here.examined()
     if told is None:
         return warn("the node's part did not answer in time", "run `cluster config check`")
     try:
-        found = look(here.state, here.state / "config.toml", here.environ, (), told)
+        found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), told)
     except CommandError as error:
         return warn(error.message, "run `cluster config check`")
-    now = in_force(here.session, told)
+    now = settings_in_force(here.session, told)
     changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
     if now.given:
@@ -129,13 +129,13 @@ def local_network(here: HostProbe) -> Finding:
     """macOS's local network privacy, which looks like a network that is down."""
     if not here.mac:
         return not_here("only macOS keeps programs from the local network")
-    gateway = macos.gateway_in(here.said("/sbin/route", "-n", "get", "default"))
+    gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
     told = here.examined() if here.has_node else None
     others = (
         [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in told["dialled"]] if told else []
     )
     if not any(macos.answers(code) for _, code in others):
-        near = macos.neighbours_in(here.said("/usr/sbin/arp", "-an"), gateway)[:2]
+        near = macos.neighbours_in(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
         others += [(address, here.dial(address, 8081)) for address in near]
     reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
     text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
@@ -193,7 +193,7 @@ def bonjour(here: HostProbe) -> Finding:
 
 
 def _heard(line: socket.socket, question: bytes) -> bool:
-    deadline = time.monotonic() + MULTICAST_SECONDS
+    deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
             if line.recv(9000) == question:
@@ -219,7 +219,7 @@ def certificates(here: HostProbe) -> Finding:
             "join the node again with a token",
             **numbers,
         )
-    if min(lives.values()) < now + SOON:
+    if min(lives.values()) < now + EXPIRES_SOON_SECONDS:
         return warn(
             text,
             "they renew themselves at two thirds of their life: look at the log for why not, and at the clock",
@@ -263,11 +263,11 @@ def clock(here: HostProbe) -> Finding:
     if skew is None:
         return not_here("no coordinator told its time; name one with --url")
     text = f"{skew:+.1f} s beside {where}"
-    if abs(skew) > SKEW_FAIL:
+    if abs(skew) > SKEW_FAIL_SECONDS:
         return fail(
             text, "set the clock: certificates and tokens depend on it (System Settings > Date & Time)", skew=skew
         )
-    if abs(skew) > SKEW_WARN:
+    if abs(skew) > SKEW_WARN_SECONDS:
         return warn(text, "let the clock be set by the network (System Settings > Date & Time)", skew=skew)
     return ok(text, skew=skew)
 
@@ -284,7 +284,7 @@ def _told_time(here: HostProbe) -> float | None:
 def _last_skew(log: Path) -> float | None:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
+            file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
             found = re.findall(rb'"skew": (-?\d+(?:\.\d+)?)', file.read())
     except OSError:
         return None
@@ -381,7 +381,7 @@ def _errors(file: Path, since: str) -> list[str]:
     found: list[str] = []
     try:
         with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - LONGEST_TAIL))
+            opened.seek(max(0, file.stat().st_size - MAX_TAIL_BYTES))
             lines = opened.read().splitlines()
     except OSError:
         return found

@@ -25,22 +25,22 @@ from msgspec.structs import replace
 
 from coordinator.http.limits import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
-from router.admission.api_keys import SESSION, KeyRing, credential, session_of
+from router.admission.api_keys import SESSION_HEADER, KeyRing, credential, session_of
 from router.dialects.openai import chat, chat_response
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, RequestSpec, StreamingRequest
 from router.errors import Header, Problem
-from router.http.exchange import INLINE_BYTES
-from router.http.respond import more_of
+from router.http.exchange import MAX_INLINE_BYTES
+from router.http.respond import optional_headers
 from router.http.sse import StreamPump, problem_of
 from router.settings import RouterSettings
 from wire.frames import Finished
 from wire.identity import valid_request_id
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\n"
-MOST_HEADS = 512
+MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
-LONGEST_HEAD = 8192
+MAX_HEAD_BYTES = 8192
 _WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
@@ -66,7 +66,7 @@ class FastPath:
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
-        self.longest = min(settings.body_bytes, INLINE_BYTES)
+        self.longest = min(settings.body_bytes, MAX_INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
@@ -79,7 +79,7 @@ class FastPath:
         known = self._heads.get(raw)
         if known is None:
             known = self._read(raw)
-            if len(self._heads) >= MOST_HEADS:
+            if len(self._heads) >= MAX_CACHED_HEADS:
                 self._heads.clear()
             self._heads[raw] = known
         return known
@@ -101,9 +101,11 @@ class FastPath:
         if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
             return ParsedHead()
         told = found.get(b"x-request-id", b"").decode("latin-1")
-        return ParsedHead(int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION)))
+        return ParsedHead(
+            int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION_HEADER))
+        )
 
-    def knows(self, presented: bytes) -> bool:
+    def is_known_key(self, presented: bytes) -> bool:
         """Return whether a key is valid. The use is not counted."""
         return self._ring.knows(presented)
 
@@ -147,7 +149,7 @@ class FastPathProtocol(DeadlineProtocol):
             super()._feed(data)
 
     def _take(self, data: bytes) -> bool:
-        end = data.find(b"\r\n\r\n", len(START) - 2, LONGEST_HEAD)
+        end = data.find(b"\r\n\r\n", len(START) - 2, MAX_HEAD_BYTES)
         if end < 0:
             return False
         head = self.door.head(data[:end])
@@ -179,7 +181,7 @@ class FastPathProtocol(DeadlineProtocol):
     def _proves(self) -> bool:
         """Return whether the head has a valid key."""
         presented = credential(self.headers)
-        return presented is not None and self.door.knows(presented)
+        return presented is not None and self.door.is_known_key(presented)
 
     # -- one request ------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class FastPathProtocol(DeadlineProtocol):
         """Resume the stream."""
         super().resume_writing()
         if self._stream is not None:
-            self._stream.go_on()
+            self._stream.resume()
 
     def shutdown(self) -> None:
         """Close at uvicorn's shutdown, after the current answer."""
@@ -322,7 +324,7 @@ class ChunkedStream:
         """Call `then` whenever the transport accepts writes again."""
         self._ready = then
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume after the transport accepts writes again."""
         self.busy = False
         self._ready()
@@ -349,7 +351,7 @@ def _about(ticket: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % ticket.node_name.encode("ascii", "replace") if ticket.node_name else b""
     request_id = ticket.job.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
-    return about + b"".join(b"%s: %s\r\n" % header for header in more_of(ticket))
+    return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(ticket))
 
 
 def _nothing() -> None:

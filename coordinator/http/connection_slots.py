@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
-MOST_HANDSHAKES = 256
+MAX_HANDSHAKES = 256
 """Most concurrent TLS handshakes, over all addresses."""
-STRANGER_CONNECTIONS = 128
+MAX_STRANGER_CONNECTIONS = 128
 """Most connections of an address without a valid key; set by `http.stranger_connections`."""
-MAX_KNOWN = 4096
+MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
 
 def room_for(files: int) -> int:
     """Return the number of connections that fit into `files` descriptors."""
-    return max(16, min(MOST_CONNECTIONS, files - RESERVED_FILES))
+    return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
 @lru_cache(maxsize=1024)
@@ -98,9 +98,9 @@ class ConnectionSlots:
 
     def __init__(
         self,
-        most: int = MOST_CONNECTIONS,
-        strangers: int = STRANGER_CONNECTIONS,
-        handshakes: int = MOST_HANDSHAKES,
+        most: int = MAX_CONNECTIONS,
+        strangers: int = MAX_STRANGER_CONNECTIONS,
+        handshakes: int = MAX_HANDSHAKES,
         trusted: Callable[[str], bool] = is_this_machine,
     ) -> None:
         self._most = most
@@ -174,7 +174,7 @@ class ConnectionSlots:
         """Record that an origin has presented a valid key."""
         self._known[where] = None
         self._known.move_to_end(where)
-        if len(self._known) > MAX_KNOWN:
+        if len(self._known) > MAX_KNOWN_ADDRESSES:
             self._known.popitem(last=False)
 
     def leave(self, place: ConnectionSlot) -> None:

@@ -14,7 +14,7 @@ import uvicorn
 
 from coordinator.http.chat_fast_path import FastPath, protocol
 from coordinator.http.connection_slots import ConnectionSlot, ConnectionSlots
-from coordinator.http.limits import HEAD_BYTES, DeadlineProtocol, turned_away
+from coordinator.http.limits import MAX_HEAD_BYTES, DeadlineProtocol, turned_away
 from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
 
@@ -26,7 +26,7 @@ ACCEPT_PAUSE_SECONDS = 0.1
 """Delay after a failed accept; descriptors become free when other connections end."""
 METHODS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
 """First bytes of a request without TLS."""
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_TIMEOUT_SECONDS = 10.0
 """Seconds for a TLS handshake, from the connection on."""
 
 
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        patience = None if config.ssl is None else HANDSHAKE_SECONDS
+        patience = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
             cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, patience)))
@@ -111,7 +111,7 @@ async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socke
     """
     host, port = accepted.getsockname()[:2]
     where = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    accepted.recv(HEAD_BYTES)
+    accepted.recv(MAX_HEAD_BYTES)
     text = f"this port speaks HTTPS: use {where}, and run `cluster trust-ca {where}` once on this machine"
     await loop.sock_sendall(accepted, turned_away(Problem(400, "https_required", text)))
     accepted.shutdown(socket.SHUT_WR)

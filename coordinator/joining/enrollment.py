@@ -13,7 +13,8 @@ two exceptions: the key of that member signed the request, or a person approved 
 `cluster node remove`, the machine enrols as a new node.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
-`gone` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay used.
+`withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay
+used.
 """
 
 import hmac
@@ -25,7 +26,13 @@ from enum import Enum, auto
 
 import structlog
 
-from coordinator.joining.join_approvals import LIFE, ApprovalDecision, ApprovalRequest, Approvals, WaitingNode
+from coordinator.joining.join_approvals import (
+    APPROVAL_TIMEOUT_SECONDS,
+    ApprovalDecision,
+    ApprovalRequest,
+    Approvals,
+    WaitingNode,
+)
 from coordinator.joining.join_tokens import MESSAGES, JoinTokens, Redemption
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database, MemberRow
@@ -33,18 +40,18 @@ from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, publi
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode
-from wire.frames import ENROLMENT, TAGS, Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
+from wire.frames import ENROLLMENT, TAGS, Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, commitment, short_code, valid_id, valid_name
 from wire.report import Hardware
 from wire.units import KIB
 
 log = structlog.get_logger()
 
-LONGEST = 16 * KIB
+MAX_CONNECTION_BYTES = 16 * KIB
 """Most bytes that one connection may send."""
-PATIENCE = 5.0
+CONNECTION_TIMEOUT_SECONDS = 5.0
 """Seconds of one connection, without the wait for a person."""
-NONCE = 16
+NONCE_BYTES = 16
 """Bytes of a nonce; also the least length of an opening."""
 
 
@@ -72,7 +79,7 @@ class EnrollmentServer:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
-    def converse(self, address: str, now: float) -> "EnrollmentConnection | Denied":
+    def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port), or return `Denied` at the rate limit. `now`:
         monotonic seconds."""
         wait = self._limit.wait(address, now)
@@ -94,15 +101,15 @@ class EnrollmentConnection:
     def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
         self._cluster = cluster
         self._address = address
-        self._splitter = Splitter(LONGEST, LONGEST)
+        self._splitter = Splitter(MAX_CONNECTION_BYTES, MAX_CONNECTION_BYTES)
         self._received = 0
         self._stage = _Stage.START
-        self._nonce = secrets.token_bytes(NONCE)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._commitment = b""
         self._asked: Enroll | None = None
         self._ticket: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
-        self.deadline = now + PATIENCE
+        self.deadline = now + CONNECTION_TIMEOUT_SECONDS
         """When `poll` is due."""
         self.closed = False
         """Whether to close the connection once the frames of the last call are sent."""
@@ -114,12 +121,12 @@ class EnrollmentConnection:
         self._received += len(data)
         if self.closed:
             return []
-        if self._received > LONGEST:
-            return self._deny("too_long", f"enrolment takes at most {LONGEST} bytes")
+        if self._received > MAX_CONNECTION_BYTES:
+            return self._deny("too_long", f"enrolment takes at most {MAX_CONNECTION_BYTES} bytes")
         answers: list[Frame] = []
         try:
             for tag, body in self._splitter.feed(data):
-                if TAGS.get(tag) not in ENROLMENT:
+                if TAGS.get(tag) not in ENROLLMENT:
                     return answers + self._deny("no_certificate", "only enrolment is possible without a certificate")
                 answers += self.receive(decode(tag, body), now)
                 if self.closed:
@@ -156,14 +163,16 @@ class EnrollmentConnection:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
         if self._ticket and self._ticket.gave_way:
             message = "too many machines of this address wait for an approval: try again later, or use a token"
-            return self._deny("approvals_full", message, retry_after=LIFE)
+            return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
             return []
         if self._ticket:
-            return self._deny("approval_expired", f"nobody approved the code within {LIFE:g} seconds: join again")
-        return self._deny("too_slow", f"enrolment takes at most {PATIENCE:g} seconds")
+            return self._deny(
+                "approval_expired", f"nobody approved the code within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
+            )
+        return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
-    def gone(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw a pending approval after the end of the connection."""
         self.closed = True
         if self._ticket:
@@ -239,7 +248,7 @@ class EnrollmentConnection:
         if not self._commitment:
             return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
         opened = commitment(frame.opening, frame.csr)
-        if len(frame.opening) < NONCE or not hmac.compare_digest(opened, self._commitment):
+        if len(frame.opening) < NONCE_BYTES or not hmac.compare_digest(opened, self._commitment):
             return self._deny("commitment_broken", "nonce and request are not those that were committed to", final=True)
         try:
             public_key_of(frame.csr)
@@ -252,7 +261,9 @@ class EnrollmentConnection:
             return self._machine_taken(before)
         self._replaces = before.node if before else None
         replaces = before.name if before else ""
-        waiting = WaitingNode(code, frame.name, frame.machine, hardware, self._address, now + LIFE, replaces)
+        waiting = WaitingNode(
+            code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
+        )
         ticket = self._cluster.approvals.ask(waiting, now)
         if not isinstance(ticket, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
@@ -260,7 +271,7 @@ class EnrollmentConnection:
         log.info("approval awaited", name=frame.name, address=self._address)
         ticket.wake = lambda: self.wake()
         self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
-        return [EnrollPending(LIFE)]
+        return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
     def _admit(self, frame: Enroll, by: str) -> list[Frame]:
         cluster, store = self._cluster, self._cluster.store
@@ -295,7 +306,7 @@ class EnrollmentConnection:
 
     def _deny(self, reason: str, message: str, *, final: bool = False, retry_after: float = 0.0) -> list[Frame]:
         log.warning("enrolment refused", address=self._address, why=reason)
-        self.gone()
+        self.withdraw()
         return [Denied(reason, message, final, retry_after)]
 
 

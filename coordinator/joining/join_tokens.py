@@ -17,9 +17,9 @@ from wire.identity import JoinToken, new_token, request_mac, token_key
 
 log = structlog.get_logger()
 
-USUAL_LIFE = 3600.0
+DEFAULT_TOKEN_SECONDS = 3600.0
 """Default life of a token, in seconds."""
-KEPT_AFTER = 7 * 24 * 3600.0
+EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
 """Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
 
 _NOBODY = bytes(32)
@@ -72,7 +72,9 @@ class JoinTokens:
         self._replacing: set[str] = set()
         """Tokens that this process created for its own machine, whose node may have lost its identity."""
 
-    def create(self, ttl: float = USUAL_LIFE, uses: int = 1, name: str = "", *, replaces: bool = False) -> JoinToken:
+    def create(
+        self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
+    ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
         With `replaces`, a machine that is already a member replaces itself without that member's key.
@@ -135,7 +137,7 @@ class JoinTokens:
         return answer
 
     def _drop_old(self) -> None:
-        old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + KEPT_AFTER]
+        old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + EXPIRED_KEPT_SECONDS]
         for token in old:
             self._store.drop_token(token)
             self._replacing.discard(token)

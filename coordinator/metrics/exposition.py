@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from coordinator.metrics.families import PREFIX, CollectedFamily, HistogramValue, MetricKind
 
-LONGEST_LABEL = 200
+MAX_LABEL_CHARS = 200
 
 
 class SnapshotCollector(Collector):
@@ -56,7 +56,7 @@ def _metric(one: CollectedFamily[Any]) -> Metric:
 
 def _plain(values: Iterable[str]) -> list[str]:
     """Limit the length of label values. prometheus-client escapes quotes and line ends."""
-    return [value[:LONGEST_LABEL] for value in values]
+    return [value[:MAX_LABEL_CHARS] for value in values]
 
 
 def _cumulated(value: HistogramValue) -> tuple[list[tuple[str, float]], float]:

@@ -2,7 +2,7 @@
 
 Invariants
 - Every label value is from a closed set, or the name of a member, of a valid API key, or of a model of a member.
-- At most `MOST_MODELS` models of a node have series.
+- At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, id or secret of a key, address or error text is ever a label.
 - A value that is not finite is omitted: a lying node loses its own series, never the scrape.
 - All series of one scrape come from one snapshot, because sums and differences over them must be consistent.
@@ -17,7 +17,7 @@ from typing import Generic, NamedTuple, TypeVar
 from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
-MOST_MODELS = 32
+MAX_MODELS_PER_NODE = 32
 """Most models of a node with their own series over the coordinator's run."""
 OTHER = "other"
 """Label value for every value outside a closed set."""

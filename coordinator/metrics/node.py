@@ -1,14 +1,23 @@
 """Metric families of one node, from its newest report and its own measurements.
 
 They have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which removes
-impossible numbers. `honest_measures` checks measurements.
+impossible numbers. `sanitize_measures` checks measurements.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from coordinator.metrics.families import MOST_MODELS, HistogramValue, MetricFamily, MetricKind, Row, closed, one, state
+from coordinator.metrics.families import (
+    MAX_MODELS_PER_NODE,
+    HistogramValue,
+    MetricFamily,
+    MetricKind,
+    Row,
+    closed,
+    one,
+    state,
+)
 from router.placement.cluster_view import NodeView
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.refusals import RefusalCode
@@ -28,7 +37,7 @@ REASONS = (
     RefusalCode.UNREADABLE.value,
     RefusalCode.NOT_READY.value,
 )
-MOST_COUNT = 2**53
+MAX_COUNT = 2**53
 """Largest count that is exact as a float64."""
 
 
@@ -49,7 +58,7 @@ class NodeSnapshot:
     """Measurements; None if the node was not asked."""
 
 
-def honest_measures(told: NodeMeasures) -> NodeMeasures:
+def sanitize_measures(told: NodeMeasures) -> NodeMeasures:
     """Return a node's measurements without impossible numbers."""
     gate = told.gate
     return NodeMeasures(
@@ -59,7 +68,7 @@ def honest_measures(told: NodeMeasures) -> NodeMeasures:
             _tally(gate.predicted, len(PREDICTED_BOUNDS)),
             _tally(gate.transient, len(TRANSIENT_BOUNDS)),
         ),
-        told.agent_cpu if 0 <= told.agent_cpu < MOST_COUNT else 0.0,
+        told.agent_cpu if 0 <= told.agent_cpu < MAX_COUNT else 0.0,
         _count(told.agent_phys),
     )
 
@@ -68,11 +77,11 @@ def _told(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
-_NAMED = f"a model of this node; {MOST_MODELS} at most, those first that are loaded"
+_NAMED = f"a model of this node; {MAX_MODELS_PER_NODE} at most, those first that are loaded"
 
 
 def _count(count: int) -> int:
-    return min(max(0, count), MOST_COUNT)
+    return min(max(0, count), MAX_COUNT)
 
 
 def _tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
@@ -90,7 +99,7 @@ def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[R
     return [((name,), count) for name, count in sums.items()]
 
 
-def worth_showing(view: NodeView) -> list[Model]:
+def by_priority(view: NodeView) -> list[Model]:
     """Return a node's models in order of priority for series: loaded models first."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
 

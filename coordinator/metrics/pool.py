@@ -4,7 +4,15 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from coordinator.cluster.membership import MemberState
-from coordinator.metrics.families import MOST_MODELS, HistogramValue, MetricFamily, MetricKind, Row, histogram, one
+from coordinator.metrics.families import (
+    MAX_MODELS_PER_NODE,
+    HistogramValue,
+    MetricFamily,
+    MetricKind,
+    Row,
+    histogram,
+    one,
+)
 from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoSnapshot
 from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
 from router.placement.cluster_view import ClusterView
@@ -362,7 +370,9 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_model_fingerprints",
         _G,
         "Different models that members hold under one name, by fingerprint.",
-        lambda p: [((name,), float(len(p.view.identity(name).holders))) for name in p.view.conflicts()[:MOST_MODELS]],
+        lambda p: [
+            ((name,), float(len(p.view.identity(name).holders))) for name in p.view.conflicts()[:MAX_MODELS_PER_NODE]
+        ],
         _MODEL,
         "while they differ",
     ),

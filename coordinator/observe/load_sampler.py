@@ -48,7 +48,7 @@ async def sample_load(history: LoadHistory, read: Callable[[float], LoadReading]
     failed = False
     while True:
         try:
-            history.take(read(time.time()))
+            history.add_reading(read(time.time()))
             failed = False
         except Exception:
             if not failed:

@@ -132,7 +132,7 @@ def _model(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "loaded": model.loaded,
-        **standing(model),
+        **model_state(model),
         "weights": model.weights,
         "context": model.context,
         **speeds(model),
@@ -140,7 +140,7 @@ def _model(model: Model) -> dict[str, Any]:
     }
 
 
-def standing(model: Model) -> dict[str, Any]:
+def model_state(model: Model) -> dict[str, Any]:
     """Return the state of a model on a node: loaded, loading (with progress), known (loads at the first request), or
     failed (with the cause)."""
     if model.loaded:

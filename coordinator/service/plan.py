@@ -9,10 +9,10 @@ WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 MODULE = "coordinator.cli"
 """Module that starts every program of this project. A unit without it is foreign."""
-STOP_SECONDS = 45
+STOP_TIMEOUT_SECONDS = 45
 """Longer than both drains: requests end, then the local node does."""
 THROTTLE_SECONDS = 10
-MOST_FILES = 8192
+MAX_OPEN_FILES = 8192
 
 Role = Literal["coordinator", "node"]
 

@@ -23,11 +23,11 @@ from coordinator.service import launchd, systemd
 from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
 from coordinator.service.service_manager import ServiceError, ServiceHost, account
 
-READY_SECONDS = 45.0
+READY_TIMEOUT_SECONDS = 45.0
 STEADY_SECONDS = 3.0
 """Seconds with one process id after which a service counts as running."""
-LOOK_SECONDS = 0.25
-TAIL = 2000
+POLL_INTERVAL_SECONDS = 0.25
+TAIL_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +53,11 @@ def existing(host: ServiceHost, file: Path) -> ExistingUnit:
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be read: {error.strerror}") from None
     if host.mac:
-        job = launchd.ours(content)
+        job = launchd.parse_own_job(content)
         if job is None:
             raise ServiceError(6, foreign)
         return ExistingUnit(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
-    settings = systemd.ours(content.decode(errors="replace"))
+    settings = systemd.parse_own_unit(content.decode(errors="replace"))
     if settings is None:
         raise ServiceError(6, foreign)
     return ExistingUnit(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
@@ -103,10 +103,12 @@ def _serves(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
     return f" --state {systemd.quoted(state)} " in f"{' '.join(found.program)} "
 
 
-def install(host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_SECONDS) -> tuple[list[str], ServiceState]:
+def install(
+    host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_TIMEOUT_SECONDS
+) -> tuple[list[str], ServiceState]:
     """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
     before, done = check(host, plan), list[str]()
-    wanted, standing = host.text(plan), host.standing()
+    wanted, standing = host.text(plan), host.state()
     done += _folders(host, plan)
     done += _wired(host, plan.wired_limit_mb)
     unfinished = _beside(host.unit, "unfinished")
@@ -136,20 +138,20 @@ def wait(host: ServiceHost, seconds: float) -> ServiceState:
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
     while (now := time.monotonic()) - began < seconds:
-        standing = host.standing()
+        standing = host.state()
         if not standing.running or standing.pid != pid:
             since, pid = now, standing.pid
         elif now - since >= min(STEADY_SECONDS, seconds / 4):
             return standing
-        pause.wait(LOOK_SECONDS)
-    ended = f"; it ended last with {standing.last_exit}" if (standing := host.standing()).last_exit else ""
+        pause.wait(POLL_INTERVAL_SECONDS)
+    ended = f"; it ended last with {standing.last_exit}" if (standing := host.state()).last_exit else ""
     raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
 
 
 def last_words(host: ServiceHost) -> str:
     """Return the end of the service's output, which launchd keeps in a file."""
     try:
-        return (host.logs / "service.log").read_text(errors="replace")[-TAIL:]
+        return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:
         return ""
 
@@ -163,7 +165,7 @@ def _take_back(host: ServiceHost, before: ExistingUnit) -> None:
         host.load()
     else:
         host.unit.unlink(missing_ok=True)
-        host.forgotten()
+        host.reload_manager()
 
 
 def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
@@ -189,7 +191,7 @@ def _wired(host: ServiceHost, megabytes: int) -> list[str]:
     _lint(host, wanted)
     host.unload(WIRED_LABEL)
     _write(host, host.wired_unit, wanted)
-    host.must("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
+    host.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
     return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
 
 
@@ -217,7 +219,7 @@ def _write(host: ServiceHost, file: Path, text: str) -> None:
             os.fsync(descriptor)
             os.fchmod(descriptor, 0o644)
         if host.mac:
-            host.must("plutil", "-lint", str(beside))
+            host.call_checked("plutil", "-lint", str(beside))
         beside.replace(file)
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
@@ -229,13 +231,13 @@ def uninstall(host: ServiceHost) -> list[str]:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []
     found = existing(host, host.unit)
-    if host.standing().loaded:
+    if host.state().loaded:
         host.unload()
         done.append("stopped and unloaded")
     _beside(host.unit, "unfinished").unlink(missing_ok=True)
     if found.text:
         host.unit.unlink()
-        host.forgotten()
+        host.reload_manager()
         done.append(f"removed {host.unit}")
     if host.mac and existing(host, host.wired_unit).text:
         host.unload(WIRED_LABEL)

@@ -37,7 +37,7 @@ from wire.units import parse_size
 
 SLOTS = 20
 IDLE_SECONDS = 1.0
-GIVE_UP = 3600.0
+GIVE_UP_SECONDS = 3600.0
 """Seconds after the last arrival at which an open request counts as failed."""
 
 
@@ -223,7 +223,7 @@ class SimulatedPool:
         fate.nodes.append(str(node))
         if fate.first is None:
             fate.sent = self.loop.time()
-        self.say(f"{frame.request_id} -> {node}")
+        self.log_line(f"{frame.request_id} -> {node}")
 
     def _note(self, node: NodeId, frame: Frame) -> None:
         now = self.loop.time()
@@ -232,12 +232,12 @@ class SimulatedPool:
                 fate = self._fate(delta.request)
                 if fate is not None and fate.first is None:
                     fate.first = now
-                    self.say(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
+                    self.log_line(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
         elif isinstance(frame, Refusal):
             fate = self._fate(frame.request)
             if fate is not None:
                 fate.first_refused |= fate.tries == 1
-                self.say(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
+                self.log_line(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
 
     def _fate(self, request: int) -> RequestOutcome | None:
         return self.fates.get(self._requests.get(request, ""))
@@ -248,10 +248,10 @@ class SimulatedPool:
         fate.ended, fate.outcome = now, outcome
         self._open -= 1
         if isinstance(outcome, Finished):
-            self.say(f"{request_id} done after {now - fate.arrived:.2f} s")
+            self.log_line(f"{request_id} done after {now - fate.arrived:.2f} s")
         else:
             code = outcome.code.value if isinstance(outcome, Refused) else outcome.code
-            self.say(f"{request_id} ended: {code}")
+            self.log_line(f"{request_id} ended: {code}")
         rest = self._rest.pop(request_id, [])
         if rest and fate.served:
             self.loop.call_later(rest[0].think, self._arrives, rest)
@@ -263,7 +263,7 @@ class SimulatedPool:
             self.finished_at = self.loop.time()
             self._over.set()
 
-    def say(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         """Write a line to the log."""
         if self._log is not None:
             self._log(f"{self.loop.time():.3f} {line}")
@@ -284,7 +284,7 @@ class SimulatedPool:
             self._rest[turn.id] = rest
         fits = any(machine.ever(turn) for machine in self.machines.values())
         self.fates[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
-        self.say(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
+        self.log_line(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
         if self.contender is not None:
             self.contender.submit(turn)
 
@@ -320,7 +320,7 @@ class SimulatedPool:
         for action in actions:
             match action:
                 case NodeGone():
-                    self.say(f"{node} is gone: {action.reason}")
+                    self.log_line(f"{node} is gone: {action.reason}")
                     if self.contender is not None:
                         self.contender.node_gone(node, action.reason)
                 case CloseLink():
@@ -328,7 +328,7 @@ class SimulatedPool:
                 case MemberChanged():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
-                    self.say(f"{node} {member.state}")
+                    self.log_line(f"{node} {member.state}")
                 case _:
                     pass
         return bool(actions)
@@ -354,13 +354,13 @@ class SimulatedPool:
         node = NodeId(event.node)
         machine = self.machines.get(node)
         if machine is None or node in self._silent:
-            self.say(f"{node} is away: it cannot be that it {event.does}")
+            self.log_line(f"{node} is away: it cannot be that it {event.does}")
             return
-        self.say(f"{node} {event.does} for {event.seconds:g} s")
+        self.log_line(f"{node} {event.does} for {event.seconds:g} s")
         if event.does == "lease":
             size = parse_size(event.size)
             given = machine.lease(size)
-            self.say(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
+            self.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
             if given:
                 self.loop.call_later(event.seconds, machine.lease, -size)
         elif event.does == "silent":
@@ -390,18 +390,18 @@ class SimulatedPool:
         self._lives[node] += 1
         self.machines[node] = self._machine(node, loads=False)
         self._connect(node)
-        self.say(f"{node} is back, with nothing loaded")
+        self.log_line(f"{node} is back, with nothing loaded")
 
     def _speaks(self, node: NodeId) -> None:
         held = self._silent.pop(node)
         if self.members[node].link:
             for upward, frame in held:
                 self._travel(self._up if upward else self._down, node, frame)
-            self.say(f"{node} is heard again")
+            self.log_line(f"{node} is heard again")
             return
         self.machines[node].forget()
         self._connect(node)
-        self.say(f"{node} links anew")
+        self.log_line(f"{node} links anew")
 
     # the run
 
@@ -424,13 +424,13 @@ class SimulatedPool:
         else:
             self._over.set()
         try:
-            async with asyncio.timeout(self.scenario.seconds + GIVE_UP):
+            async with asyncio.timeout(self.scenario.seconds + GIVE_UP_SECONDS):
                 await self._over.wait()
         except TimeoutError:
             for request_id, fate in self.fates.items():
                 if fate.outcome is None:
                     fate.outcome = RequestFailure("never_ended", "it has not ended")
-                    self.say(f"{request_id} has never ended")
+                    self.log_line(f"{request_id} has never ended")
         for machine in self.machines.values():
             self._retire(machine)
         contender.close()

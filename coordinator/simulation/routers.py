@@ -2,7 +2,7 @@
 
 `production` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the memory
 filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It asks the first node of its
-rule, and after a refusal another, at most `TRIES` in total, with the pauses of sglang-router.
+rule, and after a refusal another, at most `MAX_TRIES` in total, with the pauses of sglang-router.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -27,7 +27,7 @@ from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationPar
 from wire.identity import NodeId
 from wire.report import Memory
 
-TRIES = 5
+MAX_TRIES = 5
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
 _MOST_MESSAGE = 4
 
@@ -149,7 +149,7 @@ class PeerRouter:
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
             turn, node, tries, refused = self._leave(frame.request)
-            if tries >= TRIES:
+            if tries >= MAX_TRIES:
                 self._pool.ended(turn.id, frame.refused)
                 return
             pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
@@ -164,7 +164,7 @@ class PeerRouter:
         for request in [number for number, live in self._live.items() if live[1] == node]:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
-            if begun or tries >= TRIES:
+            if begun or tries >= MAX_TRIES:
                 self._pool.ended(turn.id, RequestFailure("node_lost", reason))
             else:
                 self._try(turn, tries + 1, refused | {node})

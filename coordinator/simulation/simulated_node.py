@@ -2,10 +2,10 @@
 
 Modelled after the engine: memory for complete prompts and expected answers is committed before they begin. Prefills
 take turns (the shortest; the oldest, or fairly) and leave decode its share. All rows decode in one step, which is
-slower with each row and with the size of their caches. An answer that outgrows its commitment requests `GROWTH` tokens
-at a time. Without room, the newest request is preempted. Models load one at a time, and idle models are unloaded for
-them. Ended chats stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
-every decision.
+slower with each row and with the size of their caches. An answer that outgrows its commitment requests
+`KV_GROWTH_TOKENS` tokens at a time. Without room, the newest request is preempted. Models load one at a time, and idle
+models are unloaded for them. Ended chats stay in a prefix cache, which is evicted before a request is refused.
+`wire.capacity.arithmetic` makes every decision.
 
 Not modelled: single tokens, because between two events all rates are constant and progress is linear. Nor the transient
 of a forward beyond the model's one number, chunks, preflight on a second thread, and other programs on the Mac.
@@ -31,21 +31,21 @@ from wire.capacity.arithmetic import (
     judge,
     request_need,
     row_bytes,
-    waste_under,
+    waste_bytes,
 )
-from wire.capacity.fairness import PrefillFairness, WaitingRequest, WeightedKey, in_turn
+from wire.capacity.fairness import PrefillFairness, WaitingRequest, WeightedKey, service_order
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.refusals import RefusalCode, Refused
 from wire.report import CacheState, EngineCounters, EngineState, Memory, Model
 from wire.units import parse_size
 
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 PREFILL_STEPS = 1.6
 """Duration of a prefill chunk while rows decode, in decode steps."""
 CACHE_SHARE = 0.15
 """Share of the cap without weights that is used for ended chats."""
-EVICTED_TOLD = 64
-RETRY = 0.5
+MAX_EVICTIONS_REPORTED = 64
+RETRY_SECONDS = 0.5
 """Seconds between two attempts to resume a preempted request."""
 _EPSILON = 1e-6
 
@@ -125,7 +125,7 @@ class SimulatedNode:
         self._line: deque[SimulatedSequence] = deque()
         self._preempted: list[SimulatedSequence] = []
         self._cache: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
-        self._evicted: deque[bytes] = deque(maxlen=EVICTED_TOLD)
+        self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
         self._evictions = self._cached = 0
         self.leases = 0
         self.loads = self.preemptions = 0
@@ -149,7 +149,7 @@ class SimulatedNode:
             context=spec.context,
             load_seconds=weights / self._disk,
             expected_output=spec.usual,
-            kv_waste=waste_under(self._cap),
+            kv_waste=waste_bytes(self._cap),
         )
         return SimulatedModel(spec, model, SimulatedRows(model.kv), speed, loaded)
 
@@ -394,7 +394,7 @@ class SimulatedNode:
             due += [max(0.0, self._stops(sequence) - self._steps) / decode for sequence in self.decoding]
         due += [one.ready_at - self._at for one in self.residents.values() if one.loading and one.ready_at > 0]
         if self._preempted:
-            due.append(RETRY)
+            due.append(RETRY_SECONDS)
         return min(due, default=None)
 
     @staticmethod
@@ -442,7 +442,7 @@ class SimulatedNode:
             return False
         able = [sequence for sequence in self._line if sequence.resident.loaded]
         taken = Counter(one.owner.name for one in [*self.prefills, *self.decoding])
-        for place in in_turn([WaitingRequest(one.owner, 1, one.known > 0) for one in able], taken):
+        for place in service_order([WaitingRequest(one.owner, 1, one.known > 0) for one in able], taken):
             self._line.remove(able[place])
             self.prefills.append(able[place])
             return True
@@ -497,7 +497,9 @@ class SimulatedNode:
             self._say(Finished(sequence.request, ("stop",), turn.prompt, turn.output, sequence.cached))
             self._changed()
             return
-        more = max(1, min(GROWTH, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt)))
+        more = max(
+            1, min(KV_GROWTH_TOKENS, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt))
+        )
         need = sequence.resident.rows.extension(sequence.row, more)
         if not isinstance(judge(self.memory(), need), Fits):
             self._make_room(need, None)
@@ -537,10 +539,10 @@ class SimulatedNode:
         sequence = min(self._preempted, key=lambda one: one.age)
         turn, resident = sequence.turn, sequence.resident
         written = turn.prompt + sequence.known
-        refused = self._refused(resident, written, min(GROWTH, max(1, turn.output - sequence.known)))
+        refused = self._refused(resident, written, min(KV_GROWTH_TOKENS, max(1, turn.output - sequence.known)))
         if refused is None:
             self._preempted.remove(sequence)
-            sequence.row = SimulatedRow(written + GROWTH)
+            sequence.row = SimulatedRow(written + KV_GROWTH_TOKENS)
             sequence.left, sequence.decoding = float(written), False
             resident.rows.add(sequence.row)
             self._line.append(sequence)

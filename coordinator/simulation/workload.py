@@ -17,9 +17,9 @@ from coordinator.simulation.hardware import CHIPS, prefill_speed
 from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
 
 BYTES_PER_TOKEN = 4.0
-NOISE = 0.08
+TOKEN_BYTES_SIGMA = 0.08
 """Sigma of the logarithm of the bytes that a token of a prompt has: the router estimates, the node counts."""
-MOST_REQUESTS = 500_000
+MAX_REQUESTS = 500_000
 
 
 @dataclass(slots=True, eq=False)
@@ -67,8 +67,8 @@ def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversat
         made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
         for talk in made:
             talks.append(talk)
-            if len(talks) > MOST_REQUESTS:
-                raise ScenarioError(f"load {number + 1}: this is more than {MOST_REQUESTS} conversations")
+            if len(talks) > MAX_REQUESTS:
+                raise ScenarioError(f"load {number + 1}: this is more than {MAX_REQUESTS} conversations")
     talks.sort(key=lambda talk: talk.at)
     for number, talk in enumerate(talks):
         _name(talk, f"r{number}")
@@ -139,7 +139,7 @@ def _turn(
     load: LoadSpec, said: list[tuple[str, int]], output: int, think: float, session: str, random: Random
 ) -> ConversationTurn:
     prompt = sum(tokens for _, tokens in said)
-    size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, NOISE)))
+    size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, TOKEN_BYTES_SIGMA)))
     texts = tuple(said) if session else ()
     return ConversationTurn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
 

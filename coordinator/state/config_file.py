@@ -101,5 +101,5 @@ def shown(key: str, value: object) -> object:
 
 
 def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Remove possible secrets from settings (rows of `host.settings_loader.explained`), for every administrator."""
+    """Remove possible secrets from settings (rows of `host.settings_loader.setting_rows`), for every administrator."""
     return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)

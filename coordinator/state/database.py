@@ -25,7 +25,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from coordinator.backup.atomic_swap import settle
+from coordinator.backup.atomic_swap import finish_swap
 from host.private_files import private_folder
 from router.admission.rate_limits import KeyLimits
 from router.admission.usage import UsageTotals
@@ -33,7 +33,7 @@ from wire.identity import NodeId
 from wire.report import Hardware
 
 log = structlog.get_logger()
-AUDIT_KEPT = 10_000
+MAX_AUDIT_ENTRIES = 10_000
 """Most entries of the audit log."""
 
 MIGRATIONS = (
@@ -189,7 +189,7 @@ class Database:
         except OSError as error:
             raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
         try:
-            settle(folder)
+            finish_swap(folder)
             connection = open_database(folder / "cluster.db", MIGRATIONS)
             self._load(connection)
         except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -221,7 +221,7 @@ class Database:
             (key, model, day): UsageRow(key, model, day, UsageTotals(*used)) for key, model, day, *used in rows
         }
         acts = connection.execute("SELECT * FROM audit ORDER BY number")
-        self._audit = deque((AuditRow(*row) for row in acts), maxlen=AUDIT_KEPT)
+        self._audit = deque((AuditRow(*row) for row in acts), maxlen=MAX_AUDIT_ENTRIES)
         self._denied = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
 
     @property
@@ -337,11 +337,11 @@ class Database:
             self._put("DELETE FROM usage WHERE day < ?", before)
 
     def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Append an entry to the audit log. Delete the oldest entries above `AUDIT_KEPT`."""
+        """Append an entry to the audit log. Delete the oldest entries above `MAX_AUDIT_ENTRIES`."""
         number = self._audit[-1].number + 1 if self._audit else 1
         self._audit.append(AuditRow(number, at, actor, action, subject, address))
         self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
-        self._put("DELETE FROM audit WHERE number <= ?", number - AUDIT_KEPT)
+        self._put("DELETE FROM audit WHERE number <= ?", number - MAX_AUDIT_ENTRIES)
 
     @property
     def audit(self) -> Sequence[AuditRow]:

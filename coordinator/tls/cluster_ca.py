@@ -33,14 +33,14 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import private_folder, write_private
-from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
+from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
 
 log = structlog.get_logger()
 
-CA_LIFE = 3650 * 24 * 3600.0
+CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
 """Validity of the CA, in seconds."""
-LONGEST_REQUEST = 4096
+MAX_REQUEST_BYTES = 4096
 """Most bytes of a certificate request. A request for P-256 has about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
@@ -60,7 +60,7 @@ class ClusterCa:
     `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_LIFE) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:
         private_folder(folder)
         self._clock = clock
         self._node_life = node_life
@@ -99,7 +99,7 @@ class ClusterCa:
         proves the key.
         """
         try:
-            shown = x509.load_der_x509_certificate(certificate[:LONGEST_REQUEST])
+            shown = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
             shown.verify_directly_issued_by(self._certificate)
             key, peer = shown.public_key(), parse_uri(read_certificate(certificate).uri)
             if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
@@ -125,7 +125,7 @@ class ClusterCa:
         """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
-    def lives(self) -> dict[str, tuple[float, float]]:
+    def validity(self) -> dict[str, tuple[float, float]]:
         """Return issue and expiry of the CA and of the coordinator's certificate, in Unix seconds."""
         own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
@@ -177,7 +177,7 @@ class ClusterCa:
         name: str,
         uri: str,
         purpose: x509.ObjectIdentifier,
-        life: float = LEAF_LIFE,
+        life: float = LEAF_VALIDITY_SECONDS,
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
@@ -211,9 +211,9 @@ def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
 
     Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
     """
-    if len(csr) > LONGEST_REQUEST:
+    if len(csr) > MAX_REQUEST_BYTES:
         raise CertificateRequestError(
-            f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read"
+            f"the certificate request has {len(csr)} bytes, at most {MAX_REQUEST_BYTES} are read"
         )
     try:
         request = x509.load_der_x509_csr(csr)
@@ -237,7 +237,7 @@ def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = f"macpool cluster {uuid.uuid4()}"
     certificate = (
-        certificate_builder(name, key.public_key(), named(name), now, CA_LIFE)
+        certificate_builder(name, key.public_key(), named(name), now, CA_VALIDITY_SECONDS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA256())
@@ -256,7 +256,7 @@ def certificate_builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(moment - datetime.timedelta(seconds=BACKDATED))
+        .not_valid_before(moment - datetime.timedelta(seconds=BACKDATED_SECONDS))
         .not_valid_after(moment + datetime.timedelta(seconds=life))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )

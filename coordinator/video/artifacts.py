@@ -32,7 +32,7 @@ SUFFIXES = {
     ".png": (THUMBNAIL, "image/png"),
 }
 """Kind and media type of a file by its suffix. All other files stay on the node."""
-MOST_FILES = 4
+MAX_FILES = 4
 SLACK_BYTES = 16 * 2**20
 """Bytes of a file beyond its uncompressed pictures: headers, indexes, sound."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -57,7 +57,7 @@ class ArtifactFolder:
     async def fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
         answering."""
-        wanted = [one for one in artifacts[:MOST_FILES] if self._usable(one)]
+        wanted = [one for one in artifacts[:MAX_FILES] if self._usable(one)]
         for artifact in wanted:
             most = most_bytes(job, kind_of(artifact.name))
             if artifact.size > most:

@@ -1,7 +1,7 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-It owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `hear` and `see`, requests of
-clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
+It owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
+`apply_view`, requests of clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ import structlog
 
 from coordinator.state.database import StoreError
 from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
-from coordinator.video.metrics import VideoCounters, VideoSnapshot, picture
+from coordinator.video.metrics import VideoCounters, VideoSnapshot, snapshot
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
 from coordinator.video.state.job_table import JobTable, LeaseHold
@@ -33,13 +33,13 @@ from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
 
-TICK = 0.5
+TICK_SECONDS = 0.5
 """Seconds between two checks of the job table while a job is open."""
-IDLE_TICK = 60.0
+IDLE_TICK_SECONDS = 60.0
 """Seconds between two checks while no job is open."""
-AGAIN = 2.0
+RETRY_SECONDS = 2.0
 """Seconds until a node that did not answer is asked again."""
-HEARD = (LeaseGranted, LeaseRefused, LeaseEnded)
+LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 
 class VideoLinks(Protocol):
@@ -49,7 +49,7 @@ class VideoLinks(Protocol):
         """Send a frame. Return False if the node is not linked."""
         ...
 
-    def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
+    def fetch(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
         """Yield the bytes of a node's source `what`."""
         ...
 
@@ -75,7 +75,7 @@ class VideoController:
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.artifacts = ArtifactFolder(folder / "videos", links.ask)
+        self.artifacts = ArtifactFolder(folder / "videos", links.fetch)
         self._links = links
         self._wall = wall
         self._loop = asyncio.get_running_loop()
@@ -98,7 +98,7 @@ class VideoController:
         self.broken = ""
         """Why nothing can be stored any more; empty while writes succeed."""
         if self.board.jobs:
-            self.tell(events.CoordinatorRestarted())
+            self.apply_event(events.CoordinatorRestarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
@@ -134,18 +134,18 @@ class VideoController:
             digest=digest,
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
-        self.tell(events.JobSubmitted(job))
+        self.apply_event(events.JobSubmitted(job))
         await self._written()
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
         """Cancel a job."""
-        self.tell(events.JobCancelled(job))
+        self.apply_event(events.JobCancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
         """Cancel a job and delete it."""
-        self.tell(events.JobDeleted(job))
+        self.apply_event(events.JobDeleted(job))
         await self._written()
 
     def job(self, name: str) -> VideoJob | None:
@@ -160,10 +160,10 @@ class VideoController:
         """Return the leased memory, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
-    def picture(self) -> VideoSnapshot:
+    def snapshot(self) -> VideoSnapshot:
         """Return a snapshot of all jobs for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
-        return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
+        return snapshot(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
     async def _written(self) -> None:
         if self.broken:
@@ -172,14 +172,14 @@ class VideoController:
 
     # -- events of nodes -------------------------------------------------------------------
 
-    def see(self, view: ClusterView) -> None:
+    def apply_view(self, view: ClusterView) -> None:
         """Apply a new cluster view."""
         self.view = view
         for node in view.nodes:
             self._permit(node)
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
-                self.tell(events.LeasesReported(node.id, node.video.leases))
+                self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
             self._look()
             self._run()
@@ -194,28 +194,28 @@ class VideoController:
 
     def _concerns(self, node: NodeView) -> bool:
         """Return whether a node's report about leases can change anything, including a report without leases."""
-        if node.video.leases or self.board.held(node.id) is not None:
+        if node.video.leases or self.board.hold_of(node.id) is not None:
             return True
         return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.board.jobs.values())
 
-    def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+    def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Handle a node's frame about a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
-        self.tell(events.LeaseAnswered(node, frame))
+        self.apply_event(events.LeaseAnswered(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
         """Record the end of a node's link. Its last report was already applied, and has nothing new in a later view."""
-        self.tell(events.NodeAway(node))
+        self.apply_event(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
         """Delete the data of a node that is no longer a member."""
         self._heard.pop(node, None)
         self._permits.pop(node, None)
-        self.tell(events.NodeRemoved(node))
+        self.apply_event(events.NodeRemoved(node))
 
     # -- the board -------------------------------------------------------------------------
 
-    def tell(self, event: events.Event) -> None:
+    def apply_event(self, event: events.Event) -> None:
         """Apply an event and perform the resulting actions. Events that follow are queued after it."""
         self._events.append(event)
         self._run()
@@ -247,13 +247,13 @@ class VideoController:
         for hold in self.board.holds.values():
             old = before.holds.get(hold.lease)
             if hold.granted and old is not None and not old.granted:
-                self.counters.granted(self._wall() - hold.since)
+                self.counters.count_grant(self._wall() - hold.since)
 
     def _tell_of_moves(self, before: JobTable) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
-                self.counters.moved(old, job, self._wall())
+                self.counters.count_transition(old, job, self._wall())
                 fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
                 log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
 
@@ -271,7 +271,7 @@ class VideoController:
             self._stop_clock()
             return
         busy = self.board.holds or any(job.open for job in self.board.jobs.values())
-        due = self._loop.time() + (TICK if busy else IDLE_TICK)
+        due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:
             self._stop_clock()
             self._timer, self._due = self._loop.call_at(due, self._tick), due
@@ -283,7 +283,7 @@ class VideoController:
 
     def _tick(self) -> None:
         self._timer = None
-        self.tell(events.JobTick())
+        self.apply_event(events.JobTick())
 
     def _act(self, action: events.Action) -> None:
         match action:
@@ -315,7 +315,9 @@ class VideoController:
         lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"
-            refused = LeaseRefused(job.lease, job.generation, "link_lost", why, retry_after=AGAIN, waiting_for=why)
+            refused = LeaseRefused(
+                job.lease, job.generation, "link_lost", why, retry_after=RETRY_SECONDS, waiting_for=why
+            )
             self._events.append(events.LeaseAnswered(job.node, refused))
 
     async def _fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
@@ -325,21 +327,21 @@ class VideoController:
                 break
             except FetchInterrupted as interrupted:
                 log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(RETRY_SECONDS)
             now = self.board.jobs.get(job.id)
             if now is None or (now.state, now.generation) != (JobState.FINALIZING, job.generation):
                 return
         if isinstance(found, JobFault):
-            self.tell(events.FilesLost(job.id, job.generation, found))
+            self.apply_event(events.FilesLost(job.id, job.generation, found))
         else:
-            self.tell(events.FilesFetched(job.id, job.generation, found))
+            self.apply_event(events.FilesFetched(job.id, job.generation, found))
 
     def _measured(self, job: VideoJob, peak: int) -> None:
         package = next((one for node, one in packages_of(self.view, job.wanted.model) if node.id == job.node), None)
         if package is None or peak <= 0:
             return
         key = key_of(package)
-        profile = self.profiles[key] = profile_of(package, self.profiles).after(job.wanted.tokens, peak)
+        profile = self.profiles[key] = profile_of(package, self.profiles).with_measurement(job.wanted.tokens, peak)
         log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
         self._save(lambda: self._store.put_profile(key, profile))
 

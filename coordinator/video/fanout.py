@@ -1,7 +1,7 @@
 """Forwards the registry's callbacks to both the dispatcher and the video controller."""
 
 from coordinator.cluster.registry import RegistryListener
-from coordinator.video.controller import HEARD, VideoController
+from coordinator.video.controller import LEASE_FRAMES, VideoController
 from router.placement.cluster_view import ClusterView
 from wire.frames import Frame
 from wire.identity import NodeId
@@ -20,12 +20,12 @@ class ListenerFanout:
     def set_view(self, view: ClusterView) -> None:
         """The picture of the cluster changed."""
         self._dispatcher.set_view(view)
-        self._conductor.see(view)
+        self._conductor.apply_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """A node said something."""
-        if isinstance(frame, HEARD):
-            self._conductor.hear(node, frame)
+        if isinstance(frame, LEASE_FRAMES):
+            self._conductor.handle_frame(node, frame)
         else:
             self._dispatcher.receive(node, frame)
 

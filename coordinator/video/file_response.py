@@ -15,8 +15,8 @@ from coordinator.video.state.jobs import StoredFile
 from router.errors import Header, Problem
 from router.http.exchange import Exchange
 
-PIECE = 256 * 1024
-PATIENCE = 60.0
+CHUNK_BYTES = 256 * 1024
+CHUNK_TIMEOUT_SECONDS = 60.0
 """Seconds for one piece to be taken."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
@@ -86,11 +86,11 @@ async def _send(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
 async def _pieces(exchange: Exchange, descriptor: int, span: ByteRange) -> None:
     at = span.first
     while at <= span.last:
-        found = await asyncio.to_thread(os.pread, descriptor, min(PIECE, span.last + 1 - at), at)
+        found = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, span.last + 1 - at), at)
         if not found:
             raise OSError(f"the file ends at {at}")  # the connection is cut: its length was promised
         at += len(found)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(CHUNK_TIMEOUT_SECONDS):
             await exchange.send({"type": "http.response.body", "body": found, "more_body": at <= span.last})
     if span.last < span.first:
         await exchange.send({"type": "http.response.body", "body": b""})

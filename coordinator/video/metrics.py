@@ -53,14 +53,14 @@ class VideoCounters:
     took: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
     confirmed: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
 
-    def moved(self, old: VideoJob, job: VideoJob, now: float) -> None:
+    def count_transition(self, old: VideoJob, job: VideoJob, now: float) -> None:
         """Count the state transition of a job."""
         if old.state == JobState.LEASING and job.state == JobState.IN_PROGRESS:
             self.waited.observe(max(0.0, now - job.created))
         if not job.open and old.open:
             self._ended(job)
 
-    def granted(self, seconds: float) -> None:
+    def count_grant(self, seconds: float) -> None:
         """Count a lease that its node granted `seconds` after the request."""
         self.confirmed.observe(max(0.0, seconds))
 
@@ -93,7 +93,7 @@ class VideoSnapshot:
     used: bool = False
 
 
-def picture(counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool) -> VideoSnapshot:
+def snapshot(counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool) -> VideoSnapshot:
     """Return a snapshot of all jobs. `offered`: a node has a video model."""
     states = {str(state): 0 for state in JobState if state not in (JobState.COMPLETED, JobState.FAILED)}
     oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())

@@ -16,11 +16,11 @@ from router.dialects.shared.validation import unsupported
 from router.errors import Problem, invalid, too_long
 from router.http.exchange import Exchange
 
-MOST_PARTS = 32
-TEXT_BYTES = 64 * 1024
+MAX_PARTS = 32
+MAX_TEXT_BYTES = 64 * 1024
 """Of all fields together, names included."""
-MOST_HEADERS = 8
-HEADER_BYTES = 1024
+MAX_HEADERS = 8
+MAX_HEADER_BYTES = 1024
 
 
 class _StopParsing(Exception):
@@ -62,8 +62,8 @@ class _Form:
         self.parts += 1
         self.text.clear()
         self.disposition = b""
-        if self.parts > MOST_PARTS:
-            raise _StopParsing(invalid(f"a form here may have {MOST_PARTS} fields"))
+        if self.parts > MAX_PARTS:
+            raise _StopParsing(invalid(f"a form here may have {MAX_PARTS} fields"))
 
     def _begin(self) -> None:
         self.header.clear()
@@ -112,8 +112,8 @@ class _Form:
 
     def _count(self, size: int) -> None:
         self.size += size
-        if self.size > TEXT_BYTES:
-            raise _StopParsing(too_long(TEXT_BYTES))
+        if self.size > MAX_TEXT_BYTES:
+            raise _StopParsing(too_long(MAX_TEXT_BYTES))
 
 
 async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: float) -> dict[str, str] | Problem | None:
@@ -124,7 +124,7 @@ async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: fl
     form = _Form()
     try:
         parser = MultipartParser(
-            boundary, form.callbacks(), max_header_count=MOST_HEADERS, max_header_size=HEADER_BYTES
+            boundary, form.callbacks(), max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES
         )
         async with asyncio.timeout(seconds):
             return await _fed(exchange, parser, form, limit)

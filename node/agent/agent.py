@@ -34,7 +34,16 @@ from msgspec.structs import replace
 
 from node.agent import discovery
 from node.agent.connection import CoordinatorLink, dial
-from node.agent.identity import NodeIdentity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
+from node.agent.identity import (
+    NodeIdentity,
+    adopt_generation,
+    client_context,
+    forget_address,
+    install,
+    needs_renewal,
+    new_csr,
+    remember,
+)
 from node.engine_process.supervisor import STOPPED, Supervisor
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
@@ -83,22 +92,22 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Enforcement, Hardware, Memory, Model, Sharing, SystemMemory
 from wire.video import VideoState
 
-SILENCE = 10.0
+SILENCE_TIMEOUT_SECONDS = 10.0
 """Seconds without a frame after which the link is aborted."""
-BACK_OFF = (0.5, 30.0)
+DIAL_DELAYS_SECONDS = (0.5, 30.0)
 """First and longest wait between two rounds of dialing, in seconds. Each wait is jittered by half."""
-SLUMBER_SECONDS = 60.0
+NO_WAKE_DIAL_SECONDS = 60.0
 """Seconds awake after which the agent dials again without a wake event, because the sleep was called off."""
 GOODBYE_SECONDS = 0.2
 """Seconds for a goodbye to leave this machine before it sleeps."""
-CHANGE_GAP = 0.2
+MIN_REPORT_GAP_SECONDS = 0.2
 """Minimum seconds between two reports that are sent because of a change."""
 MAX_LINE_BYTES = 1024 * 1024
 """Maximum bytes of a partial first line of a log that are skipped."""
-ANSWER_PIECE = 32 * 1024
-FIND_SECONDS = 3.0
+ANSWER_CHUNK_BYTES = 32 * 1024
+FIND_TIMEOUT_SECONDS = 3.0
 """Timeout in seconds of a Bonjour search for a coordinator whose address changed."""
-OUTGROWN_SECONDS = 30.0
+SUPERSEDED_ADDRESS_SECONDS = 30.0
 """Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
 """Denial reason of a coordinator that learned from our Hello that it is superseded."""
@@ -161,21 +170,21 @@ class Agent:
 
     async def run(self) -> None:
         """Stay connected until `stop`. Raises Expelled when the coordinator denies the node for good."""
-        wait = BACK_OFF[0]
+        wait = DIAL_DELAYS_SECONDS[0]
         while not self._stopped.is_set():
             link = await self._connect_unless_stopped()
             if link is not None:
-                wait = BACK_OFF[0]
+                wait = DIAL_DELAYS_SECONDS[0]
                 await self._until_lost(link)
             if self._expelled is not None:
                 raise Expelled(self._expelled)
             if not self._awake.is_set():
                 await self._slumber()
-                wait = BACK_OFF[0]
+                wait = DIAL_DELAYS_SECONDS[0]
                 continue
             if not self._stopped.is_set():
                 await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
-                wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
+                wait, self._retry_after = min(wait * 2, DIAL_DELAYS_SECONDS[1]), 0.0
 
     async def _connect_unless_stopped(self) -> CoordinatorLink | None:
         """Connect, or return None at `stop`. An unreachable coordinator does not delay `stop`."""
@@ -190,10 +199,10 @@ class Agent:
             await asyncio.gather(connecting, stopped, return_exceptions=True)
 
     async def _slumber(self) -> None:
-        """Wait without dialing until the machine wakes, `stop`, or `SLUMBER_SECONDS` awake."""
+        """Wait without dialing until the machine wakes, `stop`, or `NO_WAKE_DIAL_SECONDS` awake."""
         stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
         try:
-            await asyncio.wait({stopped, awake}, timeout=SLUMBER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopped, awake}, timeout=NO_WAKE_DIAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._awake.set()
             for one in (stopped, awake):
@@ -215,10 +224,10 @@ class Agent:
 
     async def _connect(self, *, takeover: bool) -> CoordinatorLink | None:
         now = asyncio.get_running_loop().time()
-        besides = {address for address, at in self._outgrown.items() if now - at < OUTGROWN_SECONDS}
+        besides = {address for address, at in self._outgrown.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)
         for address in (last, None):
-            where = address or await discovery.locate(self._identity, FIND_SECONDS, besides=besides)
+            where = address or await discovery.locate(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
             if where is None or self._stopped.is_set():
                 return None
             try:
@@ -255,11 +264,11 @@ class Agent:
         loop = asyncio.get_running_loop()
         while link.open and not self._stopped.is_set():
             silent = loop.time() - link.heard_at
-            if silent >= SILENCE:
+            if silent >= SILENCE_TIMEOUT_SECONDS:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
                 return
             self._woken.clear()
-            await self._sleep(SILENCE - silent)
+            await self._sleep(SILENCE_TIMEOUT_SECONDS - silent)
             link = self._link or link
             self._renew_if_due()
 
@@ -349,7 +358,7 @@ class Agent:
 
     def _obey(self, order: PauseNode) -> None:
         if self.sharer is not None:
-            self.sharer.obey(order)
+            self.sharer.apply_order(order)
             self.report()
 
     def _lend(self, frame: LeaseRequest | LeaseRelease | AllowVideo) -> None:
@@ -368,7 +377,7 @@ class Agent:
         if welcome.generation < self._identity.generation:
             self._outgrow(link)
             return
-        self._identity = follow(self._identity, welcome.generation, welcome.seal)
+        self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
         older, self._link = self._link, link
         for address in reversed((link.address, *welcome.addresses)):
             self._identity = remember(self._identity, address)
@@ -379,7 +388,7 @@ class Agent:
         self.welcomed.set()
         self.report()
         if self.lender is not None:
-            self.lender.linked()
+            self.lender.resend_ends()
         self._tell_ready()
 
     def _retire(self, link: CoordinatorLink) -> None:
@@ -390,7 +399,7 @@ class Agent:
         """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._outgrown[link.address] = asyncio.get_running_loop().time()
-        self._identity = outgrow(self._identity, link.address)
+        self._identity = forget_address(self._identity, link.address)
         link.close()
         self._woken.set()
 
@@ -418,7 +427,7 @@ class Agent:
         for link in tuple(self._links):
             if request in link.requests:
                 if kind is Admitted:
-                    link.accompany(encoded)
+                    link.send_with_next(encoded)
                     continue
                 link.forward(encoded)
                 if kind in (Finished, Refusal, Failed):
@@ -443,15 +452,15 @@ class Agent:
         if self._draining:
             self._woken.set()
         if self._paused and self.sharer is not None:
-            self.sharer.wake()
+            self.sharer.update_now()
 
-    def changed(self) -> None:
+    def schedule_report(self) -> None:
         """Schedule a report when a request began or ended, or when the engine's state changed.
 
         Generated tokens cause no report.
         """
         if self.poll is not None:
-            self.poll.changed()
+            self.poll.poll_sooner()
         if self.lender is not None:
             self.lender.engine_changed()
         self._tell_ready()
@@ -461,7 +470,7 @@ class Agent:
         """Schedule a report when a lease, an environment, a package or Ray changed."""
         self._report_soon()
 
-    def tell(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame) -> None:
         """Send a frame to the coordinator. Without a link the frame is discarded, and the next report carries the
         state."""
         if self._link is not None:
@@ -470,7 +479,7 @@ class Agent:
     def _report_soon(self) -> None:
         if self._link is not None and self._told != self._tellable():
             now = asyncio.get_running_loop().time()
-            self._next_report.sooner(max(now, self._reported_at + CHANGE_GAP))
+            self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
     def _tellable(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
@@ -482,7 +491,7 @@ class Agent:
         level = self.poll.state.level if self.poll else 0
         acked = snapshot.acked_seq if snapshot else 0
         video = self._video()
-        told = self.lender.tellable() if self.lender is not None else ()
+        told = self.lender.report_key() if self.lender is not None else ()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
         return (state.state, state.running, state.waiting, ceiling, standing, acked, level, told, offered)
 
@@ -527,7 +536,7 @@ class Agent:
                     self.poll.system() if self.poll else SystemMemory(),
                     self.poll.enforcement() if self.poll else Enforcement(),
                     self._video(),
-                    self.sharer.told() if self.sharer is not None else Sharing(),
+                    self.sharer.to_report() if self.sharer is not None else Sharing(),
                 )
             )
         )
@@ -596,7 +605,7 @@ class Agent:
         self.on_sharing("" if standing.shared else standing.why)
         self.report()
 
-    def holds(self) -> Occupancy:
+    def occupancy(self) -> Occupancy:
         """Return the open requests, whether memory is leased, and whether the engine rests."""
         return Occupancy(
             sum(len(link.requests) for link in self._links),
@@ -604,7 +613,7 @@ class Agent:
             self.supervisor is not None and self.supervisor.resting,
         )
 
-    def act(self, act: SharingAction, standing: SharingState) -> None:
+    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
         """Execute one step of releasing memory, or accept work again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
@@ -615,7 +624,7 @@ class Agent:
             case SharingAction.END_LEASE:
                 pass
             case SharingAction.REST:
-                self.supervisor.rest()
+                self.supervisor.release_memory()
             case SharingAction.WAKE:
                 self.supervisor.wake()
 
@@ -632,11 +641,11 @@ class Agent:
 
     def _answer(self, link: CoordinatorLink, ask: FetchRequest) -> None:
         if ask.what == "logs":
-            link.later(pieces(ask, self._log_file, lines=True))
+            link.send_background(pieces(ask, self._log_file, lines=True))
         elif ask.what == "metrics":
             link.send(FetchChunk(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
-            link.later(pieces(ask, made))
+            link.send_background(pieces(ask, made))
         else:
             link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
 
@@ -718,7 +727,7 @@ def pieces(ask: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[Fe
             start = 0 if start > size else start  # the log was rotated since the last request
             end = min(size, start + ask.limit)
             file.seek(start)
-            while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
+            while start < end and (piece := file.read(min(ANSWER_CHUNK_BYTES, end - start))):
                 start += len(piece)
                 yield FetchChunk(ask.ask, piece)
         yield FetchChunk(ask.ask, b"", last=True, next=start if start < size else 0, end=start)

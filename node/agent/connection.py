@@ -8,7 +8,7 @@ from typing import cast
 from node.agent.identity import proves_coordinator
 from wire.link.endpoint import LinkEndpoint
 
-DIAL_SECONDS = 5.0
+DIAL_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the TCP connection, and again of the TLS handshake."""
 
 
@@ -65,14 +65,14 @@ async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Coordin
     Raises OSError, ssl.SSLError, TimeoutError or NotTheCoordinator.
     """
     host, _, port = address.rpartition(":")
-    async with asyncio.timeout(2 * DIAL_SECONDS):
+    async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
         _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: cast("asyncio.Protocol", make()),
             host.strip("[]"),
             int(port),
             ssl=context,
             server_hostname="",
-            ssl_handshake_timeout=DIAL_SECONDS,
+            ssl_handshake_timeout=DIAL_TIMEOUT_SECONDS,
         )
     link = cast("CoordinatorLink", protocol)
     link.verify()

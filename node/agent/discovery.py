@@ -27,17 +27,17 @@ from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
 
-RESOLVE_WITHIN = 3000
+RESOLVE_TIMEOUT_MS = 3000
 """Timeout in milliseconds of the resolution of one record."""
-SETTLE = 1.5
+SETTLE_SECONDS = 1.5
 """Seconds to wait for more records after the first.
 
 Two clusters on one LAN must both be found. A false announcement of our cluster's id must not hide the coordinator that
 can prove the id. A responder sends a record at most once a second (RFC 6762, section 6). The answer of a responder that
 has just announced itself therefore comes a second later.
 """
-MOST_FOUND = 64
-STAGGER = 1.0
+MAX_RECORDS = 64
+STAGGER_SECONDS = 1.0
 """Seconds after which the next address is tried in parallel with those that have not answered."""
 
 
@@ -109,7 +109,7 @@ class _Search:
         """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
         if state_change is ServiceStateChange.Removed:
             self.found.pop(name, None)
-        elif len(self._tasks) < MOST_FOUND:
+        elif len(self._tasks) < MAX_RECORDS:
             task = asyncio.create_task(self._resolve(service_type, name))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -119,7 +119,7 @@ class _Search:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()
-                await asyncio.sleep(SETTLE)
+                await asyncio.sleep(SETTLE_SECONDS)
 
     def stop(self) -> None:
         """Cancel pending resolutions."""
@@ -129,7 +129,7 @@ class _Search:
     async def _resolve(self, service_type: str, name: str) -> None:
         with contextlib.suppress(OSError, Error, ValueError):
             record = AsyncServiceInfo(service_type, name)
-            if await record.async_request(self._zeroconf, RESOLVE_WITHIN):
+            if await record.async_request(self._zeroconf, RESOLVE_TIMEOUT_MS):
                 self._keep(name, record)
 
     def _keep(self, name: str, record: AsyncServiceInfo) -> None:
@@ -137,7 +137,7 @@ class _Search:
         if advert is None or advert.role != self._role or (self._hint and advert.cluster != self._hint):
             return
         ips = tuple(dict.fromkeys(record.parsed_scoped_addresses()))
-        if not ips or not record.port or len(self.found) >= MOST_FOUND:
+        if not ips or not record.port or len(self.found) >= MAX_RECORDS:
             return
         self.found[name] = DiscoveredService(
             shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
@@ -180,7 +180,7 @@ def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
 
 
 async def first_proven(
-    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER
+    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER_SECONDS
 ) -> str | None:
     """Try addresses in parallel and return the first that is proven, None when all fail.
 

@@ -53,7 +53,7 @@ __all__ = [
     "NodeIdentity",
     "PinMismatch",
     "client_context",
-    "enrol",
+    "enroll",
     "install",
     "load_identity",
     "machine_id",
@@ -65,10 +65,10 @@ __all__ = [
     "remember",
 ]
 
-USUAL_PORT = 8081
-PATIENCE = 10.0
+DEFAULT_PORT = 8081
+ANSWER_TIMEOUT_SECONDS = 10.0
 """Timeout in seconds of the connection, and of an answer that needs no person."""
-LONGEST = 16 * KIB
+MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
 _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
@@ -102,13 +102,13 @@ class EnrollDenied(EnrollError):
 def parse_address(text: str) -> tuple[str, int]:
     """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Raises EnrolError with the accepted form."""
     match = _ADDRESS.fullmatch(text.strip())
-    port = int(match[3] or USUAL_PORT) if match else 0
+    port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
         raise EnrollError(f"{text!r} is not an address: write host:port, as the coordinator printed it")
     return match[1] or match[2], port
 
 
-async def enrol(
+async def enroll(
     url: str,
     token: JoinToken | None,
     *,
@@ -175,7 +175,7 @@ async def _with_code(
     await line.send(replace(asked, opening=nonce))
     pending = await line.receive(EnrollPending)
     on_code(short_code(authority.ca, asked.csr, nonce, authority.nonce), pending.seconds)
-    return await line.receive(Enrolled, pending.seconds + PATIENCE)
+    return await line.receive(Enrolled, pending.seconds + ANSWER_TIMEOUT_SECONDS)
 
 
 async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
@@ -205,7 +205,7 @@ class _EnrollConnection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._splitter = Splitter(LONGEST, LONGEST)
+        self._splitter = Splitter(MAX_ANSWER_BYTES, MAX_ANSWER_BYTES)
         self._frames: list[Frame] = []
         self.tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
 
@@ -213,11 +213,11 @@ class _EnrollConnection:
         self._writer.write(encode(frame))
         await self._writer.drain()
 
-    async def receive(self, kind: type[F], seconds: float = PATIENCE) -> F:
+    async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
         """Return the next frame, which must be of this kind. Raises EnrolDenied when it is the coordinator's denial."""
         async with asyncio.timeout(seconds):
             while not self._frames:
-                data = await self._reader.read(LONGEST)
+                data = await self._reader.read(MAX_ANSWER_BYTES)
                 if not data:
                     raise CoordinatorUnreachable("the coordinator closed the connection without an answer")
                 self._frames += [decode(tag, body) for tag, body in self._splitter.feed(data)]
@@ -234,7 +234,7 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
     where = _written(host, port)
     writer: asyncio.StreamWriter | None = None
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
         yield _EnrollConnection(reader, writer)
     except ssl.SSLError as error:

@@ -26,7 +26,7 @@ from host.private_files import private_folder, write_private
 from wire.certificate import read_certificate
 from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
-MOST_ADDRESSES = 16
+MAX_ADDRESSES = 16
 """Maximum number of coordinator addresses that are stored."""
 
 
@@ -170,13 +170,13 @@ def forget(folder: Path) -> None:
 def remember(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Store an address at which the coordinator proved itself, the latest first."""
     others = [other for other in identity.addresses if other != address]
-    after = replace(identity, addresses=(address, *others)[:MOST_ADDRESSES])
+    after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
         _keep(after)
     return after
 
 
-def outgrow(identity: NodeIdentity, address: str) -> NodeIdentity:
+def forget_address(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Remove the address of a superseded coordinator."""
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
@@ -184,7 +184,7 @@ def outgrow(identity: NodeIdentity, address: str) -> NodeIdentity:
     return after
 
 
-def follow(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
+def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
     """Store the generation of a proven coordinator if it is higher than the stored one."""
     if generation <= identity.generation:
         return identity

@@ -17,7 +17,7 @@ from wire.identity import JoinToken
 
 DENIED = frozenset({"removed", "cloned", "identity"})
 """Reasons for which a coordinator denies an identity for good."""
-LEAVE_SECONDS = 30.0
+LEAVE_TIMEOUT_SECONDS = 30.0
 """Timeout in seconds of the goodbye to the coordinator when a node leaves."""
 
 log = structlog.get_logger("node.agent.rejoin")

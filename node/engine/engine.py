@@ -25,16 +25,16 @@ from node.engine.memory.footprint import (
     MetalMemory,
     WiredLimit,
     clear_pool,
-    give_back,
     limit_pool,
     open_metal,
+    release_free_memory,
 )
 from node.engine.memory.gate import GateSite, MemoryGate
-from node.engine.memory.gated_forward import LOAD_SPEED, GatedForwards
+from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
 from node.engine.memory.reserve import EmergencyReserve
 from node.engine.memory.wired_limit import WireMode
 from node.engine.models.load_times import LoadTimes
-from node.engine.models.loaded_model import TICK, LoadedModel, LoadStep, load
+from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS, LoadedModel, LoadStep, load
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.models.model_manager import FilesChangedError, LoadSucceeded, ModelManager, Outcome
 from node.engine.models.profile import MemoryProfileStore
@@ -64,7 +64,7 @@ from wire.capacity.arithmetic import (
     request_transient,
     row_bytes,
     shed,
-    waste_under,
+    waste_bytes,
 )
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
@@ -89,14 +89,14 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware, Memory, MemoryLevel, Model, TransientModel
 from wire.units import show_size
 
-WAY_SECONDS = 1.0
+PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
-REMEMBERED = 1024
+MAX_CANCELLED_REMEMBERED = 1024
 """Number of cancelled requests that are remembered until their `Generate` arrives."""
-MOST_BROKEN = 10
+MAX_VIOLATIONS_LOGGED = 10
 """Violations of the invariants in one line of the log."""
-LOAD_EXPECTED = 10.0
+LOAD_STEP_EXPECTED_SECONDS = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
 log = structlog.get_logger("engine.text")
@@ -149,7 +149,7 @@ class TextEngine:
             self._ask,
             ForwardPeak(self.forwards.height, self.footprint.sensor),
             self._longest,
-            self.gate.narrowed,
+            self.gate.narrowed_bytes,
             chunk=self._settings.chunk,
             batch=self._settings.batch,
             context=self._settings.context,
@@ -180,7 +180,7 @@ class TextEngine:
             lambda: self.shelf.residents,
             self.shelf.loading,
             self._alone,
-            self.generation.still,
+            self.generation.synchronize,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )
         self.canary = EmergencyReserve(settings.memory.canary, self._memory)
@@ -196,7 +196,7 @@ class TextEngine:
             if found is None:
                 log.error("preload", model=name, cause="no such model in the folders")
             else:
-                self.shelf.ask(found)
+                self.shelf.request_load(found)
 
     # for the threads
 
@@ -208,23 +208,23 @@ class TextEngine:
                 return self._read(frame).work
             return UntokenizedPrompt(frame, self.door.need(frame), partial(self._read, frame))
         if isinstance(frame, LoadModel | ProfileModel):
-            self.library.look(frame.model)
+            self.library.find_fresh(frame.model)
         if isinstance(frame, Ping):
             return frame if self.library.refresh() else None
         return frame
 
-    def call(self) -> NativeCall | None:
+    def running_call(self) -> NativeCall | None:
         """Return the running native call."""
         return self.forwards.call
 
-    def take(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
+    def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         match work:
             case UntokenizedPrompt():
                 return self._weigh(work)
             case TokenizeResult():
                 self._put_by(work.request)
-                return self.take(work.work, now)
+                return self.handle(work.work, now)
             case PreparedRequest():
                 return self._generate(work, now)
             case Cancel():
@@ -251,39 +251,45 @@ class TextEngine:
                 pass
         return []
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step; now while there is work. Otherwise it is the next retry for memory, fall of
         the recent height, unload of an unused model, or memory check."""
-        works = self.generation.due(now)
+        works = self.generation.next_step_at(now)
         if (works is not None and works <= now) or self.shelf.ended:
             return now
-        if self._may_load() or (self.sweeps.busy and self.gate.closed() is None):
+        if self._may_load() or (self.sweeps.busy and self.gate.not_ready_refusal() is None):
             return now
         shelf, footprint = self.shelf, self.footprint
-        times = works, footprint.falls_at(now), shelf.leaves_at(), shelf.looks_at, self.canary.due()
+        times = (
+            works,
+            footprint.peak_expires_at(now),
+            shelf.idle_unload_at(),
+            shelf.looks_at,
+            self.canary.next_check_at(),
+        )
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
         """Decode, load a piece of a model, prefill one chunk. The frames of each part are yielded before the next part
         starts: no token waits for a chunk."""
         self.generation.decode()
-        yield from self.generation.said()
+        yield from self.generation.drain_output()
         if self._may_load():
             self._tick()
         yield from self._ended_loads()
         self.generation.prefill()
-        yield from self.generation.said()
+        yield from self.generation.drain_output()
         yield from self._ended_loads()
         if self.sweeps.busy:
             yield from self.sweeps.step()
-        self.shelf.leave(now)
+        self.shelf.unload_idle(now)
         if (looks_at := self.shelf.looks_at) is not None and looks_at <= now:
             self._look_back()
-        if self.generation.due(now) is None:
+        if self.generation.next_step_at(now) is None:
             if broken := self.generation.check():
-                log.error("bookkeeping", broken=broken[:MOST_BROKEN], count=len(broken))
+                log.error("bookkeeping", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
             clear_pool()
-            self.canary.tend(now)
+            self.canary.maintain(now)
 
     def report(self, now: float) -> EngineReport:
         """Return the report."""
@@ -320,7 +326,7 @@ class TextEngine:
     def close(self) -> None:
         """Wait for work on the device; release rows, cached prefixes, models and free buffers."""
         try:
-            self.generation.still()
+            self.generation.synchronize()
         finally:
             self.generation.close()
             self.shelf.close()
@@ -330,10 +336,10 @@ class TextEngine:
         return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
 
     def _look_back(self) -> None:
-        give_back()
+        release_free_memory()
         memory, returns = self._memory(), self.shelf.returns
         weights = returns.weights
-        if missing := returns.look(memory.phys, memory.base):
+        if missing := returns.check(memory.phys, memory.base):
             log.warning(
                 "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
             )
@@ -342,13 +348,13 @@ class TextEngine:
         """Apply new limits. The wired limit does not depend on them."""
         self.gate.hold(limits)
         self.canary.hold(limits.cap)
-        self.shelf.give_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
-        self.reuse.relieve(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.shelf.release_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.reuse.evict_until(lambda: level(self._memory()) <= MemoryLevel.OK)
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
             for resident in self.shelf.residents.values():
-                resident.bound_waste(waste_under(limits.cap))
+                resident.bound_waste(waste_bytes(limits.cap))
 
     def _enforce(self, order: ReduceMemory) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
@@ -356,20 +362,20 @@ class TextEngine:
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
             # A past height in the recent readings is no reason to free memory.
-            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
+            self.shelf.reclaim(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(self._memory())
 
         def enough() -> bool:
             return before - excess(self._memory()) >= order.excess
 
-        self.shelf.relieve(enough)
+        self.shelf.reclaim(enough)
         if not enough():
-            self.shelf.give_up(shed(self._memory(), order.excess))
+            self.shelf.abort_load(shed(self._memory(), order.excess))
         if not enough():
-            self.generation.shed(shed(self._memory(), order.excess))
+            self.generation.evict_newest(shed(self._memory(), order.excess))
             self.footprint.forget()
-        return [*self._ended_loads(), *self.generation.said()]
+        return [*self._ended_loads(), *self.generation.drain_output()]
 
     # requests
 
@@ -387,14 +393,14 @@ class TextEngine:
             return []
         if self.generation.holds(number) or number in self._pending or number in self._unread:
             return []
-        refused = self.gate.closed() or too_long(unread.frame, unread.need, self._memory())
+        refused = self.gate.not_ready_refusal() or too_long(unread.frame, unread.need, self._memory())
         if refused is not None:
             return [Refusal(number, refused)]
         resident = self.shelf.residents.get(unread.frame.model)
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
-        refused = self.forwards.ask(GateSite.PREFLIGHT, unread.need) if unread.need else None
+        refused = self.forwards.check(GateSite.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
@@ -415,7 +421,7 @@ class TextEngine:
             return []
         if self.generation.holds(request.request) or request.request in self._pending:
             return []
-        refused = self.gate.closed() or prepared.refused or self._unlike(request)
+        refused = self.gate.not_ready_refusal() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
         resident = self.shelf.residents.get(request.model)
@@ -441,7 +447,7 @@ class TextEngine:
             return [Refusal(request.request, Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
         cause = self._cause(found, now)
-        refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
+        refused = preflight.never_fits(request, shape, self._model(found, now), self._settings.batch)
         if cause:
             refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         if refused is None:
@@ -449,7 +455,7 @@ class TextEngine:
         if refused is not None:
             return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
-        self.shelf.ask(found)
+        self.shelf.request_load(found)
         return []
 
     def _shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
@@ -468,7 +474,7 @@ class TextEngine:
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
         sequence = self._sequence(resident, prepared, shape, arrived)
-        writing = list(sequence.writing())
+        writing = list(sequence.active_rows())
         if not writing:  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = sequence.joined = now
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
@@ -478,7 +484,7 @@ class TextEngine:
         for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
             row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
-        resident.measured_text(text, len(prepared.ids))
+        resident.record_text(text, len(prepared.ids))
         self.generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
@@ -501,7 +507,7 @@ class TextEngine:
     ) -> Refused | None:
         """Return the refusal of a request that no state of the memory would allow; None if one might."""
         model = self._model(resident.found, now)
-        refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
+        refused = preflight.never_fits(prepared.request, shape, model, self._settings.batch)
         if refused is not None:
             return refused
         request = prepared.request
@@ -521,7 +527,7 @@ class TextEngine:
         held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
-        wanted = cost + self.generation.wanted(key)
+        wanted = cost + self.generation.required_bytes(key)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
         if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
@@ -534,7 +540,7 @@ class TextEngine:
         room = self._offered(now, owner.name).headroom
         if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
             return False
-        self._way_at = now + WAY_SECONDS
+        self._way_at = now + PREEMPTION_INTERVAL_SECONDS
         self._released()
         return True
 
@@ -543,7 +549,7 @@ class TextEngine:
         if known or self.generation.cancel(number):
             return
         self._cancelled[number] = None
-        while len(self._cancelled) > REMEMBERED:
+        while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
 
     # loading
@@ -561,7 +567,7 @@ class TextEngine:
         refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]
-        self.sweeps.ask(order.request, order.model)
+        self.sweeps.request_sweep(order.request, order.model)
         return []
 
     def _ordered(self, name: str, now: float) -> Refused | None:
@@ -569,18 +575,18 @@ class TextEngine:
         found = self.library.find(name)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
-        self.shelf.forgive(name)
+        self.shelf.clear_failure(name)
         cause = self._cause(found, now)
         if cause:
             return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
-        self.shelf.ask(found)
+        self.shelf.request_load(found)
         return None
 
     def _unload(self, order: UnloadModel) -> list[Frame]:
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
         )
-        if self.shelf.loading(order.model) and self.shelf.give_up(cancelled, order.model):
+        if self.shelf.loading(order.model) and self.shelf.abort_load(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
         resident = self.shelf.residents.get(order.model)
         if resident is None:
@@ -593,14 +599,14 @@ class TextEngine:
         return [Finished(order.request, (), 0, 0)]
 
     def _may_load(self) -> bool:
-        return self.shelf.busy and self.gate.closed() is None
+        return self.shelf.busy and self.gate.not_ready_refusal() is None
 
     def _restore(self, restore: RestoreModels, now: float) -> None:
         self.shelf.ban(restore.bans, now)
         for name in restore.models:
             found = self.library.find(name)
             if found is not None and not self._cause(found, now):
-                self.shelf.ask(found)
+                self.shelf.request_load(found)
 
     def _waited_for(self, model: str) -> bool:
         """Return whether a request waits for this model."""
@@ -611,13 +617,18 @@ class TextEngine:
         return self.shelf.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
-        return self.shelf.give_up(why)
+        return self.shelf.abort_load(why)
 
     def _tick(self) -> None:
         name = self.shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
-        self.generation.still()
-        with self.forwards.native(NativeCallKind.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
+        self.generation.synchronize()
+        with self.forwards.native(
+            NativeCallKind.LOAD,
+            name,
+            first,
+            LOAD_STEP_EXPECTED_SECONDS + BYTES_BETWEEN_STEPS / MIN_LOAD_BYTES_PER_SECOND,
+        ):
             self.shelf.tick()
 
     def _ended_loads(self) -> list[Frame]:
@@ -629,7 +640,7 @@ class TextEngine:
         """Admit the requests that waited for a load, or refuse them with the reason of its failure."""
         self._rewire()
         if isinstance(outcome, LoadSucceeded):
-            outcome.resident.bound_waste(waste_under(self._cap))
+            outcome.resident.bound_waste(waste_bytes(self._cap))
         name = outcome.resident.name if isinstance(outcome, LoadSucceeded) else outcome.model
         if not isinstance(outcome, LoadSucceeded):
             self.sweeps.failed(name, outcome.refused)
@@ -658,7 +669,7 @@ class TextEngine:
 
     def _offered(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
-        memory, wanted = self.forwards.memory(now), self.generation.wanted(key)
+        memory, wanted = self.forwards.memory(now), self.generation.required_bytes(key)
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
@@ -674,11 +685,11 @@ class TextEngine:
 
     def _rewire(self) -> None:
         """Set the wired limit for the weights in memory."""
-        self._wiring.follow(self._coming + sum(one.weights for one in self.shelf.residents.values()))
+        self._wiring.apply(self._coming + sum(one.weights for one in self.shelf.residents.values()))
 
     def _held(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, rows and cached prefixes."""
-        rows = sum(one.weights + one.ledger.written() for one in self.shelf.residents.values())
+        rows = sum(one.weights + one.ledger.written_bytes() for one in self.shelf.residents.values())
         return rows + self.shelf.read + self.reuse.nbytes
 
     def _weights(self, model: str) -> int:
@@ -688,7 +699,7 @@ class TextEngine:
     def _reserved(self) -> int:
         """Return the committed bytes: rows, weights still to load, rows that wait for them, and prompts in
         tokenization."""
-        reserved = self.shelf.left + sum(one.ledger.reserved() for one in self.shelf.residents.values())
+        reserved = self.shelf.left + sum(one.ledger.reserved_bytes() for one in self.shelf.residents.values())
         reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
             found = self.library.find(prepared.request.model)
@@ -713,14 +724,14 @@ class TextEngine:
                 kv_fixed=found.kv.fixed,
                 kv_window=found.kv.window,
                 kv_window_per_token=found.kv.window_per_token,
-                kv_waste=waste_under(self._cap),
+                kv_waste=waste_bytes(self._cap),
                 loading=self.shelf.loading(found.name),
                 cause=self._cause(found, now),
                 progress=self.shelf.progress(found.name),
                 pinned=found.name in self.shelf.pinned,
                 **self._transients(found.forward),
             )
-        kv, rested = resident.kv, resident.rested(now)
+        kv, rested = resident.kv, resident.idle_seconds(now)
         return Model(
             found.name,
             found.fingerprint,
@@ -740,7 +751,7 @@ class TextEngine:
             kv_window_per_token=kv.window_per_token,
             kv_waste=kv.waste,
             covered_rows=resident.estimator.rows,
-            uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
+            uncovered=self.gate.narrowed_bytes() if resident.estimator.rows else 0,
             pinned=found.name in self.shelf.pinned,
             **self._transients(resident.estimator.transient),
         )
@@ -784,7 +795,7 @@ class TextEngine:
                         raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
                     yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
                     probe = time.monotonic() - warm if first else 0.0
-                    self.times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                    self.times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
         finally:
             self._coming = 0

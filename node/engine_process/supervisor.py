@@ -10,9 +10,9 @@ models.
 A child whose models are all unloaded, but whose memory was not returned, is recycled: ended while idle and replaced at
 once. A recycled child counts as no death: it delays no restart and blames no model.
 
-While the engine rests (`rest`), its owner wants the memory. A child that has loaded any model is recycled. No child
-then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded models
-again.
+While the engine rests (`release_memory`), its owner wants the memory. A child that has loaded any model is recycled. No
+child then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded
+models again.
 
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
@@ -59,7 +59,7 @@ from node.memory.reading import HighWaterMarks, MemoryReading
 from node.memory.sensor import Sensor, open_sensor
 from node.memory.wired import WiredLeaks, WiredReadings
 from node.settings import NodeSettings
-from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode, head_of
+from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode, head_of
 from wire.frames import (
     TAGS,
     Admitted,
@@ -91,20 +91,20 @@ CRASHED = "engine_crashed"
 LOST = "engine_lost"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
-MOST_UNSENT = 64 * MIB
+MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
 
-BURIED = 2.0
+EXIT_AFTER_CLOSE_SECONDS = 2.0
 """Seconds that a process may live after its socket has closed."""
 
-MOST_LEAKS = 2
+MAX_WIRED_LEAKS = 2
 """Number of ends that leaked wired memory, after which no engine is started.
 
 Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
 minutes apart.
 """
 
-MOST_TOLD = 20
+MAX_REQUESTS_LOGGED = 20
 """Maximum number of requests named in one log line."""
 
 log = structlog.get_logger("supervise")
@@ -127,7 +127,7 @@ class SupervisorTimeouts:
     turn_factor: float = 5.0
     silence: float = 30.0
     leave: float = 6.0
-    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.LEAVE_SECONDS`)."""
+    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.EXIT_TIMEOUT_SECONDS`)."""
     over: float = 1.0
     """Each of the two waits over the cap, the call in flight included."""
     stopping: float = 15.0
@@ -141,7 +141,7 @@ class SupervisorTimeouts:
         """Return the delay in seconds before the next start, after `deaths` deaths in a row."""
         return min(self.longest, self.first * 2.0 ** min(deaths - 1, 32))
 
-    def hung(self, busy: float, expected: float) -> bool:
+    def is_hung(self, busy: float, expected: float) -> bool:
         """Return whether a turn that has lasted `busy` seconds, of `expected`, counts as hung."""
         return busy > self._longest(expected)
 
@@ -188,7 +188,7 @@ class EngineChild(asyncio.Protocol):
     on_fault: Callable[[str], None]
     page: int
     wired: WiredReadings
-    splitter: Splitter = field(default_factory=lambda: Splitter(longest=LONGEST_JOINED))
+    splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     transport: asyncio.Transport | None = None
     ready: bool = False
@@ -253,7 +253,7 @@ class EngineChild(asyncio.Protocol):
             self.transport.write_eof()
         self.asked = True
 
-    async def gone(self, seconds: float) -> bool:
+    async def wait_exit(self, seconds: float) -> bool:
         """Wait at most `seconds` for the process to end. Returns whether it has ended."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
@@ -422,7 +422,7 @@ class Supervisor:
         `on_frame`."""
         child = self._child
         if kind in _BEGINS:
-            if child is None or not child.ready or child.unsent() > MOST_UNSENT:
+            if child is None or not child.ready or child.unsent() > MAX_UNSENT_BYTES:
                 self._say(Refusal(request, self._not_ready()), request)
                 return
             self._live.add(request)
@@ -471,7 +471,7 @@ class Supervisor:
         """Whether the engine was asked to hold no memory."""
         return self._resting
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Release all of the engine's memory, and load no model until `wake`. Running requests are lost."""
         self._resting = True
         child = self._child
@@ -522,7 +522,7 @@ class Supervisor:
         After too many leaks, wait until the readings disprove the leaks, or until stopped.
         """
         deadline = time.monotonic() + self._patience.settle
-        while wired.missing(after := self._wired()) and time.monotonic() < deadline:
+        while wired.leaked_bytes(after := self._wired()) and time.monotonic() < deadline:
             if await self._stopped_within(self._patience.look):
                 return
         if missing := self._leaks.add(wired, after):
@@ -530,10 +530,10 @@ class Supervisor:
                 "wired memory lost", missing=show_size(missing), leaks=self._leaks.count, warning=self._leaks.warning()
             )
             self._on_change()
-        if self._leaks.count >= MOST_LEAKS:
+        if self._leaks.count >= MAX_WIRED_LEAKS:
             self._become("failed", f"it is not started again: {self._leaks.warning()}")
-        while self._leaks.count >= MOST_LEAKS and not await self._stopped_within(self._patience.ping_idle):
-            self._leaks.look(self._wired())
+        while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._patience.ping_idle):
+            self._leaks.update(self._wired())
 
     async def _stopped_within(self, seconds: float) -> bool:
         """Wait `seconds`, or until stopped. Returns whether the supervisor was stopped."""
@@ -576,7 +576,7 @@ class Supervisor:
         if last is None or self._stopping.is_set():
             return ""
         text = f"; it was in the {last.doing.name.lower()} of {last.model}"
-        if self._quarantine.died(last.model, time.monotonic()):
+        if self._quarantine.record_crash(last.model, time.monotonic()):
             text += ", for the second time: the model is kept out for 10 minutes"
         return text
 
@@ -674,7 +674,7 @@ class Supervisor:
 
     async def _bury(self, child: EngineChild) -> None:
         """Wait for the end of a process whose socket is closed."""
-        if not await child.gone(BURIED):
+        if not await child.wait_exit(EXIT_AFTER_CLOSE_SECONDS):
             self._let_go(child, "it closed its socket and went on", ExitTimeouts(0.0, self._patience.leave))
             await child.process.wait()
 
@@ -685,7 +685,7 @@ class Supervisor:
             now = time.monotonic()
             self._log.bound()
             child.wired.last = self._wired()
-            self._leaks.look(child.wired.last)
+            self._leaks.update(child.wired.last)
             if child.pinged is not None and now - child.pinged > patience.silence:
                 self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
                 return
@@ -739,7 +739,7 @@ class Supervisor:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged, child.pong, child.ponged = None, frame, time.monotonic()
-            if not child.asked and self._patience.hung(frame.busy, frame.expected):
+            if not child.asked and self._patience.is_hung(frame.busy, frame.expected):
                 self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
 
     def _spent(self, child: EngineChild, report: EngineReport) -> bool:
@@ -784,7 +784,7 @@ class Supervisor:
         live, self._live = self._live, set()
         guilty = last.request if last is not None and last.doing is not NativeCallKind.DECODE else 0
         if live:
-            log.warning("requests lost", requests=sorted(live)[:MOST_TOLD], count=len(live), guilty=guilty)
+            log.warning("requests lost", requests=sorted(live)[:MAX_REQUESTS_LOGGED], count=len(live), guilty=guilty)
         for request in sorted(live):
             code = STOPPED if self._stopping.is_set() else CRASHED if request == guilty else LOST
             self._say(Failed(request, code, cause), request)
@@ -806,11 +806,11 @@ def _weights(report: EngineReport) -> int:
 
 async def _end(child: EngineChild, waits: ExitTimeouts) -> None:
     """Wait for a child that was asked to end. On timeout send SIGTERM, then SIGKILL."""
-    if await child.gone(waits.asked):
+    if await child.wait_exit(waits.asked):
         return
     log.warning("engine terminated", pid=child.process.pid, waited=waits.asked, cause=child.blame)
     child.send_signal(signal.SIGTERM)
-    if await child.gone(waits.terminated):
+    if await child.wait_exit(waits.terminated):
         return
     log.error("engine killed", pid=child.process.pid, waited=waits.terminated, cause=child.blame)
     child.send_signal(signal.SIGKILL)

@@ -24,12 +24,12 @@ from host.settings_loader import (
     Flat,
     ResolvedSettings,
     SettingsError,
-    drifted,
-    explained,
+    changed_settings,
     faults,
     from_environment,
     from_pairs,
     from_tree,
+    setting_rows,
 )
 from node.agent.enrollment import EnrollError, parse_address
 from node.agent.identity import IdentityError, NodeIdentity, authority_context, load_identity, proves_coordinator
@@ -43,7 +43,7 @@ from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
-DIAL_SECONDS = 2.0
+DIAL_TIMEOUT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,14 +77,16 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
         told: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
     else:
         told = {"error": "", "faults": []}
-    return {**told, "settings": list(explained(resolved)), "made": resolved.value}
+    return {**told, "settings": list(setting_rows(resolved)), "made": resolved.value}
 
 
 def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
     """Return the settings of the running node, and those that differ from its file now."""
-    rows = explained(now)
+    rows = setting_rows(now)
     try:
-        later = drifted(rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS)
+        later = changed_settings(
+            rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS
+        )
     except (OSError, ValueError):
         later = []  # faults of the file are reported as faults
     return {"settings": rows, "drift": [asdict(one) for one in later]}
@@ -189,7 +191,7 @@ def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
     }
     try:
         where, began = parse_address(address), time.monotonic()
-        with socket.create_connection(where, DIAL_SECONDS) as line:
+        with socket.create_connection(where, DIAL_TIMEOUT_SECONDS) as line:
             told |= {"errno": 0, "seconds": time.monotonic() - began}
             with authority_context(known.ca).wrap_socket(line) as secure:
                 der = secure.getpeercert(binary_form=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from host.private_files import write_private
-from host.settings_loader import ResolvedSettings, explained
+from host.settings_loader import ResolvedSettings, setting_rows
 from node.settings import NodeSettings, resolve
 
 FILE = "running.json"
@@ -28,14 +28,14 @@ class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @contextmanager
-def telling(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
+def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
     """Publish the settings in a node's folder while the block runs.
 
     A write error, such as a full disk, does not stop the node: the settings are then not published.
     """
     set_here = {
         str(row["key"]): (row["value"], str(row["origin"]))
-        for row in explained(resolved)
+        for row in setting_rows(resolved)
         if row["key"] in resolved.origins
     }
     with suppress(OSError):

@@ -42,8 +42,8 @@ TIERS = {
     "aggressive": MemoryTier(6 * GIB, 0.8),
     CUSTOM: MemoryTier(0, 0.5),
 }
-SMALL_MACHINE = 24 * GIB
-SMALL_RESERVE = 4 * GIB
+SMALL_MACHINE_BYTES = 24 * GIB
+SMALL_RESERVE_BYTES = 4 * GIB
 METAL_SHARES = (
     (8 * GIB, 2 / 3),
     (16 * GIB, 0.74),
@@ -64,7 +64,7 @@ METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GI
 
 Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
 """
-WIRED_SHARE_MOST = 0.95
+MAX_WIRED_SHARE = 0.95
 """Maximum share of the RAM for a wired limit; higher limits caused a crash loop on a machine with 512 GiB."""
 
 
@@ -131,7 +131,7 @@ class Margin:
 
 def reserve(tier: str, total: int) -> int:
     """Return the bytes that an automatic cap leaves to the system, for `total` bytes of RAM."""
-    return SMALL_RESERVE if total < SMALL_MACHINE else TIERS[tier].reserve
+    return SMALL_RESERVE_BYTES if total < SMALL_MACHINE_BYTES else TIERS[tier].reserve
 
 
 def default_metal(total: int, system: str = "") -> int:
@@ -164,7 +164,7 @@ def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBou
 
 def safe_wired_limit(tier: str, total: int) -> int:
     """Return the highest wired limit in bytes that keeps the reserve of the system, for `total` bytes of RAM."""
-    return max(0, min(total - reserve(tier, total), int(total * WIRED_SHARE_MOST)))
+    return max(0, min(total - reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
 
 def resolve_cap(
@@ -246,7 +246,7 @@ def _raise_metal(command: str) -> str:
 
 
 def _sysctl(wanted: int, total: int) -> str:
-    return f"sudo sysctl iogpu.wired_limit_mb={min(wanted, int(total * WIRED_SHARE_MOST)) // MIB}"
+    return f"sudo sysctl iogpu.wired_limit_mb={min(wanted, int(total * MAX_WIRED_SHARE)) // MIB}"
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:

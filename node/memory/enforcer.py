@@ -22,17 +22,17 @@ engine may not have been read yet.
 
 from dataclasses import dataclass, replace
 
-from node.memory.reading import PERIOD
+from node.memory.reading import POLL_PERIOD_SECONDS
 from wire.capacity import arithmetic
 from wire.frames import ReduceMemory
 from wire.report import Memory, MemoryLevel
 from wire.units import show_size
 
-BUSY = 0.25
-IDLE = PERIOD
-EMPTY = 5.0
+BUSY_POLL_SECONDS = 0.25
+IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
+EMPTY_POLL_SECONDS = 5.0
 """Seconds between polls: while the engine works or is over its cap, while it is idle, and without a loaded model."""
-LATE = 2 * BUSY
+LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds after which the next poll of an engine over its cap is late."""
 
 
@@ -95,7 +95,7 @@ def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[Enforce
     level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
     if seen.engine != state.engine:
         state = replace(state, engine=seen.engine, over=0, asked=0, ended=None)
-    late = now - state.looked_at > LATE
+    late = now - state.looked_at > LATE_POLL_SECONDS
     state = replace(state, polls=state.polls + 1, level=level, looked_at=now)
     if level is MemoryLevel.UNKNOWN:
         return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, asked=0), ()
@@ -121,7 +121,7 @@ def _hard(
     if state.asked <= seen.enforced:
         order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.excess(seen.memory))
         return replace(state, asked=state.polls, asked_at=now), (SendOrder(order),)
-    if late or now - state.asked_at < PERIOD or now < seen.call_until:
+    if late or now - state.asked_at < POLL_PERIOD_SECONDS or now < seen.call_until:
         return state, ()
     over, line = arithmetic.excess(seen.memory), arithmetic.hard_line(seen.memory)
     blame = f"over its cap: {show_size(line + over)} of {show_size(line)} on two readings, and it did not answer"
@@ -131,5 +131,5 @@ def _hard(
 def pause(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
     """Return the seconds until the next poll."""
     if busy or state.over:
-        return BUSY
-    return IDLE if loaded else EMPTY
+        return BUSY_POLL_SECONDS
+    return IDLE_POLL_SECONDS if loaded else EMPTY_POLL_SECONDS

@@ -4,8 +4,8 @@ Each poll reads all inputs, because Metal's limit, the container's limit and the
 The engine receives new limits when the ceiling moved by more than a step, or when a lease, the cap or the binding term
 changed. An idle machine sends nothing.
 
-A failed reading says nothing about memory: the last good reading holds for `reading.STALE` seconds. After that the
-reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
+A failed reading says nothing about memory: the last good reading holds for `reading.STALE_AFTER_SECONDS` seconds. After
+that the reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
 """
 
 import time
@@ -34,8 +34,8 @@ from node.settings import NodeSettings
 from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
-STEP = 64 * MIB
-STEP_SHARE = 0.01
+CEILING_STEP_BYTES = 64 * MIB
+CEILING_STEP_SHARE = 0.01
 """Change of the ceiling that is sent to the engine: the lesser of these bytes and this share of the cap."""
 
 log = structlog.get_logger("node.memory.limits")
@@ -120,7 +120,7 @@ class Limiter:
     def now(self, phys: int | None) -> MemoryLimits:
         """Return the limits for the engine's footprint in bytes: 0 while there is no engine, None when unreadable."""
         self._look()
-        reach = self._reach.take(self._reaches(phys), time.monotonic())
+        reach = self._reach.update(self._reaches(phys), time.monotonic())
         self.standing = ceiling(self.cap, reach, self.leases)
         return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
 
@@ -142,7 +142,7 @@ class Limiter:
 
     @property
     def _step(self) -> int:
-        return max(1, min(STEP, int(self.cap.bytes * STEP_SHARE)))
+        return max(1, min(CEILING_STEP_BYTES, int(self.cap.bytes * CEILING_STEP_SHARE)))
 
     def _look(self) -> None:
         """Update cap and margin. An unreadable RAM size keeps the last cap, because RAM does not change."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from node.memory.reading import HighWaterMarks
 
 DEAD = (b"Z", b"X")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
 """Values from this on mean "no limit": cgroup v1 uses a number near 2^63."""
@@ -38,7 +38,7 @@ class LinuxFootprint:
             resident = int(os.pread(self._file, 128, 0).split()[1])
         except (OSError, IndexError, ValueError):
             return None
-        return resident * PAGE or None
+        return resident * PAGE_BYTES or None
 
     def highs(self) -> HighWaterMarks:
         """Return the high-water marks."""

@@ -21,7 +21,7 @@ from wire.capacity.arithmetic import Fits, judge_load
 from wire.frames import MemoryLimits
 from wire.report import Enforcement, Memory, MemoryLevel, SystemMemory
 
-WARN_EVERY = 600.0
+WARNING_INTERVAL_SECONDS = 600.0
 """Seconds between log events about settings that weaken the memory safety of this node."""
 
 log = structlog.get_logger("node.memory.poll")
@@ -44,7 +44,7 @@ class MemoryPoll:
         self._limiter = limiter
         self._machine = machine
         self._supervisor = supervisor
-        self._alarm = Timer(self.look)
+        self._alarm = Timer(self.poll_once)
         self._looked = 0.0
         self._warned = time.monotonic()
         self._phys: int | None = None
@@ -53,19 +53,19 @@ class MemoryPoll:
 
     def start(self) -> None:
         """Poll now, before the first engine needs limits, and then periodically."""
-        self.look()
+        self.poll_once()
 
     def stop(self) -> None:
         """Stop polling."""
         self._alarm.cancel()
 
-    def changed(self) -> None:
+    def poll_sooner(self) -> None:
         """Move the next poll forward after a change at the engine; poll a new process at once."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
-        self._alarm.sooner(now if new else max(now, self._looked + self._pause()))
+        self._alarm.move_forward(now if new else max(now, self._looked + self._pause()))
 
-    def look(self) -> None:
+    def poll_once(self) -> None:
         """Read the memory, set the limits, and run the enforcer."""
         loop = asyncio.get_running_loop()
         self._looked = loop.time()
@@ -101,7 +101,7 @@ class MemoryPoll:
             self._act(action)
         if self.state.asked:
             supervisor.ping()
-        if now - self._warned >= WARN_EVERY:
+        if now - self._warned >= WARNING_INTERVAL_SECONDS:
             self._warned = now
             self._limiter.warn()
 

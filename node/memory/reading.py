@@ -7,13 +7,13 @@ would count twice.
 
 from dataclasses import dataclass
 
-POLLS = 5
+RECENT_POLLS = 5
 """Number of polls in the window of `RecentPeak`."""
-PERIOD = 1.0
+POLL_PERIOD_SECONDS = 1.0
 """Seconds of a poll; of the readings in a poll, the highest counts."""
-WINDOW = POLLS * PERIOD
+RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
 """Seconds in the window of `RecentPeak`."""
-STALE = 5.0
+STALE_AFTER_SECONDS = 5.0
 """Age in seconds from which a reading is not used."""
 
 
@@ -30,7 +30,7 @@ class MemoryReading:
 
     def live(self, now: float) -> bool:
         """Return whether the reading has a value and is at most STALE seconds old."""
-        return self.phys is not None and now - self.at <= STALE
+        return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
 
 @dataclass(slots=True)
@@ -40,11 +40,11 @@ class LastGood:
     value: int | None = None
     at: float = 0.0
 
-    def take(self, value: int | None, now: float) -> int | None:
+    def update(self, value: int | None, now: float) -> int | None:
         """Return `value`, or the last value for STALE seconds after it if `value` is None."""
         if value is not None:
             self.value, self.at = value, now
-        return self.value if now - self.at <= STALE else None
+        return self.value if now - self.at <= STALE_AFTER_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +81,25 @@ class RecentPeak:
 
     polls: tuple[tuple[float, int], ...] = ()
 
-    def observed(self, phys: int, now: float) -> "RecentPeak":
+    def with_reading(self, phys: int, now: float) -> "RecentPeak":
         """Return the window with a further reading."""
         polls = self._within(now)
-        if polls and now - polls[-1][0] < PERIOD:
+        if polls and now - polls[-1][0] < POLL_PERIOD_SECONDS:
             start, height = polls[-1]
             return RecentPeak((*polls[:-1], (start, max(height, phys))))
-        return RecentPeak((*polls, (now, phys))[-POLLS:])
+        return RecentPeak((*polls, (now, phys))[-RECENT_POLLS:])
 
     def highest(self, now: float) -> int:
         """Return the highest reading in the window in bytes; 0 without readings."""
         return max((height for _, height in self._within(now)), default=0)
 
-    def falls_at(self, floor: int, now: float) -> float | None:
+    def peak_expires_at(self, floor: int, now: float) -> float | None:
         """Return the time at which `highest` falls next; None if it is at most `floor` bytes."""
         polls = self._within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:
             return None
-        return max(start for start, height in polls if height == top) + WINDOW
+        return max(start for start, height in polls if height == top) + RECENT_PEAK_SECONDS
 
     def _within(self, now: float) -> tuple[tuple[float, int], ...]:
-        return tuple(poll for poll in self.polls if now - poll[0] < WINDOW)
+        return tuple(poll for poll in self.polls if now - poll[0] < RECENT_PEAK_SECONDS)

@@ -21,7 +21,7 @@ class Timer:
         self._when = when
         self._handle = asyncio.get_running_loop().call_at(when, self._rung)
 
-    def sooner(self, when: float) -> None:
+    def move_forward(self, when: float) -> None:
         """Move a later call forward to this time."""
         if self._handle is not None and when < self._when:
             self.set(when)

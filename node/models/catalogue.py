@@ -33,20 +33,20 @@ from wire.report import KvParameters, TransientModel
 
 MODEL, PACKAGE = "config.json", "model_index.json"
 """Files that identify a model and a diffusers package."""
-DEPTH = 3
+MAX_DEPTH = 3
 """Levels below a configured folder: FOLDER/publisher/model and one more."""
-MOST_FOLDERS = 20_000
+MAX_FOLDERS = 20_000
 """Maximum number of folders in one scan, because a home directory set by mistake must not hang a node."""
-LONGEST_HEADER = 100 * 1024 * 1024
+MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Maximum bytes of a safetensors header (the format's own limit)."""
-FRESH = 2.0
+SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
-EVERY = 30.0
+SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
-STEP = 256
+CACHE_STEP_TOKENS = 256
 DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
-SAMPLE = 4096
+SAMPLE_BYTES = 4096
 """Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 _IDENTITY = (
@@ -117,7 +117,7 @@ class ModelCatalogue:
         self._known: Mapping[str, ModelDescriptor] = {}
         self._held: Mapping[str, ModelDescriptor] = {}
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
-        self._scanned = -EVERY
+        self._scanned = -SCAN_INTERVAL_SECONDS
 
     def known(self) -> Mapping[str, ModelDescriptor]:
         """Return all models by name, including those that cannot be served."""
@@ -127,9 +127,9 @@ class ModelCatalogue:
         """Return a model by its name; None if it is unknown."""
         return self._held.get(name) or self._known.get(name)
 
-    def look(self, name: str) -> ModelDescriptor | None:
+    def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name, after a new scan if it is unknown, because it may just have been downloaded."""
-        if self.find(name) is None and time.monotonic() - self._scanned > FRESH:
+        if self.find(name) is None and time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
             self.scan()
         return self.find(name)
 
@@ -160,8 +160,8 @@ class ModelCatalogue:
         return newest is not None and newest.fingerprint == found.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `EVERY` seconds. Returns whether the models changed."""
-        if time.monotonic() - self._scanned < EVERY:
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Returns whether the models changed."""
+        if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
             return False
         before = self._known
         self.scan()
@@ -222,14 +222,14 @@ def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """
     looked = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
-    while waiting and looked < MOST_FOLDERS:
+    while waiting and looked < MAX_FOLDERS:
         folder, depth = waiting.pop(0)
         looked += 1
         names = _names(folder)
         kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
         if kind == marker or (kind is None and marker == MODEL and _has_gguf(names)):
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
-        if kind is None and depth < DEPTH:
+        if kind is None and depth < MAX_DEPTH:
             waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
 
 
@@ -311,9 +311,9 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
         digest.hexdigest()[:32],
         loaded_size(config, weights),
         context,
-        foresee(config, weights.float_size),
+        predict_kv(config, weights.float_size),
         weights.cause,
-        forecast(config, weights.float_size),
+        predict_transient(config, weights.float_size),
         weights.size,
     )
 
@@ -410,9 +410,13 @@ def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Di
     with file.open("rb", buffering=0) as opened:
         for first, last in extents:
             size = last - first
-            starts = range(0, size, SAMPLE) if size <= 3 * SAMPLE else (0, (size - SAMPLE) // 2, size - SAMPLE)
+            starts = (
+                range(0, size, SAMPLE_BYTES)
+                if size <= 3 * SAMPLE_BYTES
+                else (0, (size - SAMPLE_BYTES) // 2, size - SAMPLE_BYTES)
+            )
             for start in starts:
-                digest.update(os.pread(opened.fileno(), min(SAMPLE, size - start), begin + first + start))
+                digest.update(os.pread(opened.fileno(), min(SAMPLE_BYTES, size - start), begin + first + start))
 
 
 def read_header(file: Path) -> tuple[bytes, int]:
@@ -422,7 +426,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= LONGEST_HEADER:
+        if not 2 <= length <= MAX_HEADER_BYTES:
             raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
         raw = opened.read(length)
         held = os.fstat(opened.fileno()).st_size
@@ -483,7 +487,7 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def foresee(config: Config, float_size: int) -> KvParameters:
+def predict_kv(config: Config, float_size: int) -> KvParameters:
     """Predict the KV bytes of a row from the config alone. They are measured once the model is loaded
     (`node.engine.kv.kv_cache.kv_of`).
 
@@ -495,7 +499,7 @@ def foresee(config: Config, float_size: int) -> KvParameters:
     layer = _kept(text) * number
     full, windowed, states = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed else 0
-    return KvParameters(full * layer, STEP, states * _state_bytes(text, number), window, windowed * layer)
+    return KvParameters(full * layer, CACHE_STEP_TOKENS, states * _state_bytes(text, number), window, windowed * layer)
 
 
 def _kept(text: Config) -> int:
@@ -530,7 +534,7 @@ def _state_bytes(text: Config, number: int) -> int:
     return hidden * 4 * 4
 
 
-def forecast(config: Config, float_size: int) -> TransientModel:
+def predict_transient(config: Config, float_size: int) -> TransientModel:
     """Predict the transient bytes of a forward from the config alone.
 
     They consist of the scores of one layer (4 bytes each, where attention is not fused), a second copy of its keys and

@@ -30,15 +30,15 @@ from node.sharing.policy import (
     SharingState,
     due,
     read_hours,
-    standing,
+    sharing_state,
     too_low,
 )
 from wire.frames import PauseNode as Order
 from wire.report import Sharing
 
-LOOK_SECONDS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 """Seconds between checks of the pause, the clock and the remaining work."""
-READ_SECONDS = 5.0
+SENSOR_INTERVAL_SECONDS = 5.0
 """Seconds between readings of power supply and last input: each reading starts two tools of the system."""
 
 log = structlog.get_logger("node.sharing.controller")
@@ -47,11 +47,11 @@ log = structlog.get_logger("node.sharing.controller")
 class SharingTarget(Protocol):
     """Interface of the node for the controller."""
 
-    def holds(self) -> Occupancy:
+    def occupancy(self) -> Occupancy:
         """Return the present use of the node."""
         ...
 
-    def act(self, act: SharingAction, standing: SharingState) -> None:
+    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
         """Run an action."""
         ...
 
@@ -90,7 +90,7 @@ class SharingController:
     async def start(self) -> None:
         """Decide before the node accepts work, and then periodically."""
         await self.read_power()
-        self.look()
+        self.update()
         log.info(
             "sharing",
             when=self._rule.when.value,
@@ -107,11 +107,11 @@ class SharingController:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def wake(self) -> None:
+    def update_now(self) -> None:
         """Decide now, because a request or a video has ended."""
         self._woken.set()
 
-    def told(self) -> Sharing:
+    def to_report(self) -> Sharing:
         """Return the decision for the report."""
         one = self.standing
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
@@ -121,7 +121,7 @@ class SharingController:
         until = self.standing.until
         return None if until is None else max(1.0, until - self._wall())
 
-    def obey(self, order: Order) -> None:
+    def apply_order(self, order: Order) -> None:
         """Set or remove the pause by an order of the coordinator."""
         try:
             if order.seconds is None or order.seconds > 0:
@@ -131,9 +131,9 @@ class SharingController:
                 self._file.remove()
         except OSError as error:
             log.error("pause unwritable", error=str(error))  # noqa: TRY400  the sentence is for a person
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide, report a change, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
@@ -141,7 +141,7 @@ class SharingController:
             self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
         )
         self._low = too_low(self._rule, facts)
-        before, self.standing = self.standing, standing(self._rule, facts, now)
+        before, self.standing = self.standing, sharing_state(self._rule, facts, now)
         if before.shared != self.standing.shared:
             self._changed_at = clock
             log.info("shared" if self.standing.shared else "paused", why=self.standing.why, until=self.standing.until)
@@ -149,20 +149,20 @@ class SharingController:
             return
         if before != self.standing:
             self.holder.sharing_changed()
-        for act in due(self.standing.shared, self.holder.holds(), clock - self._changed_at, self._grace):
-            self.holder.act(act, self.standing)
+        for act in due(self.standing.shared, self.holder.occupancy(), clock - self._changed_at, self._grace):
+            self.holder.apply_sharing_action(act, self.standing)
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                     await self._woken.wait()
             try:
-                if loop.time() - self._read_at >= READ_SECONDS:
+                if loop.time() - self._read_at >= SENSOR_INTERVAL_SECONDS:
                     await self.read_power()
-                self.look()
+                self.update()
             except Exception:
                 log.exception("sharing")  # the last decision holds until the next check
 

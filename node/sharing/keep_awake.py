@@ -18,7 +18,7 @@ class SleepPolicy:
         self._awake = awake
         self._worked_at = -LINGER_SECONDS
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Prevent or allow sleep according to the present work."""
         now = self._clock()
         if self._busy():

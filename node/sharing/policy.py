@@ -25,8 +25,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-DAY = 86400
-REGAIN = 5
+DAY_SECONDS = 86400
+BATTERY_HYSTERESIS_PERCENT = 5
 """Percent of charge above `node.share_battery` from which a Mac whose battery fell below it shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
@@ -54,7 +54,7 @@ class ShareHours:
         """Return the seconds until the next span begins; 0 within a span."""
         if self.inside(second):
             return 0.0
-        return min((begin - second) % DAY for begin, _ in self.spans)
+        return min((begin - second) % DAY_SECONDS for begin, _ in self.spans)
 
     def __str__(self) -> str:
         return ",".join(f"{_clock(begin)}-{_clock(end)}" for begin, end in self.spans)
@@ -74,14 +74,14 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         if match is None:
             raise ValueError(f"{part!r} is no span of hours: write it as 22:00-07:00")
         begin, end = _second(match[1], match[2], part), _second(match[3], match[4], part)
-        if begin % DAY == end % DAY:
+        if begin % DAY_SECONDS == end % DAY_SECONDS:
             raise ValueError(f'{part!r} has no length: for the whole day there is share = "always"')
-        yield begin % DAY, end % DAY
+        yield begin % DAY_SECONDS, end % DAY_SECONDS
 
 
 def _second(hours: str, minutes: str, part: str) -> int:
     second = int(hours) * 3600 + int(minutes) * 60
-    if int(minutes) > 59 or second > DAY:
+    if int(minutes) > 59 or second > DAY_SECONDS:
         raise ValueError(f"{part!r} names a time that no day has")
     return second
 
@@ -155,7 +155,7 @@ def in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
-def standing(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
+def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     """Return whether this node shares at `now` (Unix seconds), with the reason and the end if it does not."""
     pause = in_force(facts.pause, now)
     if pause is not None:
@@ -168,12 +168,12 @@ def too_low(rule: SharingRule, facts: SharingInputs) -> bool:
     """Return whether the battery keeps this Mac from sharing. The result is `low` of the next call."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
-    return facts.battery < (regained(rule.battery) if facts.low else rule.battery)
+    return facts.battery < (recovery_percent(rule.battery) if facts.low else rule.battery)
 
 
-def regained(least: int) -> int:
+def recovery_percent(least: int) -> int:
     """Return the charge in percent at which a battery that fell below `least` allows sharing again."""
-    return min(100, least + REGAIN)
+    return min(100, least + BATTERY_HYSTERESIS_PERCENT)
 
 
 def _ruled(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
@@ -214,7 +214,7 @@ def _charged(rule: SharingRule, facts: SharingInputs) -> SharingState:
         return SharingState(False, f"the charge of its battery cannot be read here, {needs}")
     if not too_low(rule, facts):
         return SHARED
-    again = f"it shares again from {regained(least)} % on, or plugged in"
+    again = f"it shares again from {recovery_percent(least)} % on, or plugged in"
     return SharingState(False, f"its battery is at {charge:.0f} %, and node.share_battery = {least}; {again}")
 
 
@@ -256,7 +256,7 @@ class GracePeriods:
 
 
 def due(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
-    """Return the actions that are due `waited` seconds after the decision of `standing` last changed.
+    """Return the actions that are due `waited` seconds after the decision of `sharing_state` last changed.
 
     An action is returned again until its effect is visible in `holds`.
     """

@@ -14,7 +14,7 @@ from node.settings import NodeSettings
 from node.video import environment, packages
 from node.video.packages import Package
 
-EVERY = 30.0
+CHECK_INTERVAL_SECONDS = 30.0
 """Seconds between two checks."""
 
 log = structlog.get_logger("node.video")
@@ -95,7 +95,7 @@ class VideoCapability:
                 log.info("video", packages=sorted(found.packages), unready=self.unready)
                 self.changed()
             self.looked.set()
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
 
     def _look(self) -> VideoCheck:
         try:

@@ -36,24 +36,24 @@ from node.video.worker import watchdog_policy
 from node.video.worker.job_spec import JobSpec, read_spec
 from node.video.worker.lease_files import GRANT, OUT, SCRATCH, LeaseGrant, read_claim
 from node.video.worker.watchdog_policy import EndWorker, WorkerBounds
-from node.video.worker.worker_monitor import COMPLETED, LOOK, WorkerMonitor, kill, worker_environment
+from node.video.worker.worker_monitor import COMPLETED, POLL_INTERVAL_SECONDS, WorkerMonitor, kill, worker_environment
 from wire.capacity.arithmetic import judge
 from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.refusals import Refused
 from wire.units import show_size
 from wire.video import Artifact, LeaseState, VideoState
 
-CONFIRM_SECONDS = 5.0
+CONFIRM_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
 ACKNOWLEDGED = "acknowledged"
 NO_DISK = "disk_full"
 STOPPING = "node_stopping"
 SILENT = "engine_silent"
 PAUSED = "node_paused"
-RETRY_SOON = 2.0
-LEFT = 64 * 1024
+RETRY_SOON_SECONDS = 2.0
+MIN_FREE_DISK_BYTES = 64 * 1024
 """Minimum free bytes of a disk. With less, the end of a worker is attributed to the full disk."""
-KEPT = 32
+MAX_ENDED_LEASES = 32
 """Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
 PREFIX = "artifact:"
 
@@ -117,7 +117,7 @@ class LeaseManager:
         state = leases.state_of(held, phase, job.step, job.steps, watch.footprint, watch.peak)
         return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
-    def tellable(self) -> tuple[object, ...]:
+    def report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
@@ -142,19 +142,23 @@ class LeaseManager:
         if held is not None:
             self._repeat(held)
         elif self._stopping:
-            self.say(leases.no(ask, STOPPING, "this node is stopping", leases.RETRY_READY))
+            self.say(leases.refuse(ask, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS))
         elif self._paused:
             self.say(self._no_more(ask))
         elif self._task is not None or self._asked is not None:
             holding = self._ledger.holding
-            what, wait = (f"to {holding.job}", leases.RETRY_HELD) if holding is not None else ("already", RETRY_SOON)
-            self.say(leases.no(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
+            what, wait = (
+                (f"to {holding.job}", leases.HELD_RETRY_SECONDS)
+                if holding is not None
+                else ("already", RETRY_SOON_SECONDS)
+            )
+            self.say(leases.refuse(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
         else:
             self._asked, self._order = (ask.lease, ask.generation), ""
             self._task = asyncio.get_running_loop().create_task(self._live(ask))
 
     def _no_more(self, ask: LeaseRequest) -> LeaseRefused:
-        return leases.no(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.RETRY_READY)
+        return leases.refuse(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.READY_RETRY_SECONDS)
 
     def _repeat(self, held: LeaseRecord) -> None:
         """Send an earlier answer again. Sends nothing while the decision is pending."""
@@ -191,7 +195,7 @@ class LeaseManager:
             self._paused, self._order = why, PAUSED
             self._news.set()
 
-    def linked(self) -> None:
+    def resend_ends(self) -> None:
         """Send unacknowledged ends again on a new link."""
         for held in self._ledger.leases:
             if held.ended is not None:
@@ -261,9 +265,11 @@ class LeaseManager:
         spec = self._readable(ask)
         refused = spec if isinstance(spec, LeaseRefused) else await self._fitted(ask)
         if refused is not None or isinstance(spec, LeaseRefused):
-            return refused or leases.no(ask, leases.INVALID, "no job")
+            return refused or leases.refuse(ask, leases.INVALID, "no job")
         held = LeaseRecord(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
-        refused = leases.no(ask, NO_DISK, "the lease cannot be written down on this node", leases.RETRY_READY)
+        refused = leases.refuse(
+            ask, NO_DISK, "the lease cannot be written down on this node", leases.READY_RETRY_SECONDS
+        )
         if self._keep(held):
             refused = await self._lowered(ask)
         if refused is None and self._paused:
@@ -272,25 +278,27 @@ class LeaseManager:
             try:
                 return self._open(held, spec)
             except OSError as error:
-                refused = leases.no(ask, NO_DISK, f"there is no place for the job: {error}", leases.RETRY_READY)
+                refused = leases.refuse(
+                    ask, NO_DISK, f"there is no place for the job: {error}", leases.READY_RETRY_SECONDS
+                )
         self._restore()
         return refused
 
     def _readable(self, ask: LeaseRequest) -> LeaseRefused | JobSpec:
         """Check the request without a reading of the memory."""
         refused = (
-            leases.unnamed(ask)
-            or leases.fenced(ask, self._ledger)
-            or leases.barred(ask, self._poll.memory(), self._offer.unready)
+            leases.check_name(ask)
+            or leases.check_generation(ask, self._ledger)
+            or leases.check_ready(ask, self._poll.memory(), self._offer.unready)
         )
         if refused is not None:
             return refused
         package = self._offer.packages.get(ask.model)
         if package is None or package.described.cause:
             cause = package.described.cause if package is not None else "it is not here"
-            return leases.no(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
+            return leases.refuse(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
         spec = read_spec(ask.spec)
-        return leases.no(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
+        return leases.refuse(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
 
     async def _fitted(self, ask: LeaseRequest) -> LeaseRefused | None:
         """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
@@ -307,7 +315,7 @@ class LeaseManager:
     def _judged(self, ask: LeaseRequest) -> LeaseRefused | None:
         report = self._supervisor.report
         pinned = frozenset(self._settings.models.preload)
-        return leases.judged(ask, self._poll.memory(), report.models if report is not None else (), pinned)
+        return leases.check_fits(ask, self._poll.memory(), report.models if report is not None else (), pinned)
 
     async def _lowered(self, ask: LeaseRequest) -> LeaseRefused | None:
         """Lower the ceiling and wait until the engine holds the new limits.
@@ -316,12 +324,14 @@ class LeaseManager:
         """
         began = time.monotonic()
         self._limiter.leases = ask.size
-        self._poll.look()
+        self._poll.poll_once()
         number = self._supervisor.told
         await self._until(lambda: self._supervisor.held >= number)
         if self._supervisor.held < number:
-            message = f"the engine did not say within {CONFIRM_SECONDS:.0f} s that it holds to the lower ceiling"
-            return leases.no(ask, SILENT, message, leases.RETRY_ROOM)
+            message = (
+                f"the engine did not say within {CONFIRM_TIMEOUT_SECONDS:.0f} s that it holds to the lower ceiling"
+            )
+            return leases.refuse(ask, SILENT, message, leases.ROOM_RETRY_SECONDS)
         memory = self._poll.memory()
         after = judge(memory, 0)
         if isinstance(after, Refused):
@@ -333,7 +343,7 @@ class LeaseManager:
                 "work came in while the ceiling was lowered",
                 ask.size,
                 None if headroom is None else headroom + ask.size,
-                leases.RETRY_ROOM,
+                leases.ROOM_RETRY_SECONDS,
                 "the work that came in",
             )
         log.info(
@@ -342,9 +352,9 @@ class LeaseManager:
         return None
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait at most `CONFIRM_SECONDS` for the engine to meet a condition."""
+        """Wait at most `CONFIRM_TIMEOUT_SECONDS` for the engine to meet a condition."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CONFIRM_SECONDS):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
                 while not condition():
                     self._news.clear()
                     await self._news.wait()
@@ -404,13 +414,13 @@ class LeaseManager:
                 return EndWorker(self._order, self._ordered())
             if self._unstarted and watch.worker is None:
                 return EndWorker(watchdog_policy.NOT_STARTED, self._unstarted)
-            end = watch.look()
+            end = watch.check()
             self._note(watch)
             if end is not None:
                 return end
             self._news.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
+                async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                     await self._news.wait()
 
     def _ordered(self) -> str:
@@ -429,7 +439,7 @@ class LeaseManager:
             self._limiter.worker = watch.worker.pid
             watch.held = replace(watch.held, worker=watch.worker)
             self._keep(watch.held)
-        told = self.tellable()
+        told = self.report_key()
         if told != self._told:
             self._told = told
             self.changed()
@@ -460,7 +470,7 @@ class LeaseManager:
 
     def _give_back(self) -> None:
         self._limiter.leases, self._limiter.worker = 0, None
-        self._poll.look()
+        self._poll.poll_once()
 
     def _conclude(
         self, held: LeaseRecord, end: EndWorker, watch: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
@@ -471,7 +481,7 @@ class LeaseManager:
         self._keep(replace(held, ended=ended))
         if not artifacts:
             shutil.rmtree(self._place(held) / OUT, ignore_errors=True)
-        for old in [one for one in self._ledger.leases if one.ended is not None][:-KEPT]:
+        for old in [one for one in self._ledger.leases if one.ended is not None][:-MAX_ENDED_LEASES]:
             self._forget(old)
         self.say(ended)
 
@@ -517,7 +527,7 @@ class LeaseManager:
 def _full(folder: Path) -> bool:
     """Return whether the disk has no room even for the text of an error."""
     with suppress(OSError):
-        return shutil.disk_usage(folder).free < LEFT
+        return shutil.disk_usage(folder).free < MIN_FREE_DISK_BYTES
     return False
 
 

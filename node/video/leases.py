@@ -38,11 +38,11 @@ GUARD_OFF = "guard_off"
 NOT_READY = "video_not_ready"
 NEVER_FITS = "lease_too_large"
 INVALID = RefusalCode.INVALID.value
-RETRY_HELD = 30.0
-RETRY_ROOM = 5.0
-RETRY_READY = 60.0
+HELD_RETRY_SECONDS = 30.0
+ROOM_RETRY_SECONDS = 5.0
+READY_RETRY_SECONDS = 60.0
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
-REMEMBERED = 64
+MAX_JOBS_REMEMBERED = 64
 """Maximum number of jobs whose newest generation is stored."""
 
 
@@ -116,7 +116,7 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         others = tuple(one for one in self.leases if (one.lease, one.generation) != (held.lease, held.generation))
         newest = {job: number for job, number in self.newest if job != held.job}
         newest[held.job] = max(held.generation, dict(self.newest).get(held.job, 0))
-        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-REMEMBERED:])
+        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
     def drop(self, lease: str, generation: int) -> "LeaseLedger":
         """Return a ledger without this lease. The generation of its job stays stored."""
@@ -124,27 +124,30 @@ class LeaseLedger(Struct, frozen=True, kw_only=True):
         return replace(self, leases=left)
 
 
-def no(ask: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
+def refuse(ask: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
     """Return a refusal as a frame."""
     return LeaseRefused(ask.lease, ask.generation, code, message, ask.size, retry_after=retry_after)
 
 
-def unnamed(ask: LeaseRequest) -> LeaseRefused | None:
+def check_name(ask: LeaseRequest) -> LeaseRefused | None:
     """Refuse invalid names, because the name of a lease is also the name of a folder."""
     if NAME.fullmatch(ask.lease) and NAME.fullmatch(ask.job) and ask.generation >= 0:
         return None
-    return no(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
+    return refuse(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
 
 
-def fenced(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
+def check_generation(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Refuse a request of an older generation, and a second lease while one is held."""
     newest = dict(ledger.newest).get(ask.job, 0)
     if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
-        return no(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
+        return refuse(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
     holding = ledger.holding
     if holding is not None:
-        return no(
-            ask, HELD, f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time", RETRY_HELD
+        return refuse(
+            ask,
+            HELD,
+            f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
+            HELD_RETRY_SECONDS,
         )
     return None
 
@@ -153,26 +156,28 @@ def _same(ask: LeaseRequest, ledger: LeaseLedger) -> bool:
     return ledger.find(ask.lease, ask.generation) is not None
 
 
-def barred(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
+def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
     """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
     if not memory.guard:
-        return no(
+        return refuse(
             ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
         )
     if unready:
-        return no(ask, NOT_READY, unready, RETRY_READY)
+        return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)
     if ask.size <= 0:
-        return no(ask, INVALID, f"a lease of {ask.size} bytes")
+        return refuse(ask, INVALID, f"a lease of {ask.size} bytes")
     if memory.cap and ask.size > most_bytes(memory):
         message = (
             f"{show_size(ask.size)} never fit here: the cap of {show_size(memory.cap)} leaves "
             f"{show_size(max(0, most_bytes(memory)))} beside margin and engine"
         )
-        return no(ask, NEVER_FITS, message)
+        return refuse(ask, NEVER_FITS, message)
     return None
 
 
-def judged(ask: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> LeaseRefused | None:
+def check_fits(
+    ask: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
+) -> LeaseRefused | None:
     """Refuse a lease that does not fit next to the current memory; None when it fits."""
     answer = judge(memory, ask.size)
     if not isinstance(answer, Refused):
@@ -185,7 +190,7 @@ def judged(ask: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: f
         f"the lease {answer.message}",
         ask.size,
         room,
-        answer.retry_after or RETRY_ROOM,
+        answer.retry_after or ROOM_RETRY_SECONDS,
         waiting_for(ask.size, room, memory, models, pinned),
     )
 

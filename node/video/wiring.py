@@ -62,6 +62,6 @@ class VideoSubsystem:
         self._offered()
 
     def _offered(self) -> None:
-        self.ray.lend(on=self.lender.holding)
+        self.ray.set_running(on=self.lender.holding)
         self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
         self._changed()

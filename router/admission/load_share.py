@@ -2,7 +2,7 @@
 
 from wire.capacity.fairness import WeightedKey
 
-HOG = 2
+FAIR_SHARE_FACTOR = 2
 """Multiple of its share of the work from which a key is greedy.
 
 Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
@@ -39,7 +39,7 @@ class LoadShare:
             del self._tokens[owner.name]
             self._parts -= weight
 
-    def much(self, name: str) -> bool:
+    def exceeds_share(self, name: str) -> bool:
         """Return whether a key asks for far more than its share."""
         here, weight = self._tokens.get(name, _NOTHING)
-        return here * self._parts > HOG * self._whole * weight
+        return here * self._parts > FAIR_SHARE_FACTOR * self._whole * weight

@@ -20,21 +20,21 @@ from typing import Generic, TypeVar
 
 from wire.refusals import RefusalCode, Refused
 
-QUANTUM = 256
+QUANTUM_TOKENS = 256
 """Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
-MOST_OVERTAKES = 8
+MAX_OVERTAKES = 8
 """Number of overtakes after which room is held for a request."""
-PATIENCE = 5.0
+HOLD_ROOM_AFTER_SECONDS = 5.0
 """Seconds in the queue after which room is held for a request."""
-LEAST_LIMIT = 64
+MIN_QUEUE_LENGTH = 64
 """Minimum length of the queue."""
-PER_NODE = 4
+ENTRIES_PER_NODE = 4
 """Entries per node."""
-SHARE = 4
+KEY_SHARE_DIVISOR = 4
 """Divisor of the queue's length for the share of one key."""
-LEAST_SHARE = 16
+MIN_KEY_SHARE = 16
 """Minimum share of one key."""
-PACES = 4
+PACE_ROUNDS = 4
 """Rounds over which the pace of the queue is averaged."""
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class QueuedRequest(Generic[T]):
 class _KeyQueue(Generic[T]):
     entries: deque[QueuedRequest[T]] = field(default_factory=deque[QueuedRequest[T]])
     deficit: int = 0
-    quantum: int = QUANTUM
+    quantum: int = QUANTUM_TOKENS
 
 
 class AdmissionQueue(Generic[T]):
@@ -89,11 +89,11 @@ class AdmissionQueue(Generic[T]):
 
     def limit(self, nodes: int) -> int:
         """Return the maximum length of the queue in a cluster of this many nodes."""
-        return self._limit or max(LEAST_LIMIT, PER_NODE * nodes)
+        return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
         """Return the maximum number of entries of one key."""
-        return max(LEAST_SHARE, self.limit(nodes) // SHARE)
+        return max(MIN_KEY_SHARE, self.limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
         self,
@@ -138,7 +138,7 @@ class AdmissionQueue(Generic[T]):
         entry = QueuedRequest(item, key, max(1, cost), now, deadline, self._number)
         lane = self._lanes.setdefault(key, _KeyQueue())
         lane.entries.append(entry)
-        lane.quantum = QUANTUM * weight
+        lane.quantum = QUANTUM_TOKENS * weight
         self._count += 1
         return entry
 
@@ -158,7 +158,7 @@ class AdmissionQueue(Generic[T]):
         """Update the average pace, in seconds per placed entry."""
         if left and self._left_at:
             pace = (now - self._left_at) / left
-            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACES
+            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACE_ROUNDS
         if left:
             self._left_at = now
 
@@ -184,7 +184,7 @@ class AdmissionQueue(Generic[T]):
             self.remove(entry)
         return [entry.item for entry in late]
 
-    def wake(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
+    def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
         """Try every entry once in fair order; return the number of entries that were placed.
 
         `attempt(item, keep)` places the item or returns False. With `keep` it should hold room for an item that does
@@ -211,9 +211,9 @@ class AdmissionQueue(Generic[T]):
 
     def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
         """Return whether room must now be held for an entry."""
-        return entry.overtaken >= MOST_OVERTAKES or now - entry.arrived >= PATIENCE
+        return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_ROOM_AFTER_SECONDS
 
-    def overtake(self) -> None:
+    def count_overtake(self) -> None:
         """Count a placement that bypassed the queue for every queued entry."""
         for entry in self.entries():
             entry.overtaken += 1

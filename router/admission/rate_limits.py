@@ -23,8 +23,8 @@ from router.settings import RouterSettings
 from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 
-MINUTE = 60.0
-ANSWER = 256
+MINUTE_SECONDS = 60.0
+DEFAULT_ANSWER_TOKENS = 256
 """Tokens of an answer without a limit by the client."""
 BYTES_PER_TOKEN = 4
 VIDEO_RETRY_SECONDS = 30.0
@@ -85,13 +85,13 @@ class _Bucket:
     at: float
 
     def fill(self, now: float) -> None:
-        self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE)
+        self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE_SECONDS)
         self.at = now
 
     def wait_for(self, wanted: float) -> float:
         """Return the seconds until `wanted` is available; more than a minute's worth needs a full bucket."""
         missing = min(wanted, float(self.rate)) - self.level
-        return max(0.0, missing) * MINUTE / self.rate
+        return max(0.0, missing) * MINUTE_SECONDS / self.rate
 
 
 @dataclass(slots=True)
@@ -122,10 +122,10 @@ class RateLimits:
         """Return a key's limits."""
         return self._limits_of(key) or NO_LIMITS
 
-    def take(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
+    def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
         """Admit a request and return its charge in tokens, or the refusal with the exceeded limit and the wait.
 
-        After an admission `settle` must follow.
+        After an admission `record_end` must follow.
         """
         limits = self.limits(key)
         if not limits.allows(demand.model):
@@ -148,7 +148,7 @@ class RateLimits:
             meter.tokens.level -= charge
         return charge
 
-    def take_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
+    def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Count a new video of a key that has `open_videos` under way, of these `queued` in the queue.
 
         Return the refusal for the exceeded limit, None within all limits. Videos use no tokens and end hours later.
@@ -193,7 +193,7 @@ class RateLimits:
             if bucket is not None
         )
 
-    def settle(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
+    def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
         """Record the end of an admitted request with the tokens that it used."""
         meter = self._meters[key]
         meter.running -= 1
@@ -229,12 +229,12 @@ def not_allowed(model: str, limits: KeyLimits) -> Refused:
 
 def estimate(demand: ResourceDemand) -> int:
     """Return the maximum tokens of a request: its prompt, and for each choice the longest answer."""
-    return _prompt(demand) + demand.choices * (demand.max_tokens or ANSWER)
+    return _prompt(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
 
 
-def work(demand: ResourceDemand) -> int:
+def probable_tokens(demand: ResourceDemand) -> int:
     """Return the probable tokens of a request, to compare with other requests: few answers use their whole limit."""
-    return _prompt(demand) + demand.choices * min(demand.max_tokens or ANSWER, ANSWER)
+    return _prompt(demand) + demand.choices * min(demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS)
 
 
 def _prompt(demand: ResourceDemand) -> int:

@@ -6,7 +6,7 @@ A request that ends early is charged for the tokens processed until then: discon
 import structlog
 from msgspec.structs import replace
 
-from router.admission.rate_limits import ANSWER, RateLimits
+from router.admission.rate_limits import DEFAULT_ANSWER_TOKENS, RateLimits
 from router.admission.usage import UsageCounter
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog, RequestRecord
@@ -41,7 +41,7 @@ class Accounting:
         seconds = now - ticket.arrived
         if ticket.charged is not None:
             used, job = self._account(ticket, outcome, model), ticket.job
-            quotas.settle(job.key, job.demand, ticket.charged, used, now)
+            quotas.record_end(job.key, job.demand, ticket.charged, used, now)
         self._counters.ended(_label(outcome), model, seconds)
         self._history.stories.append(_story(ticket, outcome, seconds))
 
@@ -72,7 +72,7 @@ def credible(ticket: ActiveRequest, frame: Finished) -> Finished:
     A false report can therefore exhaust neither a key's quota nor its usage.
     """
     params = ticket.job.params
-    unbounded = max(ANSWER * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
+    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
     prompt = min(frame.prompt_tokens, most_prompt(ticket))
     completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
     cached, thought = min(frame.cached_tokens, prompt), min(frame.thought, completion)

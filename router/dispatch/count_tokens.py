@@ -19,7 +19,7 @@ from wire.capacity.fairness import WeightedKey
 from wire.frames import CountTokens, Finished, GenerationParams
 from wire.refusals import FINAL, RefusalCode, Refused
 
-LONGEST = 30.0
+COUNT_TIMEOUT_SECONDS = 30.0
 """Timeout of a node's count in seconds: a tokenizer processes some megabytes of text per second."""
 _ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
@@ -30,20 +30,20 @@ async def count(dispatcher: Dispatcher, asked: CountTokens, key: str) -> int | P
     limits = quotas.limits(key)
     asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
     demand = replace(demand_of(asked.model, asked.messages, GenerationParams(), asked.tools), choices=0)
-    charged = quotas.take(key, demand, dispatcher.now())
+    charged = quotas.admit(key, demand, dispatcher.now())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
         return await _counted(dispatcher, replace(asked, owner=WeightedKey(key, limits.weight)), limits)
     finally:
-        quotas.settle(key, demand, charged, 0, dispatcher.now())
+        quotas.record_end(key, demand, charged, 0, dispatcher.now())
 
 
 async def _counted(dispatcher: Dispatcher, asked: CountTokens, limits: KeyLimits) -> int | Problem:
     """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
     for node in _able(dispatcher, asked.model, limits):
-        away = dispatcher.away(node)
+        away = dispatcher.unavailable_reason(node)
         if away is not None:
             why = why or away
             continue
@@ -60,11 +60,15 @@ async def _counted(dispatcher: Dispatcher, asked: CountTokens, limits: KeyLimits
 
 async def _ask(dispatcher: Dispatcher, node: NodeView, asked: CountTokens) -> Ended:
     try:
-        async with asyncio.timeout(LONGEST):
+        async with asyncio.timeout(COUNT_TIMEOUT_SECONDS):
             return await dispatcher.orders.count(node.id, node.name, asked)
     except TimeoutError:
         return Refused(
-            RefusalCode.NOT_READY, f"{node.name} has not counted within {LONGEST:.0f} s", None, 2.0, node.name
+            RefusalCode.NOT_READY,
+            f"{node.name} has not counted within {COUNT_TIMEOUT_SECONDS:.0f} s",
+            None,
+            2.0,
+            node.name,
         )
 
 

@@ -19,9 +19,9 @@ E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 """Bounds of the histograms, all in seconds."""
-MOST_MODELS = 64
+MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
-MOST_PACES = 4096
+MAX_PACES = 4096
 """Maximum pairs of node and model with a remembered last step. Beyond it all are removed, which loses one gap of each.
 """
 MAX_KEY_MODELS = 1024
@@ -126,7 +126,7 @@ class Counters:
         """Return a model's totals; an empty name stands for a model that no member has."""
         found = self.models.get(name or OTHER)
         if found is None:
-            name = name if name and len(self.models) < MOST_MODELS else OTHER
+            name = name if name and len(self.models) < MAX_MODELS else OTHER
             found = self.models.setdefault(name, ModelCounts())
         return found
 
@@ -179,7 +179,7 @@ class Counters:
         counts.first_token_seconds += seconds
         self.model(model).ttft.observe(seconds)
 
-    def left_line(self, seconds: float) -> None:
+    def count_queue_exit(self, seconds: float) -> None:
         """Record the queue time of a request that leaves the queue."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
@@ -196,7 +196,7 @@ class Counters:
         """
         key = node, model
         last = self._paces.get(key)
-        if last is None and len(self._paces) >= MOST_PACES:
+        if last is None and len(self._paces) >= MAX_PACES:
             self._paces.clear()
         self._paces[key] = leader, now
         if last is not None and last[0] == leader:

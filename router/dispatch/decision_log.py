@@ -17,15 +17,15 @@ from wire.frames import Timings
 from wire.identity import NodeId
 from wire.refusals import Refused
 
-STORIES_KEPT = 1000
+MAX_REQUESTS_KEPT = 1000
 """Ended requests in the history."""
-REFUSALS_KEPT = 500
+MAX_INVALID_KEPT = 500
 """Invalid requests in the history."""
-DECISIONS_KEPT = 1000
+MAX_DECISIONS_KEPT = 1000
 """Placement decisions in the history."""
-ROWS_KEPT = 16
+MAX_CANDIDATES_KEPT = 16
 """Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
-LONGEST_LINE = 4 * 2**20
+MAX_LINE_BYTES = 4 * 2**20
 """Maximum bytes of a line for `read_line`."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
@@ -78,23 +78,23 @@ class DecisionLog:
     """Rings of ended requests, invalid requests and placement decisions."""
 
     def __init__(self) -> None:
-        self.stories: deque[RequestRecord] = deque(maxlen=STORIES_KEPT)
-        self.refusals: deque[RequestRecord] = deque(maxlen=REFUSALS_KEPT)
-        self.decisions: deque[PlacementDecision] = deque(maxlen=DECISIONS_KEPT)
+        self.stories: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
+        self.refusals: deque[RequestRecord] = deque(maxlen=MAX_INVALID_KEPT)
+        self.decisions: deque[PlacementDecision] = deque(maxlen=MAX_DECISIONS_KEPT)
 
-    def decided(
+    def record_decision(
         self, at: float, request_id: str, key: str, demand: ResourceDemand, result: Placement | NoPlacement, nodes: int
     ) -> None:
         """Record a decision; in a large cluster with the chosen node and some other candidates."""
         kept = result.candidates
         if isinstance(result, NoPlacement):
             self.decisions.append(
-                PlacementDecision(at, request_id, key, demand, kept[:ROWS_KEPT], None, result.refused, nodes)
+                PlacementDecision(at, request_id, key, demand, kept[:MAX_CANDIDATES_KEPT], None, result.refused, nodes)
             )
             return
         chosen = result.chosen
-        if len(kept) > ROWS_KEPT:
-            kept = (chosen, *(one for one in kept[:ROWS_KEPT] if one is not chosen))
+        if len(kept) > MAX_CANDIDATES_KEPT:
+            kept = (chosen, *(one for one in kept[:MAX_CANDIDATES_KEPT] if one is not chosen))
         self.decisions.append(PlacementDecision(at, request_id, key, demand, kept, chosen.node, None, nodes))
 
     def refused(self, at: float, request_id: str, key: str, problem: Problem) -> None:
@@ -107,11 +107,11 @@ class DecisionLog:
         ended = list(self.stories)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
-    def told(self, request_id: str) -> list[RequestRecord]:
+    def requests_by_id(self, request_id: str) -> list[RequestRecord]:
         """Return the stored requests with a request id, oldest first: a client may use one id twice."""
         return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
 
-    def decided_on(self, request_id: str) -> list[PlacementDecision]:
+    def decisions_about(self, request_id: str) -> list[PlacementDecision]:
         """Return the stored decisions about one request, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
@@ -144,8 +144,8 @@ def unquoted(message: str, param: str) -> str:
 
 def read_line(line: bytes) -> PlacementDecision:
     """Parse one line of `DecisionLog.lines`; raise ValueError with the reason when it is invalid."""
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"the line has {len(line)} bytes, at most {LONGEST_LINE} are read")
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"the line has {len(line)} bytes, at most {MAX_LINE_BYTES} are read")
     try:
         return msgspec.json.decode(line, type=PlacementDecision)
     except msgspec.MsgspecError as error:

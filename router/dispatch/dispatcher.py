@@ -41,18 +41,18 @@ from router.admission.cache_scope import CacheScopes
 from router.admission.key_scope import visible
 from router.admission.load_share import LoadShare
 from router.admission.queue import AdmissionQueue, QueuedRequest
-from router.admission.rate_limits import KeyLimits, RateLimits, work
+from router.admission.rate_limits import KeyLimits, RateLimits, probable_tokens
 from router.admission.usage import UsageCounter
 from router.dispatch import work_stealing
 from router.dispatch.accounting import Accounting, credible, most_prompt
 from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
 from router.dispatch.decision_log import DecisionLog
-from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPlanner, fits_beside, picture_of
+from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPlanner, fits_beside, swap_input
 from router.dispatch.node_commands import NodeCommands
 from router.dispatch.request import (
     CANCELLED,
-    LONGEST_WHOLE,
+    MAX_ANSWER_CHARS,
     SLOW,
     SWAP,
     ActiveRequest,
@@ -62,7 +62,7 @@ from router.dispatch.request import (
     RequestSpec,
     StreamingRequest,
 )
-from router.placement.cluster_view import LEFT, ClusterView, NodeView, seen_as
+from router.placement.cluster_view import LEFT, ClusterView, NodeView, with_state
 from router.placement.model_load import LoadPlacement, choose
 from router.placement.place import (
     FIRST,
@@ -74,12 +74,12 @@ from router.placement.place import (
     Placement,
     Policy,
     ResourceDemand,
-    away,
     consider,
     place,
+    unavailable_reason,
 )
 from router.placement.prefix_affinity import PrefixAffinity, PrefixHashChain, chain_of
-from router.placement.recovery import STOPS, LossKind, fall_of, is_fault, patience, survives
+from router.placement.recovery import STOPS, LossKind, is_fault, loss_kind, may_recover, resume_after_seconds
 from router.placement.reservations import ReservationLedger, SwapTurn
 from router.settings import RouterSettings
 from wire.capacity.fairness import WeightedKey
@@ -88,19 +88,19 @@ from wire.identity import NodeId
 from wire.refusals import FINAL, RefusalCode, Refused
 from wire.report import Model
 
-WORTH_KNOWING = 1024
+MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
-LARGE = 32
+LARGE_CLUSTER_NODES = 32
 """Number of nodes above which array ranking is faster."""
-MOST_IN_A_ROW = 4
+MAX_NODES_IN_A_ROW = 4
 """Maximum nodes asked at once for one request before it is queued."""
-BACKLOG = 5.0
+QUEUE_BACKLOG_SECONDS = 5.0
 """Seconds of queued prompts on the best node from which a request of a greedy key is queued.
 
 A greedy key is one that asks for far more than its share. Nodes are fair between keys, but their memory is reserved in
 order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
 """
-SPARE = 0.5
+SPARE_MEMORY_SHARE = 0.5
 """Share of a node's memory for prompts and answers that is kept free of such a key's requests.
 
 At its deadline such a request is sent if that share stays free, else refused.
@@ -109,9 +109,9 @@ FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
 """Names of node states."""
-LINKED = frozenset({READY, SUSPECT, DRAINING})
+USABLE_STATES = frozenset({READY, SUSPECT, DRAINING})
 """States that placement and moves distinguish; in all other states a node has no usable link."""
-SWEEP_SECONDS = 0.25
+SWEEP_INTERVAL_SECONDS = 0.25
 """Maximum interval between two sweeps, in seconds."""
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 """Refusals that are final on one node, not in the cluster: another node may be larger."""
@@ -179,7 +179,10 @@ class Dispatcher:
         self._emptying: dict[NodeId, list[asyncio.Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._interval = min(
-            SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4, settings.slow_client_seconds / 4
+            SWEEP_INTERVAL_SECONDS,
+            settings.queue_seconds / 4,
+            settings.keepalive_seconds / 4,
+            settings.slow_client_seconds / 4,
         )
 
     # cluster events
@@ -189,13 +192,13 @@ class Dispatcher:
         old = {node.id: node for node in self.view.nodes}
         self.view = view
         self._follow(view)
-        self._swaps.follow((node for node in view.nodes if old.get(node.id) is not node), self._clock())
+        self._swaps.update_loaded((node for node in view.nodes if old.get(node.id) is not node), self._clock())
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
             self.ledger.acknowledge(node.id, node.acked_seq)
             cache = node.engine.cache
-            self.affinity.heard(node.id, node.life, cache.evictions, cache.evicted)
+            self.affinity.apply_report(node.id, node.life, cache.evictions, cache.evicted)
             self._read_in(node)
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
@@ -209,22 +212,22 @@ class Dispatcher:
 
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
         """Allow a node that is ready again to serve the requests that were lost with it."""
-        if node.state == READY and before is not None and before.state not in LINKED:
+        if node.state == READY and before is not None and before.state not in USABLE_STATES:
             for ticket in self._open.values():
                 ticket.lost.discard(node.id)
 
     def _follow(self, view: ClusterView) -> None:
         """Update the arrays of a large cluster. They are imported here: a household does not need numpy."""
-        if self._columns is None and len(view.nodes) > LARGE:
+        if self._columns is None and len(view.nodes) > LARGE_CLUSTER_NODES:
             from router.placement.vectorized import VectorIndex
 
             self._columns = VectorIndex(self.ledger)
         if self._columns is not None:
-            self._columns.follow(view)
+            self._columns.apply_view(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Release the reserved weights of a load, now that the node's report counts them."""
-        reading = {model.name for model in node.models.values() if node.reads(model)}
+        reading = {model.name for model in node.models.values() if node.is_loading(model)}
         if reading:
             for ticket in self._live.values():
                 if ticket.node == node.id and ticket.demand.model in reading:
@@ -252,9 +255,9 @@ class Dispatcher:
     def _failed(self, ticket: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Handle a request that broke on its node, alone or because the engine died."""
         if is_fault(frame.code):
-            self.breakers.fault(node, frame.request, self._clock(), frame.message)
+            self.breakers.record_fault(node, frame.request, self._clock(), frame.message)
         self.on_trouble(ticket, frame.code)
-        fall = fall_of(frame.code)
+        fall = loss_kind(frame.code)
         if fall is None:
             self._end(ticket, RequestFailure(frame.code, frame.message))
             return
@@ -296,7 +299,7 @@ class Dispatcher:
             for tried in (ticket.refused, ticket.never):
                 tried.pop(node, None)
 
-    async def emptied(self, node: NodeId, seconds: float) -> int:
+    async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Move the requests off a node and wait until it has none, for at most `seconds`.
 
         A request without room elsewhere is moved once there is room, or ends on the node. Return the number of requests
@@ -322,7 +325,7 @@ class Dispatcher:
         """Requests that are not closed, including ended ones."""
         return tuple(self._open.values())
 
-    def under_way(self) -> list[ActiveRequest]:
+    def open_requests(self) -> list[ActiveRequest]:
         """List the requests that have not ended, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
 
@@ -340,13 +343,13 @@ class Dispatcher:
 
     def _fell(self, ticket: ActiveRequest, fall: LossKind, why: RequestFailure) -> None:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
-        ticket.mark(self._clock(), f"dropped: {why.message}", ticket.node_name)
+        ticket.add_step(self._clock(), f"dropped: {why.message}", ticket.node_name)
         self._leave_node(ticket)
         if fall in (LossKind.NODE, LossKind.MEMORY):
             ticket.losses += 1
         else:
             ticket.crashes += 1
-        if not survives(fall, ticket.losses, ticket.crashes):
+        if not may_recover(fall, ticket.losses, ticket.crashes):
             self._end(ticket, why)
             return
         if not self._continues(ticket):
@@ -390,10 +393,12 @@ class Dispatcher:
         Where the node has been `silent` for some seconds, the move must also pay.
         """
         nothing = ticket.heard and not ticket.written and not ticket.begun
-        if not (nothing or ticket.resumable) or not survives(LossKind.NODE, ticket.losses + 1, 0):
+        if not (nothing or ticket.resumable) or not may_recover(LossKind.NODE, ticket.losses + 1, 0):
             return False
         others = ClusterView(tuple(one for one in self.view.nodes if one.id != ticket.node))
-        if not self._moved_to(others, ticket, lambda there: silent is None or silent >= patience(there.expected_ttft)):
+        if not self._moved_to(
+            others, ticket, lambda there: silent is None or silent >= resume_after_seconds(there.expected_ttft)
+        ):
             return False
         ticket.losses += 1
         return True
@@ -412,7 +417,7 @@ class Dispatcher:
             return False
         ticket.demand = asked
         self._kept(ticket, result)
-        ticket.mark(self._clock(), "moved away", where[2])
+        ticket.add_step(self._clock(), "moved away", where[2])
         self.counters.moves += 1
         self._free(node, where[0])
         self._send(node, Cancel(where[0]))
@@ -432,12 +437,12 @@ class Dispatcher:
         ticket = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # without a seed no other node could resume the answer with the same draws
             ticket.params = replace(job.params, seed=random.getrandbits(53))
-        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
+        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= MIN_AFFINITY_BYTES or job.session):
             ticket.chain = chain = self._chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
             self._end(ticket, RequestFailure("shutting_down", STOPPING))
-        elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
+        elif isinstance(charged := self.quotas.admit(job.key, job.demand, ticket.arrived), Refused):
             ticket.rates = self.quotas.rates(job.key, ticket.arrived)
             self._end(ticket, charged)
         else:
@@ -447,7 +452,7 @@ class Dispatcher:
                 ticket.demand = replace(ticket.demand, labels=frozenset(limits.labels))
             self._place(ticket)
         self._open[ticket.number] = ticket
-        ticket.asked = asked = work(job.demand)
+        ticket.asked = asked = probable_tokens(job.demand)
         self._asked.add(owner, asked)
         self._quiet.clear()
         self._arm()
@@ -491,7 +496,7 @@ class Dispatcher:
         )
 
     def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
-        """Return the node that should load a model, after those in `tried`, which have refused."""
+        """Return the node that should load a model, after those in `record_attempt`, which have refused."""
         now = self._clock()
         return choose(
             self._seen(self.view, now),
@@ -505,12 +510,12 @@ class Dispatcher:
             fingerprint=self._one_model(FIRST, model).fingerprint,
         )
 
-    def away(self, node: NodeView) -> Refused | None:
+    def unavailable_reason(self, node: NodeView) -> Refused | None:
         """Return the refusal of a node that takes no request now; None when it takes requests."""
-        why, code = away(node, self._clock())
+        why, code = unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
-    def servable(self) -> str:
+    def outage_reason(self) -> str:
         """Return why no request could be served now; empty when one could."""
         if self._closing:
             return STOPPING
@@ -570,12 +575,12 @@ class Dispatcher:
     def _place(self, ticket: ActiveRequest) -> None:
         """Ask nodes in turn until one link takes the request; else queue or end it."""
         result = self._decide(ticket, self.view)
-        while isinstance(result, Placement) and ticket.in_a_row < MOST_IN_A_ROW:
+        while isinstance(result, Placement) and ticket.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowded(ticket, result.chosen):
                 self._wait(ticket, result)
                 return
             if self._start(ticket, result.chosen, result.chosen.need):
-                self.queue.overtake()
+                self.queue.count_overtake()
                 return
             result = self._decide(ticket, self.view)
         if isinstance(result, NoPlacement) and result.refused.final:
@@ -594,7 +599,7 @@ class Dispatcher:
 
         Its engine preempts one of those requests where that key holds more than its share.
         """
-        if ticket.in_a_row >= MOST_IN_A_ROW:
+        if ticket.in_a_row >= MAX_NODES_IN_A_ROW:
             return False
         full = [
             one
@@ -665,15 +670,17 @@ class Dispatcher:
     def _kept(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Record a decision for later explanation."""
         job = ticket.job
-        self.history.decided(self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes))
+        self.history.record_decision(
+            self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes)
+        )
         return result
 
     def _seen(self, view: ClusterView, now: float) -> ClusterView:
         """Return the view for placement, in which nodes with an open breaker are not ready."""
-        barred = self.breakers.barred(now)
+        barred = self.breakers.barred_nodes(now)
         if not barred:
             return view
-        return ClusterView(tuple(seen_as(node, FAILING) if node.id in barred else node for node in view.nodes))
+        return ClusterView(tuple(with_state(node, FAILING) if node.id in barred else node for node in view.nodes))
 
     def _start(self, ticket: ActiveRequest, chosen: Candidate, need: int) -> bool:
         """Reserve `need` bytes and send the request; return False without a link, as the next view will show."""
@@ -684,7 +691,7 @@ class Dispatcher:
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
         self.counters.placed(chosen.node)
-        known = ticket.known() if ticket.attempts > 1 else ()
+        known = ticket.token_ids() if ticket.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
         elif chosen.model is not None:
@@ -710,7 +717,7 @@ class Dispatcher:
             self._scopes.shares(job.messages),
         )
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
-        self.ledger.claim(
+        self.ledger.reserve(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
         )
         if known:
@@ -718,8 +725,8 @@ class Dispatcher:
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
         now = self._clock()
-        self.breakers.tried(chosen.node, request, now)
-        ticket.mark(now, "resumed" if known else "sent", chosen.name)
+        self.breakers.record_attempt(chosen.node, request, now)
+        ticket.add_step(now, "resumed" if known else "sent", chosen.name)
         sent = False
         try:
             sent = self._send(chosen.node, frame)
@@ -727,7 +734,7 @@ class Dispatcher:
             if not sent:
                 self._leave_node(ticket)
                 ticket.refused[chosen.node] = self._heard_at(chosen.node)
-                ticket.mark(now, "no link", chosen.name)
+                ticket.add_step(now, "no link", chosen.name)
         return sent
 
     def _leave_node(self, ticket: ActiveRequest) -> None:
@@ -740,7 +747,7 @@ class Dispatcher:
         """End an attempt: the only place where a reservation is released."""
         self._live.pop(request, None)
         self.ledger.release(request)
-        self.breakers.let_go(node, request)
+        self.breakers.record_departure(node, request)
         if node in self._emptying and not self.ledger.in_flight(node):
             for waits in self._emptying[node]:
                 waits.set()
@@ -761,7 +768,7 @@ class Dispatcher:
         entry = self.queue.offer(
             ticket,
             ticket.job.key,
-            work(ticket.demand),
+            probable_tokens(ticket.demand),
             now,
             ticket.deadline,
             len(self.view.nodes),
@@ -774,7 +781,7 @@ class Dispatcher:
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
             return
         ticket.entry, ticket.queued_at = entry, now
-        ticket.mark(now, "queued")
+        ticket.add_step(now, "queued")
         self.counters.queue_entries += 1
         if ticket.fallen is not None and isinstance(result, NoPlacement):
             self._keep(ticket, result)
@@ -794,7 +801,7 @@ class Dispatcher:
             self._swap(self._clock())
         changed = ClusterView(tuple(node for node in self.view.nodes if node.id in self._changed))
         self._changed.clear()
-        self.queue.wake(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
+        self.queue.place_waiting(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
 
     def _attempt(self, ticket: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
         """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
@@ -828,13 +835,13 @@ class Dispatcher:
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
-        return chosen.ahead > BACKLOG * model.prefill_speed and self._asked.much(ticket.job.key)
+        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._asked.exceeds_share(ticket.job.key)
 
     def _scarce(self, chosen: Candidate) -> bool:
         """Return whether a request would use the last half of its node's memory for prompts and answers."""
         node = self.view.node(chosen.node)
         loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
-        return (chosen.headroom or 0) - chosen.need < SPARE * (chosen.most - loaded)
+        return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most - loaded)
 
     def _settled_by_all(self, ticket: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
@@ -876,7 +883,7 @@ class Dispatcher:
             self.ledger.hold(ticket.number, best.node, best.need)
 
     def _left_line(self, ticket: ActiveRequest) -> None:
-        self.counters.left_line(self._clock() - ticket.queued_at)
+        self.counters.count_queue_exit(self._clock() - ticket.queued_at)
         self.ledger.drop_hold(ticket.number)
         ticket.entry, ticket.swap = None, ""
 
@@ -906,7 +913,7 @@ class Dispatcher:
             return
         entries = sorted(self.queue.entries(), key=lambda entry: entry.item.arrived)
         queued = [entry.item for entry in entries]
-        picture = picture_of(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
+        picture = swap_input(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
         plan = self._swaps.step(picture, now)
         for action in plan.actions:
             turn = action.turn
@@ -955,9 +962,9 @@ class Dispatcher:
         if swap != ticket.swap:
             ticket.swap = swap
             if turn is None:
-                ticket.mark(now, swap)
+                ticket.add_step(now, swap)
             else:
-                ticket.mark(now, f"{SWAP}: {turn.models}", turn.name)
+                ticket.add_step(now, f"{SWAP}: {turn.models}", turn.name)
         later = min(ticket.arrived + self._settings.swap_seconds, now + self._settings.queue_seconds)
         entry.deadline = ticket.deadline = max(entry.deadline, later)
 
@@ -993,7 +1000,7 @@ class Dispatcher:
     def _first(self, ticket: ActiveRequest, node: NodeId) -> None:
         now = self._clock()
         ticket.first_at = now
-        ticket.mark(now, "first token", ticket.node_name)
+        ticket.add_step(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
         self.ledger.read(ticket.request)
         self.counters.first(node, ticket.demand.model, ticket.read[0], now - ticket.arrived)
@@ -1010,7 +1017,7 @@ class Dispatcher:
 
     def _finished(self, ticket: ActiveRequest, frame: Finished) -> None:
         if ticket.node is not None:
-            self.breakers.good(ticket.node, frame.request)
+            self.breakers.record_success(ticket.node, frame.request)
         frame = credible(ticket, frame)
         counters = self.counters
         counters.prompt_tokens += frame.prompt_tokens
@@ -1021,7 +1028,7 @@ class Dispatcher:
     def _refused(self, ticket: ActiveRequest, node: NodeId, frame: Refusal) -> None:
         refused = frame.refused
         self.counters.refused(refused.code.value)
-        ticket.mark(self._clock(), f"refused: {refused.code}", ticket.node_name)
+        ticket.add_step(self._clock(), f"refused: {refused.code}", ticket.node_name)
         self._leave_node(ticket)
         if refused.code in FINAL and refused.code not in ELSEWHERE:
             self._deny(ticket, refused)
@@ -1080,10 +1087,10 @@ class Dispatcher:
     def _too_much(self, ticket: ActiveRequest) -> None:
         if isinstance(ticket, StreamingRequest):
             self._stuck(ticket)
-        elif ticket.held > LONGEST_WHOLE:
+        elif ticket.held > MAX_ANSWER_CHARS:
             self._cancel(ticket)
             self._end(
-                ticket, RequestFailure("answer_too_long", f"the answer is longer than {LONGEST_WHOLE} characters")
+                ticket, RequestFailure("answer_too_long", f"the answer is longer than {MAX_ANSWER_CHARS} characters")
             )
 
     def _stuck(self, ticket: StreamingRequest) -> None:
@@ -1108,7 +1115,7 @@ class Dispatcher:
         self._leave_silent(now)
         self._relieve(now)
         for ticket in list(self._open.values()):
-            ticket.bound()
+            ticket.discard_excess()
             if isinstance(ticket, StreamingRequest):
                 self._look_after(ticket)
         self._arm()
@@ -1133,15 +1140,15 @@ class Dispatcher:
         if not waiting:
             return
         view, judged = self._seen(self.view, now), 0
-        nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.helpers(view, self.ledger)
+        nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.idle_nodes(view, self.ledger)
         for ticket in waiting:
             node = None if ticket.node is None else nodes.get(ticket.node)
             others = helpers.get(ticket.demand.model)
             if node is None or others is None or others.node(node.id) is not None:
                 continue
             here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
-            if work_stealing.behind(here) > work_stealing.SOONER and judged < work_stealing.MOST:
-                self._moved_to(others, ticket, lambda there, here=here: work_stealing.worth(here, there))
+            if work_stealing.queue_wait(here) > work_stealing.MIN_GAIN_SECONDS and judged < work_stealing.MAX_JUDGED:
+                self._moved_to(others, ticket, lambda there, here=here: work_stealing.is_worth_moving(here, there))
                 judged += 1
 
     def _look_after(self, ticket: StreamingRequest) -> None:

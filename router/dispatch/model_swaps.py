@@ -38,25 +38,25 @@ import msgspec
 
 from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, away
-from router.placement.recovery import GROWTH
+from router.placement.place import Candidate, unavailable_reason
+from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import ReservationLedger, SwapTurn
 from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
 from wire.refusals import RefusalCode
 from wire.report import ROW_COST, Model
 
-PATIENCE = 5.0
+SWAP_AFTER_SECONDS = 5.0
 """Seconds that a request waits before a model in use is unloaded for it."""
-LEAST_SLICE = 5.0
+MIN_SLICE_SECONDS = 5.0
 """Minimum slice, in seconds."""
-SLICE_LOADS = 8
+SLICE_LOAD_FACTOR = 8
 """Load times added to the minimum slice."""
-KEYS = 4
+MAX_SLICE_KEYS = 4
 """Maximum factor of a slice for a model that more keys use."""
-SLICES = 4
+WAIT_SLICES = 4
 """Divisor of the longest wait that bounds a slice."""
-MAX_LOOKS, MAX_NODES = 4, 32
+MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 """Oldest requests examined for each model, and nodes examined for each request."""
 
 
@@ -141,7 +141,7 @@ class SwapPlanner:
         """Remove the state of a departed node."""
         self._came = {where: at for where, at in self._came.items() if where[0] != node}
 
-    def follow(self, nodes: Iterable[NodeView], now: float) -> None:
+    def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
         """Record the time since which each node has each model loaded."""
         for node in nodes:
             for model in node.models.values():
@@ -184,7 +184,7 @@ class SwapPlanner:
         """Return the turn with its current request, or its end."""
         node = picture.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
-        if node is None or model is None or away(node, now)[0]:
+        if node is None or model is None or unavailable_reason(node, now)[0]:
             return EndTurn(turn, "the node is away")
         if now - turn.began > self._longest:
             self._came.update({(turn.node, name): now for name in turn.leaving})
@@ -218,7 +218,9 @@ class SwapPlanner:
         """Return whether the models in use may be unloaded from a node for a request now."""
         if not option.busy:
             return True
-        if now - one.since < PATIENCE or not all(self._served(name, one, option, picture, now) for name in option.busy):
+        if now - one.since < SWAP_AFTER_SECONDS or not all(
+            self._served(name, one, option, picture, now) for name in option.busy
+        ):
             return False
         older = (other for other in picture.waiting if other.since < one.since and other.model in option.busy)
         return not any(_at(other, option.node.id) for other in older)
@@ -234,7 +236,10 @@ class SwapPlanner:
         mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
         mine |= picture.keys.get(name, {})
         ratio = sum(mine.values()) / max(1, sum(picture.keys.get(coming, {}).values()))
-        return min(self._longest / SLICES, (LEAST_SLICE + SLICE_LOADS * load) * min(KEYS, max(1.0, ratio)))
+        return min(
+            self._longest / WAIT_SLICES,
+            (MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * load) * min(MAX_SLICE_KEYS, max(1.0, ratio)),
+        )
 
 
 class _Option(msgspec.Struct, frozen=True, gc=False):
@@ -374,7 +379,7 @@ def _ready(turn: SwapTurn, picture: SwapInput) -> Candidate | None:
     return candidate if room is not None and room + idle >= candidate.need else None
 
 
-def picture_of(
+def swap_input(
     view: ClusterView,
     queued: Sequence[ActiveRequest],
     live: Iterable[ActiveRequest],
@@ -395,10 +400,10 @@ def picture_of(
         model, owner = ticket.demand.model, ticket.owner
         keys.setdefault(model, {})[owner.name] = owner.weight
         looks[model] = looks.get(model, 0) + 1
-        if looks[model] <= MAX_LOOKS:
+        if looks[model] <= MAX_REQUESTS_EXAMINED:
             if model not in served:
                 serving = [node for node in view.nodes if model in node.models]
-                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES]
+                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
             candidates = tuple(judge(ticket, node) for node in served[model])
             refused = frozenset(node.id for node in served[model] if ticket.refused.get(node.id) == node.heard_at)
             waiting.append(SwapCandidate(ticket.number, owner, model, ticket.arrived, candidates, refused))
@@ -423,6 +428,6 @@ def _seconds_left(ticket: ActiveRequest, node: NodeView, ledger: ReservationLedg
     if model is None or model.decode_speed <= 0:
         return 0.0
     expected = ticket.demand.output_on(model, ticket.demand.tokens_on(model))
-    answer = max(expected - ticket.written, GROWTH) / model.decode_speed * (1.0 + ROW_COST * account.rows)
+    answer = max(expected - ticket.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
     unread = account.unread.get(ticket.request)
     return answer + (0.0 if unread is None else unread.seconds)

@@ -28,11 +28,11 @@ from wire.frames import (
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 
-MOST_OPEN = 64
+MAX_OPEN_COMMANDS = 64
 """Maximum open commands about models, and maximum open counts."""
-MAX_COUNTS_OF_A_KEY = 16
+MAX_COUNTS_PER_KEY = 16
 """Maximum open counts of one API key: the rest is for other keys."""
-LONGEST = 3600.0
+COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
 _DIED = frozenset({"engine_crashed", "engine_lost"})
 
@@ -81,7 +81,7 @@ class NodeCommands:
     def __len__(self) -> int:
         return len(self._open)
 
-    async def give(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
+    async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
         """Send a command and wait for its result. `name` is the node's display name."""
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
@@ -90,7 +90,7 @@ class NodeCommands:
         """Send a prompt to a node for counting and wait for the result; assigns the request number of `asked`."""
         number, key = self._number(), asked.owner.name
         mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
-        if mine >= MAX_COUNTS_OF_A_KEY:
+        if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} counts of this API key are under way already: wait for one to end"
             return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
         return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
@@ -100,19 +100,23 @@ class NodeCommands:
             return RequestFailure("shutting_down", self._closed)
         order = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
         same = sum((one.kind is CountTokens) == (order.kind is CountTokens) for one in self._open.values())
-        if same >= MOST_OPEN:
+        if same >= MAX_OPEN_COMMANDS:
             what = "counts" if order.kind is CountTokens else "loads"
-            return Refused(RefusalCode.QUEUE_FULL, f"{MOST_OPEN} {what} are under way already: wait for one to end")
+            return Refused(
+                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are under way already: wait for one to end"
+            )
         self._open[number] = order
         ended: Ended | None = None
         try:
             if not self._send(node, frame):
                 ended = Refused(RefusalCode.NOT_READY, f"{name} is not linked", None, 2.0, name)
                 return ended
-            async with asyncio.timeout(LONGEST):
+            async with asyncio.timeout(COMMAND_TIMEOUT_SECONDS):
                 ended = await order.ended
         except TimeoutError:
-            return RequestFailure("order_timeout", f"{name} has said nothing for {LONGEST:.0f} s {order.doing}")
+            return RequestFailure(
+                "order_timeout", f"{name} has said nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}"
+            )
         else:
             return ended
         finally:

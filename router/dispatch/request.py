@@ -15,21 +15,21 @@ from router.admission.queue import QueuedRequest
 from router.admission.rate_limits import RateState
 from router.placement.place import FIRST, AttemptHistory, ResourceDemand
 from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
-from router.placement.recovery import MOST_KNOWN
+from router.placement.recovery import MAX_KNOWN_TOKENS
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob, Message
 from wire.identity import NodeId
 from wire.refusals import Refused
 
-MOST_STEPS = 64
+MAX_STEPS = 64
 """Maximum recorded steps of a request."""
 DELTA_BYTES = 256
 """Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
 LOGPROB_BYTES = 96
 """Bytes charged for one token's log probability, or one alternative, in addition to the token."""
-MOST_TAKEN = 256
+MAX_DELTAS_TAKEN = 256
 """Maximum deltas returned at once: a slow reader that still reads then shows progress."""
-LONGEST_WHOLE = 32 * 1024 * 1024
+MAX_ANSWER_CHARS = 32 * 1024 * 1024
 """Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
 
 
@@ -172,10 +172,10 @@ class ActiveRequest:
         self.steps: list[tuple[float, str, str]] = []
         self.rates: tuple[RateState, ...] = ()
 
-    def mark(self, now: float, what: str, node: str = "") -> None:
+    def add_step(self, now: float, what: str, node: str = "") -> None:
         """Record a step at `now` (monotonic seconds). Beyond MOST_STEPS the middle step is removed."""
-        if len(self.steps) >= MOST_STEPS:
-            del self.steps[MOST_STEPS // 2]
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, what, node))
 
     def trials(self) -> AttemptHistory:
@@ -206,26 +206,26 @@ class ActiveRequest:
         """Whether another node that has the same model could resume the answer."""
         return bool(self.fingerprint) and self.written > 0
 
-    def known(self) -> tuple[tuple[int, ...], ...]:
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
         """Return the token ids received of each choice; empty before the first token."""
         return tuple(map(tuple, self.heard)) if self.written else ()
 
-    def hears(self, delta: Delta) -> None:
+    def record_ids(self, delta: Delta) -> None:
         """Store a delta's token ids. An unknown choice invalidates them: the answer cannot be resumed."""
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.spoil(delta)
+            self.forget_ids(delta)
 
-    def spoil(self, delta: Delta | None = None) -> None:
+    def forget_ids(self, delta: Delta | None = None) -> None:
         """Discard the stored token ids and keep only their number."""
         self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
         self.heard = []
 
-    def bound(self) -> None:
+    def discard_excess(self) -> None:
         """Discard the token ids of a node that sent more tokens than requested: such a node is not credible."""
-        if self.written > (self.params.max_tokens or MOST_KNOWN):
-            self.spoil()
+        if self.written > (self.params.max_tokens or MAX_KNOWN_TOKENS):
+            self.forget_ids()
 
     def add(self, delta: Delta) -> bool:
         """Store one delta from the node; return True when `flush` must follow after the last delta of its frame."""
@@ -280,10 +280,10 @@ class StreamingRequest(ActiveRequest):
 
     def add(self, delta: Delta) -> bool:
         """Append one delta to the pending deltas of the reader."""
-        try:  # as in `hears`, without the call: this runs for every token of a stream
+        try:  # as in `record_ids`, without the call: this runs for every token of a stream
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.spoil(delta)
+            self.forget_ids(delta)
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -299,9 +299,9 @@ class StreamingRequest(ActiveRequest):
             return taken
         self.begun = True
         self.pending = []
-        if len(taken) > MOST_TAKEN:
-            self.pending = taken[MOST_TAKEN:]
-            del taken[MOST_TAKEN:]
+        if len(taken) > MAX_DELTAS_TAKEN:
+            self.pending = taken[MAX_DELTAS_TAKEN:]
+            del taken[MAX_DELTAS_TAKEN:]
         if self.held:
             self.held = sum(_cost(delta) for delta in self.pending)
         return taken
@@ -331,7 +331,7 @@ class BufferedRequest(ActiveRequest):
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
-        self.hears(delta)
+        self.record_ids(delta)
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.held += len(text)

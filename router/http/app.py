@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from router.admission.api_keys import SESSION, ApiKey, KeyRing, credential, session_of
+from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, credential, session_of
 from router.admission.body_intake import BodyIntake
 from router.admission.key_scope import visible
 from router.dialects.anthropic import api
@@ -33,10 +33,10 @@ from router.dispatch import count_tokens
 from router.dispatch.dispatcher import Dispatcher
 from router.errors import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.http import respond
-from router.http.exchange import INLINE_BYTES, Exchange, Receive, Scope
+from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
-from router.worker_thread import beside
+from router.worker_thread import run_in_worker
 from wire.units import show_size
 
 P = TypeVar("P")
@@ -74,7 +74,7 @@ class RouterApp:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._short = min(settings.body_bytes, INLINE_BYTES)
+        self._short = min(settings.body_bytes, MAX_INLINE_BYTES)
         self._strict = strict = settings.unknown_fields == "refuse"
         self._responses = ResponsesRoute(strict=strict)
         self._intake = BodyIntake(settings.body_bytes)
@@ -139,7 +139,7 @@ class RouterApp:
             await self._refuse(exchange, key, asked)
             return
         jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
-        session = session_of(exchange.header(SESSION))
+        session = session_of(exchange.header(SESSION_HEADER))
         if session:
             jobs = tuple(replace(job, session=session) for job in jobs)
         await respond.generate(exchange, self._dispatcher, asked, jobs)
@@ -169,7 +169,7 @@ class RouterApp:
             body = await exchange.body(self._settings, room)
             if not isinstance(body, bytes):
                 return body
-            return parse(body) if len(body) <= INLINE_BYTES else await beside(partial(parse, body))
+            return parse(body) if len(body) <= MAX_INLINE_BYTES else await run_in_worker(partial(parse, body))
         finally:
             if taken:
                 self._intake.release(key.id, taken)
@@ -204,7 +204,7 @@ class RouterApp:
             await exchange.refuse(key)
             return
         act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
-        await exchange.tell(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
+        await exchange.respond(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
 
     async def _models(self, exchange: Exchange) -> None:
         if exchange.header(b"anthropic-version") is not None:
@@ -218,7 +218,7 @@ class RouterApp:
         one, listing = models.one, models.listing
         if exchange.style is ANTHROPIC:
             one, listing = models.anthropic_one, models.anthropic_listing
-        await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
+        await exchange.respond(one(view, name, self._started) if name else listing(view, self._started))
 
     async def _ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
@@ -230,16 +230,16 @@ class RouterApp:
         elif not known:
             await exchange.refuse(ollama_models.refused(path))
         elif path == "/api/tags":
-            await exchange.tell(ollama_models.tags(visible(view, key.limits), self._started))
+            await exchange.respond(ollama_models.tags(visible(view, key.limits), self._started))
         elif path == "/api/ps":
-            await exchange.tell(ollama_models.running(visible(view, key.limits)))
+            await exchange.respond(ollama_models.running(visible(view, key.limits)))
         elif path == "/api/version":
-            await exchange.tell(ollama_models.version())
+            await exchange.respond(ollama_models.version())
         else:
             body = await exchange.body(replace(self._settings, body_bytes=self._short))
             if body is not None:
                 seen = visible(view, key.limits)
-                await exchange.tell(
+                await exchange.respond(
                     body if isinstance(body, Problem) else ollama_models.show(seen, body, self._started)
                 )
 
@@ -247,7 +247,7 @@ class RouterApp:
         if exchange.method not in _READ:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
-        why = self._dispatcher.servable()
+        why = self._dispatcher.outage_reason()
         state: dict[str, object] = {"status": "unavailable" if why else "ok"}
         presented = credential(exchange.headers)
         if presented is not None and self._keys.knows(presented):
@@ -273,7 +273,7 @@ def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: 
     return key if key.allows(scope) else missing_scope(scope)
 
 
-async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:
+async def not_found_app(scope: Scope, receive: Receive, send: Send) -> None:
     """Serve in place of the control app: 404 at any other path, and a lifespan without work."""
     if scope["type"] == "lifespan":
         with contextlib.suppress(KeyError):

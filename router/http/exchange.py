@@ -22,9 +22,9 @@ _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
 """Request ids are unique, not secret."""
-INLINE_BYTES = 64 * 1024
+MAX_INLINE_BYTES = 64 * 1024
 """Maximum body that is parsed on the event loop, in bytes."""
-GONE = 499
+CLIENT_CLOSED = 499
 """Status for counters, never sent: the client left before an answer."""
 
 
@@ -39,7 +39,7 @@ class Exchange:
         self.send = send
         self.style = style
         self.request_id = _request_id(self.headers)
-        self.status = GONE
+        self.status = CLIENT_CLOSED
 
     def header(self, name: bytes) -> bytes | None:
         """Return a request header by its lower-case name; None when it is absent."""
@@ -61,7 +61,7 @@ class Exchange:
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
-    async def tell(self, found: bytes | Problem) -> None:
+    async def respond(self, found: bytes | Problem) -> None:
         """Send a body, or the problem in its place."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
@@ -79,7 +79,7 @@ class Exchange:
         body = bytearray()
         try:
             async with asyncio.timeout(settings.body_seconds) as clock:
-                ended = await _received(self.receive, body, limit, INLINE_BYTES)
+                ended = await _received(self.receive, body, limit, MAX_INLINE_BYTES)
                 if ended is False:
                     if room is not None:
                         clock.reschedule(None)  # the time for a body to arrive does not count its wait for room

@@ -15,7 +15,7 @@ from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, Req
 from router.errors import Header
 from router.http.exchange import DisconnectWatch, Exchange
 from router.http.sse import EventSource, EventStream, StreamPump, problem_of
-from router.worker_thread import beside
+from router.worker_thread import run_in_worker
 from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
@@ -58,7 +58,7 @@ async def _whole(exchange: Exchange, asked: ParsedRequest, ticket: Collected) ->
     outcome = await ticket.outcome_of()
     if isinstance(outcome, Finished):
         write = partial(asked.whole, ticket.job, ticket.answer(), outcome)
-        body = await beside(write) if ticket.job.params.logprobs else write()
+        body = await run_in_worker(write) if ticket.job.params.logprobs else write()
         await exchange.answer(body, 200, _about(ticket))
     else:
         await _decline(exchange, ticket, outcome)
@@ -87,13 +87,13 @@ async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Ou
 
 
 def _about(ticket: Streamed | Collected) -> list[Header]:
-    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *more_of(ticket)]
+    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *optional_headers(ticket)]
     if ticket.node_name:
         about.insert(0, (b"x-macpool-node", ticket.node_name.encode("ascii", "replace")))
     return about
 
 
-def more_of(ticket: ActiveRequest | Streamed | Collected) -> list[Header]:
+def optional_headers(ticket: ActiveRequest | Streamed | Collected) -> list[Header]:
     """Return the optional headers: ignored fields and tools, and the state of the key's rates."""
     if not ticket.rates:
         return named(ticket.job.ignored)

@@ -49,9 +49,9 @@ from typing import Protocol
 
 import msgspec
 
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.recovery import GROWTH
+from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import NodeReservations, ReservationLedger
 from wire.capacity.arithmetic import (
     Fits,
@@ -69,18 +69,18 @@ from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
 
-FULL_MARKS = 2
+HEADROOM_SATURATION = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
-WARM = 0.5
+PREFIX_HIT_SHARE = 0.5
 """Cached share of the prompt from which a node gets full marks wherever the request fits.
 
 Most of the memory that such a request needs may already be in the cache, which makes room for it.
 """
-LOAD_LEFT = 0.1
+MIN_LOAD_LEFT_SHARE = 0.1
 """Minimum share of a load that is left until the model is loaded: kernels and a first profile follow the weights."""
-TTFT_STEP = 0.05
+TTFT_STEP_SECONDS = 0.05
 """Resolution of the expected time in seconds: a smaller difference is noise of the measured speed."""
-BESIDE_ROWS = 1.6
+PREFILL_SLOWDOWN_WHILE_DECODING = 1.6
 """Factor by which prefill slows down while rows decode, because the rows keep their share of the machine."""
 BUSY_STEPS = 4
 """Steps per doubling of in-flight requests relative to speed: machines of nearly the same speed count as equal."""
@@ -90,9 +90,9 @@ ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
 A second until the first token has weight 1. Simulated: larger weights make the slowest requests wait longer than
 necessary, smaller weights delay the end of all answers.
 """
-RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Minimum and maximum of an estimated Retry-After, in seconds."""
-RETRY_UNKNOWN = 2.0
+UNKNOWN_RETRY_SECONDS = 2.0
 """Retry-After in seconds where no estimate exists."""
 TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
 """Optional features of a model that a request may need; used in `ResourceDemand.features` and `Model.features`."""
@@ -129,7 +129,7 @@ class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every r
         """
         usual = model.expected_output
         if self.written:
-            usual = max(usual, self.written + GROWTH)
+            usual = max(usual, self.written + KV_GROWTH_TOKENS)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
         room = model.context - tokens
@@ -267,14 +267,14 @@ class Balanced:
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by marks, time, requests in flight relative to speed, cached share of the prompt, share of headroom."""
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
-        marks = FULL_MARKS
-        if candidate.warm < WARM and room < FULL_MARKS * need and not candidate.idle:
+        marks = HEADROOM_SATURATION
+        if candidate.warm < PREFIX_HIT_SHARE and room < HEADROOM_SATURATION * need and not candidate.idle:
             marks = room // need
         fraction = room / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
         speed = candidate.model.decode_speed if candidate.model else 1.0
         busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
-        return (-marks, time // TTFT_STEP, busy, -candidate.warm, -fraction)
+        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.warm, -fraction)
 
 
 class MostHeadroom:
@@ -336,7 +336,7 @@ def consider(
     tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
     need = max(request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
-    if weights and node.reads(model):
+    if weights and node.is_loading(model):
         need, weights = need - weights, 0
     withheld = ledger.unacknowledged(node.id, trials.waiting)
     if node.id in corrections:
@@ -360,13 +360,13 @@ def consider(
     known = warm.get(node.id, 0.0) if model.loaded else 0.0
     reading = round(tokens * (1.0 - known)) + request.written
     ahead = engine.queued_tokens + account.tokens
-    ttft, delay = turns(account, ahead, reading, speed)
+    ttft, delay = prefill_wait(account, ahead, reading, speed)
     if engine.running:
-        ttft *= BESIDE_ROWS
+        ttft *= PREFILL_SLOWDOWN_WHILE_DECODING
         delay += ROW_WEIGHT * engine.running * reading / speed
     if not model.loaded:
         read = model.progress or 0.5  # without a reported progress, half of the load is left on average
-        ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
+        ttft += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - read) if model.loading else 1.0)
     taken, most = account.rows, engine.rows
     answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
     if taken + request.choices > most > 0:
@@ -395,7 +395,7 @@ def consider(
     )
 
 
-def turns(account: NodeReservations, ahead: int, reading: int, speed: float) -> tuple[float, float]:
+def prefill_wait(account: NodeReservations, ahead: int, reading: int, speed: float) -> tuple[float, float]:
     """Return the seconds until a prompt of `reading` tokens is prefilled, and the wait in seconds that it adds for
     other prompts.
 
@@ -404,7 +404,7 @@ def turns(account: NodeReservations, ahead: int, reading: int, speed: float) -> 
     ones.
     """
     mine, others, known = reading / speed, ahead / speed, account.unread_tokens
-    if not known or others < TTFT_STEP / 2:  # below the noise of the measured speed
+    if not known or others < TTFT_STEP_SECONDS / 2:  # below the noise of the measured speed
         return mine + others, 0.0
     left = min(1.0, ahead / known)
     shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
@@ -435,7 +435,7 @@ def _unfit(
     node: NodeView, model: Model, request: ResourceDemand, now: float, trials: AttemptHistory
 ) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node is infeasible regardless of memory; an empty reason when it is feasible."""
-    why = away(node, now)
+    why = unavailable_reason(node, now)
     if why is not _FIT:
         return why
     if model.cause:
@@ -449,7 +449,7 @@ def _unfit(
     return _FIT if trials is FIRST else _tried(node, model, trials)
 
 
-def away(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
+def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node takes no request at all now; an empty reason when it does."""
     if node.state == "paused":
         return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
@@ -459,7 +459,7 @@ def away(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
         return "is cordoned", RefusalCode.NOT_READY
     if node.draining:
         return "is draining", RefusalCode.DRAINING
-    if now - node.heard_at > FRESH_SECONDS:
+    if now - node.heard_at > MAX_REPORT_AGE_SECONDS:
         return f"was last heard {now - node.heard_at:.1f} s ago", RefusalCode.NOT_READY
     engine = node.engine
     if engine.state != "ready":
@@ -554,7 +554,7 @@ def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
             "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
             "here, `cluster join` adds a machine",
             None,
-            RETRY_UNKNOWN,
+            UNKNOWN_RETRY_SECONDS,
         )
     near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
     return Refused(
@@ -655,7 +655,7 @@ def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
         text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
-        return Refused(RefusalCode.UNREADABLE, text, best.numbers(), RETRY_UNKNOWN, best.name)
+        return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
         f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
@@ -670,7 +670,7 @@ def _nobody(request: ResourceDemand, offers: list[Candidate]) -> Refused:
         RefusalCode.DRAINING if draining else RefusalCode.NOT_READY,
         f"no node can take {request.model} now: {reasons}",
         None,
-        RETRY_UNKNOWN,
+        UNKNOWN_RETRY_SECONDS,
     )
 
 
@@ -678,9 +678,9 @@ def retry_after(candidate: Candidate) -> float:
     """Estimate the seconds until a full node has room: until one of its requests should end, 1 s to 60 s."""
     model = candidate.model
     if model is None or candidate.in_flight == 0:
-        return RETRY_UNKNOWN
+        return UNKNOWN_RETRY_SECONDS
     answer = model.expected_output / model.decode_speed
-    return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, answer / candidate.in_flight))
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:

@@ -28,13 +28,13 @@ import msgspec
 from wire.frames import Message
 from wire.identity import NodeId
 
-BLOCK = 2048
+BLOCK_CHARS = 2048
 """Characters of one message between two hashes."""
-MOST_LINKS = 64
+MAX_HASHES = 64
 """Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
-ENTRIES = 50_000
+MAX_ENTRIES = 50_000
 """Maximum entries of the index."""
-LEAST_TRUST = 0.05
+MIN_TRUST = 0.05
 """Trust factor below which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 """Shares of a prompt that no node has cached."""
@@ -78,17 +78,17 @@ def chain_of(
         if place == 1:
             link = hash((link, scope))
         text = message.content
-        for start in range(0, len(text) - BLOCK, BLOCK):
-            link = hash((link, text[start : start + BLOCK]))
-            links.append((link, size + start + BLOCK))
-        link = hash((link, message.role, text[(len(text) - 1) // BLOCK * BLOCK :]))
+        for start in range(0, len(text) - BLOCK_CHARS, BLOCK_CHARS):
+            link = hash((link, text[start : start + BLOCK_CHARS]))
+            links.append((link, size + start + BLOCK_CHARS))
+        link = hash((link, message.role, text[(len(text) - 1) // BLOCK_CHARS * BLOCK_CHARS :]))
         size += len(text) + 1
         for call in message.tool_calls:
             link = hash((link, call.name, call.arguments))
             size += len(call.arguments)
         links.append((link, size))
-    if len(links) > MOST_LINKS:
-        links = links[: MOST_LINKS // 2] + links[-MOST_LINKS // 2 :]
+    if len(links) > MAX_HASHES:
+        links = links[: MAX_HASHES // 2] + links[-MAX_HASHES // 2 :]
     return PrefixHashChain(tuple(links), size, hash((root, scope, session)) if session else 0)
 
 
@@ -96,7 +96,7 @@ class PrefixAffinity:
     """Index of prompts by node. Each engine process of a node has a number (`engine`), which invalidates all entries of
     an earlier process at once."""
 
-    def __init__(self, entries: int = ENTRIES) -> None:
+    def __init__(self, entries: int = MAX_ENTRIES) -> None:
         self._most = entries
         self._links: OrderedDict[int, dict[NodeId, tuple[int, bytes]]] = OrderedDict()
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
@@ -119,7 +119,7 @@ class PrefixAffinity:
                 if node not in found and self._engines.get(node) == engine:
                     found[node] = size / chain.size
         session = self._sessions.get(chain.session)
-        if session is not None and session.trust > LEAST_TRUST and self._engines.get(session.node) == session.engine:
+        if session is not None and session.trust > MIN_TRUST and self._engines.get(session.node) == session.engine:
             told = session.trust * min(1.0, session.size / chain.size)
             found[session.node] = max(told, found.get(session.node, 0.0))
         return found or NOWHERE
@@ -155,7 +155,7 @@ class PrefixAffinity:
         while len(self._sessions) > self._most:
             self._sessions.popitem(last=False)
 
-    def heard(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
+    def apply_report(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
         """Apply a report: `life` changes when the engine restarts.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`.

@@ -16,15 +16,15 @@ from enum import Enum
 
 from wire.refusals import GRAMMAR_FAILED
 
-MOST_CRASHES = 2
+MAX_CRASHES = 2
 """Number of engine crashes that ends a request."""
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """Maximum nodes that one request may lose or leave."""
-SOON, LATE = 3.0, 10.0
+MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
 """Minimum and maximum seconds of silence after which a stream is resumed elsewhere."""
-MOST_KNOWN = 1_000_000
+MAX_KNOWN_TOKENS = 1_000_000
 """Maximum remembered tokens of an answer without a limit."""
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 """Tokens reserved beyond the known tokens, for an answer that outgrew the usual length."""
 
 CRASHED = "engine_crashed"
@@ -54,27 +54,27 @@ _FALLS = {
 }
 
 
-def fall_of(code: str) -> LossKind | None:
+def loss_kind(code: str) -> LossKind | None:
     """Return the cause for a failure code of a node; None when the request cannot be recovered anywhere."""
     return _FALLS.get(code)
 
 
 def is_fault(code: str) -> bool:
     """Return whether a failure code is a fault of the engine: an impossible grammar is a fault of the client."""
-    return code != GRAMMAR_FAILED and fall_of(code) not in (LossKind.NODE, LossKind.MEMORY)
+    return code != GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
-def survives(fall: LossKind, losses: int, crashes: int) -> bool:
+def may_recover(fall: LossKind, losses: int, crashes: int) -> bool:
     """Return whether a request may be recovered; `losses` and `crashes` already count this event."""
     if fall is LossKind.FORWARD:
         return False
-    return crashes < MOST_CRASHES if fall is LossKind.ENGINE else losses <= MOST_LOSSES
+    return crashes < MAX_CRASHES if fall is LossKind.ENGINE else losses <= MAX_LOSSES
 
 
-def patience(expected: float) -> float:
+def resume_after_seconds(expected: float) -> float:
     """Return the seconds of silence after which a resume elsewhere pays.
 
     `expected` is the time in seconds to prefill the known tokens on another node. A request that would lose much waits
     longer for its node to return.
     """
-    return min(LATE, max(SOON, expected))
+    return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, expected))

@@ -127,7 +127,7 @@ class ReservationLedger:
         touched, self._touched = self._touched, set()
         return touched
 
-    def claim(
+    def reserve(
         self,
         node: NodeId,
         request: int,

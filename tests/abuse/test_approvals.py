@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from coordinator.joining.join_approvals import (
-    LIFE,
-    MOST_NEW_HERE,
-    MOST_WAITING,
-    MOST_WAITING_HERE,
+    APPROVAL_TIMEOUT_SECONDS,
+    MAX_NEW_CODES_PER_ADDRESS,
+    MAX_WAITING,
+    MAX_WAITING_PER_ADDRESS,
     ApprovalRequest,
     Approvals,
     Decided,
@@ -21,7 +21,7 @@ from wire.report import Hardware
 
 
 def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
-    return line.ask(WaitingNode(code, "studio", "m1", Hardware(), address, now + LIFE), now)
+    return line.ask(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
@@ -31,26 +31,28 @@ def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
     for answer in answers:
         if isinstance(answer, ApprovalRequest):
             line.withdraw(answer)
-    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) <= MOST_NEW_HERE
+    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) <= MAX_NEW_CODES_PER_ADDRESS
     for number in range(10):
         ticket = _ask(line, f"7{number:05d}", f"10.0.0.{number}", 1.0)
         assert isinstance(ticket, ApprovalRequest)
         line.withdraw(ticket)
     assert isinstance(_ask(line, "888888", "10.0.0.66", 1.0), float)
-    assert isinstance(_ask(line, "888888", "10.0.0.66", LIFE), ApprovalRequest)
+    assert isinstance(_ask(line, "888888", "10.0.0.66", APPROVAL_TIMEOUT_SECONDS), ApprovalRequest)
 
 
 def test_one_address_takes_a_part_of_the_list() -> None:
     line = Approvals()
     answers = [_ask(line, f"{number:06d}", f"2001:db8::{number}") for number in range(8)]
-    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) == MOST_WAITING_HERE, (
+    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) == MAX_WAITING_PER_ADDRESS, (
         "one network of IPv6 is one"
     )
 
 
 def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
     line, woken = Approvals(), list[str]()
-    silent = [_ask(line, f"{number:06d}", f"10.0.0.{number // MOST_WAITING_HERE}") for number in range(MOST_WAITING)]
+    silent = [
+        _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}") for number in range(MAX_WAITING)
+    ]
     for ticket in silent:
         assert isinstance(ticket, ApprovalRequest)
         ticket.wake = lambda ticket=ticket: woken.append(ticket.waiting.code)
@@ -59,7 +61,7 @@ def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
     assert woken == ["000000"]
     assert isinstance(silent[0], ApprovalRequest)
     assert silent[0].gave_way
-    assert len(line.list(1.0)) == MOST_WAITING
+    assert len(line.list(1.0)) == MAX_WAITING
     assert isinstance(line.approve("777777", 2.0), Decided)
     assert isinstance(_ask(line, "999999", "10.0.0.0", 2.0), ApprovalRequest), "there is a free place again"
 
@@ -68,7 +70,7 @@ async def test_a_machine_with_a_token_never_waits_for_a_code(tmp_path: Path) -> 
     async with opened(tmp_path / "c") as door:
         for number in range(300):
             _ask(door.approvals, f"{number:06d}", f"10.0.{number % 100}.1")
-        assert len(door.approvals.list(0.0)) == MOST_WAITING
+        assert len(door.approvals.list(0.0)) == MAX_WAITING
         identity = await join(door, tmp_path / "n", door.tokens.create())
         assert identity.node in door.store.members
 

@@ -18,7 +18,7 @@ import pytest
 from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cluster import registry
-from coordinator.cluster.link_server import STRANGERS
+from coordinator.cluster.link_server import MAX_STRANGERS
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
@@ -26,7 +26,7 @@ from node.agent.machine_id import machine_id
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.support.processes import environment
-from wire.codec import LONGEST_WIRE, encode, fragments
+from wire.codec import MAX_FRAME_BYTES, encode, fragments
 from wire.frames import (
     Delta,
     Deltas,
@@ -120,7 +120,7 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
         late = await port.link(port.member("late"))
         assert await (await port.dial()).ended(30) == []
         ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]
-        assert ends == ["too_slow"] * (STRANGERS // 4)
+        assert ends == ["too_slow"] * (MAX_STRANGERS // 4)
         await asyncio.wait_for(_enrolling(port), 30)
         late.send(a_report(1))
 
@@ -210,7 +210,7 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every older link count as broken, as after three seconds without a report."""
-    monkeypatch.setattr(registry, "LINKED_SECONDS", 0.0)
+    monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
 async def test_a_second_process_with_a_nodes_identity_expels_nobody(port: Port) -> None:
@@ -282,7 +282,7 @@ BREACHES: dict[str, tuple[list[Frame | bytes], str]] = {
     "hello twice": ([Hello(PROTOCOL, "n", "x", "i", "m", "0", Hardware())], "no node sends"),
     "a coordinator's frame": ([Ping(1)], "no node sends"),
     "unknown frame": ([b"\x00\x00\x00\x02\xee\x90"], "unknown frame"),
-    "declared too long": ([(LONGEST_WIRE + 1).to_bytes(4, "big") + b"\x0d"], "frame length"),
+    "declared too long": ([(MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\x0d"], "frame length"),
     "declared huge": ([b"\xff\xff\xff\xff\x0d"], "frame length"),
     "empty": ([bytes(5)], "frame length"),
     "fragments without end": ([encode(Fragment(7, bytes(32_000))) for _ in range(540)], "in progress"),

@@ -16,7 +16,7 @@ from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.joining.enrollment import LONGEST, EnrollmentConnection
+from coordinator.joining.enrollment import MAX_CONNECTION_BYTES, EnrollmentConnection
 from coordinator.joining.join_approvals import WrongCode
 from node.agent.enrollment import (
     CoordinatorUnreachable,
@@ -24,7 +24,7 @@ from node.agent.enrollment import (
     NodeIdentity,
     PinMismatch,
     authority_context,
-    enrol,
+    enroll,
     proves_itself,
 )
 from node.agent.identity import new_request
@@ -44,7 +44,7 @@ async def join(
     machine: str = "m1",
     on_code: Callable[[str], None] = lambda _: None,
 ) -> NodeIdentity:
-    return await enrol(
+    return await enroll(
         door.address,
         token,
         name="studio",
@@ -146,7 +146,12 @@ async def test_too_many_bytes(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         long = encode(Enroll(b"x" * 60_000, "a", "m", HARDWARE))
         many = b"".join(encode(START) for _ in range(5000))
-        for flood in (long, many, b"".join(fragments(long, 1)), (LONGEST + 1).to_bytes(4, "big") + b"\x01"):
+        for flood in (
+            long,
+            many,
+            b"".join(fragments(long, 1)),
+            (MAX_CONNECTION_BYTES + 1).to_bytes(4, "big") + b"\x01",
+        ):
             frames = await said(door, flood)
             assert not frames or isinstance(frames[-1], Denied)
         await still_works(door, tmp_path / "n")
@@ -267,7 +272,7 @@ async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) ->
         @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
         @given(st.lists(FRAMES, max_size=6))
         def garbage(pieces: list[bytes]) -> None:
-            talk = door.enrolment.converse("10.0.0.7", 0.0)
+            talk = door.enrolment.start_enrollment("10.0.0.7", 0.0)
             if not isinstance(talk, EnrollmentConnection):
                 return
             answers: list[Frame] = []

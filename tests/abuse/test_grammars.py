@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.dispatch.circuit_breaker import FAULTS
+from router.dispatch.circuit_breaker import MAX_FAULTS
 from tests import models
 from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode
@@ -62,11 +62,11 @@ def ask(served: Served, path: str, body: dict[str, object]) -> bytes:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_grammar_that_fails_is_a_400_and_never_touches_the_nodes_breaker(served: Served, path: str):
     dispatcher = served.cluster.dispatcher
-    for _ in range(FAULTS + 2):
+    for _ in range(MAX_FAULTS + 2):
         answer = ask(served, path, {"max_tokens": 50})
         assert (status(answer), b"invalid_request_error" in answer) == (400, True), answer
     told = ask(served, path, {"max_tokens": 50, "stream": True})
     assert status(told) == 200
     assert b'"type":"invalid_request_error"' in told.replace(b'": "', b'":"'), told
-    assert served.call(lambda: dispatcher.breakers.barred(time.monotonic())) == []
+    assert served.call(lambda: dispatcher.breakers.barred_nodes(time.monotonic())) == []
     assert dispatcher.breakers.opened == 0

@@ -123,7 +123,7 @@ def _show(served: Served) -> None:
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
     )
     served.built.registry.view = lambda: view
-    served.built.conductor.see(view)
+    served.built.conductor.apply_view(view)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def restored(served: Served) -> Iterator[None]:
         node.heard.clear()
     conductor = served.built.conductor
     for job in list(conductor.board.jobs):
-        served.call(lambda job=job: conductor.tell(events.JobDeleted(job)))
+        served.call(lambda job=job: conductor.apply_event(events.JobDeleted(job)))
     served.call(served.cluster.report)
 
 

@@ -13,7 +13,7 @@ import pytest
 from coordinator.client.api_client import MEMBER_PATHS
 from coordinator.client.errors import CommandError
 from coordinator.client.member_client import member_of, query
-from coordinator.cluster.link_budgets import MOST_QUERIES
+from coordinator.cluster.link_budgets import QUERIES_BURST
 from node.agent.identity import NodeIdentity, remember
 from tests.support.cluster_port import Ended, Port, a_report, opened
 from tests.support.loopback_cluster import a_model
@@ -97,7 +97,7 @@ async def test_queries_have_a_budget_of_their_own(port: Port):
     link = await port.link(who)
     reasons: list[Any] = []
     with suppress(Ended):
-        reasons = [await ask(port, who, "/api/v1/status") for _ in range(int(MOST_QUERIES) + 40)]
+        reasons = [await ask(port, who, "/api/v1/status") for _ in range(int(QUERIES_BURST) + 40)]
     assert "too_many" in reasons
     assert not link.reader.at_eof(), "its link has a budget of its own"
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.agent.enrollment import enrol, parse_address
+from node.agent.enrollment import enroll, parse_address
 from node.agent.identity import NodeIdentity, authority_context, client_context, new_request
 from tests.abuse.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.test_http_port import CHAT, ask, dial, raw, request, status
@@ -83,7 +83,7 @@ def target() -> Iterator[Target]:
         token = parse_token(made.token())
         url = made.facts["cluster_url"]
         rogue = asyncio.run(
-            enrol(
+            enroll(
                 url,
                 token,
                 name="rogue",

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.scheduling.prefill import Prefill
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
@@ -71,7 +71,7 @@ def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Dri
     turns_to_first(driver, OTHER)
     (sequence,) = driver.engine.generation.preempted
     resident = driver.resident()
-    returning = Prefill(resident, sequence, list(sequence.writing()), list(sequence.prompt))
+    returning = Prefill(resident, sequence, list(sequence.active_rows()), list(sequence.prompt))
     assert (bool(sequence.joined), returning.answered) == (True, False)
 
 
@@ -105,7 +105,7 @@ def test_a_key_with_more_weight_has_more_rows(driver: Driver):
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave so many bytes above what is held and reserved now."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from node.engine.grammar.compiler import GrammarCompiler
-from node.engine.grammar.logits_mask import masked
+from node.engine.grammar.logits_mask import apply_mask
 from node.engine.grammar.sandbox_main import LIMITS
 from node.engine.grammar.tool_spec import UnsupportedSchema
 from node.engine.text.tokenizer import BYTES, TokenizedPrompt, load
@@ -87,7 +87,7 @@ def steps() -> list[list[float]]:
         times: list[float] = []
         for token in ids:
             begun = time.process_time()
-            mx.eval(masked(logits, matcher.compute_bitmask()))
+            mx.eval(apply_mask(logits, matcher.compute_bitmask()))
             times.append((time.process_time() - begun) * 1e3)
             assert matcher.consume_token(token), matcher.get_error()
         found.append(times)

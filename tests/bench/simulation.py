@@ -114,7 +114,7 @@ def bench_decision(_: Path) -> list[Row]:
     loop.run_until_complete(pool.run(ours))
     view, columns, draw = ours.dispatcher.view, VectorIndex(ReservationLedger()), random.Random(1).random
     loop.close()
-    columns.follow(view)
+    columns.apply_view(view)
     demands = [ResourceDemand("chat-8b", size) for size in range(400, 40_400, 400)]
     begun = time.thread_time()
     for number in range(DECISIONS):

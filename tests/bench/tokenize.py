@@ -16,7 +16,7 @@ from node.settings import resolve
 from tests import models
 from tests.bench.row import Row, commit, p99
 from tests.support.processes import ROOT
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import Failed, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message, Ping, Pong, Refusal
 from wire.units import GIB, MIB
 
@@ -78,7 +78,7 @@ class Engine:
                 raise TimeoutError(f"{sorted(wanted - self.ends.keys())} have not ended")
 
     def _read(self) -> None:
-        splitter = Splitter(longest=LONGEST_JOINED)
+        splitter = Splitter(longest=MAX_JOINED_BYTES)
         while data := _received(self.line):
             now = time.monotonic()
             with self._changed:

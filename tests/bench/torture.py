@@ -173,7 +173,7 @@ class Node:
             end.set_result(decode(tag, encoded[5:]))
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self._changed.set()
 
     async def start(self) -> None:
@@ -391,12 +391,12 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
         node.limiter.leases = lease
-        node.poll.look()
+        node.poll.poll_once()
         try:
             await asyncio.sleep(LEASE_FOR)
         finally:
             node.limiter.leases = 0
-            node.poll.look()
+            node.poll.poll_once()
             seen.leases.append((since, time.monotonic() - begun, lease))
 
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.dispatch.decision_log import REFUSALS_KEPT, DecisionLog
+from router.dispatch.decision_log import MAX_INVALID_KEPT, DecisionLog
 from router.errors import invalid
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.whole_pool import Served, served, status
@@ -96,6 +96,6 @@ def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
             ask(pool, "POST", "/v1/chat/completions", "infer", {})
         rows = json.loads(ask(pool, "GET", "/api/v1/requests", "metrics")[1])["requests"]
         assert [row["outcome"] for row in rows] == ["ok", *["invalid_request"] * 3]
-    for number in range(REFUSALS_KEPT + 1):
+    for number in range(MAX_INVALID_KEPT + 1):
         history.refused(float(number), f"r{number}", "k", invalid("no", "x"))
-    assert (len(history.refusals), len(history.stories)) == (REFUSALS_KEPT, 0)
+    assert (len(history.refusals), len(history.stories)) == (MAX_INVALID_KEPT, 0)

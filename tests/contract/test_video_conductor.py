@@ -94,7 +94,7 @@ async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
         await one.until(video, "in_progress")
         await one.peer.cut()
         assert one.conductor.board.jobs[video].away
-        assert one.conductor.board.held(one.peer.who.node if one.peer.who else "") is not None
+        assert one.conductor.board.hold_of(one.peer.who.node if one.peer.who else "") is not None
         await one.peer.link()
         await one.port.until(lambda: not one.conductor.board.jobs[video].away)
         one.peer.finish(next(iter(one.peer.leases)))
@@ -242,7 +242,9 @@ async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
         assert list(found(one.conductor, who.node, "conductor", set())) != []
         one.port.application.registry.remove(who.node)
         one.conductor.forget(who.node)
-        one.conductor.see(type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node)))
+        one.conductor.apply_view(
+            type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node))
+        )
         assert [path for path in found(one.conductor, who.node, "conductor", set()) if "_links" not in path] == []
 
 

@@ -59,10 +59,10 @@ class Linked(Node):
 
     def _said(self, frame: Frame) -> None:
         super()._said(frame)
-        self.agent.tell(frame)
+        self.agent.send_frame(frame)
 
     def _change(self) -> None:
-        self.agent.changed()
+        self.agent.schedule_report()
         self._changed.set()
 
 

@@ -101,7 +101,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert said[0]["isolated"] == 1
     known = set(watch.worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
     assert set(said[0]["names"]) <= known, "nothing of ours is told to a worker"  # type: ignore[arg-type]
-    node.lender.linked()
+    node.lender.resend_ends()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
     node.release("acknowledged")
     node.release("acknowledged")
@@ -475,7 +475,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.video.lease_manager.CONFIRM_SECONDS", 0.3)
+    monkeypatch.setattr("node.video.lease_manager.CONFIRM_TIMEOUT_SECONDS", 0.3)
     node = await make(attends=False)
     before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
     engine.suspend()

@@ -210,7 +210,7 @@ def _linked(data: bytes, made: Application) -> None:
     links._strangers.discard(connection)
     links._links[NODE] = connection
     connection.budgets = NodeBudgets()
-    connection.welcomed(NODE, hello, made.registry.linked(NODE, hello))
+    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello))
     connection.data_received(encode(REPORT))
     connection.data_received(data)
     connection.connection_lost(None)

@@ -98,7 +98,7 @@ async def application(
             "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
         )
         loads = ModelOperations(dispatcher, time.monotonic)
-        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.lives), Conditions()
+        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.validity), Conditions()
         metrics.conditions = conditions.flags
         visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
         api = ControlApi(

@@ -107,7 +107,7 @@ async def _note(door: Door, peer: PeerIdentity) -> None:
 
 
 async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    talk = door.enrolment.converse(writer.get_extra_info("peername")[0], time.monotonic())
+    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic())
     if not isinstance(talk, EnrollmentConnection):
         await _send(door, writer, [talk])
         return
@@ -130,7 +130,7 @@ async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.Strea
     finally:
         deciding.cancel()
         reading.cancel()
-        talk.gone()
+        talk.withdraw()
 
 
 async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -> None:

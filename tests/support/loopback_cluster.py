@@ -21,7 +21,7 @@ from coordinator.http.limits import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
 from router.dispatch.dispatcher import Dispatcher
-from router.http.app import App, RouterApp, nothing_else
+from router.http.app import App, RouterApp, not_found_app
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, headroom, judge, request_need
@@ -127,7 +127,7 @@ class LoopbackCluster:
     rest: float = 75.0
 
     def __init__(
-        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = nothing_else
+        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = not_found_app
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}

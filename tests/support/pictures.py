@@ -6,7 +6,7 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
-from coordinator.metrics.node import NodeSnapshot, worth_showing
+from coordinator.metrics.node import NodeSnapshot, by_priority
 from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
 from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
@@ -163,7 +163,7 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
 def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodeSnapshot:
     """Take the picture of a node."""
     about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
-    return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(worth_showing(seen)), measures)
+    return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(by_priority(seen)), measures)
 
 
 def busy_counters(models: int, nodes: int) -> Counters:
@@ -182,7 +182,7 @@ def busy_counters(models: int, nodes: int) -> Counters:
         counters.node(NodeId(f"n{number}")).generated_tokens += 10
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.answered(status)
-    counters.left_line(0.5)
+    counters.count_queue_exit(0.5)
     counters.placement.observe(0.00003)
     return counters
 

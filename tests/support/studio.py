@@ -154,7 +154,7 @@ class Node:
         self._changed.set()
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self.lender.engine_changed()
         self._changed.set()
 

@@ -135,7 +135,7 @@ class Driver:
 
     def put(self, work: Work) -> None:
         """Hand in what was prepared; what may be read is read at once."""
-        for said in self.engine.take(work, time.monotonic()):
+        for said in self.engine.handle(work, time.monotonic()):
             if isinstance(said, UntokenizedPrompt):
                 self.put(said.read())
             else:
@@ -177,7 +177,7 @@ class Driver:
         for _ in range(turns):
             if wanted():
                 return
-            due = self.engine.due(time.monotonic())
+            due = self.engine.next_step_at(time.monotonic())
             assert due is not None, "the engine rests"
             time.sleep(max(0.0, due - time.monotonic()))  # as its loop waits
             self.turn()

@@ -22,45 +22,54 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
-from wire.report import WASTE_MOST, BatchGroup, KvParameters, Memory, MemoryLevel, Model, TransientModel, WireStruct
+from wire.report import (
+    MAX_WASTE_BYTES,
+    BatchGroup,
+    KvParameters,
+    Memory,
+    MemoryLevel,
+    Model,
+    TransientModel,
+    WireStruct,
+)
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
-MARGIN_MOST = 12 * GIB
-MARGIN_LEAST = 512 * MIB
+MAX_MARGIN_BYTES = 12 * GIB
+MIN_MARGIN_BYTES = 512 * MIB
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
 """Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
-PROFILED_LEAST = 0.02
+MIN_PROFILED_MARGIN_SHARE = 0.02
 WASTE_SHARE = 0.25
-WASTE_CAP = 0.01
-"""Share of the cap that padding of a batch may take, up to `WASTE_MOST`."""
-USUAL_LENGTH = 2048
+WASTE_CAP_SHARE = 0.01
+"""Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
+DEFAULT_ROW_TOKENS = 2048
 """Tokens of a row in `max_batch`."""
-LOGITS_BYTES = 16 * MIB
+MAX_LOGITS_BYTES = 16 * MIB
 """Maximum bytes of logits in the last forward of a prompt; beyond it, the last token has its own forward."""
 
 
-READ_TOKEN = 320
+TOKENIZE_BYTES_PER_TOKEN = 320
 """Maximum transient bytes per token during tokenization, and per byte of text, because a byte can be a token."""
-READ_LOAD, READ_GUIDE = 36, 16
+TOKENIZER_LOAD_FACTOR, TOKENIZER_GUIDE_FACTOR = 36, 16
 """Maximum bytes per byte of a tokenizer's files, to load it and to build its tables for grammars."""
-READ_CODE = 2 * MIB
+TOKENIZER_CODE_BYTES = 2 * MIB
 """Minimum bytes to load a tokenizer: the code that it imports."""
-READ_TEXT = 8
+TOKENIZE_BYTES_PER_TEXT_BYTE = 8
 """Bytes per byte of text that is rendered but not tokenized: copies of the text."""
-READ_SLICE = 256 * 1024
+TOKENIZE_SLICE_CHARS = 256 * 1024
 """Characters per slice when a long text is tokenized up to the context length."""
-READ_SLACK = 1.02
+TOKENIZE_SLACK = 1.02
 """Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
-READ_FREE = MIB
+UNCHECKED_TOKENIZE_BYTES = MIB
 """Bytes below which tokenization needs no check of the gate; less than every margin."""
 
 
 def default_margin(cap: int) -> int:
     """Return the margin in bytes without a measured profile: 11.2 % of the cap, between 512 MiB and 12 GiB."""
-    return max(MARGIN_LEAST, min(MARGIN_MOST, int(cap * MARGIN_SHARE)))
+    return max(MIN_MARGIN_BYTES, min(MAX_MARGIN_BYTES, int(cap * MARGIN_SHARE)))
 
 
 def profiled_margin(cap: int, residual: int) -> int:
@@ -68,7 +77,7 @@ def profiled_margin(cap: int, residual: int) -> int:
 
     `residual` are the most bytes by which a forward exceeded its estimate and the KV that it wrote.
     """
-    return max(int(residual * RESIDUAL_FACTOR), int(cap * PROFILED_LEAST))
+    return max(int(residual * RESIDUAL_FACTOR), int(cap * MIN_PROFILED_MARGIN_SHARE))
 
 
 def current(active: int, phys: int | None, recent: int) -> int | None:
@@ -165,7 +174,7 @@ def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
     return judge(replace(memory, margin=0), estimate)
 
 
-def lacks(memory: Memory, estimate: int) -> bool:
+def exceeds_headroom(memory: Memory, estimate: int) -> bool:
     """Return whether `estimate` more bytes do not fit; False if the memory cannot be read."""
     answer = judge(memory, estimate)
     return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
@@ -203,9 +212,9 @@ def row_bytes(kv: KvParameters, tokens: int) -> int:
     return row + kv.window_per_token * min(held, kv.window) if kv.window_per_token else row
 
 
-def waste_under(cap: int) -> int:
+def waste_bytes(cap: int) -> int:
     """Return the bytes of padding that a batch may always have under a cap (`KvParameters.waste`)."""
-    return min(WASTE_MOST, int(cap * WASTE_CAP))
+    return min(MAX_WASTE_BYTES, int(cap * WASTE_CAP_SHARE))
 
 
 def padded(group: BatchGroup, kv: KvParameters) -> int:
@@ -265,7 +274,7 @@ def step_transient(transient: TransientModel, rows: int, longest: int, *, grows:
 
 def tail(transient: TransientModel) -> int:
     """Return the maximum tokens of a forward with logits, because it computes the logits of all its tokens."""
-    return max(1, int(LOGITS_BYTES / max(transient.logits, 1.0)))
+    return max(1, int(MAX_LOGITS_BYTES / max(transient.logits, 1.0)))
 
 
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -324,10 +333,14 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
     `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
     grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.
     """
-    most = min(text, int(context * READ_SLACK) + READ_SLICE) if context else text
-    taken = READ_TOKEN * most + READ_TEXT * (text - most) + files * (READ_LOAD * loads + READ_GUIDE * guides)
-    taken += READ_CODE * loads
-    return taken if taken > READ_FREE else 0
+    most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
+    taken = (
+        TOKENIZE_BYTES_PER_TOKEN * most
+        + TOKENIZE_BYTES_PER_TEXT_BYTE * (text - most)
+        + files * (TOKENIZER_LOAD_FACTOR * loads + TOKENIZER_GUIDE_FACTOR * guides)
+    )
+    taken += TOKENIZER_CODE_BYTES * loads
+    return taken if taken > UNCHECKED_TOKENIZE_BYTES else 0
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
@@ -361,7 +374,7 @@ def max_context(memory: Memory, model: Model) -> int:
 
 def max_batch(memory: Memory, model: Model, most: int) -> int:
     """Return how many rows of usual length fit on the idle node, at most `most`."""
-    length = min(USUAL_LENGTH, model.context)
+    length = min(DEFAULT_ROW_TOKENS, model.context)
     return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
 
 

@@ -14,9 +14,8 @@ the lowest number of prefilled tokens divided by weight, counted while other key
 first token of an agent during a batch: 324 s without, 87 s with this rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
-requests of the key that holds most for its weight (`giving_way`). That key keeps at least as much as the waiting key
-then has, so that the shares become more equal and no exchange is reversed. The rule holds for
-rows and for bytes.
+requests of the key that holds most for its weight (`preemption_order`). That key keeps at least as much as the waiting
+key then has, so that the shares become more equal and no exchange is reversed. The rule holds for rows and for bytes.
 """
 
 from collections import Counter, deque
@@ -26,7 +25,7 @@ from typing import NamedTuple
 from wire.bounds import Natural, Word
 from wire.report import WireStruct
 
-CROWD = 8
+CROWDED_PROMPTS = 8
 """Prompts of one key on a node above which the second prefill turn alternates between keys.
 
 Simulated p95 time to first token of a household with an agent, eight seeds: 54 s never, 57 s always, 51 s with this.
@@ -52,7 +51,7 @@ class WaitingRequest(NamedTuple):
     begun: bool = False
 
 
-def in_turn(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
+def service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
     """Yield indices of waiting requests in the order of service.
 
     Begun answers come first. `waiting` is in order of arrival; `taken` are the rows that each key holds.
@@ -80,7 +79,7 @@ class RunningRequest(NamedTuple):
     size: int
 
 
-def giving_way(asking: WeightedKey, need: int, lacking: int, holding: Sequence[RunningRequest]) -> list[int]:
+def preemption_order(asking: WeightedKey, need: int, lacking: int, holding: Sequence[RunningRequest]) -> list[int]:
     """Return the indices of the requests to preempt for a request of the key `asking`.
 
     The request needs `need` rows or bytes, of which `lacking` are not free. `holding` is in order of arrival. The list
@@ -124,6 +123,6 @@ class PrefillFairness:
         prompts = Counter(one.name for one in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)
         self._read = {name: self._read.get(name, least) for name in prompts}
-        if max(prompts.values()) <= CROWD:
+        if max(prompts.values()) <= CROWDED_PROMPTS:
             return 0
         return min(range(len(waiting)), key=lambda place: self._read[waiting[place].name])

@@ -7,7 +7,7 @@ from pydantic import Field
 
 from coordinator.api.body import PLAIN, Body
 from coordinator.api.errors import ProblemError
-from coordinator.api.qr import squares
+from coordinator.api.qr import qr_matrix
 from coordinator.api.route import Route
 from coordinator.joining.join_approvals import Approvals, Decided, Locked, WrongCode
 from coordinator.joining.join_tokens import join_line
@@ -51,7 +51,7 @@ class JoinRoutes:
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = join_line(self._url, answer["token"])
-        return {**answer, "join": join, "qr": squares(join)}
+        return {**answer, "join": join, "qr": qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Make a join token useless at once."""

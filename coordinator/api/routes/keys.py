@@ -18,11 +18,11 @@ from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, invalid
 
-LONGEST_LIFE = 10 * 365 * 86400.0
+MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Longest life of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 """A day, or empty for all stored days."""
-Life = Annotated[float, Field(gt=0, le=LONGEST_LIFE)]
+Life = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
 
 
 class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied

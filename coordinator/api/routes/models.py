@@ -11,7 +11,7 @@ from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.observe.node_rows import measured, speeds, standing
+from coordinator.observe.node_rows import measured, model_state, speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
@@ -70,7 +70,7 @@ class ModelRoutes:
                         "conflict": identity.conflict,
                     },
                 )
-                place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **model_state(model)}
                 place["fingerprint"] = model.fingerprint
                 row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
         return [found[name] for name in sorted(found)]

@@ -10,7 +10,7 @@ from pydantic import Field
 from coordinator.api.body import Body
 from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
-from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
+from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
 from coordinator.api.route import TEXT, Route
 from coordinator.cluster.registry import Registry
 from coordinator.state.database import Database
@@ -18,7 +18,7 @@ from router.errors import Problem
 from wire.identity import NodeId
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
-LONGEST_PAUSE = 365 * 86400.0
+MAX_PAUSE_SECONDS = 365 * 86400.0
 """Seconds that a node is paused at most; one without an end is until it is resumed."""
 
 
@@ -37,7 +37,7 @@ class DrainBody(Body):
 class PauseBody(Body):
     """Duration of a pause; without it the pause lasts until the node is resumed."""
 
-    seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
+    seconds: Annotated[float | None, Field(gt=0, le=MAX_PAUSE_SECONDS)] = None
 
 
 def find_node(registry: Registry, node: str) -> NodeId:
@@ -83,7 +83,7 @@ class NodeRoutes:
     def _breaker(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
         now = self._traffic.now()
-        found = self._traffic.breakers.standing(node, now)
+        found = self._traffic.breakers.state_of(node, now)
         if found is None:
             return {"state": "closed", "why": "", "until": None, "opened": 0}
         until = round(time.time() + found.until - now)
@@ -103,7 +103,9 @@ class NodeRoutes:
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
         links, found = self._registry.links, self._find(node)
-        pieces = links.follow(found, "logs", size, FOLLOW_SECONDS) if follow else links.ask(found, "logs", size)
+        pieces = (
+            links.follow(found, "logs", size, FOLLOW_INTERVAL_SECONDS) if follow else links.fetch(found, "logs", size)
+        )
         return await log_text(pieces)
 
     # -- whether it is given work -----------------------------------------------------------------
@@ -143,7 +145,7 @@ class NodeRoutes:
         found = self._find(node)
         self._registry.cordon(found, on=True)
         await self._store.flush()
-        left = await self._traffic.emptied(found, body.wait_seconds)
+        left = await self._traffic.wait_drained(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:

@@ -53,7 +53,7 @@ class PageRoutes:
 
     async def invite(self) -> dict[str, Any]:
         """Make a link that opens the page once, within two minutes, as an administrator."""
-        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.invite()}", "seconds": CODE_SECONDS}
+        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCode) -> dict[str, Any]:
         """Change the code of such a link for a key, which the page keeps."""
@@ -65,7 +65,7 @@ class PageRoutes:
 
     async def leave(self) -> dict[str, Any]:
         """End the visit whose key this is."""
-        if not self._visitors.leave(KEY.get()):
+        if not self._visitors.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
 

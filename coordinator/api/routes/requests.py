@@ -14,7 +14,7 @@ from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Content, Route
 from router.admission.api_keys import KeyRing
-from router.dispatch.decision_log import STORIES_KEPT, RequestRecord
+from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
 from router.dispatch.request import ActiveRequest
 from router.errors import Problem
 from router.errors import from_refused as problem_of
@@ -68,7 +68,7 @@ class RequestRoutes:
         problem = problem_of(result.refused)
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
 
-    async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
+    async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
         """List the newest requests that have ended, refused ones too, oldest first, with the times of each step."""
         return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
 
@@ -83,14 +83,14 @@ class RequestRoutes:
         """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
         with every node's arithmetic."""
         history = self._traffic.history
-        stories, decisions = history.told(request_id), history.decided_on(request_id)
-        tickets = [ticket for ticket in self._traffic.under_way() if ticket.job.request_id == request_id]
+        stories, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
+        tickets = [ticket for ticket in self._traffic.open_requests() if ticket.job.request_id == request_id]
         if not stories and not decisions and not tickets:
             raise ProblemError(
                 Problem(
                     404,
                     "request_not_found",
-                    f"nothing is kept of a request {request_id[:100]!r}: the newest {STORIES_KEPT} are",
+                    f"nothing is kept of a request {request_id[:100]!r}: the newest {MAX_REQUESTS_KEPT} are",
                 )
             )
         return {

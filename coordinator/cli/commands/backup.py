@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import moment
+from coordinator.cli.commands.tokens_and_keys import format_minute
 from coordinator.client.api_client import default_state
 from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, CommandError
 from wire.units import show_size
@@ -86,7 +86,7 @@ def restore(
     ends when it meets one of them again.
     """
     from coordinator.backup.restore import RestoreError
-    from coordinator.backup.restore import look as look_at
+    from coordinator.backup.restore import inspect_backup as look_at
     from coordinator.backup.restore import restore as put_in_place
     from coordinator.state.database import StateLockedError
 
@@ -120,7 +120,7 @@ def restore(
 
 def _print_restored(folder: Path, done: "Restored") -> None:
     manifest, counts = done.manifest, done.counts
-    click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {moment(manifest.made)}, is in {folder}:")
+    click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {format_minute(manifest.made)}, is in {folder}:")
     click.echo(f"{counts.members} members, {counts.keys} keys, {counts.tokens} join tokens, {counts.jobs} video jobs")
     if done.config == "config.toml.restored":
         click.echo(f"settings: this machine's config.toml stays; the backup's is beside it as {done.config}")
@@ -137,7 +137,7 @@ def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
         _print_json({"schema": 1, "file": str(file), "whole": True, **told})
         return
     click.echo(
-        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {moment(told['made'])} by macpool "
+        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {format_minute(told['made'])} by macpool "
         f"{told['macpool']}, {told['files']} files"
     )
 

@@ -11,7 +11,7 @@ import click
 
 from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, default_state, table
-from coordinator.client.config_inspect import SettingsReport, in_force, look, node_settings
+from coordinator.client.config_inspect import SettingsReport, inspect_settings, node_settings, settings_in_force
 from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 
 
@@ -37,7 +37,7 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
     folder = state or default_state()
     if running and pairs:
         raise click.UsageError("--running and --set exclude each other: what runs was given its flags at its start")
-    found = _in_force(folder) if running else look(folder, folder / "config.toml", os.environ, pairs)
+    found = _in_force(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
         raise CommandError(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
@@ -66,7 +66,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
             raise CommandError(NOT_FOUND, f"there is no file {place}")
         if output == "text":
             click.echo(f"there is no {place}: every setting has its default")
-    found = look(folder, place, os.environ if file is None else {}, ())
+    found = inspect_settings(folder, place, os.environ if file is None else {}, ())
     if output == "json":
         click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.wrong]}))
     _refuse(found.wrong)
@@ -89,7 +89,7 @@ def _value(value: object) -> str:
 
 
 def _in_force(folder: Path) -> SettingsReport:
-    found = in_force(
+    found = settings_in_force(
         ApiSession(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ())
     )
     if not found.who:

@@ -88,16 +88,18 @@ def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
     import platform
     from importlib.metadata import version
 
-    from coordinator.client.config_inspect import in_force, look
-    from coordinator.doctor.bundle import settings_told, write
+    from coordinator.client.config_inspect import inspect_settings, settings_in_force
+    from coordinator.doctor.bundle import redact_settings, write
 
     settings: dict[str, Any] = {}
     told = here.examined() or {}
     try:
-        settings = settings_told(look(here.state, here.state / "config.toml", here.environ, (), told).rows)
+        settings = redact_settings(
+            inspect_settings(here.state, here.state / "config.toml", here.environ, (), told).rows
+        )
     except CommandError as error:
         settings = {"problem": error.message}
-    now = in_force(here.session, told)
+    now = settings_in_force(here.session, told)
     contents = {
         "findings.json": [one.row() for one in found],
         "versions.json": {
@@ -110,7 +112,7 @@ def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
             "coordinator": here.version().value,
         },
         "settings.json": settings,
-        "running.json": {"who": now.who, "settings": settings_told(now.rows)},
+        "running.json": {"who": now.who, "settings": redact_settings(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
         "nodes.json": here.nodes().value if here.session.running else None,
     }

@@ -13,7 +13,7 @@ from coordinator.cli.group import confirm, yes_option
 from coordinator.client.api_client import default_state
 from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
-LEAVE_SECONDS = 60.0
+LEAVE_TIMEOUT_SECONDS = 60.0
 CLUSTER_PORT = 8081
 """Default port of `cluster up` for nodes (`--cluster-listen`)."""
 
@@ -91,8 +91,8 @@ def leave(state: Path | None, force: bool, yes: bool) -> None:
     if process is None:
         _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
     os.kill(process, signal.SIGUSR1)
-    if not _wait(folder / "node" / "lock", LEAVE_SECONDS):
-        raise CommandError(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_SECONDS:.0f} s")
+    if not _wait(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
+        raise CommandError(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_TIMEOUT_SECONDS:.0f} s")
     click.echo("left the cluster")
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from coordinator.cli.commands.trust_ca import confirmed_authority
-from coordinator.client.api_client import LOGIN, ApiSession, CoordinatorAddress, base_url, default_state, send
+from coordinator.client.api_client import LOGIN_FILE, ApiSession, CoordinatorAddress, base_url, default_state, send
 from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
 
 
@@ -38,7 +38,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     reached = CoordinatorAddress(base, _key(key_file), _authority(base, fingerprint))
     _check(reached)
     _keep(folder, reached)
-    answer = {"schema": 1, "url": base, "file": str(folder / LOGIN)}
+    answer = {"schema": 1, "url": base, "file": str(folder / LOGIN_FILE)}
     ApiSession(folder, None, None, output).show(
         answer, lambda _: click.echo(f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it")
     )
@@ -48,7 +48,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
     """Forget the coordinator that `cluster login` kept. The key itself stays valid: `cluster key revoke` ends it."""
-    file = (state or default_state()) / LOGIN
+    file = (state or default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")
         return
@@ -98,6 +98,6 @@ def _keep(folder: Path, reached: CoordinatorAddress) -> None:
 
     kept = {"url": reached.url, "key": reached.key, "ca": reached.authority}
     try:
-        write_private(private_folder(folder) / LOGIN, json.dumps(kept).encode())
+        write_private(private_folder(folder) / LOGIN_FILE, json.dumps(kept).encode())
     except OSError as error:
-        raise CommandError(1, f"{folder / LOGIN} cannot be written: {error.strerror}") from None
+        raise CommandError(1, f"{folder / LOGIN_FILE} cannot be written: {error.strerror}") from None

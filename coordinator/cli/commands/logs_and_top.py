@@ -23,11 +23,11 @@ from coordinator.client.terminal_text import harmless, raw_output
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-FOR_EVER = 86400.0
+FOLLOW_TIMEOUT_SECONDS = 86400.0
 """Seconds of silence after which a follower stops."""
-BAR, NARROW_BAR = 24, 8
+BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
 """Letters of a node's bar on a wide screen, and on one of 80 letters."""
-WIDE_SCREEN = 132
+WIDE_SCREEN_COLUMNS = 132
 """Letters from which the live view has all its columns."""
 
 
@@ -76,7 +76,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
-    print_log(session, session.request("GET", path, timeout=FOR_EVER if follow else 30.0))
+    print_log(session, session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
 
 
 @click.command()
@@ -86,7 +86,7 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    response = session.request("GET", path, timeout=FOR_EVER if follow else 30.0)
+    response = session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)
     if response.status >= 400:
         raise_for(response.status, response.read())
     for event in _events(response):
@@ -168,7 +168,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    wide = width >= WIDE_SCREEN
+    wide = width >= WIDE_SCREEN_COLUMNS
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "STATE", "MEMORY", "USED", "HEADROOM", "RUN", "QUEUE"):
         grid.add_column(
@@ -179,7 +179,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
         )
     for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
         grid.add_column(column, no_wrap=True)
-    letters = max(NARROW_BAR, min(BAR, width - 80 + NARROW_BAR))
+    letters = max(NARROW_BAR_COLUMNS, min(BAR_COLUMNS, width - 80 + NARROW_BAR_COLUMNS))
     for node in nodes:
         cells = [
             node["name"],

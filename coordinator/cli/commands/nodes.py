@@ -6,9 +6,9 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import waiting
-from coordinator.cli.commands.pause import described
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.cli.commands.models import spinner
+from coordinator.cli.commands.pause import describe_sharing
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.memory_breakdown import ALARMING, ago, arithmetic, breaker_of, guard_of
 from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
@@ -17,7 +17,7 @@ from coordinator.client.errors import REFUSED, CommandError
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
-FEW = 6
+MAX_MODELS_SHOWN = 6
 """Models that `status` names."""
 
 
@@ -48,8 +48,8 @@ def print_status(answer: dict[str, Any]) -> None:
 
 def _few(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
-    more = f" and {len(names) - FEW} more: `cluster models`" if len(names) > FEW else ""
-    return (", ".join(names[:FEW]) or "none") + more
+    more = f" and {len(names) - MAX_MODELS_SHOWN} more: `cluster models`" if len(names) > MAX_MODELS_SHOWN else ""
+    return (", ".join(names[:MAX_MODELS_SHOWN]) or "none") + more
 
 
 @click.command()
@@ -84,7 +84,7 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
         if one["state"] == "ready" and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
             click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
         if one["state"] == "paused":
-            click.echo(f"{one['name']}: {described(one['sharing'])}")
+            click.echo(f"{one['name']}: {describe_sharing(one['sharing'])}")
 
 
 @node.command("show")
@@ -147,7 +147,7 @@ def _shown(name: str, item: object) -> str:
         "canary",
     }
     if name == "joined" and isinstance(item, float):
-        return moment(item)
+        return format_minute(item)
     if name in sizes and (item is None or isinstance(item, int)):
         return show_size(item)
     return str(item)
@@ -207,7 +207,7 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     requests, and they end where they are.
     """
     seconds = wait or 0.0
-    with waiting(f"draining {node}"):
+    with spinner(f"draining {node}"):
         answer = session.call(
             "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
         )

@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.client.api_client import ApiSession, options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from host.pause_file import PauseFile, PauseRecord
@@ -33,7 +33,7 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
         _pause_here(session, seconds)
         return
     answer = session.call("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
-    session.show(answer, lambda told: click.echo(f"{name} is {described(told['sharing'])}{_left(told)}"))
+    session.show(answer, lambda told: click.echo(f"{name} is {describe_sharing(told['sharing'])}{_left(told)}"))
 
 
 @click.command()
@@ -48,14 +48,14 @@ def resume(session: ApiSession, node: str | None) -> None:
         session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return
     answer = session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
-    session.show(answer, lambda told: click.echo(f"{node} is {described(told['sharing'])}"))
+    session.show(answer, lambda told: click.echo(f"{node} is {describe_sharing(told['sharing'])}"))
 
 
-def described(sharing: dict[str, Any]) -> str:
+def describe_sharing(sharing: dict[str, Any]) -> str:
     """Describe a node's sharing state: shared, or paused with reason and end."""
     if not sharing["paused"]:
         return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
-    until = f" until {moment(sharing['until'])}" if sharing["until"] else ""
+    until = f" until {format_minute(sharing['until'])}" if sharing["until"] else ""
     return f"paused{until}: {sharing['why']}"
 
 
@@ -84,7 +84,7 @@ def _pause_here(session: ApiSession, seconds: float | None) -> None:
         file.write(PauseRecord(until))
     except OSError as error:
         raise CommandError(1, f"{file.path} cannot be written: {error.strerror}") from None
-    end = "until `cluster resume`" if until is None else f"until {moment(until)}"
+    end = "until `cluster resume`" if until is None else f"until {format_minute(until)}"
     session.show(
         {"schema": 1, "paused": True, "until": until},
         lambda _: click.echo(

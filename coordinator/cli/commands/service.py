@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.cli.group import CommandGroup
 from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 
@@ -61,7 +61,7 @@ def install(
     if dry_run:
         _preview(host, plan, output)
         return
-    with _refusals(), waiting("installing the service, and waiting until it stays up"):
+    with _refusals(), spinner("installing the service, and waiting until it stays up"):
         done, standing = carry_out(host, plan)
     answer = {
         "schema": 1,
@@ -169,7 +169,7 @@ def uninstall(ctx: click.Context, output: str) -> None:
     from coordinator.service.setup import uninstall as take_away
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    with _refusals(), waiting("stopping the service"):
+    with _refusals(), spinner("stopping the service"):
         state = _state_of(existing(host, host.unit).program)
         done = take_away(host)
     kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
@@ -196,7 +196,7 @@ def status(ctx: click.Context, output: str) -> None:
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _refusals():
-        found, now = existing(host, host.unit), host.standing()
+        found, now = existing(host, host.unit), host.state()
     answer: dict[str, Any] = {
         "schema": 1,
         "installed": bool(found.text),
@@ -235,7 +235,7 @@ def restart(ctx: click.Context) -> None:
     from coordinator.service.setup import existing, wait
 
     host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
-    with _refusals(), waiting("restarting the service"):
+    with _refusals(), spinner("restarting the service"):
         if not existing(host, host.unit).text:
             raise CommandError(NOT_FOUND, "no service is installed: `sudo cluster service install`")
         host.restart()

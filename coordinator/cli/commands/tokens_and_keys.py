@@ -16,17 +16,17 @@ def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | Non
     """Ask the running coordinator; without one, do the same on its database under its lock."""
     if session.running:
         return session.call(method, path, body)
-    from coordinator.cli.offline import call as offline
+    from coordinator.cli.offline import run_offline as offline
 
     return offline(session, method, path, body or {})
 
 
-def moment(seconds: float | None) -> str:
+def format_minute(seconds: float | None) -> str:
     """Write a time stamp for a person."""
     return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def second(seconds: float) -> str:
+def format_second(seconds: float) -> str:
     """Write a time stamp for a person, to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
@@ -108,7 +108,7 @@ def token_list(session: ApiSession) -> None:
         call(session, "GET", "/api/v1/tokens"),
         lambda answer: table(
             ("ID", "NAME", "USES LEFT", "EXPIRES"),
-            [(t["id"], t["name"], str(t["uses_left"]), moment(t["expires"])) for t in answer["tokens"]],
+            [(t["id"], t["name"], str(t["uses_left"]), format_minute(t["expires"])) for t in answer["tokens"]],
         ),
     )
 
@@ -127,7 +127,7 @@ def _print_token(row: dict[str, Any]) -> None:
         "id": row["id"],
         "name": row["name"] or "-",
         "uses left": row["uses_left"],
-        "expires": moment(row["expires"]),
+        "expires": format_minute(row["expires"]),
     }
     for name, value in found.items():
         click.echo(f"{name:<9} {value}")
@@ -237,7 +237,7 @@ def _print_key(row: dict[str, Any]) -> None:
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    dates = (moment(key["created"]), moment(key["expires"]))
+    dates = (format_minute(key["created"]), format_minute(key["expires"]))
     return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _told(key["limits"]))
 
 
@@ -308,7 +308,7 @@ def key_expire(session: ApiSession, key_: str, after: float | None, never: bool)
     call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
     row = find(session, "key", row["id"])
     answer = {"schema": 1, "id": row["id"], "expires": row["expires"]}
-    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {moment(made['expires'])}"))
+    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {format_minute(made['expires'])}"))
 
 
 @key.command("rotate")
@@ -353,7 +353,7 @@ def audit(session: ApiSession, last: int) -> None:
             ("WHEN", "WHO", "FROM", "WHAT", "TO"),
             [
                 (
-                    second(act["at"]),
+                    format_second(act["at"]),
                     act.get("actor_name") or act["actor"],
                     act.get("address") or "-",
                     act["action"],

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.api_client import ApiSession, base_url, options, unreached
+from coordinator.client.api_client import ApiSession, base_url, connection_error, options
 from coordinator.client.errors import NOT_FOUND, PIN, CommandError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities, for programs that do not use the system's trust store."""
-LONGEST = 16_384
+MAX_CERTIFICATE_BYTES = 16_384
 """Bytes of an authority's certificate that are read from a stranger."""
 
 
@@ -48,7 +48,7 @@ def trust_ca(
         return
     if fingerprint is None and not remove:
         confirm_fingerprint(base, found, pem)
-    bundle = keep(session.state, pem, found, base)
+    bundle = write_bundle(session.state, pem, found, base)
     if remove:
         bundle.unlink()
         bundle.with_suffix(".url").unlink()
@@ -111,9 +111,9 @@ def fetch(base: str) -> str:
     try:
         connection.request("GET", "/api/v1/ca.pem")
         response = connection.getresponse()
-        text = response.read(LONGEST).decode("ascii", "replace")
+        text = response.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
     except OSError as error:
-        raise CommandError(*unreached(base, error)) from None
+        raise CommandError(*connection_error(base, error)) from None
     finally:
         connection.close()
     if response.status != 200:
@@ -161,7 +161,7 @@ def _scope(pem: str) -> str:
     return ", ".join(f"{name!r}" for name in _names(x509.load_pem_x509_certificate(pem.encode()))) + " and addresses"
 
 
-def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
+def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
     """Write a bundle of the system's authorities and this one for programs that need a file, and the endpoint's URL."""
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -172,7 +172,7 @@ def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Return the file that `keep` wrote for an authority; None if this machine does not trust it yet."""
+    """Return the file that `write_bundle` wrote for an authority; None if this machine does not trust it yet."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.client.api_client import default_state
 from coordinator.client.errors import REFUSED, CommandError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coordinator.state.settings import CoordinatorSettings
     from host.settings_loader import ResolvedSettings
 
-STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
+ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
 
 
 class ListenAddress(click.ParamType[tuple[str, int]]):
@@ -81,7 +81,7 @@ def up(
 
     from coordinator.run import RunOptions
     from coordinator.state.config_file import rows_shown
-    from host.settings_loader import explained
+    from host.settings_loader import setting_rows
 
     folder = state or default_state()
     resolved = _resolved(folder, pairs)
@@ -94,13 +94,13 @@ def up(
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
     options = RunOptions(
-        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(explained(resolved))
+        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(setting_rows(resolved))
     )
 
-    spinner = ExitStack()
+    waiting = ExitStack()
 
     def ready(facts: dict[str, Any]) -> None:
-        spinner.close()
+        waiting.close()
         if output == "json":
             print(json.dumps(facts), flush=True)
         else:
@@ -114,9 +114,9 @@ def up(
                     fg="yellow",
                 )
 
-    with spinner:
+    with waiting:
         if with_node:
-            spinner.enter_context(waiting("starting this Mac's node"))
+            waiting.enter_context(spinner("starting this Mac's node"))
         _run(options, ready)
     if output == "text":
         click.echo("stopped", err=True)
@@ -134,7 +134,7 @@ def _wants_node(folder: Path, given: bool | None) -> bool:
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
     """Check the node of this machine before anything is created. Problem when it could not start, or is of another
     cluster."""
-    from coordinator.client.config_inspect import look
+    from coordinator.client.config_inspect import inspect_settings
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
 
     for model in models:
@@ -145,7 +145,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
             check_node(folder, "")
         except LocalNodeElsewhereError as error:
             raise CommandError(REFUSED, str(error)) from None
-    found = look(folder, folder / "config.toml", os.environ, pairs)
+    found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.wrong:
         raise CommandError(2, "\n".join(one.told() for one in found.wrong))
     for row in found.rows:
@@ -212,7 +212,7 @@ def _tree(file: Path) -> dict[str, Any]:
 
 def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     click.echo(f"endpoint  {facts['base_url']}")
-    if listen[0] in STRANGERS:
+    if listen[0] in ALL_INTERFACES:
         import socket
 
         scheme, port = facts["base_url"].partition(":")[0], facts["base_url"].rpartition(":")[2].removesuffix("/v1")

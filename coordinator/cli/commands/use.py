@@ -13,16 +13,16 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.client.api_client import ApiSession, base_url, options, raise_for, table
 from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 from wire.units import show_size
 
 RETRY_SECONDS = 1.0
-TOY = "macpool-tiny"
+EMBEDDED_MODEL = "macpool-tiny"
 """The model that is in the package."""
 TOY_NOTE = (
-    f"({TOY} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
+    f"({EMBEDDED_MODEL} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
 """Between two questions whether a node is ready."""
@@ -192,7 +192,7 @@ def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_to
     text = " ".join(prompt) or sys.stdin.read()
     if not text.strip():
         raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
-    with waiting("waiting for a node that serves a model"):
+    with spinner("waiting for a node that serves a model"):
         response, answering = _answer(session, text, model, max_tokens, time.monotonic() + wait)
     if session.json:
         click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
@@ -200,7 +200,7 @@ def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_to
     for piece in _pieces(response):
         click.echo(piece, nl=False)
     click.echo()
-    if answering == TOY:
+    if answering == EMBEDDED_MODEL:
         click.echo(TOY_NOTE, err=True)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.cli.commands.videos import calibration, known_models, measured_sizes, only_model, video
 from coordinator.client.api_client import ApiSession, default_state, options, table
 from coordinator.client.errors import CommandError
@@ -71,7 +71,7 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     """
     command = [sys.executable, "-P", "-m", "node.video.environment", "--folder", str(_folder(state or default_state()))]
     command += ["--wheelhouse", str(wheelhouse)] if wheelhouse else []
-    with waiting("installing the video environment"):
+    with spinner("installing the video environment"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
         raise CommandError(1, done.stderr.strip().removeprefix("error: ") or f"it ended with {done.returncode}")

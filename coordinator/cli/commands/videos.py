@@ -11,17 +11,17 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
 from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, options, raise_for, table
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, CommandError
 from coordinator.client.terminal_text import harmless, raw_output
 from wire.units import show_size
 
-LOOK_SECONDS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 """Between two looks at a video that is waited for."""
-PIECE = 1024 * 1024
-PROMPT = "a calm sea under a clear sky"
+CHUNK_BYTES = 1024 * 1024
+DEFAULT_PROMPT = "a calm sea under a clear sky"
 
 
 @click.group(cls=CommandGroup)
@@ -46,7 +46,7 @@ def _print_list(answer: dict[str, Any]) -> None:
             one["model"],
             one["size"],
             f"{one['seconds']} s",
-            moment(one["created_at"]),
+            format_minute(one["created_at"]),
             harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
         )
         for one in answer["data"]
@@ -69,7 +69,7 @@ def _get(session: ApiSession, video: str) -> dict[str, Any]:
 def _print_one(one: dict[str, Any]) -> None:
     for name, value in one.items():
         if name in ("created_at", "completed_at", "expires_at") and value is not None:
-            value = moment(value)
+            value = format_minute(value)
         elif name == "peak" and value is not None:
             value = show_size(value)
         if name not in ("object", "schema", "remixed_from_video_id") and value not in (None, []):
@@ -152,7 +152,7 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
     beside, size, promised = file.with_name(file.name + ".part"), 0, int(response.headers["content-length"])
     try:
         with beside.open("wb") as target:
-            while piece := response.read(PIECE):
+            while piece := response.read(CHUNK_BYTES):
                 target.write(piece)
                 size += len(piece)
         if size != promised:
@@ -180,15 +180,15 @@ def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, A
                 raise CommandError(
                     TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
                 )
-            told = bar.tell(made["progress"], harmless(made["phase"]), told)
-            pause.wait(LOOK_SECONDS)
+            told = bar.show_progress(made["progress"], harmless(made["phase"]), told)
+            pause.wait(POLL_INTERVAL_SECONDS)
     return made
 
 
 class ProgressOutput(Protocol):
     """Output for progress."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
         ...
 
@@ -196,7 +196,7 @@ class ProgressOutput(Protocol):
 class ProgressLines:
     """Prints one line a phase, for a file or a pipe."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress and phase."""
         if phase != told:
             click.echo(f"{progress:3d} %  {phase}", err=True)
@@ -206,7 +206,7 @@ class ProgressLines:
 class NoProgress:
     """Nothing: the answer is for a program."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show nothing."""
         return phase
 
@@ -218,7 +218,7 @@ class ProgressBar:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress and phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase
@@ -257,7 +257,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
             f"{one['progress']} %",
             show_size(one["footprint"]),
             show_size(one["peak"]),
-            moment(one["since"]),
+            format_minute(one["since"]),
             "being given back" if one["orphan"] else "",
         )
         for one in answer["leases"]
@@ -278,7 +278,7 @@ def calibration(session: ApiSession, model: str, sizes: list[str], steps: int, f
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes, key=_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
-        body = {"model": model, "prompt": PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
+        body = {"model": model, "prompt": DEFAULT_PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
         made = _wait(session, session.call("POST", "/v1/videos", body)["id"], None)
         fault = made["error"]["message"] if made["error"] else ""
         rows.append(

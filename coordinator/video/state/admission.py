@@ -27,7 +27,7 @@ from wire.refusals import MemoryNumbers
 from wire.units import show_size
 from wire.video import VideoPackage
 
-FULL_RETRY = 30.0
+FULL_RETRY_SECONDS = 30.0
 """Retry-After in seconds if the queue is full."""
 
 
@@ -134,7 +134,7 @@ def _full(board: JobTable, settings: VideoSettings) -> Problem | None:
     if waiting < settings.queue:
         return None
     text = f"{waiting} videos wait already, and video.queue allows {settings.queue}: retry later"
-    return Problem(429, "queue_full", text, retry_after=FULL_RETRY)
+    return Problem(429, "queue_full", text, retry_after=FULL_RETRY_SECONDS)
 
 
 def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> RequestedClip:

@@ -74,6 +74,6 @@ class JobTable:
             return None
         return next(iter(self.waiting), None)
 
-    def held(self, node: str) -> LeaseHold | None:
+    def hold_of(self, node: str) -> LeaseHold | None:
         """Return the hold of a node."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

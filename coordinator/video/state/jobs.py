@@ -35,7 +35,7 @@ MOVES: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
 OPEN = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
 SHOWN: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
 """How the states are called that OpenAI's API does not have."""
-FETCHING = 99
+FETCHING_PROGRESS = 99
 """Progress while the files are fetched."""
 
 
@@ -150,14 +150,14 @@ class VideoJob(msgspec.Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-def moved(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
+def with_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
     """Return the job in another state. Raise `IllegalMoveError` if the transition table does not allow it."""
     if state not in MOVES[job.state]:
         raise IllegalMoveError(f"{job.id}: {state} does not follow {job.state}")
     return replace(job, state=state, due=changes.pop("due", None), away=False, **changes)
 
 
-def shown(job: VideoJob) -> dict[str, Any]:
+def to_row(job: VideoJob) -> dict[str, Any]:
     """Return a job as a row of the API: OpenAI's fields, and additional ones."""
     wanted = job.wanted
     return {

@@ -12,7 +12,7 @@ from enum import IntEnum
 from coordinator.video.state.job_table import JobTable
 from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, first_profile, key_of
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
 from wire.units import show_size
 from wire.video import VideoPackage
@@ -112,7 +112,7 @@ def candidate(
     board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
 ) -> LeaseCandidate:
     """Classify a node for a job."""
-    memory, held = node.memory, board.held(node.id)
+    memory, held = node.memory, board.hold_of(node.id)
     room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
     def stands(standing: NodeReadiness, why: str) -> LeaseCandidate:
@@ -154,7 +154,7 @@ def _absent(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == "paused":
         return f"it is paused: {node.sharing.why}"
-    if node.state != "ready" or at - node.heard_at > FRESH_SECONDS:
+    if node.state != "ready" or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:
         return "it is cordoned" if node.cordoned else "it is being drained"

@@ -6,19 +6,19 @@ from msgspec.structs import replace
 
 from coordinator.video.state.events import ACKNOWLEDGED, FetchFiles, GiveBackLease, LeasesReported, PeakMeasured
 from coordinator.video.state.job_table import LeaseHold
-from coordinator.video.state.jobs import FETCHING, JobState, VideoJob, moved
-from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Transition
+from coordinator.video.state.jobs import FETCHING_PROGRESS, JobState, VideoJob, with_state
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseState
 
 COMPLETED = "completed"
-MISSES = 2
+MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease counts as gone. The first may have crossed the request."""
 LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 
-def said(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease."""
     hold = turn.holds.get(frame.lease)
     if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
@@ -41,7 +41,7 @@ def _granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
     turn.put(
-        moved(
+        with_state(
             replace(job, room_by=None),
             JobState.IN_PROGRESS,
             phase="starting",
@@ -56,9 +56,9 @@ def _refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
     if job is not None and job.state != JobState.LEASING:
         return  # it was granted before, and holds until its node says that it ended
     turn.holds.pop(frame.lease, None)
-    turn.pause(node, frame.retry_after or PAUSE_MOST)
+    turn.pause(node, frame.retry_after or MAX_PAUSE_SECONDS)
     if job is not None:
-        turn.again(job, frame.waiting_for or frame.message)
+        turn.requeue(job, frame.waiting_for or frame.message)
 
 
 def _ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
@@ -70,20 +70,20 @@ def _ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
     job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_text(frame.made))
     if frame.code == COMPLETED:
         if job.state == JobState.LEASING:  # its grant was not received
-            job = moved(job, JobState.IN_PROGRESS)
+            job = with_state(job, JobState.IN_PROGRESS)
         if job.state == JobState.IN_PROGRESS:
-            job = moved(job, JobState.FINALIZING, progress=FETCHING, phase="fetching")
+            job = with_state(job, JobState.FINALIZING, progress=FETCHING_PROGRESS, phase="fetching")
             turn.actions.append(PeakMeasured(job, frame.peak))
         turn.put(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
         turn.actions.append(FetchFiles(job, frame.artifacts))
         return
     turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
     if job.state == JobState.LEASING:
-        turn.again(job, frame.message)
+        turn.requeue(job, frame.message)
     elif frame.code == NOT_STARTED:
-        turn.not_begun(job, frame.code, frame.message)
+        turn.retry_start(job, frame.code, frame.message)
     elif frame.code in LOST:
-        turn.lost(job, frame.code, frame.message or "its worker was lost")
+        turn.handle_loss(job, frame.code, frame.message or "its worker was lost")
     else:
         turn.fail(job, frame.code, frame.message)
 
@@ -107,7 +107,7 @@ def _text(made: bytes) -> str:
         return ""
 
 
-def reported(turn: Transition, event: LeasesReported) -> None:
+def apply_report(turn: Transition, event: LeasesReported) -> None:
     """Apply a node's report: its listed leases, and the leases that it no longer lists."""
     told = {state.lease: state for state in event.leases}
     for state in event.leases:
@@ -123,7 +123,7 @@ def reported(turn: Transition, event: LeasesReported) -> None:
 
 
 def _files_told(turn: Transition, job: VideoJob, present: bool) -> None:
-    if not present and job.misses + 1 >= MISSES:
+    if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
         turn.fail(job, "artifact_lost", "its node came back without its files")
     else:
         turn.put(replace(job, misses=0 if present else job.misses + 1), save=False)
@@ -145,7 +145,7 @@ def _progress(turn: Transition, state: LeaseState) -> None:
         return
     began = state.phase not in ("", "granting", "granted")
     due = None if began else (turn.now + turn.rules.start_seconds if job.away else job.due)
-    percent = max(job.progress, min(FETCHING, max(0, state.progress)))
+    percent = max(job.progress, min(FETCHING_PROGRESS, max(0, state.progress)))
     phase = state.phase if began else "starting"
     turn.put(
         replace(
@@ -165,7 +165,7 @@ def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if present:
         turn.holds[hold.lease] = changed(hold, misses=0)
         return
-    if hold.misses + 1 < MISSES:
+    if hold.misses + 1 < MAX_MISSED_REPORTS:
         turn.holds[hold.lease] = changed(hold, misses=hold.misses + 1)
         return
     job = turn.job_of(hold.lease, hold.generation)
@@ -173,15 +173,15 @@ def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
     if job is not None and job.state == JobState.IN_PROGRESS:
-        turn.lost(job, "worker_lost", "its node came back without it")
+        turn.handle_loss(job, "worker_lost", "its node came back without it")
 
 
-def away(turn: Transition, node: str) -> None:
+def apply_node_away(turn: Transition, node: str) -> None:
     """Apply the end of a node's link: wait for its running job, and retry a job that has not begun on another node."""
     for job in [job for job in turn.jobs.values() if job.node == node]:
         if job.state == JobState.LEASING:
             turn.holds.pop(job.lease, None)
-            turn.again(job, "its node went away")
+            turn.requeue(job, "its node went away")
         elif job.state == JobState.IN_PROGRESS and not job.away:
             due = turn.now + turn.rules.away_seconds
             turn.put(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
@@ -191,9 +191,9 @@ def away(turn: Transition, node: str) -> None:
     turn.pauses.pop(node, None)
 
 
-def removed(turn: Transition, node: str) -> None:
+def apply_node_removed(turn: Transition, node: str) -> None:
     """A node is no member any more."""
-    away(turn, node)
+    apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
         turn.holds.pop(job.lease, None)
         _gone(turn, job, "its node was removed from the cluster")
@@ -205,4 +205,4 @@ def _gone(turn: Transition, job: VideoJob, message: str) -> None:
     if job.state == JobState.FINALIZING:
         turn.fail(job, "artifact_lost", f"{message} before its files were fetched")
     else:
-        turn.lost(job, "node_lost", message)
+        turn.handle_loss(job, "node_lost", message)

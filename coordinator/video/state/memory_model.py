@@ -19,19 +19,19 @@ from typing import NamedTuple
 from wire.units import GIB, show_size
 from wire.video import VideoPackage
 
-EXPERT = int(14.35 * GIB)
-RUNTIME = int(3.15 * GIB)
-SLOPE = 0.0029 * GIB
-MARGIN = 6 * GIB
+EXPERT_BYTES = int(14.35 * GIB)
+RUNTIME_BYTES = int(3.15 * GIB)
+BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
+MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
 """First engine that holds weights stored at 8 bits in 16. Source: its code, and loads with both versions."""
 WIDENED_BITS = 8
 WIDENED = 16 / 8.5
 """Growth factor of such weights: from 8 bits plus half a bit of scales to 16 bits."""
-LEAST_FPS, MOST_FPS = 4, 60
-LEAST_SIDE, MOST_SIDE = 32, 4096
-USUAL_SIZE = (480, 272)
-USUAL_SECONDS = 3
+MIN_FPS, MAX_FPS = 4, 60
+MIN_SIDE, MAX_SIDE = 32, 4096
+DEFAULT_SIZE = (480, 272)
+DEFAULT_SECONDS = 3
 DRIFTS_FROM = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
@@ -55,7 +55,7 @@ class VideoMemoryProfile:
 
     base: int
     slope: float
-    margin: int = MARGIN
+    margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
     """Number of jobs whose measured peak was compared with the prediction."""
@@ -73,12 +73,12 @@ class VideoMemoryProfile:
         """Return the peak plus the margin: the size that a lease must have."""
         return self.peak(tokens) + self.margin
 
-    def after(self, tokens: int, peak: int) -> "VideoMemoryProfile":
+    def with_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
         """Return the profile after a measured peak. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
-SEED = VideoMemoryProfile(EXPERT + RUNTIME, SLOPE)
+SEED = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_PER_SPATIAL_TOKEN)
 """The first profile: the project's first case."""
 
 
@@ -91,9 +91,11 @@ def version_of(engine: str) -> tuple[int, ...]:
 def first_profile(package: VideoPackage) -> VideoMemoryProfile:
     """Return the profile of a package without measurements. Without a stated expert size, use that of the project's
     first case."""
-    stored = package.expert or EXPERT
+    stored = package.expert or EXPERT_BYTES
     widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
-    return VideoMemoryProfile(RUNTIME + (math.ceil(stored * WIDENED) if widened else stored), SLOPE)
+    return VideoMemoryProfile(
+        RUNTIME_BYTES + (math.ceil(stored * WIDENED) if widened else stored), BYTES_PER_SPATIAL_TOKEN
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,18 +157,18 @@ def rounded_frames(frames: int, step: int) -> int:
 def fitting_fps(seconds: int, most: int, step: int) -> int | None:
     """Return the highest frame rate at which `seconds` have at most `most` frames; None if there is none."""
     fps = ((most - 1) // step * step + 1) // seconds
-    return fps if fps >= LEAST_FPS else None
+    return fps if fps >= MIN_FPS else None
 
 
 def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
     """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
     fps = package.fps if wish.fps is None else wish.fps
-    if not LEAST_FPS <= fps <= MOST_FPS:
-        return Impossible("fps", f"fps must be {LEAST_FPS} to {MOST_FPS}, not {fps}")
+    if not MIN_FPS <= fps <= MAX_FPS:
+        return Impossible("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
     steps = steps if wish.steps is None else wish.steps
     if not 1 <= steps <= limits.steps:
         return Impossible("steps", f"steps must be 1 to {limits.steps}, not {steps}")
-    frame = _frame(*(wish.size or USUAL_SIZE), limits, package.token_side)
+    frame = _frame(*(wish.size or DEFAULT_SIZE), limits, package.token_side)
     if isinstance(frame, Impossible):
         return frame
     frames = _frames(wish, fps, limits, package.token_frames)
@@ -178,8 +180,8 @@ def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: in
 
 
 def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
-    if not (LEAST_SIDE <= width <= MOST_SIDE and LEAST_SIDE <= height <= MOST_SIDE):
-        return Impossible("size", f"size: each side must have {LEAST_SIDE} to {MOST_SIDE} pixels, not {width}x{height}")
+    if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
+        return Impossible("size", f"size: each side must have {MIN_SIDE} to {MAX_SIDE} pixels, not {width}x{height}")
     wide, high = rounded_side(width, token), rounded_side(height, token)
     if wide * high > limits.pixels:
         return Impossible(
@@ -197,14 +199,14 @@ def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int |
         if wish.frames < 1 or frames > limits.frames:
             return Impossible("frames", f"frames must be 1 to {limits.frames}, not {wish.frames}")
         return frames
-    seconds = USUAL_SECONDS if wish.seconds is None else wish.seconds
+    seconds = DEFAULT_SECONDS if wish.seconds is None else wish.seconds
     if seconds < 1:
         return Impossible("seconds", f"seconds must be 1 or more, not {seconds}")
     frames = rounded_frames(seconds * fps, step)
     if frames <= limits.frames:
         return frames
     fitting = fitting_fps(seconds, limits.frames, step)
-    rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // LEAST_FPS} s are possible at most"
+    rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // MIN_FPS} s are possible at most"
     return Impossible(
         "seconds",
         f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: {rather}",

@@ -7,9 +7,9 @@ from msgspec.structs import replace
 
 from coordinator.video.state.events import Action, GiveBackLease, SaveJob
 from coordinator.video.state.job_table import JobTable
-from coordinator.video.state.jobs import JobFault, JobState, VideoJob, moved
+from coordinator.video.state.jobs import JobFault, JobState, VideoJob, with_state
 
-PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 NOT_STARTED = "start_failed"
 """Code of a job whose worker never started, on both sides of the link."""
 
@@ -41,7 +41,7 @@ class Transition:
             return None
         return job
 
-    def give_back(self, lease: str, cause: str) -> None:
+    def release_hold(self, lease: str, cause: str) -> None:
         """Request the release of a hold from its node. The hold remains until the node confirms."""
         hold = self.holds.get(lease)
         if hold is not None:
@@ -49,13 +49,13 @@ class Transition:
 
     def fail(self, job: VideoJob, code: str, message: str) -> None:
         """End a job."""
-        self.put(moved(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
+        self.put(with_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
 
-    def again(self, job: VideoJob, phase: str) -> None:
+    def requeue(self, job: VideoJob, phase: str) -> None:
         """Return a job to its position in the queue. Its generation grows, and later messages about the old lease are
         ignored."""
         self.put(
-            moved(
+            with_state(
                 job,
                 JobState.QUEUED,
                 generation=job.generation + 1,
@@ -76,21 +76,21 @@ class Transition:
         """Return whether this job's time to find room is over."""
         return job.room_by is not None and job.room_by <= self.now
 
-    def lost(self, job: VideoJob, code: str, message: str) -> None:
+    def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """A job that ran ended through no fault of its own: as the settings say."""
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
-            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail(job, code, message)
 
-    def not_begun(self, job: VideoJob, code: str, message: str) -> None:
+    def retry_start(self, job: VideoJob, code: str, message: str) -> None:
         """Retry a job whose worker never started, up to the limit of attempts."""
-        self.pause(job.node, PAUSE_LEAST * 5)
+        self.pause(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
-            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail(job, code, message)
 
     def pause(self, node: str, seconds: float) -> None:
         """Do not ask a node for memory for `seconds`."""
-        self.pauses[node] = self.now + max(PAUSE_LEAST, min(PAUSE_MOST, seconds))
+        self.pauses[node] = self.now + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

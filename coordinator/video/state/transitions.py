@@ -31,9 +31,9 @@ from coordinator.video.state.events import (
     NodeRemoved,
 )
 from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
-from coordinator.video.state.jobs import JobState, VideoJob, moved
-from coordinator.video.state.lease_transitions import away, removed, reported, said
-from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Transition
+from coordinator.video.state.jobs import JobState, VideoJob, with_state
+from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 
 
 def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
@@ -47,13 +47,13 @@ def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Action
         case JobWaits():
             _waits(turn, event)
         case LeaseAnswered(node, frame):
-            said(turn, node, frame)
+            apply_answer(turn, node, frame)
         case LeasesReported():
-            reported(turn, event)
+            apply_report(turn, event)
         case NodeAway(node):
-            away(turn, node)
+            apply_node_away(turn, node)
         case NodeRemoved(node):
-            removed(turn, node)
+            apply_node_removed(turn, node)
         case FilesFetched() | FilesLost():
             _fetched(turn, event)
         case JobCancelled(job, message):
@@ -71,12 +71,12 @@ def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Action
 
 def _placed(turn: Transition, board: JobTable, event: JobPlaced) -> None:
     head = board.head
-    if head is None or head.id != event.job or board.held(event.node) is not None:
+    if head is None or head.id != event.job or board.hold_of(event.node) is not None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
     room_by = turn.room_by(head)
     job = turn.put(
-        moved(
+        with_state(
             replace(head, room_by=room_by),
             JobState.LEASING,
             generation=generation,
@@ -108,7 +108,7 @@ def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
     if isinstance(event, FilesFetched):
         expires = turn.now + turn.rules.keep_seconds
         turn.put(
-            moved(
+            with_state(
                 job,
                 JobState.COMPLETED,
                 phase="completed",
@@ -131,7 +131,7 @@ def _cancelled(turn: Transition, name: str, message: str) -> None:
         return
     if job.state == JobState.FINALIZING:
         turn.actions += [GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED), ExpireFiles(job.id)]
-    turn.give_back(job.lease, "cancelled")
+    turn.release_hold(job.lease, "cancelled")
     turn.fail(replace(job, generation=job.generation + 1), "cancelled", message)
 
 
@@ -143,7 +143,7 @@ def _restarted(turn: Transition) -> None:
     turn.holds.clear()
     for job in list(turn.jobs.values()):
         if job.state == JobState.LEASING:
-            turn.again(replace(job, room_by=None), "queued")
+            turn.requeue(replace(job, room_by=None), "queued")
         elif job.state == JobState.IN_PROGRESS:
             turn.holds[job.lease] = LeaseHold(
                 job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
@@ -166,15 +166,15 @@ def _tick(turn: Transition) -> None:
 
 def _overdue(turn: Transition, job: VideoJob) -> None:
     if job.state == JobState.LEASING:
-        turn.give_back(job.lease, "lease_timeout")
-        turn.pause(job.node, PAUSE_MOST / 2)
-        turn.again(job, "its node did not answer")
+        turn.release_hold(job.lease, "lease_timeout")
+        turn.pause(job.node, MAX_PAUSE_SECONDS / 2)
+        turn.requeue(job, "its node did not answer")
     elif job.state == JobState.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
-        turn.lost(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
+        turn.handle_loss(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
     elif job.state == JobState.IN_PROGRESS:
-        turn.give_back(job.lease, "start_timeout")
-        turn.not_begun(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
+        turn.release_hold(job.lease, "start_timeout")
+        turn.retry_start(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
     elif job.state == JobState.FINALIZING:
         turn.fail(job, "artifact_lost", "its node did not come back with its files")
 

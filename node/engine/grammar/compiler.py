@@ -24,18 +24,27 @@ from node.engine.grammar.matcher import GrammarMatcher, ThoughtEndSearch, all_bu
 from node.engine.grammar.sandbox import SandboxClient
 from node.engine.grammar.sandbox_main import LIMITS, why_not
 from node.engine.grammar.tool_formats import as_read, quoted, rules
-from node.engine.grammar.tool_spec import PREFIX, STRICT, Json, ToolCallFormat, UnsupportedSchema, read, told, tools_of
+from node.engine.grammar.tool_spec import (
+    PREFIX,
+    STRICT,
+    Json,
+    ToolCallFormat,
+    UnsupportedSchema,
+    one_line,
+    read,
+    tools_of,
+)
 from node.engine.text.markers import MarkerPlace
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import GrammarSpec as Asked
 
-LONGEST: Final = 1 << 17
+MAX_SCHEMA_CHARS: Final = 1 << 17
 """Most characters of a schema or grammar, and of the tools if they are part of it."""
-LONGEST_GBNF: Final = 1 << 13
+MAX_GBNF_CHARS: Final = 1 << 13
 """Most characters of a grammar in GBNF."""
-KEPT: Final = 64
+MAX_CACHED_GRAMMARS: Final = 64
 """Most cached compiled grammars of all models; a usual one takes 100 kB."""
-REMEMBERED: Final = 256
+MAX_CACHED_REFUSALS: Final = 256
 """Most cached refusals."""
 
 
@@ -55,10 +64,10 @@ class GrammarCompiler:
 
         Raise `UnsupportedSchema`, with a sentence for the client, if there is none.
         """
-        if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > LONGEST:
-            raise UnsupportedSchema(f"{PREFIX}it has more than {LONGEST} characters")
+        if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > MAX_SCHEMA_CHARS:
+            raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
         guide = self._guide(tokenizer)
-        outline = outline_of(tokenizer, asked, prompt)
+        outline = marker_layout(tokenizer, asked, prompt)
         calling = tokenizer.calling if asked.calls else None
         # the vetting process has no tokenizer: there the markers are words
         plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
@@ -90,7 +99,7 @@ class GrammarCompiler:
         if kept is None:
             self._vet(plain, digest)
             kept = self._kept[key] = self._compiled(guide, written(), digest)
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return kept
@@ -102,19 +111,19 @@ class GrammarCompiler:
             if wrong:
                 self._remember(digest, wrong)
         if wrong:
-            raise UnsupportedSchema(PREFIX + told(wrong))
+            raise UnsupportedSchema(PREFIX + one_line(wrong))
 
     def _compiled(self, guide: "GrammarGuide", written: str, digest: bytes) -> LLMatcher:
         matcher = LLMatcher(guide.tokenizer, written, log_level=0, limits=LIMITS)
         wrong = why_not(matcher)
         if wrong:
             self._remember(digest, wrong)
-            raise UnsupportedSchema(PREFIX + told(wrong))
+            raise UnsupportedSchema(PREFIX + one_line(wrong))
         return matcher
 
     def _remember(self, digest: bytes, wrong: str) -> None:
         self._wrong[digest] = wrong
-        while len(self._wrong) > REMEMBERED:
+        while len(self._wrong) > MAX_CACHED_REFUSALS:
             self._wrong.popitem(last=False)
 
 
@@ -174,7 +183,7 @@ class CompiledGrammar:
         return FormatCutter(self.outline)
 
 
-def outline_of(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
+def marker_layout(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return where thoughts and calls may occur in the answer. If the prompt has not opened a thought, the answer may
     start one only with a single token. It may not if the prompt has closed a thought already, because templates do that
     to forbid thoughts."""
@@ -202,7 +211,9 @@ def write(asked: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool
     sheet = LarkBuilder(calling)
     either = "@answer | calls" if asked.kind else "spoken"
     written = rules(sheet, tools_of(tools, asked.tool), free=free, one=one)
-    return _grammar(f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.parts()])
+    return _grammar(
+        f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.all_schemas()]
+    )
 
 
 def _grammar(lark: str, parts: list[Json]) -> str:
@@ -243,12 +254,12 @@ def _lark(text: str) -> str:
     limited."""
     if "::=" not in text:
         return text
-    if len(text) > LONGEST_GBNF:
-        raise UnsupportedSchema(f"{PREFIX}in GBNF it may have {LONGEST_GBNF} characters; write it in Lark")
+    if len(text) > MAX_GBNF_CHARS:
+        raise UnsupportedSchema(f"{PREFIX}in GBNF it may have {MAX_GBNF_CHARS} characters; write it in Lark")
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError) as error:
-        raise UnsupportedSchema(f"{PREFIX}{told(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}{one_line(str(error))}") from error
 
 
 def _choice(value: str) -> str:

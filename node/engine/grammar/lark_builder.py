@@ -12,9 +12,9 @@ from typing import Final
 from node.engine.grammar.tool_arguments import MarkExclusion, TextArgument
 from node.engine.grammar.tool_spec import PREFIX, Json, ToolCallFormat, UnsupportedSchema
 
-LONGEST: Final = 1 << 18
+MAX_SCHEMAS_CHARS: Final = 1 << 18
 """Most characters of all schemas together; shared definitions are repeated in each."""
-MOST_RULES: Final = 3000
+MAX_RULES: Final = 3000
 """Most rules; a parameter takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
 """Blanks that Python's `strip` removes."""
@@ -43,15 +43,15 @@ class LarkBuilder:
         written = json.dumps(schema)
         if written not in self.schemas:
             self.size += len(written)
-            if self.size > LONGEST:
-                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {LONGEST} characters together")
+            if self.size > MAX_SCHEMAS_CHARS:
+                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {MAX_SCHEMAS_CHARS} characters together")
             self.schemas[written] = {"name": f"json_{len(self.schemas)}", "json_schema": schema}
         return f"@{self.schemas[written]['name']}"
 
     def rule(self, body: str, name: str = "part") -> str:
         """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
-        if len(self.rules) > MOST_RULES:
+        if len(self.rules) > MAX_RULES:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
@@ -72,10 +72,10 @@ class LarkBuilder:
         marked, token = self.calling.mark(end)
         return f"{body} {marked}" if token else self.rule(f"{body} {json.dumps(end)}", "TEXT")
 
-    def written(self) -> str:
+    def all_rules(self) -> str:
         """Return all rules."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
-    def parts(self) -> list[Json]:
+    def all_schemas(self) -> list[Json]:
         """Return all schemas."""
         return list(self.schemas.values())

@@ -24,7 +24,7 @@ class LogitsMask:
         self._constraint: GrammarCursor | None = None
         self._new = list(known)
 
-    def hear(self, token: int) -> None:
+    def add_id(self, token: int) -> None:
         """Add an id of the answer."""
         self._new.append(token)
 
@@ -42,10 +42,10 @@ class LogitsMask:
         opener = self._constraint.opener
         if opener is not None and mx.argmax(logits).item() == opener:
             mask = with_token(mask, opener)
-        return masked(logits, mask)
+        return apply_mask(logits, mask)
 
 
-def masked(logits: mx.array, mask: bytes) -> mx.array:
+def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
     """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or does not
     contain."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 
-MOST_DETAIL = 200
+MAX_DETAIL_CHARS = 200
 """Most characters of llguidance's own message in an error."""
 
 
@@ -120,7 +120,7 @@ class GrammarMatcher:
         return with_token(bytes(len(mask)), other[0])
 
     def _detail(self) -> str:
-        return " ".join(self._matcher.get_error().split())[:MOST_DETAIL] or "it has ended"
+        return " ".join(self._matcher.get_error().split())[:MAX_DETAIL_CHARS] or "it has ended"
 
 
 def with_token(mask: bytes, token: int) -> bytes:

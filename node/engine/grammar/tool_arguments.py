@@ -1,7 +1,7 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
 Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`told`), and therefore reads each value as it was generated:
+schema. The parser gets the same kinds (`distinguishing_tools`), and therefore reads each value as it was generated:
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes
@@ -56,17 +56,24 @@ RULING: Final = frozenset(
 """Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
 them."""
 LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
-WITHIN: Final = LISTED | {"properties", "patternProperties", "$defs", "definitions", "items", "additionalProperties"}
+NESTING_KEYWORDS: Final = LISTED | {
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "items",
+    "additionalProperties",
+}
 """Keywords that hold other schemas or values; `LISTED` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
-LONGEST: Final = 1 << 19
+MAX_DEFINITION_CHARS: Final = 1 << 19
 """Limit of the characters of a tool's definitions times the arguments that refer to some."""
-MOST: Final = 1000
+MAX_ARGUMENTS: Final = 1000
 """Most arguments of a tool."""
-MOST_STEPS: Final = 8
+MAX_REFERENCE_STEPS: Final = 8
 """Most consecutive references that are followed."""
 
 
@@ -106,7 +113,7 @@ def check(schema: object) -> None:
     if not isinstance(schema, dict):
         raise UnsupportedSchema(f"{PREFIX}a schema is an object, or true or false")
     found = cast("Json", schema)
-    for key in WITHIN & found.keys():
+    for key in NESTING_KEYWORDS & found.keys():
         part = found[key]
         if isinstance(part, bool) and key in ("items", "additionalProperties"):
             continue
@@ -129,8 +136,8 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
     if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
     properties = whole.get("properties", {})
-    if isinstance(properties, dict) and len(cast("Json", properties)) > MOST:
-        raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MOST} parameters")
+    if isinstance(properties, dict) and len(cast("Json", properties)) > MAX_ARGUMENTS:
+        raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MAX_ARGUMENTS} parameters")
     if whole.get("type", "object") != "object" or not isinstance(properties, dict):
         raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} are no object")
     needed = names(whole.get("required"))
@@ -138,7 +145,7 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
     named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
     made = [Argument(name, name in needed, _document(known[name], whole, tool)) for name in named]
     shared = len(json.dumps([whole.get("$defs"), whole.get("definitions")]))
-    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > LONGEST:
+    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
         raise UnsupportedSchema(
             f"{PREFIX}the definitions that the parameters of {tool.name} share are too long together"
         )
@@ -166,7 +173,7 @@ def _document(schema: object, whole: Json, tool: ToolSpec) -> Json:
 
 def _resolved(schema: Json) -> Json:
     """Return the schema with its reference to a definition resolved. Keywords next to the reference take precedence."""
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_REFERENCE_STEPS):
         found = referred(schema, schema.get("$ref"))
         if found is None:
             return schema
@@ -224,7 +231,7 @@ def kinds(schema: Json) -> list[str]:
     return [named] if isinstance(named, str) else names(named)
 
 
-def told(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
+def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools in the form in which a parser distinguishes text from JSON."""
     functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
@@ -235,7 +242,7 @@ def _told(tool: ToolSpec, nullable: bool) -> Json:
     return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
 
 
-def ways(tools: list[object]) -> tuple[list[object], ...]:
+def tool_variants(tools: list[object]) -> tuple[list[object], ...]:
     """Return the tools in a form for parsers, and the original form if it differs.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
@@ -259,7 +266,7 @@ def _settled_tool(tool: Json) -> Json:
 def _settled(schema: object, whole: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
-    types = _types(cast("Json", schema), whole, MOST_STEPS) - {"null"}
+    types = _types(cast("Json", schema), whole, MAX_REFERENCE_STEPS) - {"null"}
     return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
 
 

@@ -24,7 +24,7 @@ from node.engine.grammar.tool_arguments import (
     names,
     referred,
 )
-from node.engine.grammar.tool_spec import DEEPEST, PREFIX, Json, ToolSpec, UnsupportedSchema
+from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, PREFIX, Json, ToolSpec, UnsupportedSchema
 
 KEY: Final = re.compile(r"\w+", re.ASCII)
 SCALARS: Final = ("integer", "number", "boolean", "null")
@@ -160,8 +160,8 @@ class PythonicFormat:
                 raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} leads nowhere")
             self.references[key] = f"referred_{len(self.references)}_{len(self.sheet.rules)}"
             self.level += 1
-            if self.level > DEEPEST:
-                raise UnsupportedSchema(f"{PREFIX}its references go deeper than {DEEPEST} levels")
+            if self.level > MAX_JSON_DEPTH:
+                raise UnsupportedSchema(f"{PREFIX}its references go deeper than {MAX_JSON_DEPTH} levels")
             body = self.value(found, document)
             self.level -= 1
             self.sheet.rules[f"{self.references[key]}: {body}"] = self.references[key]

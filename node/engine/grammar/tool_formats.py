@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from node.engine.grammar.lark_builder import LarkBuilder
-from node.engine.grammar.tool_arguments import MarkExclusion, check, told
+from node.engine.grammar.tool_arguments import MarkExclusion, check, distinguishing_tools
 from node.engine.grammar.tool_format_pythonic import braced, keyworded
 from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, XmlFormat, tagged
 from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
@@ -24,7 +24,7 @@ Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
 """Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
-SPOKEN_FOR: Final = frozenset({"kimi_k3"})
+INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
@@ -37,7 +37,7 @@ def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: boo
             f"calls of this model's format ({calling.parser or 'unknown'}) cannot be enforced: leave out strict, "
             "and use tool_choice auto"
         )
-    if free and calling.parser in SPOKEN_FOR:
+    if free and calling.parser in INSEPARABLE_PARSERS:
         raise UnsupportedSchema(
             "strict tools of this model are for calls that it has to make: use tool_choice required, or a name"
         )
@@ -45,12 +45,12 @@ def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: boo
         for tool in tools:
             check(tool.schema)
     text = form(sheet, tools, one)
-    return text + (_spoken(calling) if free else "") + sheet.written() + BLANK
+    return text + (_spoken(calling) if free else "") + sheet.all_rules() + BLANK
 
 
 def as_read(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools in the form for the parser; empty if it reads the original form."""
-    return told(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
+    return distinguishing_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
 def quoted(parser: str) -> bool:

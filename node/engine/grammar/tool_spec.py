@@ -7,9 +7,9 @@ from typing import Final, cast
 
 Json = dict[str, object]
 
-DEEPEST: Final = 64
+MAX_JSON_DEPTH: Final = 64
 """Most levels of a JSON text. JSON parsers recurse once per level."""
-MOST_DETAIL: Final = 300
+MAX_DETAIL_CHARS: Final = 300
 PREFIX: Final = "the grammar cannot be used: "
 
 LENIENT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}", "lenient": True, "coerce_one_of": True}
@@ -87,12 +87,12 @@ def _tool(function: Json) -> ToolSpec:
 
 def read(text: str) -> object:
     """Parse JSON of limited depth. The limit is checked before parsing."""
-    if _depth(text) > DEEPEST:
-        raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {DEEPEST} levels")
+    if _depth(text) > MAX_JSON_DEPTH:
+        raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UnsupportedSchema(f"{PREFIX}it is no JSON: {told(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}it is no JSON: {one_line(str(error))}") from error
 
 
 def _depth(text: str) -> int:
@@ -107,6 +107,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def told(wrong: str) -> str:
+def one_line(wrong: str) -> str:
     """Return an error text as one line of bounded length."""
-    return " ".join(wrong.split())[:MOST_DETAIL]
+    return " ".join(wrong.split())[:MAX_DETAIL_CHARS]

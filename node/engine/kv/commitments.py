@@ -35,10 +35,10 @@ class _PaddedGroup:
     number: int
     rows: list[Commitment] = field(default_factory=list["Commitment"])
 
-    def promised(self) -> BatchGroup:
+    def reserved_tokens(self) -> BatchGroup:
         return _group([row.promised for row in self.rows])
 
-    def written(self, kv: KvParameters) -> int:
+    def written_bytes(self, kv: KvParameters) -> int:
         """Return the written bytes of all rows. Runs before every forward, hence one pass."""
         own = joined = longest = 0
         for row in self.rows:
@@ -50,7 +50,7 @@ class _PaddedGroup:
                 longest = row.written
         return own + joined * row_bytes(kv, longest)
 
-    def promised_bytes(self, kv: KvParameters) -> int:
+    def reserved_bytes(self, kv: KvParameters) -> int:
         """Return the promised bytes of all rows. Runs before every forward, hence a plain loop."""
         longest = 0
         for row in self.rows:
@@ -80,15 +80,15 @@ class CommitmentLedger:
 
     def groups(self) -> tuple[BatchGroup, ...]:
         """Return the rows and the longest promised row of every group, for the report."""
-        return tuple(batch.promised() for batch in self._batches)
+        return tuple(batch.reserved_tokens() for batch in self._batches)
 
-    def written(self) -> int:
+    def written_bytes(self) -> int:
         """Return the written bytes of all rows, padding included."""
-        return sum(batch.written(self.kv) for batch in self._batches)
+        return sum(batch.written_bytes(self.kv) for batch in self._batches)
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the bytes promised and not yet written."""
-        return sum(batch.promised_bytes(self.kv) - batch.written(self.kv) for batch in self._batches)
+        return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add: exactly the amount that `commit` then
@@ -125,7 +125,7 @@ class CommitmentLedger:
     def extension(self, row: Commitment, more: int) -> int:
         """Return the bytes that `more` tokens for a row would add to its group."""
         batch = self._batch_of(row)
-        group = batch.promised()
+        group = batch.reserved_tokens()
         longest = max(group.longest, row.promised + more)
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
@@ -141,8 +141,8 @@ class CommitmentLedger:
             self._batches.remove(batch)
 
     def _best(self, length: int) -> _PaddedGroup | None:
-        open_ = [batch for batch in self._batches if joinable(batch.promised(), length, self.kv)]
-        return min(open_, key=lambda batch: join_bytes((batch.promised(),), length, self.kv), default=None)
+        open_ = [batch for batch in self._batches if joinable(batch.reserved_tokens(), length, self.kv)]
+        return min(open_, key=lambda batch: join_bytes((batch.reserved_tokens(),), length, self.kv), default=None)
 
     def _batch_of(self, row: Commitment) -> _PaddedGroup:
         return next(batch for batch in self._batches if row in batch.rows)

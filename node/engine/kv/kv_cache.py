@@ -12,7 +12,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prom
 
 from wire.report import KvParameters
 
-STEP = 256
+CACHE_STEP_TOKENS = 256
 """Tokens by which mlx-lm's caches grow (`KVCache.step`)."""
 
 
@@ -87,7 +87,7 @@ def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
     return CacheExtent(size, room)
 
 
-def stretch(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
+def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
     """Double caches that the next `tokens` exceed, up to room for `most`. With fixed steps, mlx-lm would copy all held
     tokens at every step of a prompt."""
     for layer in _growing(layers):
@@ -97,7 +97,7 @@ def stretch(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
             layer.step = _step(held, tokens, most)
 
 
-def widen(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
+def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
     """Double one cache that soon has no room for another `tokens`; return whether there was one. While other rows
     decode, each cache is copied in a separate iteration. No gap between their tokens is then as long as all copies."""
     growing = list(_growing(layers))
@@ -113,7 +113,7 @@ def widen(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
 
 
 def _step(held: int, tokens: int, most: int) -> int:
-    return max(tokens, min(math.ceil(max(tokens, held) / STEP) * STEP, most - held))
+    return max(tokens, min(math.ceil(max(tokens, held) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, most - held))
 
 
 def room_of(layers: Iterable[LayerCache]) -> int:
@@ -147,7 +147,7 @@ def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
         else:
             windowed += layer.nbytes // held
             window = max(window, size)
-    return KvParameters(per_token, STEP, fixed, window, windowed)
+    return KvParameters(per_token, CACHE_STEP_TOKENS, fixed, window, windowed)
 
 
 def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
@@ -159,7 +159,7 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield from _leaves(inner)
 
 
-def plain(layers: Iterable[LayerCache]) -> bool:
+def is_plain(layers: Iterable[LayerCache]) -> bool:
     """Return whether right padding of a row is invisible in these caches: plain keys and values by position only."""
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
@@ -184,7 +184,7 @@ class CacheTrimMode(Enum):
     NEVER = "never"
 
 
-def manner_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
+def trim_mode_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
     """Return how these caches can be reused. Unknown kinds of caches are not reused."""
     kinds = {_manner(layer) for layer in _leaves(layers)}
     return next((manner for manner in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if manner in kinds), CacheTrimMode.CUT)
@@ -198,7 +198,7 @@ def _manner(layer: object) -> CacheTrimMode:
     return CacheTrimMode.NEVER
 
 
-def owned(layers: Iterable[LayerCache]) -> Layers:
+def materialize(layers: Iterable[LayerCache]) -> Layers:
     """Copy a row's caches into arrays of their own, cut to the held tokens, and evaluate them. A lazy copy or a view
     would keep its source arrays alive, possibly a whole batch."""
     mine = [deepcopy(layer) for layer in layers]
@@ -221,7 +221,7 @@ def _shrink(layer: Any) -> None:
             layer._idx = layer.keys.shape[2]
 
 
-def copied(layers: Iterable[LayerCache], length: int) -> Layers:
+def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
     """Copy the first `length` tokens of these caches for another row. The copy takes no bytes until the row writes.
     Caches that cannot be cut must hold exactly these tokens."""
     mine = [deepcopy(layer) for layer in layers]

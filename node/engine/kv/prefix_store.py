@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
-from node.engine.kv.radix_trie import WIDTH, RadixTrie
+from node.engine.kv.radix_trie import ID_BYTES, RadixTrie
 from wire.report import CacheState
 
-BLOCK = 256
+BLOCK_TOKENS = 256
 """Tokens of a block of the hash."""
-LEAST = 16
+MIN_PREFIX_TOKENS = 16
 """Fewest tokens of a prefix that is stored or used: chat templates alone share as many."""
-TOLD = 64
+MAX_EVICTIONS_REPORTED = 64
 """Number of evictions whose hashes are reported."""
 
 V = TypeVar("V")
@@ -42,8 +42,8 @@ def hash_of(fingerprint: str, key: bytes) -> bytes:
     the same chain.
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
-    for start in range(0, len(key), BLOCK * WIDTH):
-        chained = blake2b(chained + key[start : start + BLOCK * WIDTH], digest_size=16).digest()
+    for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):
+        chained = blake2b(chained + key[start : start + BLOCK_TOKENS * ID_BYTES], digest_size=16).digest()
     return chained
 
 
@@ -69,7 +69,7 @@ class CachedPrefix(Generic[V]):
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return len(self.key) // WIDTH
+        return len(self.key) // ID_BYTES
 
     @property
     def alive(self) -> bool:
@@ -113,7 +113,7 @@ class PrefixCache(Generic[V]):
         """Tries by model and scope."""
         self._order: dict[CachedPrefix[V], None] = {}
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
-        self._evicted: deque[bytes] = deque(maxlen=TOLD)
+        self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
 
     @property
     def nbytes(self) -> int:
@@ -139,7 +139,7 @@ class PrefixCache(Generic[V]):
         trie = self._tries.get((model, scope))
         if trie is None:
             return PrefixHit()
-        most = len(key) // WIDTH - 1
+        most = len(key) // ID_BYTES - 1
         match = trie.match(key, most)
         length = min(match.shared, most)
         entry = match.whole
@@ -147,12 +147,12 @@ class PrefixCache(Generic[V]):
             entry = match.below
         elif entry is not None:
             length = entry.length
-        if entry is None or length < LEAST:
+        if entry is None or length < MIN_PREFIX_TOKENS:
             return PrefixHit(shared=match.shared)
         self._order[entry] = self._order.pop(entry)
         return PrefixHit(entry, length, match.shared)
 
-    def hit(self, tokens: int) -> None:
+    def count_hit(self, tokens: int) -> None:
         """Count a prefix that was used, with its tokens."""
         self._hits += 1
         self._hit_tokens += tokens
@@ -162,7 +162,7 @@ class PrefixCache(Generic[V]):
         trie = self._tries.get((model, scope))
         if trie is None:
             return False
-        size = len(key) // WIDTH
+        size = len(key) // ID_BYTES
         match = trie.match(key, size)
         return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
 
@@ -176,14 +176,14 @@ class PrefixCache(Generic[V]):
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).whole
         if same is not None and same.key == entry.key:
-            self.take(same)
+            self.pop(same)
             trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         trie.put(entry.key, entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
         self._stores += 1
 
-    def take(self, entry: CachedPrefix[V]) -> V:
+    def pop(self, entry: CachedPrefix[V]) -> V:
         """Remove a sequence and return its cache, which the caller then owns."""
         value = entry.value
         assert value is not None  # noqa: S101 the caller has checked `alive`
@@ -213,12 +213,12 @@ class PrefixCache(Generic[V]):
         """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
         for entry in entries:
             if entry.alive:
-                self.take(entry)
+                self.pop(entry)
 
     def _evict(self, entry: CachedPrefix[V]) -> None:
         self._evictions += 1
         self._evicted.append(entry.prompt_hash)
-        self.take(entry)
+        self.pop(entry)
 
     def state(self) -> CacheState:
         """Return the size and the counters of the cache."""

@@ -18,7 +18,7 @@ from wire.report import Memory
 from wire.units import MIB, show_size
 
 POOL_SHARE = 0.01
-POOL_MOST = 256 * MIB
+MAX_POOL_BYTES = 256 * MIB
 """Upper bound of MLX's pool of free buffers, in bytes; `POOL_SHARE` of the cap applies if it is less. The pool serves
 the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
 reading counts the pool. The engine empties the pool before it refuses a request."""
@@ -34,8 +34,8 @@ class EngineMemory:
     `held()` returns the bytes of weights, rows and cached prefixes. The recent height is kept as the distance of a
     reading above `held()`. Memory that the engine freed on purpose therefore does not count against later requests.
 
-    When the footprint cannot be read, the last good reading stands in for `reading.STALE` seconds. MLX's allocations
-    and frees since then are added to that reading.
+    When the footprint cannot be read, the last good reading stands in for `reading.STALE_AFTER_SECONDS` seconds. MLX's
+    allocations and frees since then are added to that reading.
     """
 
     def __init__(self, total: int, held: Callable[[], int]) -> None:
@@ -47,13 +47,13 @@ class EngineMemory:
         self._counted = 0
         self._base = self.sensor.phys().phys or 0
 
-    def judged(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
+    def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
         """Read the footprint now and return the `Memory` that the gate judges and the report carries. `reserved` in
         bytes."""
         reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is emptied before a refusal. Its bytes therefore do not count in the recent height.
-        self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
+        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - held, now)
         use = MlxCounters(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
@@ -66,10 +66,10 @@ class EngineMemory:
         last = self._good.phys
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
-    def falls_at(self, now: float) -> float | None:
+    def peak_expires_at(self, now: float) -> float | None:
         """Return the time at which the recent height falls; None if the height cannot change before another reading."""
         present = max(mx.get_active_memory(), self._read().phys or 0)
-        return self._recent.falls_at(present - self._held(), now)
+        return self._recent.peak_expires_at(present - self._held(), now)
 
     def forget(self) -> None:
         """Reset the recent height after memory was freed on purpose."""
@@ -88,19 +88,19 @@ class MlxPeakTracker:
     def mark(self) -> None:
         """Start a measurement: the active memory of this moment is its ground."""
         self.marks += 1
-        self._ever = self.ever()
+        self._ever = self.highest()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()
 
-    def ever(self) -> int:
+    def highest(self) -> int:
         """Return the highest active memory since the start, in bytes."""
         return max(self._ever, self._top())
 
-    def above(self) -> int:
+    def peak_above_mark(self) -> int:
         """Return the peak since the mark minus the ground, in bytes."""
         return self._top() - self._from
 
-    def sunk(self) -> int:
+    def peak_drop(self) -> int:
         """Return the peak since the mark minus the active memory now, in bytes."""
         return self._top() - mx.get_active_memory()
 
@@ -141,13 +141,14 @@ class WiredLimit:
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
         return metal
 
-    def follow(self, weights: int) -> None:
+    def apply(self, weights: int) -> None:
         """Set the wired limit for these weights (bytes), unless they are the same as in the last call."""
         if weights == self._weights:
             return
         self._weights = weights
         if self.metal.limit:
-            give_back()  # MLX's residency set contains free buffers as well: they would take the place of weights
+            # MLX's residency set contains free buffers as well: they would take the place of weights.
+            release_free_memory()
         size = wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
         if size == self.wired:
             return
@@ -162,7 +163,7 @@ class WiredLimit:
 
 def limit_pool(cap: int) -> None:
     """Limit MLX's pool of free buffers for this cap (bytes)."""
-    mx.set_cache_limit(min(POOL_MOST, int(cap * POOL_SHARE)))
+    mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
 
 
 def clear_pool() -> None:
@@ -171,7 +172,7 @@ def clear_pool() -> None:
     trim()
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return free memory to the system: Python's reference cycles, MLX's pool and, on Linux, malloc's heap."""
     gc.collect()
     mx.clear_cache()

@@ -19,7 +19,7 @@ from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, His
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 
-RETRY_NOT_READY = 1.0
+NOT_READY_RETRY_SECONDS = 1.0
 """Retry delay in seconds: the agent's first limits should have arrived by then."""
 
 
@@ -112,7 +112,7 @@ class MemoryGate:
         residual = self._residual() if limits.margin_auto else None
         return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
 
-    def narrowed(self) -> int:
+    def narrowed_bytes(self) -> int:
         """Return the bytes by which profiles narrow the margin in force."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
 
@@ -135,15 +135,18 @@ class MemoryGate:
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
 
     def _judge(self, memory: Memory, estimate: int, *, load: bool) -> Fits | Refused:
-        return self.closed() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
+        return self.not_ready_refusal() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
-    def closed(self) -> Refused | None:
+    def not_ready_refusal(self) -> Refused | None:
         """Return the refusal of all work before limits are in force; None once they are."""
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None
         return Refused(
-            RefusalCode.NOT_READY, "the engine has no memory limits yet, so it starts nothing", None, RETRY_NOT_READY
+            RefusalCode.NOT_READY,
+            "the engine has no memory limits yet, so it starts nothing",
+            None,
+            NOT_READY_RETRY_SECONDS,
         )
 
     def describe(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`ask` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted. A
-test can therefore verify from outside that no forward ran.
+`check` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted.
+A test can therefore verify from outside that no forward ran.
 
 The first call for a model after its load or after a rest may take as much longer as reading the weights again takes.
 The reason: macOS unwires Metal memory that rests, and may have paged it out.
@@ -23,11 +23,11 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters, Memory
 from wire.units import MIB, show_size
 
-REST = 1.0
+UNWIRE_AFTER_SECONDS = 1.0
 """Seconds after which macOS unwires the memory of a process whose GPU work rests. Measured: llama.cpp#10119 on macOS 15
 (a pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
-LOAD_SPEED = 200 * MIB
+MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second (an external disk)."""
 
 log = structlog.get_logger("engine.forwards")
@@ -77,26 +77,26 @@ class GatedForwards:
 
     def memory(self, now: float) -> Memory:
         """Return the memory as of a reading now."""
-        return self._footprint.judged(self.gate, self._reserved(), now)
+        return self._footprint.read_memory(self.gate, self._reserved(), now)
 
-    def ask(self, site: GateSite, estimate: int) -> Refused | None:
+    def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check a fresh reading. Before a refusal for lack of room, free memory and check once more."""
         answer = self._check(site, estimate)
         if answer is not None and answer.code is RefusalCode.NO_ROOM and self._make_room(site, estimate):
             return self._check(site, estimate)
         return answer
 
-    def ask_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
+    def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` whose estimate passes, or the refusal of the last. Before the next smaller size
         only the pool is emptied. For the last size, all memory that can be freed is freed."""
         *larger, last = sizes
         for size in larger:
-            if self.passes(site, estimate(size)):
+            if self.check_optional(site, estimate(size)):
                 return size
             self.shrinks += 1
-        return self.ask(site, estimate(last)) or last
+        return self.check(site, estimate(last)) or last
 
-    def passes(self, site: GateSite, estimate: int) -> bool:
+    def check_optional(self, site: GateSite, estimate: int) -> bool:
         """Check work that can be made smaller. Only the pool is emptied for it; caches stay."""
         if self._check(site, estimate) is None:
             return True
@@ -131,16 +131,16 @@ class GatedForwards:
                 now=show_size(memory.phys),
                 active_before=show_size(before.active),
                 active=show_size(memory.active),
-                rose=show_size(self.height.above()),
+                rose=show_size(self.height.peak_above_mark()),
                 reserved=show_size(before.reserved),
                 headroom=show_size(before.headroom),
                 pool=show_size(memory.cache),
             )
         return shed(memory, excess(memory))
 
-    def falls_at(self) -> float | None:
+    def peak_expires_at(self) -> float | None:
         """Return the time at which the recent height falls, if it is still above the present reading."""
-        return self._footprint.falls_at(time.monotonic())
+        return self._footprint.peak_expires_at(time.monotonic())
 
     @contextmanager
     def native(self, doing: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
@@ -153,7 +153,7 @@ class GatedForwards:
         self._recorder.begin(doing, model, request)
         self.height.mark()
         try:
-            with self.waits(doing, model, expected) as call:
+            with self.publish_wait(doing, model, expected) as call:
                 yield call
         finally:
             self._recorder.end()
@@ -161,10 +161,10 @@ class GatedForwards:
             self._waited[model] += 2 if doing is NativeCallKind.PREFILL else 1
             self._used[model] = 0.0 if doing is NativeCallKind.LOAD else self._clock()
             if doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN):
-                self.gate.transient.observe(self.height.above())
+                self.gate.transient.observe(self.height.peak_above_mark())
 
     @contextmanager
-    def waits(self, doing: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
+    def publish_wait(self, doing: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
         """Publish a call, or the wait for a launched one, with its expected duration in seconds."""
         self.call = call = NativeCall(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
         try:
@@ -174,9 +174,9 @@ class GatedForwards:
 
     def _rewiring(self, model: str) -> float:
         """Return the seconds that reading a model's weights again may take; 0 once a forward has used them."""
-        if self._clock() - self._used.get(model, 0.0) > REST:
+        if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
-        return self._read(model) / LOAD_SPEED if self._waited[model] < 2 else 0.0
+        return self._read(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
 
     def counts(self) -> EngineCounters:
         """Return the counters of checks, refusals and calls."""

@@ -12,10 +12,10 @@ from enum import StrEnum
 
 from wire.units import GIB
 
-SHARE = 0.75
+MAX_METAL_SHARE = 0.75
 """Share of Metal's limit. Weights of about this share ran for hours unwired where the same load ended in a panic when
 wired."""
-LEAST = 32 * GIB
+MIN_WEIGHT_BYTES = 32 * GIB
 """Bytes of weights. Below this, no report names a slow unwired model, but reports name panics and freezes of wired
 ones."""
 
@@ -41,4 +41,4 @@ def wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
 
 
 def _large(weights: int, limit: int) -> bool:
-    return weights >= LEAST and weights > SHARE * limit
+    return weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit

@@ -34,7 +34,9 @@ class ContextSearchResult:
         return min(1.0, self.tokens / self.wanted) if self.tokens > 0 else 1.0
 
 
-def settle(tokens: int, passes: Callable[[int], bool], *, search: bool) -> Generator[None, None, ContextSearchResult]:
+def search_context(
+    tokens: int, passes: Callable[[int], bool], *, search: bool
+) -> Generator[None, None, ContextSearchResult]:
     """Reduce the length by 5 % until it passes, in at most four attempts, one per step; without `search` in one
     attempt."""
     wanted, attempts = tokens, ATTEMPTS if search else 1

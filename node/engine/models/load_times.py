@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from node.engine.memory.gated_forward import LOAD_SPEED
+from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.scheduling.chunk_policy import mean
 from wire.units import MIB
 
-WARM_SECONDS = 2.0
+ASSUMED_WARMUP_SECONDS = 2.0
 """Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
 MIN_BYTES = 256 * MIB
@@ -57,10 +57,10 @@ class LoadTimes:
         kept = self._kept
         seconds = kept.models.get(fingerprint)
         if seconds is None:
-            seconds = weights / (kept.speed or LOAD_SPEED) + (kept.warm or WARM_SECONDS)
+            seconds = weights / (kept.speed or MIN_LOAD_BYTES_PER_SECOND) + (kept.warm or ASSUMED_WARMUP_SECONDS)
         return seconds + ((kept.probe or probe) if probe else 0.0)
 
-    def measured(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
+    def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load in seconds; `probe` is 0 if its profile was stored already."""
         kept = self._kept
         if weights >= MIN_BYTES:

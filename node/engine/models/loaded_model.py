@@ -1,8 +1,9 @@
 """Loaded model: its weights, ledger, decode batches and measured speeds; and the loader.
 
-Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about `TICK` bytes of
-weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation. The exact bytes of the model
-after conversion are therefore known before the first read. Each piece can be checked before it is evaluated.
+Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about
+`BYTES_BETWEEN_STEPS` bytes of weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation.
+The exact bytes of the model after conversion are therefore known before the first read. Each piece can be checked
+before it is evaluated.
 """
 
 import json
@@ -18,7 +19,7 @@ from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import CommitmentLedger
-from node.engine.kv.kv_cache import Layers, TextModel, evaluate, kv_of, new_cache, plain
+from node.engine.kv.kv_cache import Layers, TextModel, evaluate, is_plain, kv_of, new_cache
 from node.engine.memory.transient_estimator import TransientEstimator
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests.sequence import Row
@@ -32,18 +33,18 @@ from wire.units import MIB
 if TYPE_CHECKING:
     from node.engine.models.profile import MemoryProfile
 
-TICK = 256 * MIB
+BYTES_BETWEEN_STEPS = 256 * MIB
 """Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
-WARM_TOKENS = 32
+WARMUP_TOKENS = 32
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
 bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
 """Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
-MEASURED_TOKENS = 64
+MIN_MEASURED_TOKENS = 64
 """Fewest prompt tokens from which bytes per token are measured."""
-FIRST_SPEED = 50.0
+FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
 """Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 
 
@@ -88,25 +89,25 @@ class LoadedModel:
     profile: "MemoryProfile | None" = None
     """Its profile; None: not measured."""
     plain: bool = False
-    """Whether its prompts may be padded (`kv_cache.plain`)."""
+    """Whether its prompts may be padded (`kv_cache.is_plain`)."""
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.found.name
 
-    def prefilled(self, tokens: int, seconds: float, back: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
         """Record the duration of a chunk whose tokens attended to `back` earlier tokens on average."""
         self.reads.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
-    def stepped(self, seconds: float, rows: int) -> None:
+    def record_step(self, seconds: float, rows: int) -> None:
         """Record the duration of a decode step of one batch. The speed of a single row follows from it. It is a running
         mean, because the last step alone would describe a machine that may be idle by now."""
         self.step_seconds = mean(self.step_seconds, seconds)
         self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
-    def rested(self, now: float) -> float:
+    def idle_seconds(self, now: float) -> float:
         """Return the seconds since the last use (monotonic `now`)."""
         return 0.0 if self.users else now - self.used_at
 
@@ -114,9 +115,9 @@ class LoadedModel:
         """Set the bytes that padding may waste at any rate."""
         self.kv = self.ledger.kv = replace(self.kv, waste=waste)
 
-    def measured_text(self, size: int, tokens: int) -> None:
+    def record_text(self, size: int, tokens: int) -> None:
         """Record the bytes of text and their prompt tokens; short prompts are mostly template and are left out."""
-        if tokens >= MEASURED_TOKENS and size:
+        if tokens >= MIN_MEASURED_TOKENS and size:
             self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
 
     def rows(self) -> int:
@@ -168,7 +169,7 @@ def load(
             evaluate(part)
         left -= sum(array.nbytes for array in piece)
     yield LoadStep(
-        0, prefill_transient(found.forward, WARM_TOKENS, 0, last=True) + row_bytes(found.kv, WARM_TOKENS + 2)
+        0, prefill_transient(found.forward, WARMUP_TOKENS, 0, last=True) + row_bytes(found.kv, WARMUP_TOKENS + 2)
     )
     weighed(weights)
     warmth = _warm(model)
@@ -183,7 +184,7 @@ def load(
         TransientEstimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         step_seconds=warmth.step_seconds,
         pace=ChunkPace(warmth.step_seconds, 1 / warmth.prefill_speed),
-        plain=plain(new_cache(model)),
+        plain=is_plain(new_cache(model)),
     )
     resident.reads.learn(warmth.prefill_speed)
     resident.writes.learn(1 / warmth.step_seconds)
@@ -201,7 +202,7 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
     for array in arrays:
         piece.append(array)
         size += array.nbytes
-        if size >= TICK:
+        if size >= BYTES_BETWEEN_STEPS:
             yield piece
             piece, size = [], 0
     if piece:
@@ -230,11 +231,11 @@ def _warm(model: TextModel) -> WarmupResult:
 
 def _try_out(model: TextModel) -> WarmupResult:
     cache = new_cache(model)
-    ids = [0] * WARM_TOKENS
+    ids = [0] * WARMUP_TOKENS
     begun = time.monotonic()
     logits = forward(model, ids, cache, last=True)
     assert logits is not None  # noqa: S101 the last logits were requested
-    speed = WARM_TOKENS / max(time.monotonic() - begun, 1e-6)
+    speed = WARMUP_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = kv_of(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
     batch.join([JoiningRow(0, RowSampler(greedy, ()))], ids, cache, logits)

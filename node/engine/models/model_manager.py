@@ -10,9 +10,9 @@ A load is aborted before any answer is. The reasons: the gate refuses its next p
 the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the model
 aborts it as well. Loaded pieces are released at once, and the outcome is appended to `ended`.
 
-A model that has been unused for `patience` seconds is unloaded (`leaves_at`, `leave`). A model whose files were
-replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers under its
-old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
+A model that has been unused for `patience` seconds is unloaded (`idle_unload_at`, `unload_idle`). A model whose files
+were replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers
+under its old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
 
     asked ─► queued ─► (gate) ─► loading, piece by piece, each through the gate ─► loaded
                └ never fits / not now   └ aborted: no room, an order      └ broken files: `cause`, until they change
@@ -27,20 +27,20 @@ from typing import Protocol, cast
 
 import structlog
 
-from node.engine.memory.footprint import clear_pool, give_back
+from node.engine.memory.footprint import clear_pool, release_free_memory
 from node.engine.memory.gate import GateSite, MemoryGate
 from node.engine.memory.leak_check import LeakCheck
 from node.engine.models.loaded_model import LoadedModel, LoadStep, load
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.models.catalogue import ModelCatalogue
-from wire.capacity.arithmetic import Fits, excess, hard_line, judge, judge_load, lacks, most_weights
+from wire.capacity.arithmetic import Fits, exceeds_headroom, excess, hard_line, judge, judge_load, most_weights
 from wire.frames import ModelBan
 from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 from wire.units import MIB, show_size
 
-TRANSIENT_LEAST, TRANSIENT_MOST = 16 * MIB, 64 * MIB
+MIN_LOAD_TRANSIENT_BYTES, MAX_LOAD_TRANSIENT_BYTES = 16 * MIB, 64 * MIB
 """Bounds of a load's transient bytes in addition to its weights: buffers of the file (half of a small model), the
 warm-up."""
 
@@ -95,7 +95,7 @@ class ReclaimableMemory(Protocol):
         """Bytes that would be free."""
         ...
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the memory now."""
         ...
 
@@ -201,7 +201,7 @@ class ModelManager:
             return 0.0
         return 1.0 - reading.left / max(1, reading.total)
 
-    def ask(self, found: ModelDescriptor) -> None:
+    def request_load(self, found: ModelDescriptor) -> None:
         """Enqueue the load of a model, unless it is loaded, loading or queued."""
         if found.name not in self.residents and not self.loading(found.name):
             self._queue.append(found)
@@ -218,7 +218,7 @@ class ModelManager:
         fingerprint, broken = self.causes.get(found.name, ("", ""))
         return found.cause or (broken if fingerprint == found.fingerprint else "")
 
-    def forgive(self, name: str) -> None:
+    def clear_failure(self, name: str) -> None:
         """Clear the error of a broken model, because a client ordered it by name."""
         self.causes.pop(name, None)
 
@@ -230,12 +230,12 @@ class ModelManager:
         reading = self._reading
         refused = self._asked(reading.step)
         if refused is not None:
-            self.give_up(refused)
+            self.abort_load(refused)
             return
         try:
             piece = next(reading.pieces)
         except FilesChangedError as error:
-            self.give_up(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
+            self.abort_load(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
             return
         except Exception as error:
             self._reading = None
@@ -265,9 +265,9 @@ class ModelManager:
         memory = self.memory()
         if memory.guard and (over := excess(memory)) > 0:
             text = f"reading {reading.found.name} took the engine {show_size(over)} over its cap"
-            self.give_up(Refused(RefusalCode.NO_ROOM, text))
+            self.abort_load(Refused(RefusalCode.NO_ROOM, text))
 
-    def give_up(self, why: Refused, name: str = "") -> bool:
+    def abort_load(self, why: Refused, name: str = "") -> bool:
         """Abort the current load, or the named queued one, and release its pieces. Return whether there was one."""
         reading = self._reading
         if reading is None or name not in ("", reading.found.name):
@@ -279,10 +279,10 @@ class ModelManager:
         read, self._reading, self.given_up = self.read, None, self.given_up + 1
         cast("Generator[LoadStep | LoadedModel]", reading.pieces).close()
         log.warning("load given up", model=reading.found.name, read=show_size(read), cause=why.message)
-        self.returns.gone(read, time.monotonic())
+        self.returns.on_unload(read, time.monotonic())
         self.ended.append(LoadFailed(reading.found.name, why))
         del reading
-        give_back()
+        release_free_memory()
         self.released()
         return True
 
@@ -292,7 +292,7 @@ class ModelManager:
         piece.load_seconds, piece.used_at = now - reading.begun, now
         self.residents[piece.name] = piece
         self.library.hold(piece.found)
-        give_back()
+        release_free_memory()
         log.info(
             "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(piece.load_seconds, 2)
         )
@@ -304,9 +304,9 @@ class ModelManager:
         self.library.release(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
-        self.returns.gone(resident.weights, time.monotonic())
+        self.returns.on_unload(resident.weights, time.monotonic())
         del resident
-        give_back()
+        release_free_memory()
         self.released()
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ class ModelManager:
         self._queue.clear()
         self._reading = None
         for one in self.spares:
-            one.give()
+            one.release()
         for name in list(self.residents):
             self.residents[name].batches.clear()
             self.drop(name)
@@ -336,34 +336,34 @@ class ModelManager:
             spare += self._reading.total
         if not _fits(self.memory(), need - spare):
             return False
-        if self.give_spare(lambda: _fits(self.memory(), need)):
+        if self.release_spare(lambda: _fits(self.memory(), need)):
             return True
-        if self.kept.give(need):
+        if self.kept.evict_until_fits(need):
             return True
         for name in idle:
-            if not lacks(self.memory(), need):
+            if not exceeds_headroom(self.memory(), need):
                 break
             self._evict(name)
         if over_load and not _fits(self.memory(), need):
-            self.give_up(
+            self.abort_load(
                 Refused(RefusalCode.NO_ROOM, "its load was given up: running requests or a lease need the memory")
             )
         return _fits(self.memory(), need)
 
-    def relieve(self, enough: Callable[[], bool]) -> None:
+    def reclaim(self, enough: Callable[[], bool]) -> None:
         """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models. The only model
         stays if its size alone leaves no headroom. Unloading it would gain nothing, because the next request would load
         it again."""
         if not enough():
             clear_pool()
-        self.give_spare(enough)
-        self.kept.relieve(enough)
+        self.release_spare(enough)
+        self.kept.evict_until(enough)
         for name in self._idle():
             if enough() or (len(self.residents) == 1 and _by_size(self.memory())):
                 return
             self._evict(name)
 
-    def leaves_at(self) -> float | None:
+    def idle_unload_at(self) -> float | None:
         """Return the time of the next unload of an unused model, or 0.0 if an idle one was replaced on disk. None: none
         is due."""
         if self._replaced():
@@ -371,14 +371,14 @@ class ModelManager:
         idle = self._idle() if self.patience else []
         return self.residents[idle[0]].used_at + self.patience if idle else None
 
-    def leave(self, now: float) -> None:
+    def unload_idle(self, now: float) -> None:
         """Unload the models that are due."""
         for found in self._replaced():
             log.info("model replaced on disk", model=found.name)
             self.drop(found.name)
             if found.name in self.pinned:
-                self.ask(found)
-        while (due := self.leaves_at()) is not None and due <= now:
+                self.request_load(found)
+        while (due := self.idle_unload_at()) is not None and due <= now:
             self.departures += 1
             self.drop(self._idle()[0])
 
@@ -387,11 +387,11 @@ class ModelManager:
         found = (self.library.replacement(one.found) for one in self.residents.values() if not one.users)
         return [one for one in found if one is not None]
 
-    def give_spare(self, enough: Callable[[], bool]) -> bool:
+    def release_spare(self, enough: Callable[[], bool]) -> bool:
         """Release spare memory, in order, until `enough()`; return its result."""
         for one in self.spares:
             if one.nbytes and not enough():
-                one.give()
+                one.release()
                 self.released()
         return enough()
 
@@ -411,13 +411,13 @@ class ModelManager:
             self.ended.append(LoadFailed(found.name, refused))
             return
         weights = self.size_of(found)
-        need = weights + max(TRANSIENT_LEAST, min(TRANSIENT_MOST, weights // 2))
+        need = weights + max(MIN_LOAD_TRANSIENT_BYTES, min(MAX_LOAD_TRANSIENT_BYTES, weights // 2))
         self.make_room(need - self.memory().margin)
         memory = self.memory()
         answer = self.gate.check(GateSite.LOAD, memory, need, load=True)
         if not isinstance(answer, Refused):
             self._reading = LoadInProgress(found, self.pieces(found), weights, weights, now)
-            self.returns.came()
+            self.returns.on_load()
             return
         if answer.code is RefusalCode.NO_ROOM and need > most_weights(memory):
             answer = Refused(
@@ -435,7 +435,7 @@ class ModelManager:
         text = " ".join(str(error).split())[:300]
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
         self.causes[found.name] = (found.fingerprint, cause)
-        give_back()
+        release_free_memory()
         log.error("model broken", model=found.name, cause=cause)
         refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         self.ended.append(LoadFailed(found.name, refused))

@@ -17,7 +17,7 @@ from wire.report import Hardware, KvParameters, TransientModel
 
 log = structlog.get_logger("engine.profile")
 
-METHOD = 2
+METHOD_VERSION = 2
 """Version of the measurement: since 2 the residual includes joins and decode steps."""
 
 
@@ -31,7 +31,7 @@ class MemoryProfileKey(msgspec.Struct, frozen=True):
     mlx: str
     mlx_lm: str
     macpool: str
-    method: int = METHOD
+    method: int = METHOD_VERSION
 
     @property
     def file(self) -> str:

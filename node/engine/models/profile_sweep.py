@@ -23,7 +23,7 @@ from wire.frames import Failed, Finished, Frame, Refusal
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 
-EXPECTED = 10.0
+EXPECTED_STEP_SECONDS = 10.0
 """Seconds that a step may take: its largest forward, or compiling kernels."""
 GIVEN_UP = "the memory that measuring {} took was needed for requests: order it again when the node is at rest"
 
@@ -73,7 +73,7 @@ class SweepQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `give` would release."""
+        """Bytes that `release` would release."""
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
 
     @property
@@ -86,7 +86,7 @@ class SweepQueue:
         """Return whether a step has work or output."""
         return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())
 
-    def ask(self, number: int, model: str) -> None:
+    def request_sweep(self, number: int, model: str) -> None:
         """Enqueue a sweep of a model; it starts in turn, once the model is loaded."""
         self._queue.append((number, model))
 
@@ -104,7 +104,7 @@ class SweepQueue:
         self._queue = deque(one for one in self._queue if one[0] != number)
         return here
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Stop the running sweep and release its memory, because requests need it."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
@@ -150,14 +150,16 @@ class SweepQueue:
 
     def _asked(self, need: int) -> bool:
         """Check the longest row against the gate: evictable memory counts as free."""
-        return self._forwards.ask(GateSite.PROBE, need) is None
+        return self._forwards.check(GateSite.PROBE, need) is None
 
     def _go_on(self, sweep: ProfileSweep) -> None:
         assert sweep.steps is not None  # noqa: S101 `_begin` has set it
         self._still()
         self._stepping = True
         try:
-            with self._forwards.native(NativeCallKind.PREFILL, sweep.resident.name, sweep.number, EXPECTED):
+            with self._forwards.native(
+                NativeCallKind.PREFILL, sweep.resident.name, sweep.number, EXPECTED_STEP_SECONDS
+            ):
                 next(sweep.steps)
         except StopIteration:
             self._close(sweep)

@@ -23,8 +23,8 @@ import structlog
 from tokenizers import Tokenizer
 
 from node.engine.kv.kv_cache import Layers, extent_of, new_cache
-from node.engine.memory.footprint import MlxPeakTracker, clear_pool, give_back
-from node.engine.models.context_search import ContextSearchResult, diagnosis, settle
+from node.engine.memory.footprint import MlxPeakTracker, clear_pool, release_free_memory
+from node.engine.models.context_search import ContextSearchResult, diagnosis, search_context
 from node.engine.models.loaded_model import LoadedModel, forward
 from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, key_of
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
@@ -36,19 +36,19 @@ from wire.units import show_size
 
 PROBE_SECONDS = 10.0
 """Longest probe at a load, in seconds."""
-FIRST = (8, 32, 64, 128, 256, 512)
+FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
 """Tokens of the first forwards, each of a row of its own."""
-WALK = (512, 64, 256, 32, 128)
+WALK_TOKENS = (512, 64, 256, 32, 128)
 """Tokens of consecutive forwards of one row, in turn."""
-REACH = 3072
+PROBE_ROW_TOKENS = 3072
 """Tokens of the row of the probe at a load."""
 SWEEP_SECONDS = 600.0
-LARGER = (1024, 2048, 4096, 8192)
+SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
 MORE_ROWS = (16, 32, 64, 128, 256)
 DECODE_TOKENS = 512
-STEPS = 3
+STEPS_PER_SIZE = 3
 
 log = structlog.get_logger("engine.profile")
 Ask = Callable[[int], bool]
@@ -70,7 +70,7 @@ class ForwardPeak:
     def charged(self) -> int:
         """Return the bytes charged to the process above the mark; MLX's active bytes where the kernel has no peak."""
         highest = self.sensor.highs().interval
-        return self.height.above() if self._phys is None or highest is None else highest - self._phys
+        return self.height.peak_above_mark() if self._phys is None or highest is None else highest - self._phys
 
 
 @dataclass(slots=True)
@@ -144,28 +144,30 @@ class MemoryProbe:
             yield from self._run()
         finally:
             self.held = 0
-            self.resident.estimator.settle()
-            give_back()
+            self.resident.estimator.fit()
+            release_free_memory()
 
-    def again(self) -> bool:
+    def repeat_largest(self) -> bool:
         """Repeat the largest measured forward; return whether there was room for it."""
         if not self.taken:
             return False
         largest = max(self.taken, key=lambda one: one.tokens).tokens
         self._ends = time.monotonic() + self.seconds
         ran = self._chunk(new_cache(self.resident.model), largest, 0)
-        give_back()
+        release_free_memory()
         return ran
 
     def _run(self) -> Iterator[None]:
-        larger = LARGER if self.whole else ()
-        for tokens in self._sizes((*FIRST, *larger)):
+        larger = SWEEP_FORWARD_TOKENS if self.whole else ()
+        for tokens in self._sizes((*FIRST_FORWARD_TOKENS, *larger)):
             cache = new_cache(self.resident.model)
             if not self._chunk(cache, tokens, 0):
                 break
             yield
             del cache
-        yield from self._walk([tokens for tokens in (*WALK, *larger) if tokens <= max(self.chunk, WALK[0])])
+        yield from self._walk(
+            [tokens for tokens in (*WALK_TOKENS, *larger) if tokens <= max(self.chunk, WALK_TOKENS[0])]
+        )
         self.held = 0
         yield from self._decode()
 
@@ -202,7 +204,7 @@ class MemoryProbe:
         )
         after = extent_of(cache)
         wrote, grew = after.size - before.size, after.room > before.room
-        estimator.observe(tokens, past, self.spike.height.above() - wrote, grew=grew)
+        estimator.observe(tokens, past, self.spike.height.peak_above_mark() - wrote, grew=grew)
         self.taken.append(ForwardMeasurement(tokens, past, grew, wrote, self.spike.charged()))
         return True
 
@@ -217,9 +219,9 @@ class MemoryProbe:
 
     def _steps(self, rows: int, tokens: int) -> bool:
         resident, estimator = self.resident, self.resident.estimator
-        expected = resident.pace.seconds(tokens, 0) + STEPS * resident.step_seconds * rows
-        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS + 1)
-        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS))
+        expected = resident.pace.seconds(tokens, 0) + STEPS_PER_SIZE * resident.step_seconds * rows
+        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS_PER_SIZE + 1)
+        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
         if time.monotonic() + expected > self._ends or not self.ask(needed + most):
             return False
         ids = list(islice(cycle(self.ids), tokens))
@@ -234,13 +236,13 @@ class MemoryProbe:
         batch.join([JoiningRow(row, RowSampler(greedy, ())) for row in range(rows)], ids, cache, logits)
         grown = batch.nbytes()
         self.joined.append(self.spike.charged() - (grown - held) - estimator.join(grown, layers))
-        for step in range(STEPS):
+        for step in range(STEPS_PER_SIZE):
             before = batch.nbytes()
             self.spike.mark()
             batch.step()
             batch.wait()
             grown = batch.nbytes() - before
-            estimator.observe_step(rows, tokens + step + 1, self.spike.height.above() - grown, grew=grown > 0)
+            estimator.observe_step(rows, tokens + step + 1, self.spike.height.peak_above_mark() - grown, grew=grown > 0)
             self.stepped.append(StepMeasurement(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
         return True
 
@@ -248,7 +250,7 @@ class MemoryProbe:
         """Return the most bytes by which a chunk, a join or a decode step exceeded its KV and its fitted estimate."""
         estimator = self.resident.estimator
         chunks = (
-            one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew) for one in self.taken
+            one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
         )
         steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
         return max(*self.joined, *chunks, *steps, 0, 0)
@@ -334,7 +336,7 @@ class Profiler:
                 log.warning("profile", model=resident.name, cause=kept.failed)
             return
         try:
-            probe = self._probe(resident, REACH, PROBE_SECONDS, whole=False)
+            probe = self._probe(resident, PROBE_ROW_TOKENS, PROBE_SECONDS, whole=False)
             yield from probe.run()
             yield from self._measured(probe, key, self._ask if alone else None)
             if resident.profile is not None and resident.profile.failed:
@@ -354,7 +356,7 @@ class Profiler:
 
     def _probe(self, resident: LoadedModel, reach: int, seconds: float, *, whole: bool) -> MemoryProbe:
         reach = min(reach, resident.found.context, self._context or reach)
-        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, REACH))
+        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, PROBE_ROW_TOKENS))
         return MemoryProbe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
 
     def _measured(
@@ -391,11 +393,11 @@ class Profiler:
 
         def passes(tokens: int) -> bool:
             transient = resident.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
-            return ask(row_bytes(resident.kv, tokens) + transient) and probe.again()
+            return ask(row_bytes(resident.kv, tokens) + transient) and probe.repeat_largest()
 
-        return (yield from settle(tokens, passes, search=not self._context))
+        return (yield from search_context(tokens, passes, search=not self._context))
 
     def _adopt(self, resident: LoadedModel, profile: MemoryProfile) -> None:
         resident.estimator.adopt(profile.transient, profile.highest)
-        resident.estimator.cover(profile.chunk, profile.rows, self._narrowed)
+        resident.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
         resident.profile = profile

@@ -23,9 +23,9 @@ from dataclasses import dataclass, field
 from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
-LONGEST_MODEL = 200
+MAX_MODEL_BYTES = 200
 """Most bytes of a model's name (`wire.identity.valid_model`)."""
-SLOT = 256
+SLOT_BYTES = 256
 """Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4
 _LAYOUT = struct.Struct("<BQdH")
@@ -57,7 +57,7 @@ class CrashRecorder:
         self._write(0, doing, model, request)
 
     def _write(self, at: int, doing: NativeCallKind, model: str, request: int) -> None:
-        name = model.encode()[:LONGEST_MODEL]
+        name = model.encode()[:MAX_MODEL_BYTES]
         head = _LAYOUT.pack(doing, request, time.monotonic(), len(name))
         self._page[at : at + _LAYOUT.size + len(name)] = head + name
 
@@ -68,11 +68,11 @@ class CrashRecorder:
         if slot >= SLOTS:
             yield
             return
-        self._write(slot * SLOT, NativeCallKind.READ, model, request)
+        self._write(slot * SLOT_BYTES, NativeCallKind.READ, model, request)
         try:
             yield
         finally:
-            self._page[slot * SLOT] = NativeCallKind.NOTHING
+            self._page[slot * SLOT_BYTES] = NativeCallKind.NOTHING
 
     def oldest_read(self) -> CrashRecord | None:
         """Return the prompt that has been tokenized for the longest time; None when there is none."""
@@ -89,7 +89,7 @@ class CrashRecorder:
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def last(self) -> CrashRecord | None:
+    def running_call(self) -> CrashRecord | None:
         """Return the running native call."""
         return parse(self._page[:])
 
@@ -110,11 +110,11 @@ def read(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
 
 def parse(page: bytes, slot: int = 0) -> CrashRecord | None:
     """Parse a slot of a page; foreign content yields None."""
-    at = slot * SLOT
+    at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():
         return None
-    name = page[at + _LAYOUT.size : at + _LAYOUT.size + min(length, LONGEST_MODEL)]
+    name = page[at + _LAYOUT.size : at + _LAYOUT.size + min(length, MAX_MODEL_BYTES)]
     return CrashRecord(NativeCallKind(doing), request, name.decode(errors="replace"), since)
 
 

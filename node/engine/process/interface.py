@@ -1,7 +1,7 @@
 """Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
 Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
-inference thread calls all other methods. Further threads tokenize long prompts after `take` has admitted them
+inference thread calls all other methods. Further threads tokenize long prompts after `handle` has admitted them
 (`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
@@ -90,11 +90,11 @@ class Engine(Protocol):
     gate: "MemoryGate"
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work for `take`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
+        """Convert a frame into work for `handle`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
         as well, and for it the result is usually None."""
         ...
 
-    def take(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
+    def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         ...
 
@@ -103,11 +103,11 @@ class Engine(Protocol):
         as the caller consumes the frames."""
         ...
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next `step`; None: only a frame can bring work."""
         ...
 
-    def call(self) -> NativeCall | None:
+    def running_call(self) -> NativeCall | None:
         """Return the running native call, on any thread; None: no long call is running."""
         ...
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     def halt(self) -> None:
-        """Begin no further native call, on any thread. `take` and `step` may raise `Halted` from now on."""
+        """Begin no further native call, on any thread. `handle` and `step` may raise `Halted` from now on."""
         ...
 
     def close(self) -> None:

@@ -21,12 +21,12 @@ from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import EngineReport, Frame
 
-PUBLISH_EVERY = 0.1
+MIN_REPORT_INTERVAL_SECONDS = 0.1
 """Fewest seconds between two published reports."""
 
-READ_EXPECTED = 60.0
+TOKENIZE_EXPECTED_SECONDS = 60.0
 """Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
-READ_LONGEST = 5 * READ_EXPECTED
+TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
 """Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.SupervisorTimeouts.turn_factor`)."""
 
 log = structlog.get_logger("engine")
@@ -68,9 +68,9 @@ class EngineLoop:
         """Return the duration so far and the expected duration, in seconds, of the running native call or else
         iteration. The duration is 0 while idle. If a tokenizer hangs, its prompt is returned instead."""
         read = self._reading()
-        if read is not None and now - read.since > READ_LONGEST:
-            return now - read.since, READ_EXPECTED
-        call, turn = self._engine.call(), self._busy_since
+        if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
+            return now - read.since, TOKENIZE_EXPECTED_SECONDS
+        call, turn = self._engine.running_call(), self._busy_since
         if call is not None:
             return max(0.0, now - call.since), call.expected
         return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
@@ -112,19 +112,19 @@ class EngineLoop:
         return work
 
     def _due(self, now: float) -> float | None:
-        times = [when for when in (self._engine.due(now), self._publish_at) if when is not None]
+        times = [when for when in (self._engine.next_step_at(now), self._publish_at) if when is not None]
         return min(times, default=None)
 
     def _turn(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
         for one in work:
-            self._answer(self._engine.take(one, now))
-        due = self._engine.due(now)
+            self._answer(self._engine.handle(one, now))
+        due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
         if worked:
             self._answer(self._engine.step(now))
         if (work or worked) and self._publish_at is None:
-            self._publish_at = max(now, self._published_at + PUBLISH_EVERY)
+            self._publish_at = max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS)
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 

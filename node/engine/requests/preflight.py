@@ -50,7 +50,7 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Requ
     return RequestShape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 
 
-def impossible(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
+def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
     """Return the refusal of a request that no state of the memory would allow; None if one might."""
     if request.model != model.name:
         return Refused(RefusalCode.NO_MODEL, f"this node serves {model.name}, not {request.model}")

@@ -64,7 +64,7 @@ class RequestPreparer:
     def inline(self, frame: Generate | CountTokens) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
         grammar."""
-        found = self._library.look(frame.model)
+        found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return True
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
@@ -72,7 +72,7 @@ class RequestPreparer:
 
     def need(self, frame: Generate | CountTokens) -> int:
         """Return the transient bytes of tokenizing this prompt; 0: no admission is needed."""
-        found = self._library.look(frame.model)
+        found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
         tokenizer = self._tokenizers.get(_key(found))
@@ -135,7 +135,7 @@ class RequestPreparer:
 
     def _for(self, request: Generate) -> Tokenizer | Refused:
         """Return the tokenizer of a request's model, or the refusal if there is none."""
-        found = self._library.look(request.model)
+        found = self._library.find_fresh(request.model)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}")
         if cause := self._barred(found):

@@ -26,7 +26,7 @@ from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory
 from wire.units import show_size
 
-LONG = 64 * 1024
+LONG_PROMPT_BYTES = 64 * 1024
 """Bytes of text from which a prompt is long: about 0.1 s of tokenizing on a slow machine."""
 
 
@@ -49,7 +49,7 @@ class UntokenizedPrompt:
     @property
     def long(self) -> bool:
         """Return whether this text belongs to the thread of long texts."""
-        return text_bytes(self.frame) > LONG
+        return text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)

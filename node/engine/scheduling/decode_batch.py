@@ -25,7 +25,7 @@ from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
 from node.engine.grammar.logits_mask import LogitsMask
-from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, nbytes_of, owned
+from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, nbytes_of
 from node.engine.scheduling.sampling import Processor, Sampler, greedy
 
 NO_STOPS = StopSequences()
@@ -227,7 +227,7 @@ class DecodeBatch(Generic[K]):
             tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
             for masker, token in zip(maskers, tokens, strict=True):
                 if masker is not None:
-                    masker.hear(token)
+                    masker.add_id(token)
 
     def errors(self) -> list[tuple[K, Exception]]:
         """Return the rows whose sampler or processors raised, with the exceptions."""
@@ -262,7 +262,7 @@ class DecodeBatch(Generic[K]):
         """Return an evaluated copy of a row's cache without padding; it holds the tokens of `ids`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._place(row)
-        return owned(layer.extract(place) for layer in self._batch.prompt_cache)
+        return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
 
     def _place(self, row: K) -> int:
         assert self._batch is not None  # noqa: S101 the callers have checked it

@@ -79,7 +79,7 @@ def _ledger(resident: LoadedModel, prefills: list[Prefill]) -> Iterator[str]:
 def _sequence(sequence: Sequence, loaded: bool, preempted: bool, places: Counter[int]) -> Iterator[str]:
     if not loaded:
         yield f"request {sequence.number} is live and its model {sequence.request.model} is not loaded"
-    rows = list(sequence.writing())
+    rows = list(sequence.active_rows())
     if not rows:
         yield f"request {sequence.number} is live and all of its rows have ended"
     for row in rows:

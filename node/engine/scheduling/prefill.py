@@ -14,7 +14,7 @@ from node.engine.scheduling.decode_batch import RowSampler
 from node.engine.scheduling.sampling import processors_of, sampler_of
 from wire.capacity.fairness import WeightedKey
 
-NOTHING: PrefixHit[Layers] = PrefixHit()
+NO_PREFIX: PrefixHit[Layers] = PrefixHit()
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class PrefixState:
     """Scope of the cached sequences that it may reuse: the name of an API key."""
     shared: int = 0
     """First tokens that are a system prompt of all keys."""
-    found: PrefixHit[Layers] = NOTHING
+    found: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     took: int = 0
     """Tokens of the entry that it removed from the cache for its own use."""
@@ -81,7 +81,7 @@ class Prefill:
         """Tokens still to prefill."""
         return len(self.ids) - self.written
 
-    def again(self) -> None:
+    def reset_alone(self) -> None:
         """Restart alone, because a packed prefill could not be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:

@@ -11,7 +11,7 @@ Every request ends in exactly one of the three frames. A cancelled request gets 
 `Generate` is remembered, and the `Generate` is ignored.
 
 A prefill takes no time and returns no token; the first token comes with the row's first decode step. A row that has
-used its commitment requests `GROWTH` more tokens; if the gate refuses, that request ends.
+used its commitment requests `KV_GROWTH_TOKENS` more tokens; if the gate refuses, that request ends.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ from node.engine.text.stop_strings import StopStrings
 from node.memory.reading import MemoryReading, RecentPeak
 from node.settings import NodeSettings, ScriptedSettings
 from wire.capacity.arithmetic import shed
-from wire.capacity.fairness import WaitingRequest, in_turn
+from wire.capacity.fairness import WaitingRequest, service_order
 from wire.frames import (
     Admitted,
     Cancel,
@@ -55,13 +55,13 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import EngineCounters, KvParameters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 """Tokens by which a commitment is extended when an answer exceeds the expected length."""
-GATHERING = 0.5
+FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
-REMEMBERED = 1024
+MAX_CANCELLED_REMEMBERED = 1024
 """Number of cancelled requests that are remembered until their `Generate` arrives."""
-LATE = 1.0
+MAX_LATE_SECONDS = 1.0
 """Delay in seconds after which missed steps are not made up for, because the machine slept."""
 PREFILL_SPEED = 100_000.0
 """Tokens per second reported for prefills, which take no time: the router divides by this number."""
@@ -122,7 +122,7 @@ class ScriptedSequence:
         """The coordinator's number of the request."""
         return self.request.request
 
-    def writing(self) -> Iterator[ScriptedRow]:
+    def active_rows(self) -> Iterator[ScriptedRow]:
         """Return the rows that have not ended."""
         return (row for row in self.rows if not row.reason)
 
@@ -151,7 +151,7 @@ class ScriptedEngine:
         """Return the frame unchanged, because all work is fast."""
         return None if isinstance(frame, Ping) else frame
 
-    def take(self, work: Work, now: float) -> list[Frame]:
+    def handle(self, work: Work, now: float) -> list[Frame]:
         """Process one piece of work; return immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
@@ -174,7 +174,7 @@ class ScriptedEngine:
         frames: list[Frame] = []
         if self._running and now >= self._deadline:
             frames = self._decode(now)
-            missed = now - self._deadline > LATE
+            missed = now - self._deadline > MAX_LATE_SECONDS
             self._deadline = (now if missed else self._deadline) + self._step
         following = self._next()
         if following is not None:
@@ -183,16 +183,16 @@ class ScriptedEngine:
         self._observe(now)
         return frames
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step, or of the fall of the recent height; None if only a frame can bring
         work."""
         if self._next() is not None:
             return now
         if self._running:
             return self._deadline
-        return self._recent.falls_at(self._active(), now)
+        return self._recent.peak_expires_at(self._active(), now)
 
-    def call(self) -> NativeCall | None:
+    def running_call(self) -> NativeCall | None:
         """Return None, because there are no native calls."""
         return None
 
@@ -257,7 +257,7 @@ class ScriptedEngine:
         if refused is not None:
             return [Refusal(number, refused, prompt)]
         sequence = self._sequence(request, shape, pieces, now)
-        if not any(sequence.writing()):  # the whole answer was sent by another node, and only its end is missing
+        if not any(sequence.active_rows()):  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = now
             return [Admitted(number, prompt), self._finished(sequence, now)]
         self._waiting.append(sequence)
@@ -267,11 +267,11 @@ class ScriptedEngine:
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
         """Return the tokens of an echo; empty in the other modes, and for a prompt that will be refused."""
         echo = self._settings.text == "echo" and prompt < self._settings.context
-        return answers.echo_pieces(answers.said(request)) if echo else []
+        return answers.echo_pieces(answers.message_texts(request)) if echo else []
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
         model, memory = self._model(), self._memory(now)
-        refused = self.gate.closed() or preflight.impossible(request, shape, model, self._settings.batch)
+        refused = self.gate.not_ready_refusal() or preflight.never_fits(request, shape, model, self._settings.batch)
         if refused is not None:
             return refused
         cost = self._ledger.cost(shape.length, shape.choices)
@@ -282,11 +282,11 @@ class ScriptedEngine:
 
     def _must_refuse(self, request: Generate) -> bool:
         word = self._settings.refuse
-        return word == "*" or (bool(word) and answers.mentions(answers.said(request), word))
+        return word == "*" or (bool(word) and answers.mentions(answers.message_texts(request), word))
 
     def _sequence(self, request: Generate, shape: RequestShape, pieces: list[str], now: float) -> ScriptedSequence:
         word = self._settings.crash
-        crashes = bool(word) and answers.mentions(answers.said(request), word)
+        crashes = bool(word) and answers.mentions(answers.message_texts(request), word)
         rows = [
             ScriptedRow(choice, commitment, StopStrings(request.params.stop), self._voice(pieces, choice))
             for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
@@ -309,8 +309,8 @@ class ScriptedEngine:
 
     def _voice(self, pieces: list[str], choice: int) -> answers.Voice:
         if pieces:
-            return answers.echo_voice(pieces)
-        return answers.clock_voice if self._settings.text == "clock" else answers.words_voice(choice)
+            return answers.echo_tokens(pieces)
+        return answers.clock_tokens if self._settings.text == "clock" else answers.fixed_words(choice)
 
     def _cancel(self, number: int, now: float) -> None:
         for sequence in (*self._waiting, *self._running):
@@ -319,16 +319,16 @@ class ScriptedEngine:
                 self._observe(now)
                 return
         self._cancelled[number] = None
-        while len(self._cancelled) > REMEMBERED:
+        while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
 
     def _drop(self, sequence: ScriptedSequence) -> None:
         """Remove a request and release its commitments."""
-        for row in sequence.writing():
+        for row in sequence.active_rows():
             self._ledger.release(row.commitment)
         if sequence in self._running:
             self._running.remove(sequence)
-            self._rows -= sum(1 for _ in sequence.writing())
+            self._rows -= sum(1 for _ in sequence.active_rows())
         elif sequence in self._waiting:
             self._leave(sequence)
 
@@ -341,7 +341,7 @@ class ScriptedEngine:
         refused = shed(self._memory(now), order.excess)
         delivered = any(row.produced > len(row.gathered) + row.heard for row in newest.rows)
         self._drop(newest)
-        self._recent = RecentPeak().observed(self._active(), now)
+        self._recent = RecentPeak().with_reading(self._active(), now)
         self._sheds += 1
         if delivered:
             return [Failed(newest.number, "memory_pressure", refused.message)]
@@ -359,9 +359,9 @@ class ScriptedEngine:
             return None
         if self._rows + self._wanted <= self._settings.batch:  # there is room for all
             return self._waiting[0]
-        taken = Counter(one.request.owner.name for one in self._running for _ in one.writing())
+        taken = Counter(one.request.owner.name for one in self._running for _ in one.active_rows())
         waiting = [WaitingRequest(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
-        following = self._waiting[next(in_turn(waiting, taken))]
+        following = self._waiting[next(service_order(waiting, taken))]
         return following if self._rows + len(following.rows) <= self._settings.batch else None
 
     def _prefill(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
@@ -369,7 +369,7 @@ class ScriptedEngine:
         refused = self._checked(GateSite.PREFILL, now)
         if refused is None:
             self._forwards += 1
-            for row in sequence.writing():
+            for row in sequence.active_rows():
                 row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
             refused = self._checked(GateSite.JOIN, now)
         if refused is not None:
@@ -380,7 +380,7 @@ class ScriptedEngine:
             self._deadline = now + self._step
         sequence.begun = sequence.told = now
         self._running.append(sequence)
-        self._rows += sum(1 for _ in sequence.writing())
+        self._rows += sum(1 for _ in sequence.active_rows())
         return []
 
     def _checked(self, site: GateSite, now: float) -> Refused | None:
@@ -402,7 +402,7 @@ class ScriptedEngine:
         return [*delta_frames(deltas), *ends]
 
     def _decode_sequence(self, sequence: ScriptedSequence, deltas: list[Delta], now: float) -> Frame | None:
-        for row in list(sequence.writing()):
+        for row in list(sequence.active_rows()):
             refused = self._grow(sequence, row, now)
             if refused is not None:
                 self._drop(sequence)
@@ -410,24 +410,24 @@ class ScriptedEngine:
                     sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
                 )
             row.gathered.append(self._token(sequence, row, now))
-            if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
+            if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
                 deltas.append(row.gather())
                 sequence.told = now
             if row.reason:
                 self._ledger.release(row.commitment)
                 self._rows -= 1
-        if any(sequence.writing()):
+        if any(sequence.active_rows()):
             return None
         self._running.remove(sequence)
         return self._finished(sequence, now)
 
     def _grow(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> Refused | None:
-        """Commit the next `GROWTH` tokens for a row that has used its commitment; return the refusal if there is no
-        room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
+        """Commit the next `KV_GROWTH_TOKENS` tokens for a row that has used its commitment; return the refusal if there
+        is no room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
         commitment = row.commitment
         if commitment.written < commitment.promised:
             return None
-        more = min(GROWTH, sequence.shape.limit - row.produced)
+        more = min(KV_GROWTH_TOKENS, sequence.shape.limit - row.produced)
         answer = self.gate.check(GateSite.GROW, self._memory(now), self._ledger.extension(commitment, more))
         if isinstance(answer, Refused) and answer.code is not RefusalCode.UNREADABLE:
             return answer
@@ -460,14 +460,14 @@ class ScriptedEngine:
     # memory
 
     def _active(self) -> int:
-        return self._weights + self._ledger.written()
+        return self._weights + self._ledger.written_bytes()
 
     def _observe(self, now: float) -> None:
-        self._recent = self._recent.observed(self._active(), now)
+        self._recent = self._recent.with_reading(self._active(), now)
 
     def _memory(self, now: float) -> Memory:
         active = self._active()
-        use = MlxCounters(active, self._recent.highest(now), self._ledger.reserved())
+        use = MlxCounters(active, self._recent.highest(now), self._ledger.reserved_bytes())
         return self.gate.memory(use, MemoryReading(active, "scripted", now), self._total, now)
 
     def _model(self) -> Model:

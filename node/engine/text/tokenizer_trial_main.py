@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.engine.text.tokenizer import TemplateFailed, TokenizerError, load
-from node.engine.text.tokenizer_trial import FAILED
+from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED
 from wire.frames import Generate, GenerationParams, Message
 
-LENGTH = 20_000
+MAX_TEXT_CHARS = 20_000
 """Characters of the longest texts: more than enough to reveal an expression with exponential time."""
 PIECES = (
     "a",
@@ -51,7 +51,7 @@ def prompts() -> Iterator[Generate]:
             yield Generate(1, 1, "trial", "m", messages, GenerationParams(), 0, tools=tools)
     for piece in PIECES:
         for end in ("", "!", "\u00e9"):
-            text = (piece * LENGTH)[:LENGTH] + end
+            text = (piece * MAX_TEXT_CHARS)[:MAX_TEXT_CHARS] + end
             yield Generate(1, 1, "trial", "m", (Message("user", text),), GenerationParams(), 0)
 
 
@@ -63,7 +63,7 @@ def main() -> int:
     try:
         tokenizer = load(folder)
     except TokenizerError:
-        return FAILED
+        return EXIT_NOT_LOADED
     for prompt in prompts():
         with contextlib.suppress(TemplateFailed):
             tokenizer.prompt(prompt)

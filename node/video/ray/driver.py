@@ -36,7 +36,7 @@ from node.video.worker.actor import WorkerHost
 ray: Any = untyped
 NAMESPACE = "macpool"
 RESOURCE = "video_lease_gib"
-CONNECT_SECONDS = 45.0
+CONNECT_TIMEOUT_SECONDS = 45.0
 CLOSED, FAILED = 3, 4
 """Exit codes: the agent closed the socket; Ray could not be used."""
 
@@ -135,7 +135,7 @@ async def _connect(wanted: ConnectDriver) -> None:
             include_dashboard=False,
         )
 
-    async with asyncio.timeout(CONNECT_SECONDS):
+    async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
         await asyncio.to_thread(init)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-LONGEST = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 """Bytes of the longest message."""
 
 
@@ -83,8 +83,8 @@ class MessageReader:
         found: list[Any] = []
         while len(self._buffer) >= 4:
             length = int.from_bytes(self._buffer[:4], "big")
-            if length > LONGEST:
-                raise DriverLinkError(f"a message of {length} bytes, at most {LONGEST} are allowed")
+            if length > MAX_MESSAGE_BYTES:
+                raise DriverLinkError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
             if len(self._buffer) < 4 + length:
                 break
             try:

@@ -44,17 +44,17 @@ from node.video.ray.driver_link import (
     MessageReader,
     encode,
 )
-from node.video.ray.ray_process import BACK_OFF, HEALTHY, HOST, STARTED
+from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELAYS_SECONDS, STARTED
 from wire.units import GIB
 
-START_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 120.0
 PORTS = 60
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[3])
 """The folder that the actor is imported from."""
 CURRENT = "ray_current_cluster"
 """Ray's note of a cluster in its folder: with the note of an earlier one, Ray refuses to start."""
-GRACE = 2.0
+EXIT_GRACE_SECONDS = 2.0
 """Seconds that a driver has to exit after its socket was closed."""
 
 log = structlog.get_logger("node.ray")
@@ -81,7 +81,7 @@ def command(ports: int, folder: Path, gib: int) -> list[str]:
         "max-worker-port": ports + PORTS - 1,
         "num-cpus": 1,
         "num-gpus": 0,
-        "object-store-memory": ray_process.STORE,
+        "object-store-memory": ray_process.OBJECT_STORE_BYTES,
     }
     return ray_process.command(
         "--head",
@@ -152,7 +152,7 @@ class LocalRay:
             self._offered = wanted
             self._change()
 
-    def lend(self, *, on: bool) -> None:
+    def set_running(self, *, on: bool) -> None:
         """Set whether a job runs on this Mac now: its actor lives in this Ray, which stays until the job has ended."""
         if on != self._lent:
             self._lent = on
@@ -188,7 +188,7 @@ class LocalRay:
 
     async def _keep(self) -> None:
         """Run Ray for as long as it is needed."""
-        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._wanted:
             self._again.clear()
             began = loop.time()
@@ -199,11 +199,11 @@ class LocalRay:
             self._set("", cause if self._wanted else "")
             if not self._wanted:
                 continue
-            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
             log.warning("ray ended", cause=cause, again_in=wait)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._again.wait(), wait)
-            wait = min(2 * wait, BACK_OFF[1])
+            wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _live(self) -> str:
         """Run Ray once, from start to end; return why it ended."""
@@ -213,7 +213,7 @@ class LocalRay:
         again = asyncio.create_task(self._again.wait())
         ended = asyncio.create_task(process.wait())
         try:
-            output = await ray_process.until_started(process, START_SECONDS)
+            output = await ray_process.until_started(process, START_TIMEOUT_SECONDS)
             self._keep_output(output)
             if STARTED not in output:
                 return f"Ray did not start: {ray_process.last_words(output)}"
@@ -306,17 +306,17 @@ class DriverProcess:
             self._writer.write(encode(KillActor(lease)))
 
     async def _keep(self, address: str, variables: Mapping[str, str]) -> None:
-        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while True:
             began = loop.time()
             try:
                 code = await self._live(address, variables)
             except (OSError, DriverLinkError) as error:
                 code = str(error)
-            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
             log.warning("driver ended", code=code, again_in=wait)
             await asyncio.sleep(wait)
-            wait = min(2 * wait, BACK_OFF[1])
+            wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _live(self, address: str, variables: Mapping[str, str]) -> int:
         """Run one driver from start to end; return its exit code."""
@@ -342,7 +342,7 @@ class DriverProcess:
             while data := await reader.read(65536):
                 for message in messages.feed(data):
                     self.receive(message, writer)
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(EXIT_GRACE_SECONDS):
                 return await process.wait()
         except TimeoutError:
             return 0
@@ -369,7 +369,7 @@ class DriverProcess:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Wait for a driver whose socket is closed, and kill it after GRACE seconds."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GRACE):
+        async with asyncio.timeout(EXIT_GRACE_SECONDS):
             await process.wait()
     if process.returncode is None:
         process.kill()

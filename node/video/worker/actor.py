@@ -15,13 +15,13 @@ import ray
 
 from node.video.worker.worker_parent import LeaseFenced, WorkerParent
 
-LINGER = 15.0
+LINGER_SECONDS = 15.0
 """Seconds that the actor stays after its worker's end to answer `wait`.
 
 The process that would end the actor may be gone. Without this limit the actor would hold its resources for as long as
 Ray runs.
 """
-LOOK = 0.1
+POLL_INTERVAL_SECONDS = 0.1
 """Seconds between two checks of the parent process. No portable call notifies a process of its parent's end."""
 
 
@@ -42,7 +42,7 @@ class WorkerHost:
             self._why = str(error)
         finally:
             self._ended.set()
-            threading.Event().wait(LINGER)
+            threading.Event().wait(LINGER_SECONDS)
             os._exit(0)
 
     def begun(self) -> str:
@@ -63,5 +63,5 @@ def _leave_with(parent: int) -> None:
     """Exit when the parent process has ended. The worker then ends as well, because its stdin closes."""
     pause = threading.Event()
     while os.getppid() == parent:
-        pause.wait(LOOK)
+        pause.wait(POLL_INTERVAL_SECONDS)
     os._exit(1)

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from wire.video import VideoPackage
 
-MOST_PIXELS = 2**24
+MAX_PIXELS = 2**24
 Side = Annotated[int, Meta(ge=16, le=8192)]
 Text = Annotated[str, Meta(max_length=100_000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]
@@ -49,6 +49,6 @@ def read_spec(raw: bytes) -> JobSpec | str:
         spec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"the job cannot be read: {error}"
-    if spec.width * spec.height > MOST_PIXELS:
-        return f"a picture of {spec.width} × {spec.height} is more than {MOST_PIXELS} pixels"
+    if spec.width * spec.height > MAX_PIXELS:
+        return f"a picture of {spec.width} × {spec.height} is more than {MAX_PIXELS} pixels"
     return spec

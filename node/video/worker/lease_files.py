@@ -23,7 +23,7 @@ GRANT, CLAIM, GO, EVENTS = "lease.json", "claim.json", "go", "events.jsonl"
 GUARD, ATTENDED = "guard", "attended"
 OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 T = TypeVar("T", bound=Struct)
-LONGEST_LINE = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024
 """Maximum bytes of one event. A longer line is discarded."""
 
 
@@ -117,15 +117,15 @@ class FileTail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `LONGEST_LINE`."""
+        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
-                data = file.read(16 * LONGEST_LINE)
+                data = file.read(16 * MAX_LINE_BYTES)
         except OSError:
             return []
         self._at += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
+        if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
-        return [line for line in whole if len(line) <= LONGEST_LINE]
+        return [line for line in whole if len(line) <= MAX_LINE_BYTES]

@@ -25,7 +25,7 @@ UNREADABLE = "monitor_failed"
 CRASHED = "worker_crashed"
 LOST = "worker_lost"
 NOT_STARTED = "start_failed"
-READINGS = 3
+MAX_FAILED_READINGS = 3
 """Failed readings in a row after which the memory counts as unguarded."""
 
 
@@ -109,7 +109,7 @@ def _beyond(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds,
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"it took {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
         return EndWorker(EXCEEDED, message, at_once=True)
-    if state.failed >= READINGS:
+    if state.failed >= MAX_FAILED_READINGS:
         return EndWorker(UNREADABLE, f"its footprint could not be read {state.failed} times in a row", at_once=True)
     if not seen.attended:
         return EndWorker(LOST, "who started the worker is gone", at_once=True)

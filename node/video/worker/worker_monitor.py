@@ -38,13 +38,13 @@ from node.video.worker.lease_files import (
 )
 from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBounds, WorkerObservation
 
-LOOK = 0.2
+POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks."""
-LEAVE = 5.0
+EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that a worker has to exit after its last event."""
-WORD = 1.0
+REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that an attendant has, after its worker's end, to report the end or to exit as well."""
-DEATH_LOOK = 0.02
+EXIT_POLL_SECONDS = 0.02
 COMPLETED = "completed"
 PHASES = {
     "start": LeasePhase.STARTING,
@@ -80,7 +80,7 @@ class WorkerJob:
     made: dict[str, Any] | None = None
     said_at: float = 0.0
 
-    def hear(self, line: bytes, now: float) -> None:
+    def handle_event(self, line: bytes, now: float) -> None:
         """Handle one event. An invalid event does not count as progress."""
         try:
             event = cast("object", msgspec.json.decode(line))
@@ -163,13 +163,13 @@ class WorkerMonitor:
         """Seconds since the start of the worker."""
         return time.monotonic() - self.state.began if self.state is not None else 0.0
 
-    def look(self) -> EndWorker | None:
+    def check(self) -> EndWorker | None:
         """Check once. Returns an end when the worker must be ended or has ended."""
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)
         for line in self._tail.lines():
-            self.job.hear(line, now)
+            self.job.handle_event(line, now)
         return self._judge(self.worker, now)
 
     def _look_for_worker(self, now: float) -> EndWorker | None:
@@ -192,12 +192,12 @@ class WorkerMonitor:
         self.footprint = read or 0
         if not alive or not attended:
             for line in self._tail.lines():  # the last events may have arrived by now
-                self.job.hear(line, now)
-        if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
+                self.job.handle_event(line, now)
+        if self.job.end is not None and (not alive or now - self.job.said_at >= EXIT_TIMEOUT_SECONDS):
             return self.job.end
         if not alive:
             self._gone_at = self._gone_at or now
-            if attended and now - self._gone_at < WORD:
+            if attended and now - self._gone_at < REPORT_TIMEOUT_SECONDS:
                 return None
         seen = WorkerObservation(read, self.job.mark, bool(alive), attended or self.job.end is not None)
         self.state, end = watchdog_policy.step(self.state, seen, self._bounds, now)
@@ -233,4 +233,4 @@ async def kill(worker: WorkerGroup, grace: float) -> None:
             number = signal.SIGKILL
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, number)
-        await asyncio.sleep(DEATH_LOOK)
+        await asyncio.sleep(EXIT_POLL_SECONDS)

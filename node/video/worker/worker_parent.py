@@ -29,7 +29,7 @@ from node.video.worker.lease_files import (
     GRANT,
     GUARD,
     LOG,
-    LONGEST_LINE,
+    MAX_LINE_BYTES,
     SCRATCH,
     LeaseGrant,
     WorkerClaim,
@@ -168,7 +168,7 @@ class WorkerParent:
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:
-    while line := source.readline(LONGEST_LINE):
+    while line := source.readline(MAX_LINE_BYTES):
         target.write(line)
 
 

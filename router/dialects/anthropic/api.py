@@ -8,10 +8,10 @@ from router.dialects.anthropic.response import MessageChunks, error_of, message
 from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import of_schema, with_calls
+from router.dialects.shared.formats import schema_grammar, with_calls
 from router.dialects.shared.interface import AnswerReader, DialectStyle
 from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, function, gathered
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, collect_tools, function
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
@@ -133,7 +133,7 @@ def _thinks(thinking: ThinkingOptions | None) -> bool | None:
 def _grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     asked = body.output_config.format if body.output_config is not None else None
-    form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
+    form = None if asked is None else schema_grammar(asked.schema_, "output_config.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -154,7 +154,7 @@ def _tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
     if not body.tools:
         return NO_TOOLS
     offered = (_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
-    return gathered(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
+    return collect_tools(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
 
 
 def _tool(tool: AnthropicTool) -> OfferedTool:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import msgspec
 
 from router.dialects.shared.interface import comment
-from router.dialects.shared.single_choice import StreamSplitter, arguments_of, spoken
+from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
 from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -122,7 +122,7 @@ class MessageChunks:
 
 def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
     """Render the whole answer to a request without a stream."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     content: list[Block] = []
     if said.reasoning and thoughts:
         content.append({"type": "thinking", "thinking": said.reasoning, "signature": SIGNATURE})

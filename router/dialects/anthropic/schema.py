@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import LONGEST_NAME, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import BILL, CACHE, WHO
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
@@ -111,8 +111,7 @@ class RedactedThinkingBlock(StrictPart):
 
 
 Texts = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 Block = Annotated[
@@ -124,7 +123,7 @@ Block = Annotated[
     by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -198,9 +197,9 @@ class CountBody(StrictPart):
     """Request body of a count."""
 
     model: Named
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
@@ -221,7 +220,7 @@ class MessagesBody(CountBody):
     def session(self) -> str:
         """Name of the conversation, if its client gave one of at most LONGEST_NAME characters."""
         found = (self.metadata or {}).get("user_id")
-        return found if isinstance(found, str) and len(found) <= LONGEST_NAME else ""
+        return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
 
 
 MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from router.admission.request_limits import MOST_CALLS, TOOLS_BYTES
+from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
 from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, whole
 from router.dialects.ollama.schema import (
     CHAT,
@@ -21,17 +21,17 @@ from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import stops_of
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import of_schema
+from router.dialects.shared.formats import schema_grammar
 from router.dialects.shared.interface import AnswerReader
 from router.dialects.shared.strict_json import Body, write
 from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_written, gathered
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_written, collect_tools
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of, demand_of_plain
 from router.errors import Problem, invalid
 from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCall
 
-MOST_WAITING_CALLS = 2 * MOST_CALLS
+MAX_WAITING_CALLS = 2 * MAX_CALLS
 """Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
 
 
@@ -134,7 +134,7 @@ def _request(
     if isinstance(drawn, Problem):
         return drawn
     params, unread = drawn
-    form = of_schema(body.format, "format") if isinstance(body.format, dict) else None
+    form = schema_grammar(body.format, "format") if isinstance(body.format, dict) else None
     grammar = GrammarSpec("json_object") if body.format == "json" else form
     if isinstance(grammar, Problem):
         return grammar
@@ -164,7 +164,7 @@ def _request(
 
 def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams, list[str]] | Problem:
     """Return the sampling parameters and the ignored options."""
-    found = OPTIONS.understand(options, strict=strict)
+    found = OPTIONS.parse(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
     drawn = found.body
@@ -191,7 +191,7 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams,
 def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
     raw = cast("list[Body]", asked.get("tools") or [])
     offered = (OfferedTool(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool))
-    return gathered(offered, body.tools, strict=strict)
+    return collect_tools(offered, body.tools, strict=strict)
 
 
 def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
@@ -203,7 +203,7 @@ def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
         if isinstance(calls, Problem):
             return calls
         waiting |= {call.id: call.name for call in calls}
-        while len(waiting) > MOST_WAITING_CALLS:
+        while len(waiting) > MAX_WAITING_CALLS:
             del waiting[next(iter(waiting))]
         name = message.tool_name or message.name or ""
         answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
@@ -223,7 +223,7 @@ def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
     calls: list[ToolCall] = []
     for place, call in enumerate(message.tool_calls or ()):
         path = f"messages[{at}].tool_calls[{place}].function.arguments"
-        text = write(call.function.arguments, path, TOOLS_BYTES)
+        text = write(call.function.arguments, path, MAX_TOOLS_BYTES)
         if isinstance(text, Problem):
             return text
         calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))

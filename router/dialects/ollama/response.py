@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from router.dialects.shared.interface import DialectStyle
-from router.dialects.shared.single_choice import StreamSplitter, arguments_of, spoken
+from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
 from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -106,7 +106,7 @@ class OllamaChunks:
 
 def whole(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Render the whole answer to a request without a stream."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_TOKENS, MOST_TOOLS
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS
 from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
@@ -125,7 +125,7 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 class OllamaOptions(StrictPart):
     """Sampling options."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MOST_TOKENS)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None
@@ -160,7 +160,7 @@ class OllamaMessage(StrictPart):
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
@@ -205,9 +205,9 @@ class OllamaChatBody(OllamaBody):
     """Request body of `/api/chat`."""
 
     messages: Annotated[
-        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
-    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
 class OllamaGenerateBody(OllamaBody):

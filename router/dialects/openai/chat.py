@@ -17,15 +17,15 @@ from router.dialects.shared.field_table import nameable
 from router.dialects.shared.formats import with_calls
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.strict_json import Body
-from router.dialects.shared.template import steered, variables
-from router.dialects.shared.tools import NO_TOOLS, ClientTool, OfferedTool, ToolSet, as_written, custom, gathered
+from router.dialects.shared.template import combine_reasoning, variables
+from router.dialects.shared.tools import NO_TOOLS, ClientTool, OfferedTool, ToolSet, as_written, collect_tools, custom
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
 from wire.frames import Finished, GrammarSpec
 
-KNOWN_TOOLS = 64
-"""Cached lists of tools, each of at most `chat_fast_parse.LONGEST` bytes."""
+MAX_CACHED_TOOLS = 64
+"""Cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
@@ -64,7 +64,7 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     return parse_wholly(body, strict=strict)
 
 
-@lru_cache(KNOWN_TOOLS)
+@lru_cache(MAX_CACHED_TOOLS)
 def plain_tools(raw: bytes) -> str | None:
     """Return the text of a body's tools, which an agent sends with every request.
 
@@ -91,7 +91,7 @@ def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: b
     if isinstance(tools, Problem):
         return tools
     said = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
-    effort, thinks, unread = steered(body.reasoning_effort, body.enable_thinking, said)
+    effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, said)
     template = variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
@@ -142,7 +142,7 @@ def _tools(body: ChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
         return NO_TOOLS
     raw = cast("list[Body]", asked["tools"])
     offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
-    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
 
 
 def _offered(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import MOST_CALLS, Logprobs, call_of, finish_reason, logprobs_of
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, Logprobs, call_of, finish_reason, logprobs_of
 from router.dialects.shared.tools import input_of
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
@@ -40,7 +40,7 @@ class ChatChunks:
         self._calls = [0] * choices
         self._head = (
             f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
-            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(shown_fingerprint(fingerprint))},'
+            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(system_fingerprint(fingerprint))},'
         )
         self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
         self._prefixes = {
@@ -115,7 +115,7 @@ class ChatChunks:
 
     def _call(self, choice: int, channel: int, piece: str) -> str:
         """Render one tool call; empty when the piece is invalid."""
-        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
+        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MAX_CALLS_SENT:
             return ""
         call = tool_call(piece, self._custom)
         if call is None:
@@ -190,13 +190,13 @@ def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, cus
             job.demand.model,
             choices,
             usage_of(finished),
-            shown_fingerprint(answer.fingerprint),
+            system_fingerprint(answer.fingerprint),
         )
     )
 
 
 @lru_cache(maxsize=64)
-def shown_fingerprint(fingerprint: str) -> str | None:
+def system_fingerprint(fingerprint: str) -> str | None:
     """Return `system_fingerprint`: it changes with the model's files; None while no node has the request."""
     return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
 
@@ -213,7 +213,7 @@ def _choice(
 
 
 def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
-    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MOST_CALLS]
+    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
 
 
 def _logprobs(choice: int, answer: CompleteAnswer, job: RequestSpec) -> Logprobs | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_TOP_LOGPROBS
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
@@ -110,7 +110,7 @@ Part = Annotated[
     Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -164,7 +164,7 @@ class ChatMessage(StrictPart):
     content: Content | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     function_call: None = None
     audio: None = None
     refusal: str | None = None
@@ -225,12 +225,12 @@ class ChatBody(FormattedBody):
     """Request body. A field that is not offered is refused with `unsupported_parameter`; ignored fields are named."""
 
     model: Named
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None

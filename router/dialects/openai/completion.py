@@ -9,7 +9,7 @@ from typing import cast
 
 import msgspec
 
-from router.admission.request_limits import MOST_CHOICES
+from router.admission.request_limits import MAX_CHOICES
 from router.dialects.openai.completion_response import CompletionChunks, completion
 from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
 from router.dialects.shared.common_fields import params_of, usage_wanted
@@ -21,7 +21,7 @@ from router.dispatch.resource_demand import demand_of_plain
 from router.errors import Problem, invalid
 from wire.frames import Finished, GenerationParams
 
-USUAL_LENGTH = 16
+DEFAULT_ANSWER_TOKENS = 16
 """Tokens of an answer without `max_tokens`: OpenAI's default, on which its clients rely."""
 
 Prompt = str | tuple[int, ...]
@@ -99,7 +99,7 @@ def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionReques
     grammar = body.form()
     if isinstance(grammar, Problem):
         return grammar
-    params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
+    params = params_of(body, body.max_tokens or DEFAULT_ANSWER_TOKENS, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(
         body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo), body.session, nameable(ignored)
     )
@@ -124,6 +124,6 @@ def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | No
     if body.echo and not isinstance(prompts[0], str):
         why = "echo of token ids is not supported: their text is known only where the model is; send the prompt as text"
         return unsupported("echo", why=why)
-    if len(prompts) * n > MOST_CHOICES * MOST_CHOICES:
-        return invalid(f"{len(prompts)} prompts × n {n} are more than {MOST_CHOICES * MOST_CHOICES} answers", "n")
+    if len(prompts) * n > MAX_CHOICES * MAX_CHOICES:
+        return invalid(f"{len(prompts)} prompts × n {n} are more than {MAX_CHOICES * MAX_CHOICES} answers", "n")
     return None

@@ -8,7 +8,7 @@ import msgspec
 
 from router.dialects.openai.chat_response import DONE, usage_of
 from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import shown
+from router.dialects.shared.tool_calls import printable_token
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from router.worker_thread import encoded_list
@@ -131,7 +131,7 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLog
 
 
 def _token(token: bytes, logprob: float) -> tuple[str, float]:
-    text, value, kept = shown(token, logprob)
+    text, value, kept = printable_token(token, logprob)
     if "\ufffd" in text:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in kept)
     return text, value

@@ -20,12 +20,12 @@ from router.dialects.openai.responses_store import ResponseStore, entry
 from router.dialects.shared.common_fields import ForeignPart
 from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import JsonObject, of_schema, with_calls
+from router.dialects.shared.formats import JsonObject, schema_grammar, with_calls
 from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.single_choice import SingleChoiceAnswer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import thinking, variables
-from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, custom, function, gathered
+from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, collect_tools, custom, function
 from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
@@ -144,7 +144,7 @@ def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | Non
     asked = body.text.format if body.text is not None else None
     form: GrammarSpec | Problem | None = GrammarSpec("json_object") if isinstance(asked, JsonObject) else None
     if isinstance(asked, SchemaFormat):
-        form = of_schema(asked.schema_, "text.format.schema")
+        form = schema_grammar(asked.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -155,7 +155,7 @@ def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | Non
 
 def _tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
     offered = (offer for tool in body.tools or () for offer in _offered(tool))
-    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
 
 
 def _offered(

@@ -12,7 +12,7 @@ import msgspec
 
 from router.dialects.openai.responses_schema import ResponsesBody
 from router.dialects.shared.interface import comment
-from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, spoken
+from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dialects.shared.tools import ClientTool, input_of
@@ -123,7 +123,7 @@ def response(
     outline: ResponseMeta, job: RequestSpec, answer: CompleteAnswer, finished: Finished
 ) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream, and its content."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
 from router.dialects.openai.chat_schema import TOOLS_NOTE, CustomToolSpec
 from router.dialects.shared.common_fields import (
@@ -106,7 +106,7 @@ ContentPart = Annotated[
 ]
 Content = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -183,8 +183,8 @@ class ReasoningItem(ReturnedItem):
     """Reasoning of the model. The encrypted content of another server cannot be read here."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
-    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     encrypted_content: Any = None
 
 
@@ -206,7 +206,7 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
-    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
+    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
@@ -247,7 +247,7 @@ class Namespace(StrictPart):
                 by_offer("function", "custom"),
             ]
         ],
-        Field(fail_fast=True, max_length=MOST_TOOLS),
+        Field(fail_fast=True, max_length=MAX_TOOLS),
     ]
 
 
@@ -338,7 +338,7 @@ class ResponsesBody(StrictPart):
     temperature: Temperature | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoice | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     top_p: TopP | None = None
     user: Hint | None = None
 

@@ -12,13 +12,13 @@ import msgspec
 from wire.frames import Message
 from wire.units import MIB
 
-MOST_KEPT = 4096
+MAX_RESPONSES = 4096
 """Maximum answers in all."""
-MOST_BYTES = 128 * MIB
+MAX_STORED_BYTES = 128 * MIB
 """Maximum bytes in all."""
-MOST_OF_KEY = 512
+MAX_RESPONSES_PER_KEY = 512
 """Maximum answers of one key."""
-BYTES_OF_KEY = 32 * MIB
+MAX_BYTES_PER_KEY = 32 * MIB
 """Maximum bytes of one key."""
 MESSAGE_BYTES = 256
 """Bytes charged for a message in addition to its text."""
@@ -52,7 +52,11 @@ class ResponseStore:
     """Store of answers. Its limits are parameters for the tests."""
 
     def __init__(
-        self, most: int = MOST_KEPT, nbytes: int = MOST_BYTES, of_key: int = MOST_OF_KEY, key_bytes: int = BYTES_OF_KEY
+        self,
+        most: int = MAX_RESPONSES,
+        nbytes: int = MAX_STORED_BYTES,
+        of_key: int = MAX_RESPONSES_PER_KEY,
+        key_bytes: int = MAX_BYTES_PER_KEY,
     ) -> None:
         self._most, self._most_bytes = most, nbytes
         self._of_key, self._key_bytes = of_key, key_bytes

@@ -7,13 +7,13 @@ from typing import Annotated, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.admission.request_limits import (
-    LONGEST_NAME,
-    LONGEST_STOP,
-    MOST_BIASES,
-    MOST_CHOICES,
-    MOST_STOPS,
-    MOST_TOKENS,
-    MOST_TOP_K,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP_K,
 )
 from router.errors import Problem, invalid
 from wire.frames import GenerationParams, GrammarSpec
@@ -78,20 +78,20 @@ class GrammarFormat(StrictPart):
     definition: str
 
 
-Name = Annotated[str, Field(max_length=LONGEST_NAME)]
-Named = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Hint = Annotated[str, Field(max_length=LONGEST_NAME)]
+Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=MOST_TOP_K)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]
 
@@ -160,7 +160,7 @@ class SamplingFields(StrictPart):
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopOrStops | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -170,7 +170,7 @@ class SamplingFields(StrictPart):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     repeat_penalty: Repetition | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Seed | None = None
     prompt_cache_key: Hint | None = None
     session_id: Hint | None = None

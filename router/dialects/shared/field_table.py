@@ -16,14 +16,14 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from router.admission.request_limits import LONGEST_NAME, MAX_VALUES, MOST_IGNORED
+from router.admission.request_limits import MAX_IGNORED, MAX_NAME_CHARS, MAX_VALUES
 from router.dialects.shared.common_fields import ForeignPart, StrictPart
 from router.dialects.shared.strict_json import Body, read_object
 from router.dialects.shared.validation import asks_only_for_more, from_validation, unsupported
 from router.errors import Problem
 
 B = TypeVar("B", bound=StrictPart)
-TYPING_ERROR = 0.87
+MIN_TYPO_SIMILARITY = 0.87
 """Similarity (`difflib`) from which an unknown name is a typing error: `temprature` has 0.95, `max_new_tokens` 0.83."""
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
 
@@ -73,9 +73,9 @@ class FieldTable(Generic[B]):
     def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body (UTF-8 JSON), or return the 400 with the reason; `strict` refuses unknown fields."""
         found = read_object(raw, self.max_values)
-        return found if isinstance(found, Problem) else self.understand(found, strict=strict)
+        return found if isinstance(found, Problem) else self.parse(found, strict=strict)
 
-    def understand(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
+    def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body, or a part with a table of its own, from parsed JSON."""
         asked = self._strip(found)
         if isinstance(asked, Problem):
@@ -118,7 +118,7 @@ def nameable(names: Iterable[str]) -> tuple[str, ...]:
     """Return names that fit into a header: without duplicates and odd characters, at most MOST_IGNORED."""
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)
-    return found if len(found) <= MOST_IGNORED else (*found[:MOST_IGNORED], f"and-{len(found) - MOST_IGNORED}-more")
+    return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")
 
 
 def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
@@ -128,9 +128,9 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
 def _mistaken(asked: Body, known: Collection[str]) -> bool:
     """Return whether a body has more than MOST_IGNORED unknown fields, an overlong field name or a typing error."""
     strange = [name for name in asked if name not in known]
-    if len(strange) > MOST_IGNORED or any(len(name) > LONGEST_NAME for name in strange):
+    if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True
-    return any(difflib.get_close_matches(name, known, 1, TYPING_ERROR) for name in strange)
+    return any(difflib.get_close_matches(name, known, 1, MIN_TYPO_SIMILARITY) for name in strange)
 
 
 def _extras(part: BaseModel, path: str = "") -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import GRAMMAR_BYTES, MOST_SCHEMA_CHOICES
+from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICES
 from router.dialects.shared.common_fields import FunctionName, SamplingFields, StrictPart, TextFormat, by_type
 from router.dialects.shared.strict_json import Body, write
 from router.errors import Problem, invalid
@@ -75,7 +75,7 @@ SchemaOrText = Annotated[
     Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_json_kind)
 ]
 Choices = Annotated[
-    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_SCHEMA_CHOICES)
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_SCHEMA_CHOICES)
 ]
 
 
@@ -119,7 +119,7 @@ class FormattedBody(SamplingFields):
             found |= structured(self.structured_outputs)
             blanks = self.structured_outputs.whitespace_pattern or blanks
         form = format_of(self.response_format)
-        return one_of(found if form is None else {**found, "response_format": form}, blanks)
+        return single_grammar(found if form is None else {**found, "response_format": form}, blanks)
 
 
 class NamedFunction(StrictPart):
@@ -173,15 +173,15 @@ def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Gr
     if isinstance(asked, JsonObject):
         return GrammarSpec("json_object")
     if isinstance(asked, JsonSchema):
-        return of_schema(asked.json_schema.schema_, f"{name}.json_schema.schema")
+        return schema_grammar(asked.json_schema.schema_, f"{name}.json_schema.schema")
     return None
 
 
-def of_schema(schema: Body | None, name: str) -> GrammarSpec | Problem:
+def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
     """Convert a schema to a grammar; a missing schema allows any JSON object."""
     if schema is None:
         return GrammarSpec("json_object")
-    text = write(schema, name, GRAMMAR_BYTES)
+    text = write(schema, name, MAX_GRAMMAR_BYTES)
     return text if isinstance(text, Problem) else GrammarSpec("json_schema", text)
 
 
@@ -190,11 +190,11 @@ def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") ->
     found: dict[str, GrammarSpec | Problem] = {}
     if asked.json_ is not None:
         name, schema = f"{prefix}json", asked.json_
-        found[name] = GrammarSpec("json_schema", schema) if isinstance(schema, str) else of_schema(schema, name)
+        found[name] = GrammarSpec("json_schema", schema) if isinstance(schema, str) else schema_grammar(schema, name)
     if asked.regex is not None:
         found[f"{prefix}regex"] = GrammarSpec("regex", asked.regex)
     if asked.choice is not None:
-        text = write(asked.choice, f"{prefix}choice", GRAMMAR_BYTES)
+        text = write(asked.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
         found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec("choice", text)
     if asked.grammar is not None:
         found[f"{prefix}grammar"] = GrammarSpec("lark", asked.grammar)
@@ -203,7 +203,9 @@ def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") ->
     return found
 
 
-def one_of(asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None) -> GrammarSpec | Problem | None:
+def single_grammar(
+    asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
+) -> GrammarSpec | Problem | None:
     """Return the single given grammar; a 400 that names them all where there are several."""
     if len(asked) > 1:
         names = sorted(asked)
@@ -213,8 +215,8 @@ def one_of(asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = 
     for name, found in asked.items():
         if isinstance(found, Problem):
             return found
-        if len(found.value) > GRAMMAR_BYTES or len(whitespace or "") > GRAMMAR_BYTES:
-            return invalid(f"{name} is longer than {GRAMMAR_BYTES} characters", name)
+        if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
+            return invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters", name)
         return GrammarSpec(found.kind, found.value, whitespace or "")
     return None
 

@@ -5,7 +5,7 @@ from typing import NamedTuple, cast
 
 import msgspec
 
-from router.dialects.shared.tool_calls import MOST_CALLS, AnswerToolCall, call_of
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, AnswerToolCall, call_of
 from router.dispatch.request import CompleteAnswer
 from wire.frames import Channel, Delta
 
@@ -31,7 +31,7 @@ class StreamSplitter:
                 continue
             for channel, text in delta.pieces:
                 if channel == Channel.TOOL_CALL:
-                    call = call_of(text) if self.calls < MOST_CALLS else None
+                    call = call_of(text) if self.calls < MAX_CALLS_SENT else None
                     if call is not None:
                         self.calls += 1
                         yield Channel.TOOL_CALL, "", call
@@ -39,12 +39,12 @@ class StreamSplitter:
                     yield Channel(channel), text, None
 
 
-def spoken(answer: CompleteAnswer) -> SingleChoiceAnswer:
+def assemble_answer(answer: CompleteAnswer) -> SingleChoiceAnswer:
     """Assemble a whole answer."""
     calls = [call for call in map(call_of, answer.calls.get(0, ())) if call is not None]
     texts = answer.texts
     return SingleChoiceAnswer(
-        texts.get((0, Channel.REASONING), ""), texts.get((0, Channel.CONTENT), ""), calls[:MOST_CALLS]
+        texts.get((0, Channel.REASONING), ""), texts.get((0, Channel.CONTENT), ""), calls[:MAX_CALLS_SENT]
     )
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.admission.request_limits import MOST_TOOLS, TOOLS_BYTES
+from router.admission.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
 from router.dialects.shared.common_fields import ForeignPart, GrammarFormat, TextFormat
 from router.dialects.shared.strict_json import Body, write
 from router.dialects.shared.tool_calls import AnswerToolCall
@@ -22,7 +22,7 @@ NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """Schema of a function without parameters; templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Schema of a custom tool's input."""
-LONGEST_FUNCTION_NAME = 64
+MAX_FUNCTION_NAME_CHARS = 64
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
@@ -89,27 +89,27 @@ def as_written(tool: Body) -> Body:
     return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}
 
 
-def left_out(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
+def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, also in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
         if isinstance(one, ForeignPart):
             yield f"{path}[{at}].type", one.type
-        yield from left_out(getattr(one, "tools", None), f"{path}[{at}].tools")
+        yield from server_tools(getattr(one, "tools", None), f"{path}[{at}].tools")
 
 
-def gathered(
+def collect_tools(
     offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
 ) -> ToolSet | Problem:
     """Check and combine the tools of a request; the result has no text where the model is not `told` of them."""
-    without = tuple(left_out(foreign))
+    without = tuple(server_tools(foreign))
     if strict and without:
         where, kind = without[0]
         why = f"{where} {kind[:64]!r} is not offered by this server, with any model: it would have to run here"
         return unsupported(where, why=why)
     found = list(_distinct(offered))
-    if len(found) > MOST_TOOLS:
-        return invalid(f"{len(found)} tools are offered in all, at most {MOST_TOOLS} are taken", "tools")
-    text = write([one.body for one in found], "tools", TOOLS_BYTES) if found else ""
+    if len(found) > MAX_TOOLS:
+        return invalid(f"{len(found)} tools are offered in all, at most {MAX_TOOLS} are taken", "tools")
+    text = write([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
     if isinstance(text, Problem):
         return text
     origins = {one.name: one.origin for one in found if one.origin is not None}
@@ -129,7 +129,7 @@ def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
     for one in offered:
         origin, name = one.origin, one.name
         if origin is not None and origin.namespace and name in seen:
-            name = f"{origin.namespace}__{name}"[:LONGEST_FUNCTION_NAME]
+            name = f"{origin.namespace}__{name}"[:MAX_FUNCTION_NAME_CHARS]
         seen.add(name)
         yield one._replace(body=one.body | {"function": one.body["function"] | {"name": name}})
 

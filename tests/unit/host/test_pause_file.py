@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from host.pause_file import LONGEST_BY, PauseFile, PauseRecord
+from host.pause_file import MAX_NAME_CHARS, PauseFile, PauseRecord
 
 
 def test_a_pause_is_kept_privately_until_it_is_removed(tmp_path: Path):
@@ -14,7 +14,7 @@ def test_a_pause_is_kept_privately_until_it_is_removed(tmp_path: Path):
     file.write(PauseRecord(1_700_000_000.5, "x" * 200))
     assert file.path == tmp_path / "node" / "pause.json"
     assert [stat.S_IMODE(one.stat().st_mode) for one in (file.path, file.path.parent)] == [0o600, 0o700]
-    assert file.read() == PauseRecord(1_700_000_000.5, "x" * LONGEST_BY)
+    assert file.read() == PauseRecord(1_700_000_000.5, "x" * MAX_NAME_CHARS)
     first = file.stamp()
     file.write(PauseRecord(None))
     assert file.read() == PauseRecord(None, "")

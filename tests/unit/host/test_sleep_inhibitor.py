@@ -23,7 +23,7 @@ while os.getppid() == int(sys.argv[2]):
 
 
 def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 3600.0)  # it is terminated, and not waited for
+    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated, and not waited for
     awake = SleepInhibitor(SLEEPER)
     awake.hold(False)
     assert not awake.held
@@ -69,7 +69,7 @@ time.sleep(60)
 def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 0.1)
+    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 0.1)
     awake, note = SleepInhibitor((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
     awake.hold(True)
     until(note.exists, 20)

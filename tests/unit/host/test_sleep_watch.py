@@ -46,7 +46,7 @@ class Told(NoSleepNotices):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sleep_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sleep_watch, "POLL_INTERVAL_SECONDS", 0.01)
 
 
 class Owner:
@@ -81,7 +81,7 @@ async def test_a_sleep_is_found_when_it_is_over():
     clocks.sleep(120.0)
     await owner.next()
     assert owner.heard == ["woke after 122"]
-    clocks.sleep(sleep_watch.LEAST_SECONDS)
+    clocks.sleep(sleep_watch.MIN_SLEEP_SECONDS)
     await owner.next()
     watch.stop()
     assert owner.heard == ["woke after 122", "woke after 3"]

@@ -44,7 +44,7 @@ def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = 
     request = Generate(1, 1, "r", "air", (Message("user", "x"),), GenerationParams(max_tokens=128), 0, 128)
     shape = preflight.shape_of(request, prompt, 128, MODEL.context)
     cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)
-    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved()), MODEL, cost, judge)
+    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved_bytes()), MODEL, cost, judge)
     if refused is None:
         ledger.commit(shape.length, 1)
     return refused
@@ -86,7 +86,7 @@ def test_two_at_once_pass():
     judge, ledger = gate(), CommitmentLedger(KV)
     assert admit(judge, ledger, 148) is None
     assert admit(judge, ledger, 3338) is None
-    assert ledger.reserved() >= (148 + 3338) * KV.per_token
+    assert ledger.reserved_bytes() >= (148 + 3338) * KV.per_token
 
 
 def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_not_there():
@@ -94,5 +94,5 @@ def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_n
     answers = [admit(judge, ledger, 22_000) for _ in range(4)]
     assert [answer is None for answer in answers] == [True, False, False, False]
     assert all(isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM for answer in answers[1:])
-    assert RESTING + ledger.reserved() + MARGIN <= CAP
+    assert RESTING + ledger.reserved_bytes() + MARGIN <= CAP
     assert admit(judge, ledger, 148) is None, "small ones go on meanwhile"

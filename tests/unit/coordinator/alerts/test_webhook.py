@@ -17,7 +17,7 @@ import structlog
 from coordinator.alerts import webhook
 from coordinator.alerts.evaluator import Condition
 from coordinator.alerts.rules import RULES
-from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, allowed, parse, post
+from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse, post, resolve_allowed
 from coordinator.tls.https_ca import HttpsCa
 
 SECRET = "canary-path-secret"
@@ -91,7 +91,7 @@ def test_addresses_are_read(url: str, address: WebhookAddress):
 )
 def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
     with pytest.raises(WebhookError):
-        allowed(WebhookAddress(tls, "example.com", 443, "/"), found)
+        resolve_allowed(WebhookAddress(tls, "example.com", 443, "/"), found)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
 )
 def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     with pytest.raises(WebhookError):
-        allowed(WebhookAddress(True, "example.com", 443, "/"), ["93.184.216.34", host])
+        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["93.184.216.34", host])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     ],
 )
 def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
-    assert allowed(WebhookAddress(True, "example.com", 443, "/"), [host]) == host
+    assert resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), [host]) == host
 
 
 def test_a_name_is_resolved_once_and_redirects_are_not_followed():
@@ -162,7 +162,10 @@ def test_a_name_is_resolved_once_and_redirects_are_not_followed():
 
 
 def test_the_address_that_was_looked_at_is_the_one_that_is_used():
-    assert allowed(WebhookAddress(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
+    assert (
+        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"])
+        == "192.168.1.9"
+    )
 
 
 # a real server
@@ -212,8 +215,8 @@ def receiver(
 async def told(address: WebhookAddress, count: int, got: list[Any]) -> None:
     one = Webhook(address, "home")
     running = asyncio.create_task(one.run())
-    one.tell(GUARD_OFF, True)
-    one.tell(GUARD_OFF, False)
+    one.enqueue(GUARD_OFF, True)
+    one.enqueue(GUARD_OFF, False)
     async with asyncio.timeout(20):
         while len(got) < count:  # noqa: ASYNC110  the server is in another thread
             await asyncio.sleep(0.01)
@@ -224,7 +227,7 @@ async def told(address: WebhookAddress, count: int, got: list[Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(webhook, "FIRST_RETRY_SECONDS", 0.01)
 
 
 async def test_what_begins_and_what_ends_is_told_in_order():
@@ -257,13 +260,13 @@ async def test_attempts_are_bounded_and_the_path_is_in_no_log():
     one = Webhook(WebhookAddress(True, "example.com", 443, f"/{SECRET}"), "home", broken)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(one.run())
-        one.tell(GUARD_OFF, True)
+        one.enqueue(GUARD_OFF, True)
         async with asyncio.timeout(20):
             while not logs:  # noqa: ASYNC110  a log tells nobody
                 await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert len(asked) == webhook.RETRIES
+    assert len(asked) == webhook.MAX_RETRIES
     assert SECRET not in repr(logs)
     assert logs[0]["host"] == "example.com"
 
@@ -286,8 +289,8 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
     one = Webhook(WebhookAddress(True, "example.com", 443, "/"), "home", send)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(one.run())
-        one.tell(GUARD_OFF, True)
-        one.tell(GUARD_OFF, False)
+        one.enqueue(GUARD_OFF, True)
+        one.enqueue(GUARD_OFF, False)
         await asyncio.wait_for(over.wait(), 20)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -331,8 +334,8 @@ async def test_the_wait_before_each_further_attempt_is_twice_as_long(monkeypatch
 async def test_a_flood_is_bounded():
     one = Webhook(WebhookAddress(True, "example.com", 443, "/"), "home", lambda *_: 204)
     for _ in range(1000):
-        one.tell(GUARD_OFF, True)
-    assert one.waiting == webhook.WAITING
+        one.enqueue(GUARD_OFF, True)
+    assert one.waiting == webhook.MAX_QUEUED_MESSAGES
 
 
 def test_what_answers_no_http_is_a_failure():

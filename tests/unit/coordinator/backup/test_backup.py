@@ -21,8 +21,14 @@ from coordinator.backup import archive
 from coordinator.backup.archive import Manifest, read_manifest
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import BackupError, back_up
-from coordinator.backup.generation_fence import MARK, GenerationFence, SupersededError, SupersededMark, note
-from coordinator.backup.restore import PassphraseNeeded, RestoreError, look, restore
+from coordinator.backup.generation_fence import (
+    MARK_FILE,
+    GenerationFence,
+    SupersededError,
+    SupersededMark,
+    record_superseded,
+)
+from coordinator.backup.restore import PassphraseNeeded, RestoreError, inspect_backup, restore
 from coordinator.state.database import MIGRATIONS, Database, KeyRow, MemberRow, StateLockedError, TokenRow
 from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.video.state.jobs import RequestedClip, VideoJob
@@ -104,7 +110,7 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
     assert made.manifest.outside == ("/etc/cert.pem",)
     raw = made.file.read_bytes()
     assert ((b"PRIVATE KEY" in raw) or (b"laptop" in raw)) is (passphrase is None)
-    assert look(made.file, passphrase) == made.manifest
+    assert inspect_backup(made.file, passphrase) == made.manifest
     other = tmp_path / "elsewhere"
     done = restore(made.file, other, NOW, passphrase=passphrase)
     assert shows(other) == (ident, int(NOW), {"n1"}, {"k1", "k2"})
@@ -175,7 +181,7 @@ def test_a_truncated_or_damaged_backup_changes_nothing(
             restore(file, other, NOW, passphrase=passphrase)
         if passphrase is None:
             with pytest.raises(RestoreError):
-                look(file)
+                inspect_backup(file)
         assert {one.name for one in other.iterdir()} <= {"lock"}, number
 
 
@@ -285,7 +291,7 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
     authority = ClusterCa(home[0] / "authority", time.time)
     stranger = ClusterCa(tmp_path / "stranger", time.time)
     fence = GenerationFence(authority, 5)
-    assert fence.newer(6, authority.seal(6))
+    assert fence.is_newer(6, authority.seal(6))
     lies = [
         (6, b""),
         (6, b"x" * 70),
@@ -297,17 +303,17 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
         (-1, authority.seal(-1)),
     ]
     for generation, seal in lies:
-        assert not fence.newer(generation, seal)
+        assert not fence.is_newer(generation, seal)
     fence.check(home[0])
-    note(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
-    assert (home[0] / MARK).stat().st_mode & 0o777 == 0o600
+    record_superseded(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
+    assert (home[0] / MARK_FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(SupersededError, match=r"counts now \(node studio said so\)\. Remove"):
         fence.check(home[0])
-    note(home[0], SupersededMark(6, authority.seal(6)))
+    record_superseded(home[0], SupersededMark(6, authority.seal(6)))
     with pytest.raises(SupersededError, match=r"counts now\. Remove"):
         fence.check(home[0])
     GenerationFence(authority, 6).check(home[0])
-    note(home[0], SupersededMark(9, b"forged"))
+    record_superseded(home[0], SupersededMark(9, b"forged"))
     fence.check(home[0])
 
 
@@ -463,11 +469,11 @@ def back_up_of_restored(file: Path, folder: Path) -> Manifest:
 def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tuple[Path, str], tmp_path: Path) -> None:
     saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
     cluster(other, "lab")
-    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK_FILE):
         (other / name).write_bytes(b"of the former state")
     done = restore(saved, other, NOW, replace=True)
     assert done.aside is not None
-    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK_FILE):
         assert not (other / name).exists()
         assert (done.aside / name).exists()
     assert not (other / "videos").exists(), "files of another cluster's videos do not stay"
@@ -480,7 +486,7 @@ def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tupl
 def test_a_backup_without_videos_takes_those_of_the_former_state_away(tmp_path: Path) -> None:
     cluster(tmp_path / "plain", video=False)
     saved = back_up(tmp_path / "plain", tmp_path / "b").file
-    assert look(saved).schemas == {"cluster.db": len(MIGRATIONS)}
+    assert inspect_backup(saved).schemas == {"cluster.db": len(MIGRATIONS)}
     cluster(tmp_path / "other", "lab")
     restore(saved, tmp_path / "other", NOW, replace=True)
     assert not (tmp_path / "other" / "videos.db").exists()
@@ -504,7 +510,7 @@ def test_settings_of_this_machine_stay_and_others_are_put_beside(
 def test_videos_of_a_newer_schema_are_refused(home: tuple[Path, str], tmp_path: Path) -> None:
     newer = len(VIDEO_MIGRATIONS) + 1
     file = forged(home[0], lambda tree: tree["schemas"].update({"videos.db": newer}))
-    for read in (lambda: look(file), lambda: restore(file, tmp_path / "other", NOW)):
+    for read in (lambda: inspect_backup(file), lambda: restore(file, tmp_path / "other", NOW)):
         with pytest.raises(RestoreError, match=rf"videos\.db was written by a newer macpool \(schema {newer}"):
             read()
 

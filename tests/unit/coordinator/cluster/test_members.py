@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.registry import LINKED_SECONDS
+from coordinator.cluster.registry import ALIVE_REPORT_AGE_SECONDS
 from node.agent.identity import NodeIdentity, install, new_csr
 from router.placement.place import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster_port import Port, a_report, hello, opened, the_no
 from tests.support.enrolment import HARDWARE
-from wire.certificate import LEAF_LIFE, read_certificate
+from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.frames import CertificateRenewed, Goodbye, PauseNode, RenewCertificate, Welcome
 from wire.report import Sharing
 
@@ -170,7 +170,7 @@ async def test_a_second_process_waits_as_long_as_the_first_one_reports(port: Por
     copy = await port.dial(who)
     copy.send(hello(who, instance="of a copied disk"))
     denied = the_no(await copy.ended())
-    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, LINKED_SECONDS)
+    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, ALIVE_REPORT_AGE_SECONDS)
     assert "one is linked now by another process, from 127.0.0.1" in denied.message
     assert port.state(who) == "ready"
     same = await port.dial(who)
@@ -183,7 +183,7 @@ async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
 ):
     who = port.member("one")
     await ready(port, who)
-    monkeypatch.setattr("coordinator.cluster.registry.LINKED_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.cluster.registry.ALIVE_REPORT_AGE_SECONDS", 0.0)
     other = await port.dial(who)
     other.send(hello(who, instance="restarted"))
     assert isinstance(await other.until(Welcome), Welcome)
@@ -199,7 +199,7 @@ async def test_a_renewed_certificate_is_for_the_same_node_the_new_key_and_a_whol
     renewed = await line.until(CertificateRenewed)
     made = read_certificate(renewed.certificate)
     assert (made.uri, made.name) == (read_certificate(who.certificate).uri, "one")
-    assert abs(made.expires - time.time() - LEAF_LIFE) < 120
+    assert abs(made.expires - time.time() - LEAF_VALIDITY_SECONDS) < 120
     assert port.application.store.members[who.node].serial == made.serial
     assert made.serial != read_certificate(who.certificate).serial
     after = install(who, renewed.certificate)
@@ -251,7 +251,7 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)
-    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_TIMEOUT_SECONDS", 0.05)
     assert await registry.pause(who.node, None, "boss") is None, "its report does not say so"
     assert await registry.pause(who.node, 0.0, "boss") == Sharing("always")
     line.close()

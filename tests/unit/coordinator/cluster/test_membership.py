@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cluster.membership import (
-    FORGET_AFTER,
+    FORGET_AFTER_SECONDS,
     TABLE,
     CloseLink,
     Event,
@@ -223,10 +223,10 @@ def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
 def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
     pool, _ = advance(both(), A, MemberSaidGoodbye(1, "leave"), 10.0)
     pool, _ = advance(pool, B, MemberSaidGoodbye(1, "stopping"), 10.0)
-    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER
-    pool, actions = tick(pool, 9.0 + FORGET_AFTER)
+    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER_SECONDS
+    pool, actions = tick(pool, 9.0 + FORGET_AFTER_SECONDS)
     assert actions == ()
-    pool, actions = tick(pool, 10.0 + FORGET_AFTER)
+    pool, actions = tick(pool, 10.0 + FORGET_AFTER_SECONDS)
     assert actions == (ForgetMember(A),)
     assert set(pool.members) == {B}
     assert next_deadline(pool, 10.0**6) is None
@@ -241,7 +241,7 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
     for at in (4.5, 5.0):
         back, _ = advance(back, B, MemberReported(1), at)
     assert not back.self_suspect
-    pool, _ = tick(pool, 3.0 + FORGET_AFTER)
+    pool, _ = tick(pool, 3.0 + FORGET_AFTER_SECONDS)
     assert not pool.self_suspect, "after 10 minutes it is theirs"
     alone, _ = tick(ready(), 3.0)
     assert not alone.self_suspect, "one node is no half"
@@ -322,7 +322,7 @@ def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
 
 def test_a_report_alone_ends_the_doubt_after_10_minutes() -> None:
     pool, _ = tick(both(), 3.0)
-    pool, _ = advance(pool, A, MemberReported(1), 2.0 + FORGET_AFTER)
+    pool, _ = advance(pool, A, MemberReported(1), 2.0 + FORGET_AFTER_SECONDS)
     assert pool.self_suspect
-    pool, _ = advance(pool, A, MemberCordoned(), 3.0 + FORGET_AFTER)
+    pool, _ = advance(pool, A, MemberCordoned(), 3.0 + FORGET_AFTER_SECONDS)
     assert not pool.self_suspect

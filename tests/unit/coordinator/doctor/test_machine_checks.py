@@ -439,7 +439,7 @@ def test_three_open_secrets_are_named(tmp_path: Path):
 
 
 def test_a_large_state_folder_is_looked_through_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "MOST_LOOKED", 2)
+    monkeypatch.setattr(checks, "MAX_FILES_SEARCHED", 2)
     for number in range(3):
         (tmp_path / f"{number}.key").touch(mode=0o600)
     assert checks.files(pretended(tmp_path)).numbers == {"secrets": 2}

@@ -275,7 +275,7 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
     assert heard.result in ("ok", "warn")
     if heard.result == "ok":
         assert heard.text == "a question to Bonjour's group comes back"
-        monkeypatch.setattr(checks, "MULTICAST_SECONDS", -1.0)
+        monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
         lost = checks.bonjour(pretended(tmp_path))
         assert (lost.result, lost.text) == ("warn", "a question to Bonjour's group is lost")
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
@@ -301,7 +301,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     tmp_path: Path, days: float, result: str
 ):
     made = lives(tmp_path, days * DAY)
-    end = made.lives()["coordinator"][1]
+    end = made.validity()["coordinator"][1]
     assert abs(end - time.time() - days * DAY) < 2 * DAY / 24, "the test's own arithmetic: lives are 90 days"
     found = checks.certificates(pretended(tmp_path))
     assert found.result == result
@@ -375,7 +375,7 @@ def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answeri
 
 
 def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "LONGEST_TAIL", 100)
+    monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 100)
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "node.log"
     log.write_text(json.dumps({"skew": 9.0}))
@@ -448,7 +448,7 @@ def test_logs_that_there_are_not_have_no_errors(tmp_path: Path):
 
 
 def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "LONGEST_TAIL", 1000)
+    monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 1000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "node.log").write_text(event(10) * 100 + event(10, name="e" * 100))
     found = checks.log_errors(pretended(tmp_path))

@@ -162,7 +162,7 @@ def test_the_longest_at_rest_is_the_one_that_was_answered_first():
 
 
 def test_a_place_is_proven_by_a_good_key_which_is_remembered_for_the_newest_addresses(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(places_module, "MAX_KNOWN", 2)
+    monkeypatch.setattr(places_module, "MAX_KNOWN_ADDRESSES", 2)
     places, ended = ConnectionSlots(most=100, strangers=1), list[ConnectionSlot]()
     for address in ("192.0.2.1", "192.0.2.2", "192.0.2.1", "192.0.2.3"):
         place = taken(places, address, ended)

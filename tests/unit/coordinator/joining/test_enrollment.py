@@ -7,14 +7,20 @@ import pytest
 from cryptography import x509
 
 from coordinator.joining.enrollment import (
-    LONGEST,
-    PATIENCE,
+    CONNECTION_TIMEOUT_SECONDS,
+    MAX_CONNECTION_BYTES,
     EnrollmentConnection,
     EnrollmentContext,
     EnrollmentServer,
     unique_name,
 )
-from coordinator.joining.join_approvals import LIFE, MOST_WAITING, MOST_WAITING_HERE, Approvals, WaitingNode
+from coordinator.joining.join_approvals import (
+    APPROVAL_TIMEOUT_SECONDS,
+    MAX_WAITING,
+    MAX_WAITING_PER_ADDRESS,
+    Approvals,
+    WaitingNode,
+)
 from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database, MemberRow
@@ -43,7 +49,7 @@ def cluster(tmp_path: Path) -> Iterator[EnrollmentContext]:
 
 
 def talk(cluster: EnrollmentContext, now: float = 0.0) -> EnrollmentConnection:
-    conversation = EnrollmentServer(cluster).converse("10.0.0.7", now)
+    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now)
     assert isinstance(conversation, EnrollmentConnection)
     return conversation
 
@@ -64,7 +70,9 @@ def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentCon
     conversation, csr = talk(cluster, now), new_request("air").csr
     (authority,) = conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
-    assert conversation.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [EnrollPending(LIFE)]
+    assert conversation.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
+        EnrollPending(APPROVAL_TIMEOUT_SECONDS)
+    ]
     return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
 
 
@@ -120,7 +128,7 @@ def test_only_the_order_of_the_conversation_is_possible(cluster: EnrollmentConte
 
 def test_patience_ends(cluster: EnrollmentContext) -> None:
     conversation = talk(cluster, 100.0)
-    assert conversation.deadline == 100.0 + PATIENCE
+    assert conversation.deadline == 100.0 + CONNECTION_TIMEOUT_SECONDS
     assert conversation.poll(104.9) == []
     assert denied(conversation.poll(conversation.deadline)) == "too_slow"
     late = talk(cluster, 100.0)
@@ -131,7 +139,7 @@ def test_slow_bytes_do_not_buy_time(cluster: EnrollmentContext) -> None:
     conversation, answers = talk(cluster), list[Frame]()
     for number, byte in enumerate(encode(START)):
         answers += conversation.feed(bytes([byte]), float(number))
-    assert denied(answers + conversation.poll(PATIENCE)) == "too_slow"
+    assert denied(answers + conversation.poll(CONNECTION_TIMEOUT_SECONDS)) == "too_slow"
 
 
 def test_a_code_is_approved(cluster: EnrollmentContext) -> None:
@@ -157,7 +165,7 @@ def test_a_code_is_rejected_or_forgotten(cluster: EnrollmentContext) -> None:
 
 def test_who_goes_away_waits_no_more(cluster: EnrollmentContext) -> None:
     conversation, _ = pending(cluster)
-    conversation.gone()
+    conversation.withdraw()
     assert not cluster.approvals.list(0.0)
     assert conversation.poll(1.0) == []
 
@@ -176,12 +184,12 @@ def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentC
 
 def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(30, 2))
-    assert isinstance(door.converse("10.0.0.7", 0.0), EnrollmentConnection)
-    assert isinstance(door.converse("10.0.0.7", 0.0), EnrollmentConnection)
-    answer = door.converse("10.0.0.7", 0.0)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
+    answer = door.start_enrollment("10.0.0.7", 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
-    assert isinstance(door.converse("10.0.0.8", 0.0), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.8", 0.0), EnrollmentConnection)
 
 
 def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
@@ -358,11 +366,11 @@ def test_refusals_that_no_patience_mends_are_final(cluster: EnrollmentContext) -
 
 def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster: EnrollmentContext) -> None:
     start = encode(START)
-    spare = LONGEST - len(encode(Enroll(b"x" * (LONGEST - 300), "a", "m1", HARDWARE)))
-    frame = encode(Enroll(b"x" * (LONGEST - 300 + spare), "a", "m1", HARDWARE))
+    spare = MAX_CONNECTION_BYTES - len(encode(Enroll(b"x" * (MAX_CONNECTION_BYTES - 300), "a", "m1", HARDWARE)))
+    frame = encode(Enroll(b"x" * (MAX_CONNECTION_BYTES - 300 + spare), "a", "m1", HARDWARE))
     conversation = talk(cluster)
     assert len(conversation.feed(start, 0.0)) == 1
-    assert conversation.feed(frame[: LONGEST - len(start)], 0.0) == []
+    assert conversation.feed(frame[: MAX_CONNECTION_BYTES - len(start)], 0.0) == []
     assert refusal(conversation.feed(b"x", 0.0)) == ("too_long", False, 0.0)
     assert conversation.feed(b"\xff" * 100, 0.0) == []
     assert conversation.receive(START, 0.0) == []
@@ -381,8 +389,8 @@ def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Enrol
 
 def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext) -> None:
     door = EnrollmentServer(cluster, RateLimit(240, 1))
-    door.converse("10.0.0.7", 0.0)
-    answer = door.converse("10.0.0.7", 0.0)
+    door.start_enrollment("10.0.0.7", 0.0)
+    answer = door.start_enrollment("10.0.0.7", 0.0)
     assert isinstance(answer, Denied)
     assert answer.retry_after == 0.25
 
@@ -435,17 +443,19 @@ def test_a_refused_replacement_is_audited_once_in_a_row(cluster: EnrollmentConte
 
 
 def test_a_full_line_is_told_when_to_ask_again(cluster: EnrollmentContext) -> None:
-    for number in range(MOST_WAITING_HERE):
+    for number in range(MAX_WAITING_PER_ADDRESS):
         asking(cluster, f"m{number}")
-    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, LIFE)
+    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)
 
 
 def test_who_gave_way_to_another_address_is_told_so(cluster: EnrollmentContext) -> None:
     first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
-    for number in range(MOST_WAITING - 1):
+    for number in range(MAX_WAITING - 1):
         where = f"10.0.1.{number}"
-        cluster.approvals.ask(WaitingNode(str(number), "x", f"x{number}", HARDWARE, where, LIFE), 0.0)
-    assert refusal(first.poll(0.0)) == ("approvals_full", False, LIFE)
+        cluster.approvals.ask(
+            WaitingNode(str(number), "x", f"x{number}", HARDWARE, where, APPROVAL_TIMEOUT_SECONDS), 0.0
+        )
+    assert refusal(first.poll(0.0)) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)
     assert second.poll(0.0) == []
 
 

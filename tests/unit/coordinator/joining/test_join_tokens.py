@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.joining.join_tokens import KEPT_AFTER, MESSAGES, JoinTokens, Redemption, join_line
+from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, join_line
 from coordinator.state.database import Database
 from tests.support.enrolment import Wall
 from wire.identity import JoinToken, parse_token, request_mac, token_key
@@ -75,7 +75,7 @@ def test_the_list_holds_no_secret(tokens: JoinTokens) -> None:
 
 def test_old_tokens_are_dropped(tokens: JoinTokens, wall: Wall) -> None:
     tokens.create(ttl=1)
-    wall.now += KEPT_AFTER + 2
+    wall.now += EXPIRED_KEPT_SECONDS + 2
     fresh = tokens.create()
     assert [token.id for token in tokens.list()] == [fresh.id]
 
@@ -139,7 +139,7 @@ def test_only_a_token_made_for_it_replaces_a_member_and_not_after_a_restart(tmp_
 
 def test_an_expired_token_is_listed_for_a_week_and_the_newest_comes_first(tokens: JoinTokens, wall: Wall) -> None:
     old = tokens.create(ttl=1)
-    wall.now += KEPT_AFTER
+    wall.now += EXPIRED_KEPT_SECONDS
     newer = tokens.create()
     assert [row.id for row in tokens.list()] == [newer.id, old.id]
     assert redeem(tokens, old) is Redemption.EXPIRED

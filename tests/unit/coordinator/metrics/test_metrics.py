@@ -14,13 +14,13 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from coordinator.metrics.exposition import render
-from coordinator.metrics.families import MOST_MODELS, MetricKind, collect
+from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect
 from coordinator.metrics.labels import AdmittedLabels
-from coordinator.metrics.node import NODE, NodeSnapshot, honest_measures, worth_showing
+from coordinator.metrics.node import NODE, NodeSnapshot, by_priority, sanitize_measures
 from coordinator.metrics.pool import POOL, PoolSnapshot
 from coordinator.metrics.service import read_measures
 from router.dispatch.counters import MAX_KEY_MODELS, Counters
-from router.dispatch.counters import MOST_MODELS as MOST_MODELS_OF_A_POOL
+from router.dispatch.counters import MAX_MODELS as MOST_MODELS_OF_A_POOL
 from router.placement.cluster_view import ClusterView
 from tests.support.loopback_cluster import a_model
 from tests.support.pictures import HUGE, MEASURES, lying, node_picture, pool_picture, view
@@ -109,7 +109,7 @@ def test_what_a_lying_node_says_is_finite_not_negative_and_escaped():
     told = NodeMeasures(
         GateMeasures((("x\n", -5), ("prefill", 2**64)), (), HistogramSnapshot((1, -2), math.nan)), math.inf, -1
     )
-    text = scrape(node_picture(view(report=lying()), honest_measures(told)))
+    text = scrape(node_picture(view(report=lying()), sanitize_measures(told)))
     for (name, _), value in samples(text).items():
         assert math.isfinite(value), name
         assert value >= 0 or name == "macpool_node_memory_headroom_bytes", name
@@ -138,7 +138,7 @@ def test_any_bytes_of_a_node_give_a_scrape(answer: bytes):
 
 @given(st.lists(st.integers(-HUGE, 2**64 - 1), max_size=15), st.floats())
 def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float):
-    honest = honest_measures(NodeMeasures(GateMeasures(predicted=HistogramSnapshot(tuple(counts), total))))
+    honest = sanitize_measures(NodeMeasures(GateMeasures(predicted=HistogramSnapshot(tuple(counts), total))))
     found = samples(scrape(node_picture(view(), honest)))
     rows = [value for (name, _), value in found.items() if name == "macpool_gate_predicted_peak_ratio_bucket"]
     assert rows == sorted(rows)
@@ -191,12 +191,12 @@ COUNTS = tuple(range(11))
     ],
 )
 def test_what_a_node_measured_is_kept_as_far_as_it_is_possible(told: NodeMeasures, honest: NodeMeasures):
-    assert honest_measures(told) == honest
+    assert sanitize_measures(told) == honest
 
 
 def test_gate_checks_at_sites_that_are_unknown_are_added_up():
     told = NodeMeasures(GateMeasures((("join", 1), ("new", 2), ("newer", 3), ("join", 4))))
-    found = samples(scrape(node_picture(view(), honest_measures(told))))
+    found = samples(scrape(node_picture(view(), sanitize_measures(told))))
     assert [found["macpool_gate_checks_total", (("site", site),)] for site in ("join", "other", "grow")] == [5, 5, 0]
 
 
@@ -208,7 +208,7 @@ def test_models_in_memory_stand_before_others_and_then_by_name():
         a_model("a", loaded=False),
         a_model("c", loaded=True),
     )
-    assert [model.name for model in worth_showing(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
+    assert [model.name for model in by_priority(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
 
 
 def test_a_number_that_is_not_finite_costs_its_own_series_alone():
@@ -250,10 +250,10 @@ def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
         models = tuple(a_model(f"m{number}-{one}") for one in range(40))
         one = view("a", report=lying(models))
         about = labels.about(one.id, (f"chip {number}", f"system {number}", f"{number}"))
-        picture = NodeSnapshot(one, 0, 0, about, labels.models(one.id, worth_showing(one)), MEASURES)
+        picture = NodeSnapshot(one, 0, 0, about, labels.models(one.id, by_priority(one)), MEASURES)
         seen |= samples(scrape(picture)).keys()
     named = {dict(series)["model"] for _, series in seen if "model" in dict(series)}
-    assert len(named) == MOST_MODELS
+    assert len(named) == MAX_MODELS_PER_NODE
     assert len(seen) < 300
     labels.keep([])
     assert labels.models(NodeId("a"), [a_model("later")])

@@ -73,8 +73,8 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
 async def chosen(port: Port) -> str:
     """Return the name of the node that has the one request."""
     dispatcher = port.application.dispatcher
-    await port.until(lambda: [ticket for ticket in dispatcher.under_way() if ticket.node])
-    return dispatcher.under_way()[0].node_name
+    await port.until(lambda: [ticket for ticket in dispatcher.open_requests() if ticket.node])
+    return dispatcher.open_requests()[0].node_name
 
 
 async def admitted(line: Line) -> Generate:
@@ -208,7 +208,7 @@ async def test_certificates_are_shown_with_begin_and_end(port: Port):
     member = port.member("a")
     await port.link(member)
     found = await scrape(port)
-    theirs, ours = read_certificate(member.certificate), port.application.authority.lives()
+    theirs, ours = read_certificate(member.certificate), port.application.authority.validity()
     for name, (issued, expires) in {
         'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
         'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
@@ -288,7 +288,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
     registry.remove(left.node)
-    monkeypatch.setattr("coordinator.metrics.service.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
         (joining.node, "it is joining"),
@@ -310,7 +310,7 @@ async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
     now = dispatcher.now()
     assert (await scrape(port))['router_breaker_open{node="a"}'] == 0
     for at in range(3):
-        dispatcher.breakers.fault(node, at, now - 4.0 + 2.0 * at)
+        dispatcher.breakers.record_fault(node, at, now - 4.0 + 2.0 * at)
     found = await scrape(port)
     assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 1)
     dispatcher.breakers.forget(node)
@@ -356,17 +356,17 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
     )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
     metrics.video = lambda: VideoSnapshot(used=True, kept=7)
-    picture = metrics.node_picture(view(port.member("a").node, heard_at=70.0), None)
+    picture = metrics.node_snapshot(view(port.member("a").node, heard_at=70.0), None)
     assert (round(picture.wall - picture.heard, 6), time.time() - picture.wall < 60) == (30.0, True)
-    picture = metrics.node_picture(view(port.member("b").node, heard_at=130.0), None)
+    picture = metrics.node_snapshot(view(port.member("b").node, heard_at=130.0), None)
     assert picture.heard == picture.wall, "no report comes from the future"
-    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
-    assert metrics.picture().video.kept == 7
+    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.snapshot().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)
     now[0] += 60.0
-    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
     now[0] += 2.0
-    assert metrics.picture().certificates == {"endpoint": (3.0, 4.0)}
+    assert metrics.snapshot().certificates == {"endpoint": (3.0, 4.0)}
 
 
 async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
@@ -380,7 +380,7 @@ async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         for platform, unit in (("linux", 1024), ("darwin", 1)):
             monkeypatch.setattr("sys.platform", platform)
-            before, process, files = peak(), metrics.picture().process, len(os.listdir("/dev/fd"))
+            before, process, files = peak(), metrics.snapshot().process, len(os.listdir("/dev/fd"))
             assert before * unit <= process.peak <= peak() * unit
             assert (process.open_files, process.most_files) == (files - 1, soft - 1)
     finally:
@@ -392,4 +392,4 @@ async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
     counters.model("tiny")
     counters.used_by("gone", "tiny", 5)
     assert counters.keys
-    assert metrics_of(port).picture().counters.keys == {}
+    assert metrics_of(port).snapshot().counters.keys == {}

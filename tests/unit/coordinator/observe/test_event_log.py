@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from coordinator.observe import event_log
-from coordinator.observe.event_log import KEPT, WAITING, EventLog
+from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, EventLog
 
 
 def tell(hub: EventLog, *numbers: int) -> None:
     for number in numbers:
-        hub.tell({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
+        hub.add({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
 
 
 async def settled() -> None:
@@ -29,10 +29,10 @@ async def all_of(reading: AsyncGenerator[bytes]) -> list[bytes]:
 
 async def test_the_newest_are_told_in_order():
     hub = EventLog()
-    tell(hub, *range(KEPT + 50))
+    tell(hub, *range(MAX_EVENTS + 50))
     await settled()
-    assert told(await all_of(hub.read(None, 3, follow=False))) == [KEPT + 47, KEPT + 48, KEPT + 49]
-    assert len(await all_of(hub.read(None, KEPT, follow=False))) == KEPT
+    assert told(await all_of(hub.read(None, 3, follow=False))) == [MAX_EVENTS + 47, MAX_EVENTS + 48, MAX_EVENTS + 49]
+    assert len(await all_of(hub.read(None, MAX_EVENTS, follow=False))) == MAX_EVENTS
     assert await all_of(hub.read(None, 0, follow=False)) == []
 
 
@@ -63,7 +63,7 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost():
     tell(hub, 0)
     await settled()
     assert told([await anext(reading)]) == [0]
-    tell(hub, *range(1, WAITING + 11))
+    tell(hub, *range(1, MAX_QUEUED_EVENTS + 11))
     await settled()
     assert await anext(reading) == b": 10 events were lost\n\n"
     assert told([await anext(reading)]) == [11]
@@ -71,7 +71,7 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost():
 
 
 async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(event_log, "KEEPALIVE", 0.01)
+    monkeypatch.setattr(event_log, "KEEPALIVE_SECONDS", 0.01)
     reading = EventLog().read(None, 5, follow=True)
     assert await anext(reading) == b": still here\n\n"
     await reading.aclose()
@@ -79,15 +79,15 @@ async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
 
 async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
     hub = EventLog()
-    hub.tell({"logger": "uvicorn.error", "event": "x"})
-    hub.tell({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
+    hub.add({"logger": "uvicorn.error", "event": "x"})
+    hub.add({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     await settled()
     assert told(await all_of(hub.read(None, 50, follow=False))) == [1]
 
 
 async def test_a_line_cannot_be_broken_by_what_it_says():
     hub = EventLog()
-    hub.tell({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
+    hub.add({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
     await settled()
     (piece,) = await all_of(hub.read(None, 50, follow=False))
     assert piece.count(b"\n") == 3

@@ -26,7 +26,7 @@ BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "STEADY_SECONDS", 0.05)
-    monkeypatch.setattr(setup, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(setup, "POLL_INTERVAL_SECONDS", 0.02)
 
 
 def plan(tmp_path: Path, **changes: object) -> ServicePlan:
@@ -82,7 +82,7 @@ def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_p
         with pytest.raises(KeyboardInterrupt):
             install(host, newer)
     assert host.unit.read_text() == host.text(newer)
-    assert host.standing().pid == before.pid
+    assert host.state().pid == before.pid
     done, standing = install(host, newer)
     assert done, "the file is new, and what runs is not"
     assert standing.pid != before.pid
@@ -129,7 +129,7 @@ def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
     assert caught.value.code == 7
     assert platform == "linux" or "the port is taken" in str(caught.value)
     assert not host.unit.exists()
-    assert not host.standing().loaded
+    assert not host.state().loaded
 
 
 @BOTH
@@ -141,7 +141,7 @@ def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, pl
         install(host, plan(tmp_path, arguments=("--lan",)), seconds=0.3)
     (tmp_path / "bin" / "broken").unlink()
     assert host.unit.read_text() == host.text(wanted)
-    assert host.standing().running
+    assert host.state().running
 
 
 @BOTH
@@ -170,7 +170,7 @@ def test_files_of_somebody_else_are_refused_and_left(tmp_path: Path, platform: s
     assert caught.value.code == 6
     assert (host.unit.read_bytes() if host.unit.is_file() else b"") == before
     assert calls(tmp_path) == []
-    assert not host.standing().loaded
+    assert not host.state().loaded
 
 
 @BOTH
@@ -190,7 +190,7 @@ def test_uninstall_leaves_the_data(tmp_path: Path, platform: str):
     (Path(wanted.state) / "cluster.db").write_text("the cluster")
     assert uninstall(host)
     assert not host.unit.exists()
-    assert not host.standing().loaded
+    assert not host.state().loaded
     assert (Path(wanted.state) / "cluster.db").read_text() == "the cluster"
     assert uninstall(host) == [], "a second time there is nothing to do"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.state.database import (
-    AUDIT_KEPT,
+    MAX_AUDIT_ENTRIES,
     MIGRATIONS,
     AuditRow,
     Database,
@@ -131,12 +131,12 @@ def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
 
 def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
     store = Database(tmp_path)
-    for number in range(AUDIT_KEPT + 5):
+    for number in range(MAX_AUDIT_ENTRIES + 5):
         store.note(float(number), "k", "act", "x")
-    assert [store.audit[0].number, store.audit[-1].number] == [6, AUDIT_KEPT + 5]
+    assert [store.audit[0].number, store.audit[-1].number] == [6, MAX_AUDIT_ENTRIES + 5]
     store.close()
     again = Database(tmp_path)
-    assert [again.audit[0].number, len(again.audit)] == [6, AUDIT_KEPT]
+    assert [again.audit[0].number, len(again.audit)] == [6, MAX_AUDIT_ENTRIES]
     again.close()
 
 

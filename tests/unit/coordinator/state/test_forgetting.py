@@ -91,7 +91,7 @@ def happen(pool: Cluster, step: str) -> None:
         pool.now += 5.0
         pool.dispatcher.sweep()
     elif step == "fault":
-        pool.dispatcher.breakers.fault(A, 1, pool.now)
+        pool.dispatcher.breakers.record_fault(A, 1, pool.now)
     elif not sent:
         return
     elif step == "refuse":
@@ -113,7 +113,7 @@ def happen(pool: Cluster, step: str) -> None:
 
 def test_the_search_finds_what_is_kept():
     breakers: CircuitBreakers[NodeId] = CircuitBreakers()
-    breakers.fault(A, 1, 0.0)
+    breakers.record_fault(A, 1, 0.0)
     assert list(found(breakers, A, "breakers", set())) != []
     assert list(found(ClusterView(()), A, "view", set())) == []
 

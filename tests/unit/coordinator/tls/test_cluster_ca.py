@@ -15,7 +15,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, public_key_of
 from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request, proves_coordinator
 from tests.support.enrolment import Wall
-from wire.certificate import LEAF_LIFE, read_certificate
+from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri
 
 NODE = NodeId("0f0e0d0c")
@@ -159,7 +159,7 @@ def test_lives_begin_early_and_end_in_time(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
     authority = ClusterCa(tmp_path, wall)
     told = read_certificate(authority.sign(new_request("a").csr, NODE, "a"))
-    assert (told.issued, told.expires, told.name) == (wall.now, wall.now + LEAF_LIFE, "a")
+    assert (told.issued, told.expires, told.name) == (wall.now, wall.now + LEAF_VALIDITY_SECONDS, "a")
     assert told.renew_from == wall.now + 60 * 86400
     ca = x509.load_der_x509_certificate(authority.ca)
     assert ca.not_valid_after_utc - ca.not_valid_before_utc == datetime.timedelta(days=3651)

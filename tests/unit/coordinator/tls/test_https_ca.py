@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, keep
+from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, write_bundle
 from coordinator.client.errors import PIN, CommandError
 from coordinator.tls.cluster_ca import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
 from coordinator.tls.https_ca import HttpsCa, allowed, constrained_to, from_files, is_loopback
-from wire.certificate import LEAF_LIFE, RENEW_AT
+from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 NOW = time.time()
 
@@ -137,7 +137,7 @@ def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path:
     made = HttpsCa(tmp_path, (), clock, lambda: here)
     first = made.fingerprint
     assert not made.renew()
-    clock.now += RENEW_AT * LEAF_LIFE + 1
+    clock.now += RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS + 1
     assert made.renew()
     here[1] = "192.168.1.9"
     assert made.renew()
@@ -230,7 +230,7 @@ def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
 def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
     made = endpoint(tmp_path)
     assert bundle_of(tmp_path, made.ca_pem) is None
-    bundle = keep(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
+    bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
     assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
@@ -246,7 +246,7 @@ def variables(folder: Path, *arguments: str) -> dict[str, str | None]:
 
 def test_where_an_endpoint_is_trusted_the_variables_name_it_and_its_file(tmp_path: Path):
     made, url = endpoint(tmp_path), "https://studio.local:8080"
-    bundle = str(keep(tmp_path, made.ca_pem, made.fingerprint, url))
+    bundle = str(write_bundle(tmp_path, made.ca_pem, made.fingerprint, url))
     for arguments in ((), ("--url", url), ("--url", url + "/v1/")):
         found = variables(tmp_path, *arguments)
         assert (found["OPENAI_BASE_URL"], found["ANTHROPIC_BASE_URL"], found["OLLAMA_HOST"]) == (url + "/v1", url, url)

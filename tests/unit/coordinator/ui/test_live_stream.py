@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.ui import live_stream as module
-from coordinator.ui.live_stream import MOST_VIEWERS, LiveStream
+from coordinator.ui.live_stream import MAX_VIEWERS, LiveStream
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL_SECONDS", 0.01)
 
 
 def told(news: bytes) -> dict[str, object]:
@@ -85,7 +85,7 @@ async def test_nobody_looks_when_nobody_watches():
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(30):
-            await live.rested()
+            await live.wait_stopped()
         looks = asyncio.Queue()
 
 
@@ -101,7 +101,7 @@ async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
 
 async def test_viewers_are_counted():
     live = LiveStream(lambda: {"n": 1})
-    streams = [live.stream(lambda: True) for _ in range(MOST_VIEWERS)]
+    streams = [live.stream(lambda: True) for _ in range(MAX_VIEWERS)]
     for stream in streams:
         await soon(stream)
     assert live.full

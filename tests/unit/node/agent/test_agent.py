@@ -165,8 +165,8 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.SLUMBER_SECONDS == 60.0
-    monkeypatch.setattr(module, "SLUMBER_SECONDS", 0.1)
+    assert module.NO_WAKE_DIAL_SECONDS == 60.0
+    monkeypatch.setattr(module, "NO_WAKE_DIAL_SECONDS", 0.1)
     async with linked(tmp_path) as (port, agent, _):
         agent.fall_asleep(lambda: None)
         await port.until(lambda: port.application.registry.links.made == 2)
@@ -181,7 +181,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
     async with linked(tmp_path) as (port, _, node):
         links = port.application.registry.links
         before = time.process_time()
-        told = b"".join([piece async for piece in links.ask(NodeId(node), "metrics", 16384)])
+        told = b"".join([piece async for piece in links.fetch(NodeId(node), "metrics", 16384)])
         measures = msgspec.msgpack.decode(told, type=NodeMeasures)
         assert before <= measures.agent_cpu <= time.process_time()
         own = footprint_of((os.getpid(),))
@@ -189,7 +189,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
         with pytest.raises(LookupError, match="does not know how to answer 'weather'"):
-            await anext(links.ask(NodeId(node), "weather", 100))
+            await anext(links.fetch(NodeId(node), "weather", 100))
 
 
 # linked to a coordinator that says what a test wants, with a real engine process
@@ -230,7 +230,7 @@ class Mac:
         self.supervisor = Supervisor(
             self.settings,
             on_frame=self.agent.from_engine,
-            on_change=self.agent.changed,
+            on_change=self.agent.schedule_report,
             log_file=self.folder / "engine.log",
             scratch=self.folder / "scratch",
             wired=self.limiter.wired,

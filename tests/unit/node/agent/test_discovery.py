@@ -12,7 +12,7 @@ import pytest
 
 from host.bonjour_announce import Announcement
 from node.agent.discovery import DiscoveredService, find, first_proven, locate
-from node.agent.enrollment import enrol
+from node.agent.enrollment import enroll
 from node.agent.identity import remember
 from tests.support.enrolment import HARDWARE, opened
 from wire.bonjour_record import BonjourRecord, cluster_hint
@@ -95,7 +95,7 @@ async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
 @needs_multicast
 async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door, opened(tmp_path / "liar") as liar:
-        identity = await enrol(
+        identity = await enroll(
             door.address,
             door.tokens.create(),
             name="a",

@@ -17,7 +17,7 @@ from node.agent.enrollment import (
     IdentityMismatch,
     NodeIdentity,
     client_context,
-    enrol,
+    enroll,
     install,
     load_identity,
     needs_renewal,
@@ -34,7 +34,7 @@ from wire.identity import JoinToken
 
 
 async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> NodeIdentity:
-    return await enrol(
+    return await enroll(
         door.address,
         token,
         name=name,
@@ -204,7 +204,7 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
-            enrol(
+            enroll(
                 door.address,
                 None,
                 name="air",
@@ -227,7 +227,7 @@ async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
-            enrol(
+            enroll(
                 door.address,
                 None,
                 name="air",

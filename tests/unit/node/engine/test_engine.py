@@ -11,11 +11,11 @@ import pytest
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling import prefill, scheduler
-from node.engine.scheduling.chunk_policy import RECOVERS
+from node.engine.scheduling.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
-from wire.capacity.fairness import CROWD, WeightedKey
+from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import (
     Channel,
     Failed,
@@ -143,7 +143,7 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     driver.turn()
     assert driver.ended(number) is None
     resident = driver.resident()
-    assert resident.ledger.written() > 0
+    assert resident.ledger.written_bytes() > 0
     driver.take(MemoryLimits(GIB, 1, 0, "leases", leases=GIB))
     count = forwards(driver)
     end = driver.end(number)
@@ -151,7 +151,7 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     assert end.refused.code is RefusalCode.NO_ROOM
     assert count() == 0
     driver.take(ROOMY)
-    assert resident.ledger.written() == resident.ledger.reserved() == 0
+    assert resident.ledger.written_bytes() == resident.ledger.reserved_bytes() == 0
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
 
 
@@ -199,11 +199,11 @@ def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
     short = GenerationParams(temperature=0.0, max_tokens=2)
     batch = [
         driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=WeightedKey("batch"))
-        for number in range(CROWD + 4)
+        for number in range(CROWDED_PROMPTS + 4)
     ]
     ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=WeightedKey("ada"))
     driver.end(ada)
-    assert sum(driver.ended(number) is not None for number in batch) <= CROWD
+    assert sum(driver.ended(number) is not None for number in batch) <= CROWDED_PROMPTS
     for number in batch:
         assert isinstance(driver.end(number), Finished)
 
@@ -223,7 +223,7 @@ def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: p
     driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        patch.setattr(scheduler, "MAX_REBUILDS", 0)
         driver.cancel(leaving)
     end = driver.end(other)
     assert isinstance(end, Failed)
@@ -452,7 +452,7 @@ def test_before_the_first_limits_nothing_is_begun():
     end = driver.end(driver.ask())
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
-    assert driver.engine.due(0.0) is None or driver.engine.due(0.0) > 0.0  # type: ignore[operator]
+    assert driver.engine.next_step_at(0.0) is None or driver.engine.next_step_at(0.0) > 0.0  # type: ignore[operator]
 
 
 # models
@@ -474,7 +474,7 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
         for _ in range(60):
-            resident.stepped(seconds, rows)
+            resident.record_step(seconds, rows)
         assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
     assert resident.step_seconds > 0.15
 
@@ -483,18 +483,18 @@ def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
     """Else nobody would ask it again, and nobody would know that its machine is free."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
-    best = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    best = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
     for _ in range(30):
-        resident.stepped(9.0, 1)
-        resident.prefilled(10, 9.0, 0)
-    slow = driver.engine.report(resident.used_at + RECOVERS - 1).models[0]
+        resident.record_step(9.0, 1)
+        resident.record_prefill(10, 9.0, 0)
+    slow = driver.engine.report(resident.used_at + RECOVERY_SECONDS - 1).models[0]
     assert slow.decode_speed < 0.2 < best.decode_speed
     assert slow.prefill_speed < 2 < best.prefill_speed
-    rested = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    rested = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
     assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 0)
-    assert driver.engine.report(resident.used_at + RECOVERS).models[0].prefill_speed < best.prefill_speed
+    assert driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0].prefill_speed < best.prefill_speed
     driver.cancel(number)
 
 
@@ -502,10 +502,10 @@ def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine.generation.still()
+    driver.engine.generation.synchronize()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine.generation.still()
+        driver.engine.generation.synchronize()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -593,7 +593,7 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     end = driver.end(driver.ask())
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.TOO_LARGE
-    assert driver.recorder.last() is None
+    assert driver.recorder.running_call() is None
 
 
 def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
@@ -623,7 +623,7 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
 
 
 def test_others_decode_while_a_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 1)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
     copy_of(tmp_path / "one")
     copy_of(tmp_path / "two")
     driver = Driver(tmp_path)
@@ -642,6 +642,6 @@ def test_new_models_are_looked_for_when_the_agent_asks_for_a_sign_of_life(
     driver = Driver(copy_of(tmp_path / "a").parent)
     copy_of(tmp_path / "b")
     assert driver.engine.prepare(Ping(1)) is None
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
     assert driver.engine.prepare(Ping(2)) is not None
     assert {model.name for model in driver.engine.report(0.0).models} == {"a", "b"}

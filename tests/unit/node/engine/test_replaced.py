@@ -35,7 +35,7 @@ def replace(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _every_ping_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
 
 
 def scan(driver: Driver) -> None:

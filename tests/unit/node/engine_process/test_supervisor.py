@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.engine_process.supervisor import CRASHED, LOST, MOST_UNSENT, STOPPED, Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import CRASHED, LOST, MAX_UNSENT_BYTES, STOPPED, Supervisor, SupervisorTimeouts
 from node.settings import NodeSettings, resolve
 from tests import models
 from tests.support.processes import until
@@ -146,11 +146,11 @@ def test_back_off_doubles_from_its_first_to_its_longest():
 
 
 def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
-    assert not SupervisorTimeouts().hung(9.9, 0.02)
-    assert SupervisorTimeouts().hung(10.1, 0.02)
-    assert not SupervisorTimeouts().hung(49.0, 10.0)
-    assert SupervisorTimeouts().hung(51.0, 10.0)
-    assert [SupervisorTimeouts().hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [
+    assert not SupervisorTimeouts().is_hung(9.9, 0.02)
+    assert SupervisorTimeouts().is_hung(10.1, 0.02)
+    assert not SupervisorTimeouts().is_hung(49.0, 10.0)
+    assert SupervisorTimeouts().is_hung(51.0, 10.0)
+    assert [SupervisorTimeouts().is_hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [
         False,
         False,
     ]
@@ -323,8 +323,9 @@ def program(text: str) -> list[str]:
 
 
 def engine(folder: Path, text: str) -> list[str]:
-    """A program in the engine's place that has `models` loaded after its RestoreModels, writes what it was told to restore
-    to a file, a line for each of its lives, and does `text` with every frame; `recorder` writes the shared page."""
+    """A program in the engine's place that has `models` loaded after its RestoreModels, writes what it was told
+    to restore to a file, a line for each of its lives, and does `text` with every frame; `recorder` writes the
+    shared page."""
     head = f"""
         from node.engine.process.interface import NativeCallKind
         from node.engine.process.crash_recorder import CrashRecorder
@@ -505,8 +506,8 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     await one.ready()
     await one.until(loaded)
     first = one.supervisor.pid
-    one.supervisor.rest()
-    one.supervisor.rest()
+    one.supervisor.release_memory()
+    one.supervisor.release_memory()
     await one.until(lambda: recycled(one) and one.supervisor.report is not None)
     assert one.supervisor.pid != first
     assert gone(first or 0)
@@ -732,9 +733,9 @@ async def test_an_engine_that_does_not_read_gets_no_new_requests(agent: Callable
     await one.ready()
     engine = psutil.Process(one.supervisor.pid)
     engine.suspend()
-    for number in range(1, MOST_UNSENT // MIB + 4):
+    for number in range(1, MAX_UNSENT_BYTES // MIB + 4):
         one.generate(number, "x" * MIB)
-    end = await one.end(MOST_UNSENT // MIB + 3)
+    end = await one.end(MAX_UNSENT_BYTES // MIB + 3)
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
     assert not one.ends(1), "what was sent before waits for it"

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from host.settings_loader import SettingsError
 from node.memory.cap import (
     CUSTOM,
+    MAX_WIRED_SHARE,
     TIERS,
-    WIRED_SHARE_MOST,
     Ceiling,
     MachineBounds,
     Margin,
@@ -369,14 +369,14 @@ def test_what_was_settled_is_never_changed_but_settled_anew(
 @pytest.mark.parametrize("total", [1, 8 * GIB, 16 * GIB, 64 * GIB, 512 * GIB])
 def test_a_safe_wired_limit_leaves_the_system_its_reserve_and_a_share(tier: str, total: int):
     limit = safe_wired_limit(tier, total)
-    assert limit in (0, total - reserve(tier, total), int(total * WIRED_SHARE_MOST))
-    assert 0 <= limit <= total * WIRED_SHARE_MOST
+    assert limit in (0, total - reserve(tier, total), int(total * MAX_WIRED_SHARE))
+    assert 0 <= limit <= total * MAX_WIRED_SHARE
     assert limit == 0 or total - limit >= reserve(tier, total)
 
 
 def test_a_safe_wired_limit_is_the_lower_of_reserve_and_share():
     assert safe_wired_limit("balanced", 16 * GIB) == 16 * GIB - reserve("balanced", 16 * GIB)
-    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * WIRED_SHARE_MOST)
+    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * MAX_WIRED_SHARE)
     assert safe_wired_limit("safe", 1) == 0
 
 

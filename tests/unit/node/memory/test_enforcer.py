@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from node.memory.enforcer import BUSY, Action, EndEngine, EnforcerInput, EnforcerState, SendOrder, pause, step
-from node.memory.reading import PERIOD
+from node.memory.enforcer import (
+    BUSY_POLL_SECONDS,
+    Action,
+    EndEngine,
+    EnforcerInput,
+    EnforcerState,
+    SendOrder,
+    pause,
+    step,
+)
+from node.memory.reading import POLL_PERIOD_SECONDS
 from wire.capacity.arithmetic import UNREADABLE, headroom
 from wire.frames import ReduceMemory
 from wire.report import Memory, MemoryLevel
@@ -33,7 +42,7 @@ class Run:
         """Read so many GiB in use; the engine answers each order before the next poll, unless it does not."""
         if gib is not None:
             self.memory = replace(self.memory, phys=int(gib * GIB))
-        self.now += BUSY
+        self.now += BUSY_POLL_SECONDS
         seen = EnforcerInput(self.engine, self.memory, self.enforced, self.call_until)
         self.state, actions = step(self.state, seen, self.now)
         for action in actions:
@@ -89,7 +98,7 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     actions: tuple[Action, ...] = ()
     while not actions:
         actions = run.poll()
-    assert run.now - asked == PERIOD
+    assert run.now - asked == POLL_PERIOD_SECONDS
     assert actions == (EndEngine("over its cap: 9.1 GiB of 8.0 GiB on two readings, and it did not answer"),)
     assert run.state.kills == 1
     assert run.levels(9.1, 9.1) == [[], []], "it is ended once"
@@ -107,9 +116,9 @@ def test_who_was_never_asked_is_asked_before_it_is_ended():
     state, (action,) = step(EnforcerState(engine=1, over=1, looked_at=999.9), seen, 1000.0)
     assert action == SendOrder(ReduceMemory(1, HARD, GIB))
     assert (state.asked, state.asked_at) == (1, 1000.0)
-    state, actions = step(state, seen, 1000.0 + PERIOD / 2)
+    state, actions = step(state, seen, 1000.0 + POLL_PERIOD_SECONDS / 2)
     assert actions == ()
-    assert isinstance(step(state, seen, 1000.0 + PERIOD)[1][0], EndEngine)
+    assert isinstance(step(state, seen, 1000.0 + POLL_PERIOD_SECONDS)[1][0], EndEngine)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +148,7 @@ def test_a_native_call_under_way_may_last_until_it_would_count_as_hung():
 def test_a_call_that_ends_within_the_period_shortens_it_for_nobody():
     run = Run(answers=False)
     run.levels(110, 110)
-    run.call_until = run.now + BUSY
+    run.call_until = run.now + BUSY_POLL_SECONDS
     assert run.levels(110, 110, 110) == [[], [], []]
     assert run.levels(110) == [["end"]]
 
@@ -156,7 +165,7 @@ def test_time_that_stands_still_is_no_silence():
     run = Run(answers=False)
     run.levels(110, 110)
     for _ in range(50):
-        run.now -= BUSY
+        run.now -= BUSY_POLL_SECONDS
         assert run.poll(110) == ()
 
 
@@ -268,7 +277,7 @@ def test_ok_means_headroom_and_only_silence_over_the_cap_ends(polls: list[tuple[
             if isinstance(action, EndEngine):
                 assert over >= 2
                 assert unanswered is not None
-                assert now - unanswered >= PERIOD
+                assert now - unanswered >= POLL_PERIOD_SECONDS
             else:
                 assert (action.order.level is MemoryLevel.OVER_HARD) == (over >= 2)
                 if answers:

@@ -14,7 +14,7 @@ from host.settings_loader import SettingsError
 from node.memory import sensor as memory_sensor
 from node.memory.cap import MachineBounds
 from node.memory.limits import Limiter
-from node.memory.reading import STALE, AvailableMemory
+from node.memory.reading import STALE_AFTER_SECONDS, AvailableMemory
 from node.memory.sensor import Sensor, open_sensor
 from node.settings import resolve
 from tests.support.readings import FailingSource, Later
@@ -291,8 +291,8 @@ def test_readings_that_fail_for_a_minute_are_unknown_once_the_last_is_stale(fail
         clock.by += 1.0
         machine.free = None if fails == "spare" else 30 * GIB
         found.append(one.now(None if fails == "footprint" else 66 * GIB))
-    assert found[: int(STALE) - 1] == [before] * (int(STALE) - 1)
-    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE) :]} == {(1, UNREADABLE)}
+    assert found[: int(STALE_AFTER_SECONDS) - 1] == [before] * (int(STALE_AFTER_SECONDS) - 1)
+    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE_AFTER_SECONDS) :]} == {(1, UNREADABLE)}
     machine.free = 30 * GIB
     assert one.now(66 * GIB) == before
 

@@ -18,8 +18,8 @@ from msgspec.structs import replace
 from node.engine_process.supervisor import COMMAND, LOST, Supervisor, SupervisorTimeouts
 from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
-from node.memory.poll import WARN_EVERY, MemoryPoll, margin_in_force
-from node.memory.reading import STALE
+from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, margin_in_force
+from node.memory.reading import STALE_AFTER_SECONDS
 from node.settings import resolve
 from node.video import leases
 from tests import models
@@ -56,7 +56,7 @@ class SeenPoll(MemoryPoll):
 
     def look(self) -> None:
         try:
-            super().look()
+            super().poll_once()
         finally:
             self.looked()
 
@@ -100,7 +100,7 @@ class Node:
         self._changed.set()
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self._changed.set()
 
     async def until(self, wanted: Callable[[], object]) -> None:
@@ -185,8 +185,8 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
     ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
-    assert leases.judged(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
-    assert leases.judged(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
+    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
+    assert leases.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
 
 
 @pytest.mark.slow
@@ -244,12 +244,12 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
 ):
     node = await make()
     node.poll.look()
-    node.poll.changed()
+    node.poll.poll_sooner()
     looked = node.poll.state.polls
     await asyncio.sleep(0.1)
     assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
     node.poll.state = EnforcerState()
-    node.poll.changed()
+    node.poll.poll_sooner()
     for _ in range(3):  # turns of the loop, in which no time passes
         await asyncio.sleep(0)
     assert node.poll.state.engine == node.supervisor.ready
@@ -426,7 +426,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     source.fails, node.machine.free = fails == "engine", None if fails == "machine" else 128 * GIB
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
-    clock.by = STALE + 1
+    clock.by = STALE_AFTER_SECONDS + 1
     node.poll.look()
     assert node.poll.memory().bound_by == UNREADABLE
     assert node.poll.state.level is MemoryLevel.UNKNOWN
@@ -465,7 +465,7 @@ async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(time, "monotonic", clock)
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
-            clock.by += WARN_EVERY
+            clock.by += WARNING_INTERVAL_SECONDS
             node.poll.look()
             node.poll.look()
     node.poll.stop()

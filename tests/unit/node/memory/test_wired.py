@@ -9,7 +9,7 @@ from wire.units import GIB
 def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
     """All in GiB."""
     size = [None if one is None else one * GIB for one in (before, last, after)]
-    return WiredReadings(size[0], size[1], weights * GIB).missing(size[2]) // GIB
+    return WiredReadings(size[0], size[1], weights * GIB).leaked_bytes(size[2]) // GIB
 
 
 @pytest.mark.parametrize(
@@ -55,8 +55,8 @@ def test_what_another_program_gave_back_meanwhile_hides_no_leak():
 
 
 def test_little_is_no_leak_however_small_the_model():
-    assert WiredReadings(0, GIB, GIB // 2).missing(GIB) == 0
-    assert WiredReadings(0, 3 * GIB, 3 * GIB).missing(3 * GIB) == 3 * GIB
+    assert WiredReadings(0, GIB, GIB // 2).leaked_bytes(GIB) == 0
+    assert WiredReadings(0, 3 * GIB, 3 * GIB).leaked_bytes(3 * GIB) == 3 * GIB
 
 
 def lost(leaks: WiredLeaks, before: int, after: int) -> int:
@@ -83,10 +83,10 @@ def test_what_comes_back_was_not_lost():
     lost(leaks, 3, 43)
     lost(leaks, 43, 83)
     for wired in (83 * GIB, 43 * GIB, None):
-        leaks.look(wired)
+        leaks.update(wired)
         assert leaks.count == 2
-    leaks.look(43 * GIB - 1)
+    leaks.update(43 * GIB - 1)
     assert (leaks.count, leaks.missing, leaks.warning()) == (0, 0, "")
     assert lost(leaks, 13, 53) == 40
-    leaks.look(34 * GIB)
+    leaks.update(34 * GIB)
     assert leaks.count == 1, "judged by what was there before the first of these"

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from node.models.catalogue import (
-    DEPTH,
     EMBEDDED,
+    MAX_DEPTH,
     ModelCatalogue,
     describe,
-    forecast,
-    foresee,
     hub_folder,
+    predict_kv,
+    predict_transient,
     read_header,
     roots,
     snapshots,
@@ -80,7 +80,7 @@ def test_models_are_named_by_where_they_lie(tmp_path: Path):
     model(tmp_path / "two")
     model(tmp_path.joinpath(*"deeper") / "lost")
     assert set(library(tmp_path).known()) == {"publisher/one-4bit", "two"}
-    assert DEPTH == 3
+    assert MAX_DEPTH == 3
     assert set(library(tmp_path / "two").known()) == {"two"}, "a configured folder may be a model itself"
 
 
@@ -337,9 +337,9 @@ def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: 
     made = library(tmp_path)
     model(tmp_path / "new")
     assert made.find("new") is None
-    assert made.look("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
-    monkeypatch.setattr("node.models.catalogue.FRESH", 0.0)
-    found = made.look("new")
+    assert made.find_fresh("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
+    monkeypatch.setattr("node.models.catalogue.SCAN_VALID_SECONDS", 0.0)
+    found = made.find_fresh("new")
     assert found is not None
     assert not found.cause
 
@@ -380,7 +380,7 @@ def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
     ],
 )
 def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: KvParameters):
-    assert foresee({**LLAMA, **config}, 2) == kv
+    assert predict_kv({**LLAMA, **config}, 2) == kv
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv
 def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
     whole = {**LLAMA, "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
     inner = {key: whole if value is LLAMA else value for key, value in config.items()}
-    assert foresee(inner, 2) == foresee(whole, 2)
+    assert predict_kv(inner, 2) == predict_kv(whole, 2)
     assert unknown(inner) == ()
 
 
@@ -409,14 +409,14 @@ def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
         "head_dim": 256,
         "torch_dtype": "bfloat16",
     }
-    kv, forward = foresee(config, 2), forecast(config, 2)
+    kv, forward = predict_kv(config, 2), predict_transient(config, 2)
     written = kv.per_token * 110_000
     scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
     assert round((written + scores) / GIB, 3) == 15.557
 
 
 def test_quantized_keys_are_foreseen_at_the_size_of_the_base_type():
-    assert foresee({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == foresee(LLAMA, 2)
+    assert predict_kv({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == predict_kv(LLAMA, 2)
 
 
 def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Path):
@@ -503,7 +503,7 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
     model(tmp_path / "m")
     assert not made.refresh()
     assert set(made.known()) == {EMBEDDED.name}
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
     assert made.refresh()
     assert set(made.known()) == {"m"}
     assert not made.refresh()
@@ -516,7 +516,7 @@ def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     assert made.refresh()
     assert set(made.known()) == {"m"}
     unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False), {})
-    assert unscanned.look("m") == made.find("m")
+    assert unscanned.find_fresh("m") == made.find_fresh("m")
 
 
 def test_files_that_cannot_be_read_say_why(tmp_path: Path):
@@ -562,7 +562,7 @@ def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_f
 def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in "abcd":
         model(tmp_path / name)
-    monkeypatch.setattr("node.models.catalogue.MOST_FOLDERS", 3)
+    monkeypatch.setattr("node.models.catalogue.MAX_FOLDERS", 3)
     assert [name for name, _ in roots(tmp_path)] == ["a", "b"], "the first is the folder of all"
 
 
@@ -707,7 +707,7 @@ DELTA = {
     ],
 )
 def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: KvParameters):
-    assert foresee({**LLAMA, **config}, 3) == kv
+    assert predict_kv({**LLAMA, **config}, 3) == kv
 
 
 @pytest.mark.parametrize(
@@ -746,7 +746,7 @@ def test_a_forward_is_foreseen_in_bytes(
     monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: TransientModel
 ):
     monkeypatch.setattr("sys.platform", platform)
-    assert forecast({**LLAMA, **config}, 2) == transient
+    assert predict_transient({**LLAMA, **config}, 2) == transient
 
 
 def test_the_dimensions_that_miss_are_named_in_order():

@@ -18,7 +18,7 @@ def test_a_mac_stays_awake_for_its_work(rule: str, held: list[bool]):
     for after, works in ((0.0, False), (10.0, True), (LINGER_SECONDS - 1, False), (2.0, False)):
         now[0] += after
         busy[0] = works
-        wakeful.look()
+        wakeful.update()
         seen.append(awake.held)
     wakeful.stop()
     assert seen == held
@@ -39,7 +39,7 @@ def test_a_mac_may_sleep_before_its_first_work_and_a_minute_after_its_last():
         (91.0, True, True),
     ):
         now[0], busy[0] = at, works
-        wakeful.look()
+        wakeful.update()
         assert awake.held is held, at
     wakeful.stop()
     assert not awake.held

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.sharing.policy import (
-    DAY,
+    DAY_SECONDS,
     SHARED,
     GracePeriods,
     Occupancy,
@@ -19,13 +19,13 @@ from node.sharing.policy import (
     due,
     in_force,
     read_hours,
-    regained,
-    standing,
+    recovery_percent,
+    sharing_state,
     too_low,
 )
 
 NIGHT = read_hours("22:00-07:00")
-TIMES = st.integers(0, DAY - 1)
+TIMES = st.integers(0, DAY_SECONDS - 1)
 SPANS = st.tuples(TIMES, TIMES).filter(lambda span: span[0] != span[1])
 HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: ShareHours(tuple(spans)))
 FACTS = st.builds(
@@ -48,7 +48,7 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
     hours, minutes = clock.split(":")
     second = int(hours) * 3600 + int(minutes) * 60
     assert NIGHT.inside(second) is shared
-    found = standing(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
+    found = sharing_state(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
     assert found.shared is shared
     if not shared:
         assert found.until == 1_000_000.0 + (22 * 3600 - second)
@@ -92,7 +92,7 @@ def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[
 
 def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
     hours = read_hours("09:00-17:00")
-    seconds = (0, 32399, 32400, 61199, 61200, DAY - 1)
+    seconds = (0, 32399, 32400, 61199, 61200, DAY_SECONDS - 1)
     assert [hours.inside(second) for second in seconds] == [False, False, True, True, False, False]
     assert [hours.opens_in(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
 
@@ -107,17 +107,17 @@ def test_hours_are_read_as_they_are_written(hours: ShareHours) -> None:
 @given(HOURS, TIMES)
 def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> None:
     wait = hours.opens_in(second)
-    assert 0 <= wait < DAY
-    assert hours.inside((second + wait) % DAY)
+    assert 0 <= wait < DAY_SECONDS
+    assert hours.inside((second + wait) % DAY_SECONDS)
     assert (wait == 0) is hours.inside(second)
-    assert not any(hours.inside((second + step) % DAY) for step in range(0, int(wait), 997))
+    assert not any(hours.inside((second + step) % DAY_SECONDS) for step in range(0, int(wait), 997))
 
 
 @given(RULES, FACTS, st.floats(0, 2e9))
 def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(
     rule: SharingRule, facts: SharingInputs, now: float
 ) -> None:
-    found = standing(rule, facts, now)
+    found = sharing_state(rule, facts, now)
     assert found.shared is not bool(found.why)
     if in_force(facts.pause, now) is not None:
         assert not found.shared
@@ -136,16 +136,16 @@ def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(
 
 def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
     facts = SharingInputs(SharingPause(100.0, "ann"), plugged=False)
-    assert standing(SharingRule(), facts, 99.9).until == 100.0
-    assert standing(SharingRule(), facts, 100.0) == SHARED
-    after = standing(SharingRule(ShareWhen.PLUGGED_IN), facts, 100.0)
+    assert sharing_state(SharingRule(), facts, 99.9).until == 100.0
+    assert sharing_state(SharingRule(), facts, 100.0) == SHARED
+    after = sharing_state(SharingRule(ShareWhen.PLUGGED_IN), facts, 100.0)
     assert not after.shared
     assert not after.by_hand
 
 
 @pytest.mark.parametrize("when", [ShareWhen.PLUGGED_IN, ShareWhen.IDLE])
 def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
-    found = standing(SharingRule(when), SharingInputs(), 0.0)
+    found = sharing_state(SharingRule(when), SharingInputs(), 0.0)
     assert not found.shared
     assert "cannot be read" in found.why
     assert f'node.share = "{when}"' in found.why
@@ -178,7 +178,7 @@ BATTERY = SharingState(False, "it runs on battery, and shares only while it is p
     ],
 )
 def test_the_rule_says_yes_or_why_not(rule: SharingRule, facts: SharingInputs, found: SharingState) -> None:
-    assert standing(rule, facts, 0.0) == found
+    assert sharing_state(rule, facts, 0.0) == found
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def charged(charges: list[float], least: int = 50, plugged: bool | None = False)
     for charge in charges:
         facts = SharingInputs(plugged=plugged, battery=charge, low=low)
         low = too_low(rule, facts)
-        found.append(standing(rule, facts, 0.0).shared)
+        found.append(sharing_state(rule, facts, 0.0).shared)
     return found
 
 
@@ -212,29 +212,29 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 2, 1], plugged=True) == [True] * 3
     assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
     assert charged([3, 2], least=0) == [True] * 2
-    why = standing(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
+    why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert why == "its battery is at 42 %, and node.share_battery = 50; it shares again from 55 % on, or plugged in"
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
 def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
-    below = [min(charge, regained(least) - 0.5) for charge in charges]
+    below = [min(charge, recovery_percent(least) - 0.5) for charge in charges]
     found = charged(below, least)
     assert found == sorted(found, reverse=True)
 
 
 def test_the_battery_only_narrows_what_the_rule_says() -> None:
     weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
-    assert not standing(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
-    assert standing(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
-    assert "somebody uses it" in standing(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
-    assert not standing(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
+    assert not sharing_state(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
+    assert sharing_state(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
+    assert "somebody uses it" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
+    assert not sharing_state(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
 
 
 def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_yes() -> None:
-    assert standing(SharingRule(battery=50), SharingInputs(plugged=True), 0.0) == SHARED
+    assert sharing_state(SharingRule(battery=50), SharingInputs(plugged=True), 0.0) == SHARED
     for plugged in (None, False):
-        found = standing(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
+        found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
         assert "cannot be read here, which node.share_battery = 50 needs" in found.why
 

@@ -112,7 +112,7 @@ async def test_an_ask_that_comes_again_is_answered_again_and_granted_once(make: 
     await node.ended()
     node.ask()
     node.release("cancelled")
-    node.lender.linked()
+    node.lender.resend_ends()
     assert kinds(node)[2:] == [LeaseEnded] * 4, "an end is sent until it is acknowledged, on a new link too"
     assert node.limiter.leases == 0
 
@@ -247,7 +247,7 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_lends_again(ma
     assert not (leases / "l-1.1" / "scratch").exists()
     assert not (leases / "forgotten.1").exists(), "what nothing names is removed"
     node.frames.clear()
-    node.lender.linked()
+    node.lender.resend_ends()
     assert [frame for frame in node.frames if isinstance(frame, LeaseEnded)] == [done, ended]
     node.ask(lease="l-0", generation=3)
     refused = await node.frame(LeaseRefused, "l-0")

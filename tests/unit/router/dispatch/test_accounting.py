@@ -292,7 +292,7 @@ async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_
     assert isinstance(late.outcome, RequestFailure)
     assert late.outcome.code == "shutting_down"
     assert running.outcome is None
-    assert cluster.dispatcher.servable() != ""
+    assert cluster.dispatcher.outage_reason() != ""
     finish(cluster)
     for ticket in (running, late):
         cluster.dispatcher.close(ticket)

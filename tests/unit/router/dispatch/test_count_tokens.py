@@ -3,7 +3,7 @@
 import asyncio
 
 from router.dispatch.count_tokens import count
-from router.dispatch.node_commands import MAX_COUNTS_OF_A_KEY
+from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens, Frame, Message
@@ -87,7 +87,7 @@ async def test_a_node_is_asked_in_the_name_of_the_key():
 async def test_one_key_does_not_take_all_counts():
     node = LoopbackNode("a")
     cluster = Silent(node)
-    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_OF_A_KEY + 1)]
+    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_PER_KEY + 1)]
     other = asyncio.ensure_future(count(cluster.dispatcher, ASKED, "other"))
     await asyncio.sleep(0.01)
     found = [one.result() for one in counts if one.done()]

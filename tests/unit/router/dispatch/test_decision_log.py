@@ -5,15 +5,15 @@ from random import Random
 import pytest
 
 from router.dispatch.decision_log import (
-    DECISIONS_KEPT,
-    ROWS_KEPT,
-    STORIES_KEPT,
+    MAX_CANDIDATES_KEPT,
+    MAX_DECISIONS_KEPT,
+    MAX_REQUESTS_KEPT,
     DecisionLog,
     PlacementDecision,
     read_line,
     replay,
 )
-from router.dispatch.request import MOST_STEPS, ActiveRequest, RequestFailure, StreamingRequest
+from router.dispatch.request import MAX_STEPS, ActiveRequest, RequestFailure, StreamingRequest
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import POLICIES, NoPlacement, Placement, ResourceDemand, place
 from router.placement.reservations import ReservationLedger
@@ -47,7 +47,7 @@ def decided(*nodes: NodeView, policy: str = "balanced", ask: ResourceDemand = AS
 def kept(*results: Placement | NoPlacement) -> list[PlacementDecision]:
     history = DecisionLog()
     for number, result in enumerate(results):
-        history.decided(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
+        history.record_decision(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
     return list(history.decisions)
 
 
@@ -58,7 +58,7 @@ def test_a_decision_comes_back_from_its_line():
     placed, full = decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0)))
     history = DecisionLog()
     for result in (placed, full):
-        history.decided(1.0, "r", "k", ASK, result, 2)
+        history.record_decision(1.0, "r", "k", ASK, result, 2)
     read = [read_line(line) for line in history.lines()]
     assert read == list(history.decisions)
     assert read[0].chosen == "fast"
@@ -87,18 +87,18 @@ def test_of_a_large_cluster_the_chosen_node_is_kept():
     nodes = [a_node(str(number), a_memory(2 * GIB), 100.0) for number in range(40)]
     nodes[30] = FAST_AND_SMALL
     (decision,) = kept(decided(*nodes))
-    assert len(decision.candidates) == ROWS_KEPT + 1
+    assert len(decision.candidates) == MAX_CANDIDATES_KEPT + 1
     assert decision.nodes == 40
     assert [row["name"] for row in decision.rows() if row["chosen"]] == ["fast"]
 
 
 def test_the_rings_are_bounded():
     history, result = DecisionLog(), decided(FAST_AND_SMALL)
-    for number in range(DECISIONS_KEPT + 10):
-        history.decided(0.0, f"r{number}", "k", ASK, result, 1)
-    assert len(history.decisions) == DECISIONS_KEPT
-    assert history.decided_on("r0") == []
-    assert history.stories.maxlen == STORIES_KEPT
+    for number in range(MAX_DECISIONS_KEPT + 10):
+        history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
+    assert len(history.decisions) == MAX_DECISIONS_KEPT
+    assert history.decisions_about("r0") == []
+    assert history.stories.maxlen == MAX_REQUESTS_KEPT
 
 
 # stories
@@ -125,7 +125,7 @@ async def test_a_request_tells_its_way():
         ("sent", f"node-{second}"),
         ("first token", f"node-{second}"),
     ]
-    (story,) = two.dispatcher.history.told("r0")
+    (story,) = two.dispatcher.history.requests_by_id("r0")
     assert (story.key, story.model, story.outcome, story.prompt_tokens) == ("ada", "tiny", "ok", 25)
     assert story.seconds == pytest.approx(3.0)
     assert story.steps[-1][0] == pytest.approx(1.0)
@@ -137,7 +137,7 @@ async def test_a_refused_and_a_waiting_request_have_a_story_too():
     one.report()
     ticket = one.submit()
     one.dispatcher.shutdown("bye")
-    (story,) = one.dispatcher.history.told("r0")
+    (story,) = one.dispatcher.history.requests_by_id("r0")
     assert (story.outcome, story.message) == ("shutting_down", "bye")
     assert way(ticket) == [("queued", "")]
     assert isinstance(ticket.outcome, RequestFailure)
@@ -160,6 +160,6 @@ async def test_a_story_is_bounded():
     one = Cluster(A)
     ticket = one.submit()
     for number in range(200):
-        ticket.mark(one.now, f"step {number}")
-    assert len(ticket.steps) == MOST_STEPS
+        ticket.add_step(one.now, f"step {number}")
+    assert len(ticket.steps) == MAX_STEPS
     assert (ticket.steps[0][1], ticket.steps[-1][1]) == ("sent", "step 199")

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from router.dispatch.dispatcher import SWEEP_SECONDS
-from router.dispatch.model_swaps import LEAST_SLICE
+from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS
+from router.dispatch.model_swaps import MIN_SLICE_SECONDS
 from router.dispatch.request import ActiveRequest, RequestSpec, StreamingRequest
 from router.placement.place import ResourceDemand
 from tests.support.loopback_cluster import a_memory, a_model
@@ -39,8 +39,8 @@ def has(cluster: Cluster, *names: str, loading: str = "") -> None:
 
 def passes(cluster: Cluster, seconds: float) -> None:
     """Time passes, with reports and sweeps."""
-    for _ in range(int(seconds / SWEEP_SECONDS)):
-        cluster.now += SWEEP_SECONDS
+    for _ in range(int(seconds / SWEEP_INTERVAL_SECONDS)):
+        cluster.now += SWEEP_INTERVAL_SECONDS
         cluster.report()
         cluster.dispatcher.sweep()
 
@@ -68,12 +68,12 @@ def finish(cluster: Cluster, ticket: ActiveRequest) -> None:
 
 
 def running(cluster: Cluster) -> ActiveRequest:
-    return cluster.dispatcher.under_way()[0]
+    return cluster.dispatcher.open_requests()[0]
 
 
 async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_comes_next(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     assert other.swap == "waiting for a model swap on node-a (one -> two)"
     later = ask(mac, "one")
     assert later.node is None
@@ -88,7 +88,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     assert not mac.dispatcher.ledger.turns
     assert later.node is None
     has(mac, "two")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     assert later.swap == "waiting for a model swap on node-a (two -> one)"
     finish(mac, other)
     await asyncio.sleep(0)
@@ -133,7 +133,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     slow = mac.settings.swap_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
-    for _ in range(int(2 * LEAST_SLICE)):
+    for _ in range(int(2 * MIN_SLICE_SECONDS)):
         passes(mac, 1)
         await asyncio.sleep(0)
     assert mac.dispatcher.ledger.held_on(other.number) is None
@@ -160,7 +160,7 @@ async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster)
 
 async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     later = ask(mac, "one")
     mac.dispatcher.close(other)
     await asyncio.sleep(0)
@@ -175,7 +175,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     for ticket in (first, first, second):  # the first is nearer to its end
         cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
     ask(cluster, "two", "bob")
-    passes(cluster, LEAST_SLICE + 1)
+    passes(cluster, MIN_SLICE_SECONDS + 1)
     assert list(cluster.dispatcher.ledger.turns) == [A]
     cluster.state[B] = "lost"
     cluster.report()
@@ -187,7 +187,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
 
 async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))
     await asyncio.sleep(0)
     mac.dispatcher.receive(A, Refusal(other.request, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
@@ -203,7 +203,7 @@ async def test_no_third_model_takes_the_room_that_is_made(mac: Cluster):
     mac.models += (third,)
     mac.report()
     ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))
     assert ask(mac, "three", "eve").node is None
     await asyncio.sleep(0)

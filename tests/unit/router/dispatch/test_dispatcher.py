@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from router.admission.rate_limits import KeyLimits, RateLimits
-from router.dispatch.dispatcher import SWEEP_SECONDS, Dispatcher
+from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS, Dispatcher
 from router.dispatch.request import (
     CANCELLED,
     SLOW,
@@ -364,7 +364,7 @@ async def test_a_full_line_and_a_greedy_key_are_told_so():
     others = [cluster.submit(key=f"k{number}") for number in range(5)]
     assert isinstance(others[-1].outcome, Refused)
     assert others[-1].outcome.code is RefusalCode.QUEUE_FULL
-    assert "wait already" in cluster.dispatcher.servable()
+    assert "wait already" in cluster.dispatcher.outage_reason()
     cluster.dispatcher.shutdown()
     cluster.settled()
 
@@ -678,12 +678,12 @@ async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node
 
 async def test_orders_are_heard_beside_requests(one: Cluster):
     ticket = one.submit()
-    asking = asyncio.create_task(one.dispatcher.orders.give(LoadModel, A, "node-a", "tiny"))
+    asking = asyncio.create_task(one.dispatcher.orders.send(LoadModel, A, "node-a", "tiny"))
     await turn()
     assert one.sent[-1] == (A, LoadModel(1002, "tiny"))
     one.dispatcher.receive(A, Finished(1002, (), 0, 0))
     assert isinstance(await asking, Finished)
-    lost = asyncio.create_task(one.dispatcher.orders.give(UnloadModel, A, "node-a", "tiny"))
+    lost = asyncio.create_task(one.dispatcher.orders.send(UnloadModel, A, "node-a", "tiny"))
     await turn()
     one.dispatcher.node_gone(A, "gone")
     assert isinstance(await lost, RequestFailure)
@@ -805,20 +805,20 @@ async def test_shutdown_tells_everybody(two: Cluster):
 async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
     two.submit()
     two.refuse()
-    decisions = two.dispatcher.history.decided_on("r0")
+    decisions = two.dispatcher.history.decisions_about("r0")
     assert len(decisions) == 2
     assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
     assert "refused this request" in str(decisions[1].rows())
 
 
 async def test_servable_says_why_not(one: Cluster):
-    assert one.dispatcher.servable() == ""
+    assert one.dispatcher.outage_reason() == ""
     full(one, A)
-    assert "best node node-a has" in one.dispatcher.servable()
+    assert "best node node-a has" in one.dispatcher.outage_reason()
     one.state[A] = "asleep"
     one.report()
-    assert "node-a is asleep" in one.dispatcher.servable()
-    assert Cluster().dispatcher.servable() == "no node of the cluster has reported a model"
+    assert "node-a is asleep" in one.dispatcher.outage_reason()
+    assert Cluster().dispatcher.outage_reason() == "no node of the cluster has reported a model"
 
 
 async def test_preview_decides_without_acting(one: Cluster):
@@ -937,7 +937,7 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
         one.dispatcher.close(ticket)
     elif end == "slow" and isinstance(ticket, StreamingRequest):
         ticket.opened = ticket.blocked = True
-        for _ in range(int(one.settings.slow_client_seconds / SWEEP_SECONDS) + 2):
+        for _ in range(int(one.settings.slow_client_seconds / SWEEP_INTERVAL_SECONDS) + 2):
             one.dispatcher.sweep()
     elif end == "lost":
         one.dispatcher.node_gone(A, "the link ended")
@@ -970,7 +970,7 @@ async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
     one.say(lambda number: Admitted(number, 20))
     for _ in range(6):
         one.speak()
-    ticket.bound()
+    ticket.discard_excess()
     one.speak()
     one.speak(choice=7)
     one.dispatcher.close(ticket)
@@ -1004,7 +1004,7 @@ async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Clus
     ticket = two.submit()
     where, _ = two.last()
     two.speak("hello")
-    emptied = asyncio.create_task(two.dispatcher.emptied(where, 5.0))
+    emptied = asyncio.create_task(two.dispatcher.wait_drained(where, 5.0))
     await turn()
     other, _ = two.last()
     assert other != where
@@ -1023,8 +1023,8 @@ async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
     other = B if where == A else A
     two.memory[other] = a_memory(0)
     two.report()
-    assert await two.dispatcher.emptied(where, 0.01) == 1, "it runs on where it is"
-    first, second = (asyncio.create_task(two.dispatcher.emptied(where, 5.0)) for _ in range(2))
+    assert await two.dispatcher.wait_drained(where, 0.01) == 1, "it runs on where it is"
+    first, second = (asyncio.create_task(two.dispatcher.wait_drained(where, 5.0)) for _ in range(2))
     await turn()
     two.memory[other] = a_memory()
     two.report()
@@ -1034,11 +1034,11 @@ async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
 
 async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
     one.submit()
-    waits = asyncio.create_task(one.dispatcher.emptied(A, 5.0))
+    waits = asyncio.create_task(one.dispatcher.wait_drained(A, 5.0))
     await turn()
     one.finish()
     assert await waits == 0
-    assert await one.dispatcher.emptied(A, 5.0) == 0
+    assert await one.dispatcher.wait_drained(A, 5.0) == 0
 
 
 # counters
@@ -1090,7 +1090,7 @@ async def test_reservations_and_room_of_no_request_are_leaks():
     cluster = Cluster(A)
     cluster.submit()
     assert cluster.dispatcher.leaks() == 0
-    cluster.dispatcher.ledger.claim(A, 77, 77, MIB, 1, 0, 0.0, 1)
+    cluster.dispatcher.ledger.reserve(A, 77, 77, MIB, 1, 0, 0.0, 1)
     assert cluster.dispatcher.leaks() == 1
     cluster.dispatcher.ledger.hold(88, A, MIB)
     assert cluster.dispatcher.leaks() == 2

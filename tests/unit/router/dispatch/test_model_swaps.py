@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from router.dispatch import model_swaps
 from router.dispatch.model_swaps import (
-    KEYS,
-    LEAST_SLICE,
-    MAX_LOOKS,
-    PATIENCE,
-    SLICE_LOADS,
-    SLICES,
+    MAX_REQUESTS_EXAMINED,
+    MAX_SLICE_KEYS,
+    MIN_SLICE_SECONDS,
+    SLICE_LOAD_FACTOR,
+    SWAP_AFTER_SECONDS,
+    WAIT_SLICES,
     BeginTurn,
     EndTurn,
     ModelUse,
@@ -35,7 +35,7 @@ from wire.units import GIB, MIB
 LONGEST = 300.0
 N1, N2, N3 = NodeId("n1"), NodeId("n2"), NodeId("n3")
 LOAD = 2.0
-SLICE = LEAST_SLICE + SLICE_LOADS * LOAD
+SLICE = MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * LOAD
 START = 1000.0
 
 
@@ -102,7 +102,7 @@ class World:
 
     def picture(self) -> SwapInput:
         nodes = {node: self.view(node) for node in self.loaded}
-        self.swaps.follow(nodes.values(), self.now)
+        self.swaps.update_loaded(nodes.values(), self.now)
         waiting: list[model_swaps.SwapCandidate] = []
         keys: dict[str, dict[str, int]] = {}
         for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
@@ -146,15 +146,15 @@ def busy() -> World:
 
 def test_a_model_in_use_leaves_after_its_slice_and_the_patience_of_who_waits():
     world = busy()
-    assert world.begun(PATIENCE) == [], "model a has been there for five seconds only"
-    assert world.begun(SLICE - PATIENCE) == [(N1, "b", {"a"})]
+    assert world.begun(SWAP_AFTER_SECONDS) == [], "model a has been there for five seconds only"
+    assert world.begun(SLICE - SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
     world = World("a", "b")
     world.node(N1, "a")
     world.step(10 * SLICE)
     world.runs(N1, "a")
     world.waits("b")
     assert world.begun() == []
-    assert world.begun(PATIENCE) == [(N1, "b", {"a"})]
+    assert world.begun(SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
 
 
 def test_an_idle_model_leaves_at_once_also_beside_one_in_use():
@@ -207,7 +207,9 @@ def test_keys_that_wait_for_a_model_lose_it_as_those_do_that_use_it():
     world.waits("b")
     for key in ("eve", "fay"):
         world.waits("a", key)
-    assert world.begun(KEYS * SLICE) == [(N2, "b", {"c"})], "node 1 is free sooner, but three keys would lose it"
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N2, "b", {"c"})], (
+        "node 1 is free sooner, but three keys would lose it"
+    )
 
 
 def test_the_model_that_left_gets_its_turn_by_the_same_rule():
@@ -234,7 +236,7 @@ def test_what_fits_beside_all_models_waits_for_rows_in_the_ordinary_way():
     world.node(N1, "a")
     world.runs(N1, "a")
     world.waits("b")
-    world.ledger.claim(N1, 7, 7, 9 * GIB)
+    world.ledger.reserve(N1, 7, 7, 9 * GIB)
     plan = world.swaps.step(world.picture(), world.now + LONGEST)
     assert not plan.actions
     assert not plan.waits
@@ -272,7 +274,9 @@ def test_the_node_turns_that_the_fewest_keys_lose_and_that_is_free_soonest():
         world.runs(N1, "a", key, seconds=1.0)
     world.runs(N2, "c", "ada", seconds=90.0)
     world.waits("b")
-    assert world.begun(KEYS * SLICE) == [(N2, "b", {"c"})], "two keys would lose the last model a, one key model c"
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N2, "b", {"c"})], (
+        "two keys would lose the last model a, one key model c"
+    )
     world = World("a", "b")
     for node, seconds in ((N1, 60.0), (N2, 20.0)):
         world.node(node, "a")
@@ -299,13 +303,13 @@ def test_a_model_that_more_keys_use_stays_longer():
     world = busy()
     for number in range(20):
         world.runs(N1, "a", f"key {number}")
-    assert world.begun(KEYS * SLICE) == [(N1, "b", {"a"})]
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "b", {"a"})]
 
 
 def test_a_slice_ends_before_who_waits_gives_up():
     world = busy()
     world.models = {name: msgspec.structs.replace(one, load_seconds=500.0) for name, one in world.models.items()}
-    assert world.begun(LONGEST / SLICES - 0.1) == []
+    assert world.begun(LONGEST / WAIT_SLICES - 0.1) == []
     assert world.begun(0.2) == [(N1, "b", {"a"})]
 
 
@@ -414,7 +418,7 @@ def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveR
 def judged(
     view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
 ) -> SwapInput:
-    return model_swaps.picture_of(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+    return model_swaps.swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
 def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
@@ -423,16 +427,16 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
         world.node(node)
     world.node(N2, "b")
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
-    queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_LOOKS + 3)]
+    queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_REQUESTS_EXAMINED + 3)]
     queued += [ticket(9, "a"), ticket(10, "gone")]
     queued[0].refused = {N2: START, N1: START - 1.0}
-    world.ledger.claim(N1, 1, 1, GIB)
-    monkeypatch.setattr(model_swaps, "MAX_NODES", 2)
+    world.ledger.reserve(N1, 1, 1, GIB)
+    monkeypatch.setattr(model_swaps, "MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
     assert [one.ticket for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
     assert picture.keys == {
-        "b": {f"key {number}": number for number in range(1, MAX_LOOKS + 3)},
+        "b": {f"key {number}": number for number in range(1, MAX_REQUESTS_EXAMINED + 3)},
         "a": {"bob": 4},
         "gone": {"bob": 4},
     }
@@ -444,7 +448,7 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
     turned = judged(view, queued[:1], world.ledger).waiting[0]
     assert [at.node for at in turned.candidates] == [N1, N2], "a node with a turn is looked at first"
     world.ledger.turns.clear()
-    world.ledger.claim(N2, 2, 2, GIB)
+    world.ledger.reserve(N2, 2, 2, GIB)
     loading = judged(view, queued[:1], world.ledger).waiting[0]
     assert [at.node for at in loading.candidates] == [N3, N2], "one that loads the model has it"
 
@@ -456,7 +460,7 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     live = [ticket(number, name) for number, name in ((1, "a"), (2, "a"), (3, "slow"), (4, "a"), (5, "a"))]
     for number, one in enumerate(live[:4], 1):
         one.node, one.request = N1, 10 + number
-        world.ledger.claim(N1, one.request, number, GIB, 400, seconds=2.0)
+        world.ledger.reserve(N1, one.request, number, GIB, 400, seconds=2.0)
     live[3].node = N2
     world.ledger.read(12)
     picture = judged(ClusterView((world.view(N1),)), [], world.ledger, live)
@@ -496,7 +500,7 @@ def drawn(
         node = present[at % len(present)]
         if name in world.loaded[node]:
             world.runs(node, name, key)
-    world.step(KEYS * LONGEST)
+    world.step(MAX_SLICE_KEYS * LONGEST)
     for name, key, ago in waits:
         world.waits(name, key, since=world.now - ago)
     return world

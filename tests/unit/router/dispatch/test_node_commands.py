@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from router.dispatch import node_commands as module
-from router.dispatch.node_commands import MAX_COUNTS_OF_A_KEY, MOST_OPEN, Ended, Kind, NodeCommands
+from router.dispatch.node_commands import MAX_COUNTS_PER_KEY, MAX_OPEN_COMMANDS, Ended, Kind, NodeCommands
 from router.dispatch.request import RequestFailure
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
@@ -47,7 +47,7 @@ class Nodes:
         return self.number
 
     async def give(self, kind: Kind = LoadModel, node: NodeId = A) -> asyncio.Task[Ended]:
-        task = asyncio.create_task(self.orders.give(kind, node, f"node-{node}", "tiny"))
+        task = asyncio.create_task(self.orders.send(kind, node, f"node-{node}", "tiny"))
         await asyncio.sleep(0)
         return task
 
@@ -131,20 +131,20 @@ async def test_a_node_without_a_link_is_a_refusal(nodes: Nodes):
 
 
 async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
-    tasks = [await nodes.give() for _ in range(MOST_OPEN)]
+    tasks = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
     ended = await (await nodes.give())
     assert ended == Refused(RefusalCode.QUEUE_FULL, "64 loads are under way already: wait for one to end")
-    assert len(nodes.sent) == MOST_OPEN
+    assert len(nodes.sent) == MAX_OPEN_COMMANDS
     nodes.orders.shutdown("stopping")
     assert {await task for task in tasks} == {RequestFailure("shutting_down", "stopping")}
     assert await (await nodes.give()) == RequestFailure("shutting_down", "stopping")
 
 
 async def test_counts_have_places_of_their_own(nodes: Nodes):
-    loads = [await nodes.give() for _ in range(MOST_OPEN)]
+    loads = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
     count = asyncio.create_task(nodes.orders.count(A, "node-a", CountTokens(0, "tiny", (Message("user", "x"),), 5)))
     await asyncio.sleep(0)
-    number = MOST_OPEN + 1
+    number = MAX_OPEN_COMMANDS + 1
     assert nodes.sent[-1] == (A, CountTokens(number, "tiny", (Message("user", "x"),), 5))
     nodes.orders.receive(A, Finished(number, (), 12, 0))
     assert await count == Finished(number, (), 12, 0)
@@ -153,8 +153,8 @@ async def test_counts_have_places_of_their_own(nodes: Nodes):
 
 
 async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
-    keys = MOST_OPEN // MAX_COUNTS_OF_A_KEY
-    counts = [await nodes.count(f"key-{number % keys}") for number in range(MOST_OPEN - 1)]
+    keys = MAX_OPEN_COMMANDS // MAX_COUNTS_PER_KEY
+    counts = [await nodes.count(f"key-{number % keys}") for number in range(MAX_OPEN_COMMANDS - 1)]
     full = await nodes.count("key-0")
     text = "16 counts of this API key are under way already: wait for one to end"
     assert await full == Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
@@ -175,7 +175,7 @@ async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):
 
 
 async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "LONGEST", 0.01)
+    monkeypatch.setattr(module, "COMMAND_TIMEOUT_SECONDS", 0.01)
     ended = await (await nodes.give())
     assert isinstance(ended, RequestFailure)
     assert ended.code == "order_timeout"

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from router.placement.cluster_view import (
-    LONGEST_CONTEXT,
-    LONGEST_TEXT,
-    MOST_BYTES,
-    MOST_EXPECTED,
-    MOST_STEP,
+    MAX_BYTES,
+    MAX_CONTEXT,
+    MAX_EXPECTED_OUTPUT,
+    MAX_KV_STEP,
+    MAX_TEXT_CHARS,
     UNMEASURED_PREFILL,
     NodeView,
-    honest_memory,
+    sanitize_memory,
     view_of,
 )
 from wire.capacity.arithmetic import Fits, judge, request_need
@@ -141,11 +141,11 @@ POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
         (Memory(age=0.5), Memory(age=0.5)),
         (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
         (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(bound_by="a?b?")),
-        (Memory(source="x" * LONGEST_TEXT + "y"), Memory(source="x" * LONGEST_TEXT)),
+        (Memory(source="x" * MAX_TEXT_CHARS + "y"), Memory(source="x" * MAX_TEXT_CHARS)),
     ],
 )
 def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory):
-    assert honest_memory(memory) == honest
+    assert sanitize_memory(memory) == honest
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory
     [
         ({}, True),
         ({"name": "a\x1b[2J"}, False),
-        ({"weights": MOST_BYTES, "kv_per_token": 0, "kv_step": MOST_STEP}, True),
-        ({"kv_window_per_token": MOST_BYTES + 1}, False),
+        ({"weights": MAX_BYTES, "kv_per_token": 0, "kv_step": MAX_KV_STEP}, True),
+        ({"kv_window_per_token": MAX_BYTES + 1}, False),
         ({"transient": -1}, False),
         ({"forward": TransientModel(fixed=-1)}, False),
         ({"kv_step": 0}, False),
         ({"kv_step": 1}, True),
-        ({"kv_step": MOST_STEP + 1}, False),
+        ({"kv_step": MAX_KV_STEP + 1}, False),
     ],
 )
 def test_a_model_is_seen_when_its_name_and_sizes_are_possible(change: dict[str, object], possible: bool):
@@ -216,9 +216,9 @@ HONEST = Model(
         ({"progress": 1.1}, {"progress": 0.0}),
         ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": 0.0}),
         ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": 0.0}),
-        ({"context": LONGEST_CONTEXT + 1}, {"context": LONGEST_CONTEXT}),
+        ({"context": MAX_CONTEXT + 1}, {"context": MAX_CONTEXT}),
         ({"expected_output": 0}, {"expected_output": 256}),
-        ({"expected_output": MOST_EXPECTED + 1}, {"expected_output": MOST_EXPECTED}),
+        ({"expected_output": MAX_EXPECTED_OUTPUT + 1}, {"expected_output": MAX_EXPECTED_OUTPUT}),
         ({"groups": (BatchGroup(0, 5, 0), BatchGroup(1, -1, 0), BatchGroup(1, 0, 0))}, {}),
     ],
 )

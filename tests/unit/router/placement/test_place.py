@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.place import (
     POLICIES,
     AttemptHistory,
@@ -21,10 +21,10 @@ from router.placement.place import (
     ResourceDemand,
     explain,
     place,
+    prefill_wait,
     retry_after,
-    turns,
 )
-from router.placement.recovery import GROWTH
+from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from router.placement.vectorized import VectorIndex
 from tests.support.loopback_cluster import a_memory, a_model
@@ -127,7 +127,7 @@ def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_con
 
 def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
     ledger, memory = ReservationLedger(), a_memory(reserved=1 * GIB)
-    ledger.claim(NodeId("a"), 1, 1, 3 * GIB)
+    ledger.reserve(NodeId("a"), 1, 1, 3 * GIB)
     (found,), _ = told(decide(node("a", memory), ledger=ledger))
     numbers = found.numbers()
     assert (numbers.reserved, numbers.estimate, numbers.margin) == (4 * GIB, found.need, memory.margin)
@@ -138,7 +138,7 @@ def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
 def test_what_was_written_elsewhere_is_read_again_and_never_known():
     asked = ResourceDemand("tiny", 400, prompt_tokens=1000, written=500)
     (alone,), _ = told(decide(node("a"), ask=asked))
-    assert (alone.reading, alone.output_tokens) == (1500, 500 + GROWTH)
+    assert (alone.reading, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
     assert alone.expected_ttft == pytest.approx(1.5), "at 1,000 tokens per second"
     (warm,), _ = told(decide(node("a"), ask=asked, warm={NodeId("a"): 0.75}))
     assert (warm.reading, warm.expected_ttft, warm.warm) == (250 + 500, pytest.approx(0.75), 0.75)
@@ -175,7 +175,7 @@ REASONS = [
     ({"state": "paused", "sharing": Sharing(paused=True, why="somebody plays")}, "is paused: somebody plays"),
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
-    ({"heard_at": NOW - FRESH_SECONDS - 0.1}, "was last heard 3.1 s ago"),
+    ({"heard_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "was last heard 3.1 s ago"),
     ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
     ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
     (
@@ -233,7 +233,7 @@ def test_an_estimated_prompt_is_never_longer_than_the_context():
 
 
 def test_a_report_that_is_just_fresh_counts():
-    assert chosen(decide(node("a", heard_at=NOW - FRESH_SECONDS))) == "a"
+    assert chosen(decide(node("a", heard_at=NOW - MAX_REPORT_AGE_SECONDS))) == "a"
 
 
 MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
@@ -322,7 +322,7 @@ def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
 
 def test_what_was_promised_since_the_report_counts():
     ledger = ReservationLedger()
-    ledger.claim(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
+    ledger.reserve(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
     result = decide(node("a"), node("b", a_memory(2 * GIB)), ledger=ledger)
     assert chosen(result) == "b"
     assert why(result, "a").startswith("needs 74.2 MiB, headroom is 10.0 MiB (of 24.0 GiB, ")
@@ -347,7 +347,7 @@ def test_a_correction_withholds_what_the_view_overstates(
     memory: Memory, correction: HeadroomCorrection, withheld: int, headroom: int | None
 ):
     ledger = ReservationLedger()
-    ledger.claim(NodeId("a"), 1, 1, 2 * GIB)
+    ledger.reserve(NodeId("a"), 1, 1, 2 * GIB)
     (found,) = decide(node("a", memory), ledger=ledger, corrections={NodeId("a"): correction}).candidates
     assert (found.withheld, found.headroom) == (withheld, headroom)
 
@@ -453,7 +453,7 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     assert chosen(decide(*colds, warm, ask=ask, seed=seed)) == "warm"
     view = ClusterView((*colds, warm))
     columns = VectorIndex(ReservationLedger())
-    columns.follow(view)
+    columns.apply_view(view)
     result = columns.place(view, ask, now=NOW, draw=random.Random(seed).random)
     assert chosen(result) == "warm", "the arrays agree"
     assert len(result.candidates) == 1, "and it leads at the first look"
@@ -550,7 +550,7 @@ def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_
     trials = AttemptHistory(refused={NodeId("a"): NOW - 9})
     assert asked(idle("a", 1 * GIB), trials=trials) is None
     ledger = ReservationLedger()
-    ledger.claim(NodeId("a"), 1, 1, 0)
+    ledger.reserve(NodeId("a"), 1, 1, 0)
     assert asked(idle("a", 1 * GIB), ledger=ledger) is None
 
 
@@ -616,7 +616,7 @@ def test_time_counts_rows_that_decode_and_rows_that_are_taken(
 ):
     ledger = ReservationLedger()
     for number in range(taken):
-        ledger.claim(NAME, number, number, 0)
+        ledger.reserve(NAME, number, number, 0)
     (found,) = decide(node("a", engine=engine), ledger=ledger).candidates
     expected = (ttft, answer, delay)
     assert (found.expected_ttft, found.expected_answer, found.delay) == pytest.approx(expected)
@@ -717,10 +717,10 @@ def test_the_shortest_expected_time_counts_queue_load_and_speed():
     slow = node("slow", None, a_model(prefill_speed=100.0))
     assert chosen(decide(busy, cold, slow)) == "slow"
     ledger = ReservationLedger()
-    ledger.claim(NodeId("slow"), 1, 1, 1, tokens=5000, seconds=50.0)
+    ledger.reserve(NodeId("slow"), 1, 1, 1, tokens=5000, seconds=50.0)
     assert chosen(decide(busy, cold, slow, ledger=ledger)) == "slow", "prompts take turns, and this one is the shortest"
-    ledger.claim(NodeId("slow"), 2, 2, 1, tokens=90, seconds=0.9)
-    ledger.claim(NodeId("slow"), 3, 3, 1, tokens=90, seconds=0.9)
+    ledger.reserve(NodeId("slow"), 2, 2, 1, tokens=90, seconds=0.9)
+    ledger.reserve(NodeId("slow"), 3, 3, 1, tokens=90, seconds=0.9)
     assert chosen(decide(busy, cold, slow, ledger=ledger)) == "busy"
 
 
@@ -738,22 +738,34 @@ def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themsel
 ):
     unread = waiting(*(PendingPrefill(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
-    wait, delay = turns(unread, ahead, mine, 1000.0)
+    wait, delay = prefill_wait(unread, ahead, mine, 1000.0)
     assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
     assert 0 <= delay <= len(lengths) * mine / 1000 + 1e-6
-    longer, _ = turns(unread, ahead, mine + 1000, 1000.0)
+    longer, _ = prefill_wait(unread, ahead, mine + 1000, 1000.0)
     assert longer > wait, "a longer prompt is never sooner"
 
 
 def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
     unread = waiting(PendingPrefill(10_000, 10.0), PendingPrefill(500, 0.5), PendingPrefill(2000, 2.0))
-    assert turns(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), "0.5 and its own 1, as much of the oldest; two are behind"
-    assert turns(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), "half of all is read: one that is as long is before it now"
-    assert turns(NodeReservations(), 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
-    assert turns(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
-    assert turns(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), "others' are taken as long ones"
-    assert turns(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), "it takes turns with the long one"
-    assert turns(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), "the order of less decides nothing"
+    assert prefill_wait(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), (
+        "0.5 and its own 1, as much of the oldest; two are behind"
+    )
+    assert prefill_wait(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), (
+        "half of all is read: one that is as long is before it now"
+    )
+    assert prefill_wait(NodeReservations(), 4000, 1000, 1000.0) == (5.0, 0.0), (
+        "of others' prompts only the sum is known"
+    )
+    assert prefill_wait(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
+    assert prefill_wait(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
+        "others' are taken as long ones"
+    )
+    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
+        "it takes turns with the long one"
+    )
+    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
+        "the order of less decides nothing"
+    )
 
 
 def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
@@ -774,7 +786,7 @@ def test_many_at_once_are_shared_though_one_node_was_measured_as_faster():
     ledger, taken = ReservationLedger(), Counter[str]()
     for number in range(32):
         name = chosen(decide(quick, other, ledger=ledger, seed=number))
-        ledger.claim(NodeId(name), number, number, 1)
+        ledger.reserve(NodeId(name), number, number, 1)
         taken[name] += 1
     assert 4 <= taken["other"] < taken["quick"]
 
@@ -783,7 +795,7 @@ def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
     full, free = (node(name, engine=EngineState("x", "ready", rows=rows)) for name, rows in (("full", 4), ("free", 16)))
     ledger = ReservationLedger()
     for number in range(10):
-        ledger.claim(NodeId("full" if number < 5 else "free"), number, number, 1)
+        ledger.reserve(NodeId("full" if number < 5 else "free"), number, number, 1)
     of = {one.name: one for one in decide(full, free, ledger=ledger).candidates}
     assert of["full"].expected_answer == of["free"].expected_answer > 0
     waits = 2 * of["full"].expected_answer / 4  # the fifth has to begin and another to end
@@ -798,8 +810,8 @@ def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
 def test_each_answer_of_a_request_takes_a_row():
     full, free = (node(name, engine=EngineState("x", "ready", rows=8)) for name in ("full", "free"))
     ledger = ReservationLedger()
-    ledger.claim(NodeId("full"), 1, 1, 1, rows=6)
-    ledger.claim(NodeId("free"), 2, 2, 1)
+    ledger.reserve(NodeId("full"), 1, 1, 1, rows=6)
+    ledger.reserve(NodeId("free"), 2, 2, 1)
     of = {
         one.name: one
         for one in decide(full, free, ask=ResourceDemand("tiny", 0, 100, choices=4), ledger=ledger).candidates
@@ -814,14 +826,14 @@ def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_begi
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
     for number in range(20):
         name = chosen(decide(*both, ledger=ledger, warm={NodeId("a"): 0.9}))
-        ledger.claim(NodeId(name), number, number, 0)
+        ledger.reserve(NodeId(name), number, number, 0)
         taken[name] += 1
     assert taken == {"a": 10, "b": 10}
 
 
 def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
     ledger = ReservationLedger()
-    ledger.claim(NodeId("a"), 1, 1, 0)
+    ledger.reserve(NodeId("a"), 1, 1, 0)
     assert chosen(decide(node("a"), node("b"), ledger=ledger)) == "b"
     picks = {chosen(decide(node("a"), node("b"), seed=seed)) for seed in range(20)}
     assert picks == {"a", "b"}
@@ -895,7 +907,7 @@ def test_a_candidate_without_a_model_is_tried_again_soon():
 def test_retry_after_is_when_the_next_answer_should_end(in_flight: int, answer: int, speed: float, seconds: float):
     ledger = ReservationLedger()
     for number in range(in_flight):
-        ledger.claim(NodeId("a"), number, number, GIB, 10)
+        ledger.reserve(NodeId("a"), number, number, GIB, 10)
     model = a_model(expected_output=answer, decode_speed=speed)
     result = refused(decide(node("a", a_memory(MIB), model), ledger=ledger))
     assert result.code is RefusalCode.NO_ROOM
@@ -1109,7 +1121,7 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
 ):
     ledger = ReservationLedger()
     for number, one in enumerate(nodes):
-        ledger.claim(one.id, number, number, promised)
+        ledger.reserve(one.id, number, number, promised)
     result = decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed)
     assert result == decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed), "same seed, same decision"
     fits = {one.id for one in nodes if gate(one, ask, promised)}
@@ -1129,7 +1141,7 @@ def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
     """The node's side: the same verdict, on its reading with what is on the way already committed."""
     model = one.models.get("tiny")
     usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
-    if model is None or not usable or NOW - one.heard_at > FRESH_SECONDS:
+    if model is None or not usable or NOW - one.heard_at > MAX_REPORT_AGE_SECONDS:
         return False
     if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
         return False

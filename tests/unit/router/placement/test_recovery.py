@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dispatch.request import ActiveRequest, BufferedRequest, RequestFailure, StreamingRequest
-from router.placement.recovery import GROWTH, LATE, MOST_LOSSES, SOON, LossKind, fall_of, is_fault, patience, survives
+from router.placement.recovery import (
+    KV_GROWTH_TOKENS,
+    MAX_LOSSES,
+    MAX_SILENCE_SECONDS,
+    MIN_SILENCE_SECONDS,
+    LossKind,
+    is_fault,
+    loss_kind,
+    may_recover,
+    resume_after_seconds,
+)
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal
@@ -59,15 +69,15 @@ def resumes(cluster: Cluster) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_the_rules():
-    assert fall_of("engine_crashed") is LossKind.FORWARD
-    assert fall_of("engine_lost") is LossKind.ENGINE
-    assert fall_of("node_stopping") is LossKind.NODE
-    assert fall_of("no_headroom") is fall_of("memory_pressure") is LossKind.MEMORY
-    assert fall_of("engine_error") is None
-    assert [survives(LossKind.MEMORY, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
-    assert not survives(LossKind.FORWARD, 0, 1)
-    assert [survives(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
-    assert [survives(LossKind.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
+    assert loss_kind("engine_crashed") is LossKind.FORWARD
+    assert loss_kind("engine_lost") is LossKind.ENGINE
+    assert loss_kind("node_stopping") is LossKind.NODE
+    assert loss_kind("no_headroom") is loss_kind("memory_pressure") is LossKind.MEMORY
+    assert loss_kind("engine_error") is None
+    assert [may_recover(LossKind.MEMORY, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
+    assert not may_recover(LossKind.FORWARD, 0, 1)
+    assert [may_recover(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
+    assert [may_recover(LossKind.NODE, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
         True,
         True,
@@ -75,7 +85,11 @@ def test_the_rules():
         False,
     ]
     assert not is_fault("grammar_failed"), "the client sent it"
-    assert [patience(expected) for expected in (0.0, 5.0, 99.0)] == [SOON, 5.0, LATE]
+    assert [resume_after_seconds(expected) for expected in (0.0, 5.0, 99.0)] == [
+        MIN_SILENCE_SECONDS,
+        5.0,
+        MAX_SILENCE_SECONDS,
+    ]
 
 
 # what goes on
@@ -129,7 +143,7 @@ async def test_what_is_known_counts_where_it_goes_on(two: Cluster):
     two.say(lambda number: Admitted(number, 25))
     say(two, *range(200))
     lose(two)
-    assert generate(two).expected == 200 + GROWTH
+    assert generate(two).expected == 200 + KV_GROWTH_TOKENS
     assert ticket.demand.written == 200
 
 
@@ -215,7 +229,7 @@ async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
     ticket = two.submit(max_tokens=4)
     ticket.params = type(ticket.params)(max_tokens=4)
     say(two, *range(6))
-    ticket.bound()
+    ticket.discard_excess()
     assert ticket.heard == []
     assert not ticket.resumable
 
@@ -301,13 +315,13 @@ async def test_an_answer_whose_node_ran_out_of_room_goes_on_there_when_there_is_
 
 async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two: Cluster):
     ticket = two.submit()
-    for token in range(MOST_LOSSES + 1):
+    for token in range(MAX_LOSSES + 1):
         say(two, token)
         taken(ticket)
         two.report()
         two.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
     assert ticket.outcome == RequestFailure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
-    assert two.dispatcher.breakers.barred(two.now) == []
+    assert two.dispatcher.breakers.barred_nodes(two.now) == []
 
 
 async def test_a_full_line_does_not_refuse_what_was_begun():
@@ -406,9 +420,9 @@ async def test_what_fits_nowhere_else_runs_on_where_it_is_and_is_moved_later(two
 
 async def test_moves_count_as_losses(two: Cluster):
     ticket = two.submit()
-    for _ in range(MOST_LOSSES):
+    for _ in range(MAX_LOSSES):
         two.dispatcher.move(two.last()[0])
-    assert ticket.attempts == 1 + MOST_LOSSES
+    assert ticket.attempts == 1 + MAX_LOSSES
     assert two.dispatcher.move(two.last()[0]) == 1
     assert ticket.outcome is None
 
@@ -519,7 +533,7 @@ async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_w
         two.report()
     waiting = two.submit()
     assert waiting.entry is not None
-    assert "node-a is failing" in two.dispatcher.servable() or two.dispatcher.servable()
+    assert "node-a is failing" in two.dispatcher.outage_reason() or two.dispatcher.outage_reason()
     two.now += 5
     two.report()
     await turn()
@@ -658,7 +672,7 @@ def test_whatever_happens_each_token_is_read_once_and_in_order(streams: list[boo
         told.check()
         for ticket in told.tickets:
             assert ticket.attempts <= 40
-            assert ticket.losses <= MOST_LOSSES + 1
+            assert ticket.losses <= MAX_LOSSES + 1
             assert ticket.crashes <= 2
             told.cluster.dispatcher.close(ticket)
         told.cluster.dispatcher.shutdown()

@@ -13,7 +13,7 @@ A, B = NodeId("a"), NodeId("b")
 
 def test_a_promise_counts_until_the_report_contains_it():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, seq=10, need=100, tokens=7)
+    ledger.reserve(A, 1, seq=10, need=100, tokens=7)
     assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (100, 7, 1)
     ledger.acknowledge(A, 10)
     assert ledger.unacknowledged(A) == 100, "not admitted yet: a later seq may have been committed first"
@@ -29,8 +29,8 @@ def test_a_promise_counts_until_the_report_contains_it():
 
 def test_a_promise_is_freed_exactly_once():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
-    ledger.claim(A, 2, 2, 50)
+    ledger.reserve(A, 1, 1, 100)
+    ledger.reserve(A, 2, 2, 50)
     assert ledger.release(1)
     assert not ledger.release(1)
     assert not ledger.release(99)
@@ -39,14 +39,14 @@ def test_a_promise_is_freed_exactly_once():
 
 def test_two_promises_for_one_request_are_a_bug():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
+    ledger.reserve(A, 1, 1, 100)
     with pytest.raises(LedgerError):
-        ledger.claim(B, 1, 2, 100)
+        ledger.reserve(B, 1, 2, 100)
 
 
 def test_every_node_whose_account_changed_is_told_once():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
+    ledger.reserve(A, 1, 1, 100)
     assert ledger.take_touched() == {A}
     assert ledger.take_touched() == set()
     ledger.hold(7, A, 300)
@@ -61,7 +61,7 @@ def test_every_node_whose_account_changed_is_told_once():
 
 def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
+    ledger.reserve(A, 1, 1, 100)
     ledger.hold(7, A, 300)
     ledger.hold(8, B, 200)
     ledger.release(1)
@@ -94,7 +94,7 @@ class AllOrders(RuleBasedStateMachine):
 
     @rule(node=st.sampled_from([A, B]), need=st.integers(0, 10**12), tokens=st.integers(0, 10**6))
     def claim(self, node, need, tokens):
-        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
+        self.ledger.reserve(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
         self.open[self.next] = node
         self.next += 1
 
@@ -148,7 +148,7 @@ TestAllOrders = AllOrders.TestCase
 @given(st.permutations(["admitted", "acknowledged", "released"]))
 def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 5, 100, 10)
+    ledger.reserve(A, 1, 5, 100, 10)
     steps = {
         "admitted": lambda: ledger.admitted(1),
         "acknowledged": lambda: ledger.acknowledge(A, 5),
@@ -162,7 +162,7 @@ def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
 
 def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
     ledger = ReservationLedger()
-    ledger.claim(NodeId("a"), 1, 1, 100, weights=60)
+    ledger.reserve(NodeId("a"), 1, 1, 100, weights=60)
     ledger.read_in(1)
     ledger.read_in(1)
     ledger.read_in(2)
@@ -172,7 +172,7 @@ def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
     ledger.read_in(1)
     ledger.check()
     assert ledger.release(1)
-    ledger.claim(NodeId("a"), 3, 2, 100, weights=60)
+    ledger.reserve(NodeId("a"), 3, 2, 100, weights=60)
     ledger.admitted(3)
     ledger.acknowledge(NodeId("a"), 2)
     ledger.read_in(3)
@@ -186,7 +186,7 @@ def test_every_change_of_an_account_is_reported_once():
     ledger = ReservationLedger()
     assert ledger.take_touched() == set()
     steps: list[tuple[Callable[[], object], set[NodeId]]] = [
-        (lambda: ledger.claim(A, 1, 5, 100, weights=40), {A}),
+        (lambda: ledger.reserve(A, 1, 5, 100, weights=40), {A}),
         (lambda: ledger.admitted(1), set()),
         (lambda: ledger.read_in(1), {A}),
         (lambda: ledger.acknowledge(A, 4), set()),
@@ -207,8 +207,8 @@ def test_every_change_of_an_account_is_reported_once():
 
 def test_promises_and_holds_are_listed():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
-    ledger.claim(B, 2, 2, 100)
+    ledger.reserve(A, 1, 1, 100)
+    ledger.reserve(B, 2, 2, 100)
     ledger.hold(7, A, 10)
     assert (ledger.promised(), ledger.holders()) == ({1, 2}, {7})
     assert (ledger.held_on(7), ledger.held_on(8)) == (A, None)
@@ -241,7 +241,7 @@ def test_a_swap_names_the_models_that_go_and_the_one_that_comes():
 
 def test_a_forgotten_node_leaves_no_account_hold_or_swap():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
+    ledger.reserve(A, 1, 1, 100)
     ledger.release(1)
     kept = ledger.account(A)
     ledger.hold(7, A, 10)
@@ -256,7 +256,7 @@ def test_a_forgotten_node_leaves_no_account_hold_or_swap():
 
 def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100)
+    ledger.reserve(A, 1, 1, 100)
     ledger.forget(A)
     assert (ledger.in_flight(A), ledger.unacknowledged(A)) == (1, 100)
     assert ledger.release(1)
@@ -272,7 +272,7 @@ def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
     ledger.hold(7, A, 0)
     assert not ledger.empty
     ledger.drop_hold(7)
-    ledger.claim(A, 1, 1, 0)
+    ledger.reserve(A, 1, 1, 0)
     assert not ledger.empty
     ledger.release(1)
     assert ledger.empty
@@ -281,7 +281,7 @@ def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
 @pytest.mark.parametrize("field", ["need", "tokens"])
 def test_an_account_with_a_remainder_is_not_empty(field: str):
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 5)
+    ledger.reserve(A, 1, 1, 5)
     ledger.release(1)
     setattr(ledger.account(A), field, 1)
     assert not ledger.empty
@@ -311,8 +311,8 @@ DAMAGES: dict[str, Callable[[NodeReservations], object]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_check_finds_every_difference_between_an_account_and_its_promises(damage: str):
     ledger = ReservationLedger()
-    ledger.claim(A, 1, 1, 100, tokens=7)
-    ledger.claim(B, 2, 2, 100, tokens=7)
+    ledger.reserve(A, 1, 1, 100, tokens=7)
+    ledger.reserve(B, 2, 2, 100, tokens=7)
     ledger.check()
     DAMAGES[damage](ledger.account(A))
     with pytest.raises(LedgerError, match="a:"):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.dispatcher import LARGE
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.dispatch.dispatcher import LARGE_CLUSTER_NODES
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.place import (
     POLICIES,
     Candidate,
@@ -26,7 +26,7 @@ from wire.report import BatchGroup, EngineState
 from wire.units import GIB, MIB
 
 NOW = 1000.0
-COUNT = LARGE + 8
+COUNT = LARGE_CLUSTER_NODES + 8
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -49,7 +49,7 @@ def a_node(number: int, random: Random, most: int) -> NodeView:
         NodeId(f"n{number}"),
         f"n{number}",
         random.choice(("ready", "ready", "ready", "asleep")),
-        heard_at=NOW - random.choice((0.0, 0.0, 0.5, FRESH_SECONDS + 1)),
+        heard_at=NOW - random.choice((0.0, 0.0, 0.5, MAX_REPORT_AGE_SECONDS + 1)),
         memory=memory,
         engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000)), rows=random.choice((0, 1, 32))),
         models={model.name: model} if random.random() < 0.9 else {},
@@ -64,7 +64,7 @@ def a_view(random: Random, count: int = COUNT) -> ClusterView:
 def promised(view: ClusterView, random: Random) -> ReservationLedger:
     ledger = ReservationLedger()
     for number in range(random.randint(0, 60)):
-        ledger.claim(random.choice(view.nodes).id, number, number, random.randint(0, 2048) * MIB, 100)
+        ledger.reserve(random.choice(view.nodes).id, number, number, random.randint(0, 2048) * MIB, 100)
     return ledger
 
 
@@ -77,7 +77,7 @@ def both(
 ) -> tuple[Placement | NoPlacement, Placement | NoPlacement]:
     if columns is None:
         columns = VectorIndex(ledger)
-        columns.follow(view)
+        columns.apply_view(view)
     exact = place(view, request, ledger, now=NOW, draw=lambda: 0.5, **more)  # pyright: ignore
     return exact, columns.place(view, request, now=NOW, draw=lambda: 0.5, **more)  # pyright: ignore
 
@@ -148,10 +148,10 @@ def equal_nodes(count: int = COUNT) -> tuple[NodeView, ...]:
 def test_it_follows_reports_and_promises():
     ledger, view = ReservationLedger(), ClusterView(equal_nodes())
     columns = VectorIndex(ledger)
-    columns.follow(view)
+    columns.apply_view(view)
     request = ResourceDemand("tiny", 0, 100)
     for number, node in enumerate(view.nodes[:-1]):
-        ledger.claim(node.id, number, number, 9 * GIB)
+        ledger.reserve(node.id, number, number, 9 * GIB)
     last = str(COUNT - 1)
     for _ in range(3):
         result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
@@ -159,7 +159,7 @@ def test_it_follows_reports_and_promises():
         assert result.chosen.name == last
         assert len(result.candidates) == 1, "nobody else was even examined"
     ledger.release(3)
-    ledger.claim(NodeId(last), 1000, 1000, 9 * GIB)
+    ledger.reserve(NodeId(last), 1000, 1000, 9 * GIB)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
     assert isinstance(result, Placement)
     assert result.chosen.name == "3"
@@ -173,7 +173,7 @@ def test_it_follows_reports_and_promises():
         models={"tiny": a_model(prefill_speed=1e5)},
     )
     view = ClusterView((*view.nodes[:7], roomy, *view.nodes[8:]))
-    columns.follow(view)
+    columns.apply_view(view)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
     assert isinstance(result, Placement)
     assert result.chosen.name == "7"
@@ -183,10 +183,10 @@ def test_members_that_come_and_go_are_followed():
     ledger, nodes = ReservationLedger(), equal_nodes()
     columns = VectorIndex(ledger)
     for view in (ClusterView(nodes), ClusterView(nodes[3:]), ClusterView(nodes[::-1]), ClusterView(nodes)):
-        columns.follow(view)
+        columns.apply_view(view)
         first = view.nodes[0]
         for number, node in enumerate(view.nodes[1:]):
-            ledger.claim(node.id, number, number, 9 * GIB)
+            ledger.reserve(node.id, number, number, 9 * GIB)
         result = columns.place(view, ResourceDemand("tiny", 0, 100), now=NOW, draw=lambda: 0.9)
         assert isinstance(result, Placement)
         assert result.chosen.node == first.id
@@ -197,7 +197,7 @@ def test_members_that_come_and_go_are_followed():
 def test_equal_nodes_share_the_work():
     ledger, view = ReservationLedger(), ClusterView(equal_nodes())
     columns, random = VectorIndex(ledger), Random(1)
-    columns.follow(view)
+    columns.apply_view(view)
     chosen = set[str]()
     for _ in range(200):
         result = columns.place(view, ResourceDemand("tiny", 0, 100), now=NOW, draw=random.random)
@@ -233,9 +233,9 @@ def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_som
     free = replace(free, engine=EngineState("mlx", "ready", rows=32))
     ledger, view = ReservationLedger(), ClusterView((*full, free))
     columns = VectorIndex(ledger)
-    columns.follow(view)
+    columns.apply_view(view)
     for number, node in enumerate((*full, *full, free, free, free)):
-        ledger.claim(node.id, number, number, 0)
+        ledger.reserve(node.id, number, number, 0)
     quick = None
     for _ in range(3):
         exact, quick = both(view, ResourceDemand("tiny", 0, 10), ledger, columns)
@@ -288,7 +288,7 @@ class Smallest:
 
 def test_a_policy_without_arrays_is_asked_about_every_node():
     view, ledger = ClusterView(equal_nodes()), ReservationLedger()
-    ledger.claim(NodeId("4"), 1, 1, 4 * GIB)
+    ledger.reserve(NodeId("4"), 1, 1, 4 * GIB)
     quick = both(view, ResourceDemand("tiny", 0, 100), ledger, policy=Smallest())[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name == "4"
@@ -312,7 +312,7 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
     )
     view, ledger, request = ClusterView(nodes), ReservationLedger(), ResourceDemand("tiny", 0, 20)
     columns = VectorIndex(ledger)
-    columns.follow(view)
+    columns.apply_view(view)
 
     def first() -> str:
         result = columns.place(view, request, now=NOW, draw=lambda: 0.5)
@@ -321,7 +321,7 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
 
     assert first() == "quick"
     for number in range(40):
-        ledger.claim(NodeId("quick"), number, number, 0)
+        ledger.reserve(NodeId("quick"), number, number, 0)
         ledger.admitted(number)
         ledger.read(number)
     ledger.acknowledge(NodeId("quick"), 40)

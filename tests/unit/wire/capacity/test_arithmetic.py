@@ -6,20 +6,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from wire.capacity.arithmetic import (
-    READ_CODE,
-    READ_FREE,
-    READ_GUIDE,
-    READ_LOAD,
-    READ_SLACK,
-    READ_SLICE,
-    READ_TEXT,
-    READ_TOKEN,
+    TOKENIZE_BYTES_PER_TEXT_BYTE,
+    TOKENIZE_BYTES_PER_TOKEN,
+    TOKENIZE_SLACK,
+    TOKENIZE_SLICE_CHARS,
+    TOKENIZER_CODE_BYTES,
+    TOKENIZER_GUIDE_FACTOR,
+    TOKENIZER_LOAD_FACTOR,
+    UNCHECKED_TOKENIZE_BYTES,
     UNREADABLE,
     Fits,
     alone_bytes,
     can_ever_fit,
     current,
     default_margin,
+    exceeds_headroom,
     excess,
     hard_line,
     headroom,
@@ -27,7 +28,6 @@ from wire.capacity.arithmetic import (
     joinable,
     judge,
     judge_load,
-    lacks,
     level,
     max_batch,
     max_context,
@@ -44,7 +44,7 @@ from wire.capacity.arithmetic import (
     shed,
     step_transient,
     tail,
-    waste_under,
+    waste_bytes,
 )
 from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
 from wire.report import BatchGroup, KvParameters, Memory, MemoryLevel, Model, TransientModel
@@ -101,11 +101,11 @@ def test_a_ceiling_that_could_not_be_read_makes_no_level_below_the_hard_line():
 
 def test_room_is_lacking_only_where_the_memory_was_read():
     memory = Memory(cap=100, ceiling=100, margin=10, phys=80)
-    assert not lacks(memory, 10)
-    assert lacks(memory, 11)
-    assert not lacks(replace(memory, phys=None), 11)
-    assert not lacks(replace(memory, ceiling=1, bound_by=UNREADABLE), 11)
-    assert not lacks(replace(memory, guard=False), 11)
+    assert not exceeds_headroom(memory, 10)
+    assert exceeds_headroom(memory, 11)
+    assert not exceeds_headroom(replace(memory, phys=None), 11)
+    assert not exceeds_headroom(replace(memory, ceiling=1, bound_by=UNREADABLE), 11)
+    assert not exceeds_headroom(replace(memory, guard=False), 11)
 
 
 def test_one_byte_makes_a_level():
@@ -294,8 +294,8 @@ def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() ->
     assert join_bytes([long], 5000, kv) == 6000 * kv.per_token
     assert joinable(short, 200, kv), "256 MiB of padding or less is not worth a second batch"
     assert not joinable(short, 200, replace(kv, waste=MIB)), "less under a small cap"
-    assert waste_under(96 * GIB) == 256 * MIB
-    assert waste_under(GIB) == GIB // 100
+    assert waste_bytes(96 * GIB) == 256 * MIB
+    assert waste_bytes(GIB) == GIB // 100
     assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv.per_token
 
 
@@ -519,27 +519,39 @@ def test_weights_may_take_the_cap_without_the_engines_own_base():
 
 
 def test_reading_bytes_count_every_byte_of_a_text_as_a_token_and_the_tokenizers_files():
-    assert reading_bytes(10_000) == READ_TOKEN * 10_000
-    assert reading_bytes(10_000, 5_000) == READ_TOKEN * 10_000
-    assert reading_bytes(10_000, 5_000, loads=True) == READ_TOKEN * 10_000 + READ_LOAD * 5_000 + READ_CODE
-    assert reading_bytes(10_000, 5_000, guides=True) == READ_TOKEN * 10_000 + READ_GUIDE * 5_000
+    assert reading_bytes(10_000) == TOKENIZE_BYTES_PER_TOKEN * 10_000
+    assert reading_bytes(10_000, 5_000) == TOKENIZE_BYTES_PER_TOKEN * 10_000
+    assert (
+        reading_bytes(10_000, 5_000, loads=True)
+        == TOKENIZE_BYTES_PER_TOKEN * 10_000 + TOKENIZER_LOAD_FACTOR * 5_000 + TOKENIZER_CODE_BYTES
+    )
+    assert (
+        reading_bytes(10_000, 5_000, guides=True) == TOKENIZE_BYTES_PER_TOKEN * 10_000 + TOKENIZER_GUIDE_FACTOR * 5_000
+    )
     both = reading_bytes(10_000, 5_000, loads=True, guides=True)
-    assert both == READ_TOKEN * 10_000 + (READ_LOAD + READ_GUIDE) * 5_000 + READ_CODE
+    assert (
+        both
+        == TOKENIZE_BYTES_PER_TOKEN * 10_000
+        + (TOKENIZER_LOAD_FACTOR + TOKENIZER_GUIDE_FACTOR) * 5_000
+        + TOKENIZER_CODE_BYTES
+    )
 
 
 def test_reading_bytes_beyond_the_context_count_as_rendered_text():
     context, text = 100_000, 2_000_000
-    most = int(context * READ_SLACK) + READ_SLICE
-    assert reading_bytes(text, context=context) == READ_TOKEN * most + READ_TEXT * (text - most)
-    assert reading_bytes(most, context=context) == READ_TOKEN * most
-    assert reading_bytes(text) == READ_TOKEN * text
+    most = int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS
+    assert reading_bytes(text, context=context) == TOKENIZE_BYTES_PER_TOKEN * most + TOKENIZE_BYTES_PER_TEXT_BYTE * (
+        text - most
+    )
+    assert reading_bytes(most, context=context) == TOKENIZE_BYTES_PER_TOKEN * most
+    assert reading_bytes(text) == TOKENIZE_BYTES_PER_TOKEN * text
 
 
 def test_reading_bytes_are_zero_where_there_is_too_little_to_ask_for():
-    files = READ_FREE // READ_GUIDE
+    files = UNCHECKED_TOKENIZE_BYTES // TOKENIZER_GUIDE_FACTOR
     assert reading_bytes(0, files, guides=True) == 0
-    assert reading_bytes(0, files + 1, guides=True) == READ_FREE + READ_GUIDE
-    assert reading_bytes(READ_FREE // READ_TOKEN) == 0
+    assert reading_bytes(0, files + 1, guides=True) == UNCHECKED_TOKENIZE_BYTES + TOKENIZER_GUIDE_FACTOR
+    assert reading_bytes(UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN) == 0
 
 
 def test_rows_beyond_those_profiled_are_charged_with_what_the_margin_was_narrowed_by():

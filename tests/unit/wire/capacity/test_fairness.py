@@ -6,13 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.capacity.fairness import (
-    CROWD,
+    CROWDED_PROMPTS,
     PrefillFairness,
     RunningRequest,
     WaitingRequest,
     WeightedKey,
-    giving_way,
-    in_turn,
+    preemption_order,
+    service_order,
 )
 
 ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
@@ -28,7 +28,7 @@ WAITING = st.lists(
 
 
 def order(*waiting: WaitingRequest, **taken: int) -> list[int]:
-    return list(in_turn(waiting, taken))
+    return list(service_order(waiting, taken))
 
 
 def test_everybodys_first_comes_before_anybodys_second():
@@ -90,26 +90,29 @@ def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, token
 
 
 def test_where_nobody_has_a_crowd_the_oldest_prompt_is_read():
-    assert read(PrefillFairness(), [ADA] * CROWD + [BOB], 8) == {"ada": 8}
+    assert read(PrefillFairness(), [ADA] * CROWDED_PROMPTS + [BOB], 8) == {"ada": 8}
 
 
 def test_beside_a_crowd_everybody_has_as_much_read():
-    assert read(PrefillFairness(), [ADA] * (CROWD + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
+    assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
 
 
 def test_what_is_read_in_other_turns_counts_too():
-    reading, waiting = PrefillFairness(), [ADA] * (CROWD + 1) + [BOB]
+    reading, waiting = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB]
     reading.next(waiting)
     reading.has_read(ADA, 400)
     assert read(reading, waiting, 4) == {"bob": 4}
 
 
 def test_of_weight_four_one_has_four_times_as_much_read():
-    assert read(PrefillFairness(), [ADA] * (CROWD + 1) + [WeightedKey("heavy", 4)], 10) == {"ada": 2, "heavy": 8}
+    assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [WeightedKey("heavy", 4)], 10) == {
+        "ada": 2,
+        "heavy": 8,
+    }
 
 
 def test_who_was_away_saves_nothing_up():
-    reading, crowd = PrefillFairness(), [ADA] * (CROWD + 1)
+    reading, crowd = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1)
     read(reading, [*crowd, BOB], 4)
     read(reading, crowd, 50)
     assert read(reading, [*crowd, BOB], 8) == {"ada": 4, "bob": 4}
@@ -124,7 +127,7 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
         owner = owners[reading.next(owners)]
         reading.has_read(owner, data.draw(st.integers(1, 100)))
         had[owner.name] += 1
-    if max(Counter(one.name for one in owners).values()) > CROWD:
+    if max(Counter(one.name for one in owners).values()) > CROWDED_PROMPTS:
         assert set(had) == {one.name for one in owners}
     else:
         assert set(had) == {owners[0].name}
@@ -132,23 +135,23 @@ def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
 
 def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_no_less_then():
     a, b = WeightedKey("a", 4), WeightedKey("b", 4)
-    assert giving_way(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
-    assert giving_way(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
-    assert giving_way(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
-    assert giving_way(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
-    assert giving_way(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request gives nothing up"
-    assert giving_way(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
-    assert giving_way(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
-    assert giving_way(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
+    assert preemption_order(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request gives nothing up"
+    assert preemption_order(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
+    assert preemption_order(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
+    assert preemption_order(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=12), st.integers(1, 5))
 def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: int):
     held = [RunningRequest(WeightedKey(name, 4), size) for name, size in holding]
-    places = giving_way(WeightedKey("x", 4), need, need, held)
+    places = preemption_order(WeightedKey("x", 4), need, need, held)
     left = [one for place, one in enumerate(held) if place not in places] + [RunningRequest(WeightedKey("x", 4), need)]
     for place in places:
-        back = giving_way(held[place].owner, held[place].size, held[place].size, left)
+        back = preemption_order(held[place].owner, held[place].size, held[place].size, left)
         assert not any(left[one].owner.name == "x" for one in back)
 
 
@@ -159,23 +162,23 @@ def test_a_key_without_rows_goes_before_one_with_a_row():
 def test_the_key_that_holds_most_is_preempted():
     eve = WeightedKey("eve")
     holding = [RunningRequest(BOB, 5), RunningRequest(eve, 2), RunningRequest(BOB, 5), RunningRequest(eve, 2)]
-    assert giving_way(ADA, 1, 5, holding) == [2]
-    assert giving_way(ADA, 1, 6, holding) == []
+    assert preemption_order(ADA, 1, 5, holding) == [2]
+    assert preemption_order(ADA, 1, 6, holding) == []
 
 
 def test_no_request_is_preempted_where_all_of_them_are_too_few():
-    assert giving_way(ADA, 0, 6, [RunningRequest(BOB, 5)]) == []
-    assert giving_way(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
+    assert preemption_order(ADA, 0, 6, [RunningRequest(BOB, 5)]) == []
+    assert preemption_order(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
 
 
 def test_a_key_that_comes_begins_with_the_least_that_another_has_prefilled():
     eve, reading = WeightedKey("eve"), PrefillFairness()
     reading.has_read(ADA, 1000)
-    waiting = [*[ADA] * (CROWD + 1), BOB]
+    waiting = [*[ADA] * (CROWDED_PROMPTS + 1), BOB]
     assert reading.next(waiting) == 0
     reading.has_read(ADA, 100)
-    assert reading.next(waiting) == CROWD + 1
+    assert reading.next(waiting) == CROWDED_PROMPTS + 1
     reading.has_read(BOB, 10)
-    assert reading.next([*waiting, eve]) == CROWD + 1
+    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 1
     reading.has_read(BOB, 5)
-    assert reading.next([*waiting, eve]) == CROWD + 2
+    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 2

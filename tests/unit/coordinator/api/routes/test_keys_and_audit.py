@@ -194,7 +194,7 @@ async def test_when_a_key_expires_is_changed(built: Application, admin: httpx.As
 async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: httpx.AsyncClient):
     assert (await admin.get("/api/v1/history")).json()["number"] == -1
     for at in (0.0, 10.0):
-        built.load.take(LoadReading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
+        built.load.add_reading(LoadReading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
     found = (await admin.get("/api/v1/history")).json()
     assert found["pool"]["queued"] == [2]
     assert found["nodes"] == {

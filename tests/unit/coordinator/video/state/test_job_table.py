@@ -41,8 +41,8 @@ from coordinator.video.state.jobs import (
     RequestedClip,
     StoredFile,
     VideoJob,
-    moved,
-    shown,
+    to_row,
+    with_state,
 )
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
@@ -118,10 +118,10 @@ def test_a_job_from_the_line_to_its_files():
     assert (story.job(1).progress, story.job(1).phase, story.job(1).due) == (40, "denoising", None)
     actions = story.end(job, peak=80, seconds=9.0, made=b'{"frames":49}')
     assert [type(one) for one in actions] == [PeakMeasured, FetchFiles]
-    assert shown(story.job(1))["status"] == "in_progress"
+    assert to_row(story.job(1))["status"] == "in_progress"
     assert story.board.holds == {}, "its memory is back before its files are fetched"
     assert story.tell(FilesFetched("video_1", 1, FILES)) == [GiveBackLease("a", job.lease, 1, ACKNOWLEDGED)]
-    told = shown(story.job(1))
+    told = to_row(story.job(1))
     assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
     assert told["expires_at"] == int(story.now + 86400)
 
@@ -260,10 +260,10 @@ def test_this_process_began_again():
     asked = story.place("b")
     story.tell(CoordinatorRestarted())
     assert [story.job(n).state for n in (1, 2, 3)] == [JobState.IN_PROGRESS, JobState.QUEUED, JobState.QUEUED]
-    hold = story.board.held("a")
+    hold = story.board.hold_of("a")
     assert hold is not None
     assert (hold.granted, hold.job, hold.size, hold.since) == (True, "video_1", 36, story.job(1).started)
-    assert story.board.held("b") is None
+    assert story.board.hold_of("b") is None
     assert story.report("b", state_of(asked, "granted"))[-1].cause == "superseded"  # pyright: ignore
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
@@ -303,7 +303,7 @@ def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
     job = story.running()
     assert ForgetJob("video_1") in story.tell(JobDeleted("video_1"))
     assert story.board.jobs == {}
-    assert story.board.held("a") is not None
+    assert story.board.hold_of("a") is not None
     story.end(job, "cancelled")
     assert story.board.holds == {}
 
@@ -329,12 +329,12 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
             actions = story.tell(JobTick())
         else:
             actions = story.end(job, "start_failed")
-            assert story.board.held("a") is None, "the node has said that it ended"
+            assert story.board.hold_of("a") is None, "the node has said that it ended"
             story.grant(job)
             assert story.board.holds == {}
         assert any(isinstance(one, GiveBackLease) and one.lease == job.lease for one in actions)
         assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED)
-        assert event == "node" or story.board.held("a") is not None, "until the node says that it ended"
+        assert event == "node" or story.board.hold_of("a") is not None, "until the node says that it ended"
         story.end(job, "start_failed")
     assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
 
@@ -344,7 +344,7 @@ def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
     job = story.running()
     story.tell(LeaseAnswered("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
     assert story.job(1).state == JobState.IN_PROGRESS
-    assert story.board.held("a") is not None
+    assert story.board.hold_of("a") is not None
 
 
 def test_a_node_that_does_not_answer_is_left_alone():
@@ -450,7 +450,7 @@ def test_nothing_follows_an_end():
         assert MOVES[state] == frozenset()
         for other in JobState:
             with pytest.raises(IllegalMoveError):
-                moved(a_job(1, state=state), other)
+                with_state(a_job(1, state=state), other)
 
 
 # anything in any order
@@ -504,7 +504,7 @@ def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
     for event in events:
         before = story.board
         if event == "place":
-            free = [node for node in ("a", "b") if story.board.held(node) is None]
+            free = [node for node in ("a", "b") if story.board.hold_of(node) is None]
             if story.board.head is not None and free:
                 assert story.board.head.sequence == min(job.sequence for job in story.board.waiting)
                 placed.append(story.place(free[0]).sequence)

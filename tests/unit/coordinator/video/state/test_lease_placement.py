@@ -117,7 +117,7 @@ def test_a_job_that_no_known_node_could_take_is_known_at_once():
     found = fits_nowhere(ClusterView((large,)), "wan", 7168, LEASE, {})
     assert found is not None
     assert "44.3 GiB" in found[1]
-    raised = {key_of(WAN): SEED.after(336, 35 * GIB)}
+    raised = {key_of(WAN): SEED.with_measurement(336, 35 * GIB)}
     assert fits_nowhere(ClusterView((large,)), "wan", 336, LEASE, raised) is not None
 
 

@@ -60,7 +60,7 @@ def test_what_is_above_the_lease_is_refused_with_all_numbers():
     assert text is not None
     for number in ("1920x1088", "41.2 GiB", "6.0 GiB", "47.2 GiB", "36.0 GiB", "uncalibrated"):
         assert number in text
-    measured = too_large(SEED.after(336, 0), clip("1920x1088"), LEASE)
+    measured = too_large(SEED.with_measurement(336, 0), clip("1920x1088"), LEASE)
     assert "measured on 1 jobs" in (measured or "")
 
 
@@ -91,7 +91,7 @@ def test_a_package_that_says_nothing_is_taken_for_the_first_case():
 def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: list[tuple[int, int]]):
     profile = SEED
     for tokens, peak in measured:
-        after = profile.after(tokens, peak)
+        after = profile.with_measurement(tokens, peak)
         assert after.base >= profile.base
         assert after.peak(tokens) >= peak
         assert after.calibrated

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.grammar import sandbox
-from node.engine.grammar.compiler import KEPT, LONGEST, GrammarCompiler
+from node.engine.grammar.compiler import MAX_CACHED_GRAMMARS, MAX_SCHEMA_CHARS, GrammarCompiler
 from node.engine.grammar.constrained_splitter import CallPlaces, ThoughtStart
 from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
-from node.engine.grammar.tool_spec import DEEPEST, UnsupportedSchema
-from node.engine.requests.preflight import RequestShape, impossible
+from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
+from node.engine.requests.preflight import RequestShape, never_fits
 from node.engine.requests.preparer import RequestPreparer
 from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer, load
 from node.models.catalogue import ModelCatalogue
@@ -78,7 +78,7 @@ HOSTILE = {
     "itself": GrammarSpec("json_schema", '{"$ref": "#"}'),
     "all of itself": GrammarSpec("json_schema", '{"allOf": [{"$ref": "#"}]}'),
     "a megabyte": GrammarSpec("json_schema", json.dumps({"enum": ["x" * 1_000_000]})),
-    "deep": GrammarSpec("json_schema", nested(DEEPEST + 1)),
+    "deep": GrammarSpec("json_schema", nested(MAX_JSON_DEPTH + 1)),
     "deeper than any stack": GrammarSpec("json_schema", nested(12_000)),
     "very many values": GrammarSpec("json_schema", json.dumps({"enum": [f"{number}v" for number in range(100_000)]})),
     "very many properties": GrammarSpec(
@@ -188,11 +188,11 @@ def test_no_text_ever_raises_out_of_the_door(door: RequestPreparer, value: str, 
 def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, grammars: GrammarCompiler):
     one, two = (grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False) for _ in range(2))
     assert one.matcher is two.matcher
-    for number in range(KEPT):
+    for number in range(MAX_CACHED_GRAMMARS):
         grammars.compile(tokenizer, GrammarSpec("regex", f"a{number}"), "", PROMPT, one=False)
     again = grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False)
     assert again.matcher is not one.matcher
-    assert grammars.kept == KEPT
+    assert grammars.kept == MAX_CACHED_GRAMMARS
 
 
 def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked):
@@ -226,7 +226,7 @@ def test_a_process_that_dies_of_a_grammar_is_replaced():
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox, "PATIENCE", 0.3)
+    monkeypatch.setattr(sandbox, "TIMEOUT_SECONDS", 0.3)
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     begun = time.monotonic()
     assert SandboxClient(cpu=1000.0).why_not(endless) == TOO_LONG
@@ -265,16 +265,16 @@ def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: GrammarCo
 
 
 def test_what_is_too_long_is_not_read(tokenizer: Tokenizer, grammars: GrammarCompiler):
-    long = json.dumps([WEATHER | {"x": "y" * LONGEST}])
+    long = json.dumps([WEATHER | {"x": "y" * MAX_SCHEMA_CHARS}])
     grammars.compile(tokenizer, GrammarSpec("json_object"), long, PROMPT, one=False)
-    with pytest.raises(UnsupportedSchema, match=str(LONGEST)):
+    with pytest.raises(UnsupportedSchema, match=str(MAX_SCHEMA_CHARS)):
         grammars.compile(tokenizer, GrammarSpec(calls="required"), long, PROMPT, one=False)
 
 
 def test_an_engine_without_grammars_refuses_them():
     shape, asked = RequestShape(4, 8, 8, 1), request(GrammarSpec("json_object"))
-    found = impossible(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
+    found = never_fits(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
     assert found is not None
     assert found.code is RefusalCode.UNSUPPORTED
     offering = Model(asked.model, "f", True, 1, 1, context=100, features=("grammar",))
-    assert impossible(asked, shape, offering, 4) is None
+    assert never_fits(asked, shape, offering, 4) is None

@@ -366,6 +366,6 @@ def test_what_cannot_be_enforced_is_refused(driver: Driver):
 
 def test_a_step_without_a_grammar_waits_for_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     heard: list[int] = []
-    monkeypatch.setattr(LogitsMask, "hear", lambda _, token: heard.append(token))
+    monkeypatch.setattr(LogitsMask, "add_id", lambda _, token: heard.append(token))
     driver.answer("Hello!")
     assert heard == []

@@ -22,7 +22,7 @@ from node.engine.grammar.compiler import GrammarCompiler, write
 from node.engine.grammar.constrained_splitter import CallPlaces as Where
 from node.engine.grammar.constrained_splitter import FormatCutter, MarkerLayout
 from node.engine.grammar.sandbox_main import LIMITS
-from node.engine.grammar.tool_arguments import Argument, MarkExclusion, arguments_of, ways
+from node.engine.grammar.tool_arguments import Argument, MarkExclusion, arguments_of, tool_variants
 from node.engine.grammar.tool_format_xml import kind_of
 from node.engine.grammar.tool_formats import FORMS, TAGS, as_read, quoted
 from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, in_words, tools_of
@@ -556,7 +556,7 @@ MODE = {"mode": {"enum": ["1", "2"]}}
 def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     given = json.loads(written({"look": whole}, strict=False))
-    tools, last = ways(given)
+    tools, last = tool_variants(given)
     assert last is given
     said = {"count": "5", "word": "123", "mode": "1", "edits": "[1]", "either": "5"}
     qwen = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in said.items())
@@ -571,7 +571,7 @@ def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
 def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
-    calls = ToolCallParser("", parse, ways(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
+    calls = ToolCallParser("", parse, tool_variants(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
     (call,) = calls.read("<function=look>\n<parameter=count>\nNone\n</parameter>\n</function>")
     assert json.loads(json.loads(call)["arguments"]) == {"count": "None"}
     assert not calls.read("nothing at all")
@@ -608,7 +608,7 @@ LOOSE = st.recursive(
 @given(LOOSE)
 def test_no_tools_are_so_strange_that_anything_raises(found: object):
     tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
-    assert all(len(one) == 2 for one in ways(tools))
+    assert all(len(one) == 2 for one in tool_variants(tools))
 
 
 # marks that are tokens of the model's own

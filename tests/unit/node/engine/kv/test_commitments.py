@@ -9,7 +9,7 @@ KV = 131072
 
 
 def promised(ledger: CommitmentLedger) -> int:
-    return ledger.written() + ledger.reserved()
+    return ledger.written_bytes() + ledger.reserved_bytes()
 
 
 def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
@@ -25,13 +25,13 @@ def test_writing_moves_bytes_and_never_makes_any():
     ledger = CommitmentLedger(KvParameters(KV))
     row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
     row.written, other.written = 100, 10
-    assert ledger.written() == 110 * KV, "a row in prefill has a cache of its own, without padding"
+    assert ledger.written_bytes() == 110 * KV, "a row in prefill has a cache of its own, without padding"
     row.joined = other.joined = True
-    assert ledger.written() == 2 * 100 * KV
-    assert ledger.reserved() == 0
+    assert ledger.written_bytes() == 2 * 100 * KV
+    assert ledger.reserved_bytes() == 0
     ledger.release(row)
-    assert ledger.written() == 10 * KV
-    assert ledger.reserved() == 80 * KV
+    assert ledger.written_bytes() == 10 * KV
+    assert ledger.reserved_bytes() == 80 * KV
     ledger.release(other)
     assert ledger.groups() == ()
 
@@ -41,21 +41,21 @@ def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
     ledger = CommitmentLedger(kv)
     (row,) = ledger.commit(1000, 1)
     row.written = 100
-    plain, whole = ledger.written(), promised(ledger)
+    plain, whole = ledger.written_bytes(), promised(ledger)
     row.room = 355
-    assert ledger.written() == plain, "what a row of 100 tokens may have anyhow"
+    assert ledger.written_bytes() == plain, "what a row of 100 tokens may have anyhow"
     row.room = 800
-    assert ledger.written() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
+    assert ledger.written_bytes() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
     assert promised(ledger) == whole
     row.joined, row.room = True, 0
-    assert ledger.written() == plain
+    assert ledger.written_bytes() == plain
 
 
 def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
     ledger = CommitmentLedger(KvParameters(KV))
     (row,) = ledger.commit(100, 1)
     assert (row.written, row.joined) == (0, False)
-    assert (ledger.written(), ledger.reserved()) == (0, 100 * KV)
+    assert (ledger.written_bytes(), ledger.reserved_bytes()) == (0, 100 * KV)
     empty = CommitmentLedger(KvParameters(KV, fixed=1000))
     assert empty.cost(0, 1) == 0
     empty.commit(0, 1)
@@ -125,7 +125,7 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
             rows.remove(row)
             ledger.release(row)
             assert promised(ledger) < before
-        assert ledger.reserved() >= 0
+        assert ledger.reserved_bytes() >= 0
         assert sum(group.rows for group in ledger.groups()) == len(rows)
 
 

@@ -1,7 +1,7 @@
 import pytest
 
 from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
-from node.memory.reading import STALE, MemoryReading
+from node.memory.reading import STALE_AFTER_SECONDS, MemoryReading
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import Fits
 from wire.frames import MemoryLimits
@@ -27,7 +27,11 @@ def gate(limits: MemoryLimits | None) -> MemoryGate:
         (MemoryLimits(0, 0, 0, ""), READING, False),
         (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", guard=False), READING, False),
         (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"), MemoryReading(None, "statm", 100.0), False),
-        (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"), MemoryReading(GIB, "statm", 100.0 - STALE - 1), False),
+        (
+            MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"),
+            MemoryReading(GIB, "statm", 100.0 - STALE_AFTER_SECONDS - 1),
+            False,
+        ),
         (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"), READING, True),
         (MemoryLimits(64 * GIB, 64 * GIB, 0, "static"), READING, True),
         (MemoryLimits(1, 1, 0, "static"), READING, True),
@@ -91,12 +95,12 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
     assert memory.headroom == -15 * GIB
-    refused = under_test.closed()
+    refused = under_test.not_ready_refusal()
     assert refused is not None
     assert refused.retry_after == 1.0
     under_test.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
     assert under_test.held == 7
-    assert under_test.closed() is None
+    assert under_test.not_ready_refusal() is None
 
 
 def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
@@ -173,6 +177,6 @@ def test_gate_judges_a_load_without_the_margin():
 @pytest.mark.parametrize(("residual", "narrowed"), [(None, 0), (0, 13 * GIB), (50 * GIB, 0)])
 def test_gate_reports_by_how_much_profiles_narrow_the_margin(residual: int | None, narrowed: int):
     under_test = MemoryGate(lambda: residual)
-    assert under_test.narrowed() == 0
+    assert under_test.narrowed_bytes() == 0
     under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
-    assert under_test.narrowed() == narrowed
+    assert under_test.narrowed_bytes() == narrowed

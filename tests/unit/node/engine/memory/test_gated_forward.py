@@ -7,8 +7,8 @@ import pytest
 
 from node.engine.memory.footprint import EngineMemory
 from node.engine.memory.gate import GateSite
-from node.engine.memory.gated_forward import REST, GatedForwards
-from node.engine.models.load_times import LOAD_SPEED
+from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
+from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Halted, NativeCallKind
 from node.engine_process.supervisor import SupervisorTimeouts
@@ -52,7 +52,7 @@ def expected(forwards: GatedForwards, doing: NativeCallKind, model: str = "large
         return call.expected - own
 
 
-READ_AGAIN = WEIGHTS["large"] / LOAD_SPEED
+READ_AGAIN = WEIGHTS["large"] / MIN_LOAD_BYTES_PER_SECOND
 
 
 def test_the_first_forward_after_a_load_may_read_the_weights_again_and_the_next_may_not(forwards: GatedForwards):
@@ -66,27 +66,27 @@ def test_the_first_forward_after_a_load_may_read_the_weights_again_and_the_next_
 def test_the_first_forward_after_a_rest_may_read_the_weights_again(forwards: GatedForwards, clock: Later):
     for _ in range(2):
         expected(forwards, NativeCallKind.PREFILL)
-    clock.by += REST / 2
+    clock.by += UNWIRE_AFTER_SECONDS / 2
     assert expected(forwards, NativeCallKind.DECODE) == 0.0
-    clock.by += REST
+    clock.by += UNWIRE_AFTER_SECONDS
     assert expected(forwards, NativeCallKind.PREFILL) == READ_AGAIN
     assert expected(forwards, NativeCallKind.JOIN) == expected(forwards, NativeCallKind.DECODE) == 0.0
 
 
 def test_a_decode_step_is_waited_for_in_the_call_after_it(forwards: GatedForwards, clock: Later):
     assert [expected(forwards, NativeCallKind.DECODE) for _ in range(3)] == [READ_AGAIN, READ_AGAIN, 0.0]
-    clock.by += 2 * REST
+    clock.by += 2 * UNWIRE_AFTER_SECONDS
     expected(forwards, NativeCallKind.DECODE)
-    with forwards.waits(NativeCallKind.DECODE, "large", 0.0) as call:
+    with forwards.publish_wait(NativeCallKind.DECODE, "large", 0.0) as call:
         assert call.expected == READ_AGAIN
 
 
 def test_each_model_rests_for_itself(forwards: GatedForwards, clock: Later):
     expected(forwards, NativeCallKind.PREFILL, "small")
-    clock.by += 2 * REST
+    clock.by += 2 * UNWIRE_AFTER_SECONDS
     expected(forwards, NativeCallKind.PREFILL, "large")
     assert expected(forwards, NativeCallKind.PREFILL, "large") == 0.0
-    assert expected(forwards, NativeCallKind.PREFILL, "small") == WEIGHTS["small"] / LOAD_SPEED
+    assert expected(forwards, NativeCallKind.PREFILL, "small") == WEIGHTS["small"] / MIN_LOAD_BYTES_PER_SECOND
 
 
 def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch):
@@ -100,9 +100,9 @@ def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch
 
 def test_the_hang_rule_leaves_time_to_read_the_weights_again(forwards: GatedForwards):
     with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
-        assert not SupervisorTimeouts().hung(READ_AGAIN, call.expected)
+        assert not SupervisorTimeouts().is_hung(READ_AGAIN, call.expected)
     with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
-        assert SupervisorTimeouts().hung(10.1, call.expected)
+        assert SupervisorTimeouts().is_hung(10.1, call.expected)
 
 
 def test_once_halted_no_call_begins(forwards: GatedForwards):
@@ -117,7 +117,7 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
     driver = Driver(tmp_path)
 
     def rewiring(model: str) -> float:
-        with driver.engine.forwards.waits(NativeCallKind.DECODE, model, 0.0) as call:
+        with driver.engine.forwards.publish_wait(NativeCallKind.DECODE, model, 0.0) as call:
             return call.expected
 
     seen: list[float] = []
@@ -126,7 +126,7 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
         driver.turn()
         seen.append(rewiring("a"))
     weights = driver.resident("a").weights
-    assert seen[-1] == weights / LOAD_SPEED
+    assert seen[-1] == weights / MIN_LOAD_BYTES_PER_SECOND
     assert seen[0] < seen[-1]
     driver.answer("Hello!", GREEDY)
     assert rewiring("a") == 0.0
@@ -172,7 +172,7 @@ class Asked:
 
 def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
     asked = Asked(256 * MIB)
-    assert asked.forwards.ask(GateSite.PREFILL, MIB) is None
+    assert asked.forwards.check(GateSite.PREFILL, MIB) is None
     assert asked.made_room == []
     assert (asked.forwards.counts().checks, asked.forwards.counts().refusals) == (1, 0)
 
@@ -180,7 +180,7 @@ def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
 @pytest.mark.parametrize("makes_room", [False, True])
 def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_room: bool):
     asked = Asked(256 * MIB, makes_room=makes_room)
-    refused = asked.forwards.ask(GateSite.JOIN, GIB)
+    refused = asked.forwards.check(GateSite.JOIN, GIB)
     assert refused is not None
     assert refused.code is RefusalCode.NO_ROOM, "made room or not, the gate has the last word"
     assert asked.made_room == [(GateSite.JOIN, GIB)]
@@ -191,7 +191,7 @@ def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_ro
 def test_nothing_is_given_back_where_the_gate_is_closed():
     asked = Asked(256 * MIB)
     asked.forwards.gate.hold(MemoryLimits(0, 0, 0, ""))
-    refused = asked.forwards.ask(GateSite.GROW, 1)
+    refused = asked.forwards.check(GateSite.GROW, 1)
     assert refused is not None
     assert refused.code is RefusalCode.NOT_READY
     assert asked.made_room == []
@@ -201,14 +201,14 @@ def test_nothing_is_given_back_where_the_gate_is_closed():
 def test_the_largest_chunk_that_passes_is_taken_and_each_smaller_one_counted(fits: int, shrinks: int):
     asked = Asked(GIB)
     need = {512: 1, 256: 1, 128: 1} | {size: 64 * GIB for size in (512, 256, 128) if size > fits}
-    assert asked.forwards.ask_shrinking(GateSite.PREFILL, (512, 256, 128), need.__getitem__) == fits
+    assert asked.forwards.check_shrinking(GateSite.PREFILL, (512, 256, 128), need.__getitem__) == fits
     assert asked.forwards.counts().shrinks == shrinks
     assert asked.made_room == [], "kept prefixes stay as long as a smaller chunk fits"
 
 
 def test_room_is_made_for_the_smallest_chunk_only_and_it_may_be_refused():
     asked = Asked(GIB)
-    refused = asked.forwards.ask_shrinking(GateSite.PREFILL, (512, 256), lambda size: size * GIB)
+    refused = asked.forwards.check_shrinking(GateSite.PREFILL, (512, 256), lambda size: size * GIB)
     assert isinstance(refused, Refused)
     assert refused.numbers is not None
     assert refused.numbers.estimate == 256 * GIB
@@ -220,9 +220,9 @@ def test_what_is_reserved_at_this_moment_is_off_the_room():
     asked = Asked(256 * MIB)
     asked.reserved = 192 * MIB
     assert asked.forwards.memory(time.monotonic()).reserved == 192 * MIB
-    assert asked.forwards.ask(GateSite.PREFILL, 96 * MIB) is not None
+    assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is not None
     asked.reserved = 0
-    assert asked.forwards.ask(GateSite.PREFILL, 96 * MIB) is None
+    assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is None
 
 
 def test_a_forward_over_the_cap_ends_a_request_with_the_numbers_whatever_the_ceiling():

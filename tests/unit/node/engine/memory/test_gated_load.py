@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.checkpoints import fp8
@@ -47,14 +47,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """An engine that reads a model in pieces of 2 MiB, beside which an answer of the tiny model runs."""
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 2 * MIB)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 2 * MIB)
     made = Driver(models.path("llama"), folder, batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
     made.answer("hello", endless(2), model=LLAMA)
     return made
 
 
 def memory(driver: Driver) -> Memory:
-    give_back()
+    release_free_memory()
     return driver.engine.report(time.monotonic()).memory
 
 
@@ -65,7 +65,7 @@ def described(driver: Driver, name: str = "grown") -> Model:
 def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -> MemoryLimits:
     """Leave so many bytes above what is held and reserved now."""
     driver.take(ROOMY)
-    give_back()
+    release_free_memory()
     driver.engine.footprint.forget()  # a height of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
@@ -159,7 +159,7 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
 
 
 def test_a_row_that_grows_ends_the_load_and_preempts_nobody(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.scheduling.scheduler.GROWTH", 4)
+    monkeypatch.setattr("node.engine.scheduling.scheduler.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)
     squeeze(driver, 16 * MIB, margin=32 * MIB)

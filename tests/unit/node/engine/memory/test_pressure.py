@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 
 from node.engine.kv.kv_cache import nbytes_of
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
@@ -38,7 +38,7 @@ def driver() -> Driver:
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave so many bytes above what is held and promised now."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
@@ -94,11 +94,11 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
         driver.turn()
     assert driver.ended(number) is None, "it waits"
     assert driver.engine.gate.refusals[GateSite.PREFILL] > 0
-    assert driver.engine.generation.wanted() > 0, "and newcomers let it pass"
+    assert driver.engine.generation.required_bytes() > 0, "and newcomers let it pass"
     driver.take(MemoryLimits(8 * GIB, held, 0, "dynamic"))
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.end(first), Finished)
-    assert driver.engine.generation.wanted() == 0
+    assert driver.engine.generation.required_bytes() == 0
 
 
 def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
@@ -195,7 +195,7 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
     """Pooled buffers are memory of the process, too: another program would have to wait for it."""
     first = driver.ask("hello", endless(300)) if decodes else None
     driver.until(lambda: first is None or driver.ids[first, 0])
-    give_back()
+    release_free_memory()
     held = mx.get_active_memory() + mx.get_cache_memory()
     number = driver.ask("word " * 1500, endless(4))
     driver.until(lambda: any(one.written > 700 for one in driver.engine.generation.prefills))
@@ -227,10 +227,10 @@ def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
-    wanted = driver.engine.generation.wanted()
+    wanted = driver.engine.generation.required_bytes()
     assert wanted > 0
     report = driver.engine.report(time.monotonic())
     assert report.memory.reserved >= wanted, "told to the router as promised"
     for number in numbers:
         driver.cancel(number)
-    assert driver.engine.generation.wanted() == 0
+    assert driver.engine.generation.required_bytes() == 0

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from node.engine.memory import reserve
-from node.memory.reading import PERIOD, POLLS, STALE
+from node.memory.reading import POLL_PERIOD_SECONDS, RECENT_POLLS, STALE_AFTER_SECONDS
 from tests import models
 from tests.support.readings import FailingSource, Later, failing
 from tests.support.text_engine import ROOMY, Driver
@@ -51,8 +51,8 @@ def two(tmp_path: Path) -> Driver:
     driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
-    for seconds in (2 * reserve.ROOMY, 3 * reserve.ROOMY):
-        driver.engine.canary.tend(time.monotonic() + seconds)
+    for seconds in (2 * reserve.ROOM_BEFORE_REFILL_SECONDS, 3 * reserve.ROOM_BEFORE_REFILL_SECONDS):
+        driver.engine.canary.maintain(time.monotonic() + seconds)
     assert driver.engine.canary.nbytes
     assert driver.engine.reuse.nbytes
     return driver
@@ -83,7 +83,7 @@ def test_what_cannot_be_read_for_long_refuses_the_new_and_gives_up_nothing(two: 
     before = kept(two)
     if blind == "the engine itself":
         sensor(two).fails = True
-        clock.by = STALE + 1
+        clock.by = STALE_AFTER_SECONDS + 1
         two.take(ROOMY)
     else:
         two.take(BLIND)
@@ -103,7 +103,7 @@ def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driv
     two.until(lambda: all(two.ids[number, 0] for number in numbers))
     if blind == "the engine itself":
         sensor(two).fails = True
-        clock.by = STALE + 1
+        clock.by = STALE_AFTER_SECONDS + 1
     else:
         two.take(BLIND)
     for number in numbers:
@@ -128,7 +128,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     assert less is not None
     assert good.phys - less > weights / 2
     assert isinstance(two.end(two.ask(QUESTION, model="b")), Finished)
-    clock.by = STALE + 2
+    clock.by = STALE_AFTER_SECONDS + 2
     assert report(two).memory.phys is None, "not for ever"
     source.fails = False
     assert report(two).memory.phys is not None
@@ -145,7 +145,7 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
     else:
         (batch,) = resident.batches.values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    clock.leap = POLLS * PERIOD  # no recent peak is left at any decision
+    clock.leap = RECENT_POLLS * POLL_PERIOD_SECONDS  # no recent peak is left at any decision
     for _ in range(4):
         two.turn()
     clock.leap = 0.0

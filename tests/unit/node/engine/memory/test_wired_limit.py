@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.memory.footprint import MetalMemory, WiredLimit
-from node.engine.memory.wired_limit import LEAST, SHARE, WireMode, wired_bytes
+from node.engine.memory.wired_limit import MAX_METAL_SHARE, MIN_WEIGHT_BYTES, WireMode, wired_bytes
 from node.engine.models.loaded_model import LoadStep, load
 from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
@@ -66,7 +66,7 @@ def test_it_is_never_above_metals_limit_and_auto_never_wires_what_is_small(
     size = wired_bytes(wire, weights, active, limit)
     assert 0 <= size <= min(active, limit)
     assert not size or wire is not WireMode.OFF
-    assert not size or wire is WireMode.ON or (weights >= LEAST and weights > SHARE * limit)
+    assert not size or wire is WireMode.ON or (weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit)
 
 
 class Recording:
@@ -148,13 +148,13 @@ def test_what_comes_and_goes_beside_the_same_weights_moves_nothing():
     mx.eval(held)
     held.pop()
     assert mx.get_cache_memory() > 0
-    wiring.follow(MIB)
+    wiring.apply(MIB)
     assert recording.free == [0], "free buffers would take the place of weights"
     held.append(mx.ones((4 * MIB,)))
     mx.eval(held)
-    wiring.follow(MIB)
+    wiring.apply(MIB)
     assert len(recording.set) == 1
-    wiring.follow(2 * MIB)
+    wiring.apply(2 * MIB)
     assert len(recording.set) == 2
     assert recording.sizes[1] >= recording.sizes[0] + 4 * MIB
     del held
@@ -221,7 +221,7 @@ def test_a_limit_that_mlx_refuses_is_a_warning_and_the_next_set_is_tried_again()
         held = mx.ones((PAGE,))
         mx.eval(held)
         for weights in (MIB, MIB, 2 * MIB):
-            wiring.follow(weights)
+            wiring.apply(weights)
     assert (wiring.wired, refused) == (0, [1, 1])
     assert [line["event"] for line in logs] == ["metal", "not wired", "not wired"]
     assert "larger than" in logs[1]["error"]

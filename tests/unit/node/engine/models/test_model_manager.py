@@ -41,15 +41,15 @@ def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
     first, second = (driver.resident(name).used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.shelf.leaves_at() == first < second
+    assert driver.engine.shelf.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
     assert loaded(driver) == {"one"}, "a request puts it off"
-    assert driver.engine.due(first) == second, "the engine wakes for nothing else"
+    assert driver.engine.next_step_at(first) == second, "the engine wakes for nothing else"
     list(driver.engine.step(second))
     assert loaded(driver) == set()
-    assert driver.engine.due(second) is None
+    assert driver.engine.next_step_at(second) is None
     assert driver.engine.report(second).counts.departures == 2
     assert driver.engine.report(second).counts.evictions == 0
 
@@ -71,13 +71,13 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.shelf.leaves_at() is None
+    assert driver.engine.shelf.idle_unload_at() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
 
 def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 1)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
     driver = two(tmp_path)
     load(driver, "one")
     number = driver.ask("Hello!", ENDLESS, model="one")
@@ -106,7 +106,7 @@ def look(driver: Driver) -> int:
     """Let the time come at which the engine looks for what did not come back; give what it then tells."""
     at = driver.engine.shelf.looks_at
     assert at is not None
-    assert (driver.engine.due(time.monotonic()) or at) <= at, "it wakes for it by itself"
+    assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"
     list(driver.engine.step(at))
     assert driver.engine.shelf.looks_at is None
     return driver.engine.report(at).unreturned

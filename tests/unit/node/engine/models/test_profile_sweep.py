@@ -163,7 +163,7 @@ def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[in
         asked.append(need)
         return None if passing(len(asked)) else Refused(RefusalCode.NO_ROOM, "too long")
 
-    monkeypatch.setattr(driver.engine.forwards, "ask", ask)
+    monkeypatch.setattr(driver.engine.forwards, "check", ask)
     return asked
 
 

@@ -99,7 +99,7 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
 def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tested.MemoryProbe, "again", lambda probe: False)
+    monkeypatch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
     first = loaded(tmp_path)
     assert first.engine.gate.checks[GateSite.PROBE] > 3
     failed = resident(first).profile
@@ -150,9 +150,9 @@ def test_a_chunk_that_no_profile_covers_is_refused_by_the_full_margin(kept: Path
     gate, estimator = driver.engine.gate, resident(driver).estimator
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
-    assert gate.narrowed() == 512 * MIB - memory.margin > 0
+    assert gate.narrowed_bytes() == 512 * MIB - memory.margin > 0
     assert memory.headroom is not None
-    tight = GIB - memory.headroom + estimator.foreseen(257, 0)
+    tight = GIB - memory.headroom + estimator.estimate(257, 0)
     driver.take(MemoryLimits(GIB, tight, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
     assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.chunk(200, 0)), Fits)
@@ -163,7 +163,7 @@ def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
     driver = loaded(kept)
     driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     before = driver.engine.report(time.monotonic())
-    resident(driver).estimator.observe(128, 0, resident(driver).estimator.foreseen(128, 0) + 100 * MIB)
+    resident(driver).estimator.observe(128, 0, resident(driver).estimator.estimate(128, 0) + 100 * MIB)
     after = driver.engine.report(time.monotonic())
     assert after.memory.margin == profiled_margin(GIB, 100 * MIB) > before.memory.margin
     assert after.models[0].residual == 100 * MIB

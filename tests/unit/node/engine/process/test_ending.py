@@ -12,14 +12,14 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.process.interface import Halted
 from node.engine.process.main import EXIT_FAILED, settings_message
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.processes import until
 from tests.support.text_engine import GREEDY, Driver
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
     Frame,
     Generate,
@@ -42,7 +42,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     """Two models, one being measured, a third being loaded; rows that decode, a prompt half written, kept prefixes."""
     for name in ("a", "b", "c"):
         (tmp_path / name).symlink_to(models.path("llama"))
-    give_back()
+    release_free_memory()
     before = mx.get_active_memory()
     driver = Driver(tmp_path, batch=4, chunk=64)
     for name in ("a", "b"):
@@ -86,7 +86,7 @@ class Process:
         theirs.close()
         settings = ModelSettings(folders=(str(folder),), hub=False, profile="off", trial=False)
         self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))
-        self._splitter = Splitter(longest=LONGEST_JOINED)
+        self._splitter = Splitter(longest=MAX_JOINED_BYTES)
         self.send(LIMITS)
 
     def send(self, *frames: Frame) -> None:

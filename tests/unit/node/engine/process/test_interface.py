@@ -31,8 +31,8 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     work = engine.prepare(MAKE[route](engine.report(0.0).models[0].name, number))
     assert work is not None
     said: list[Frame] = []
-    for answer in engine.take(work, 0.0):
-        said += engine.take(answer.read(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
+    for answer in engine.handle(work, 0.0):
+        said += engine.handle(answer.read(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
     while not said:
         said += engine.step(0.0)
     return said[:1]
@@ -57,10 +57,10 @@ def test_nothing_passes_before_the_first_limits(kind: str, route: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
     engine = made(kind)
-    engine.take(FITS, 0.0)
+    engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     assert engine.report(0.0).memory.armed is True
-    while (due := engine.due(0.0)) is not None and due <= 0.0:
+    while (due := engine.next_step_at(0.0)) is not None and due <= 0.0:
         list(engine.step(0.0))
     assert engine.gate.checks[GateSite.PREFLIGHT] == 1 + (kind == "mlx"), "the first prompt loads a tokenizer there"
     assert engine.gate.checks[GateSite.PREFILL] == 1
@@ -71,11 +71,11 @@ def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
     engine = made(kind)
-    engine.take(FITS, 0.0)
+    engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
-    engine.take(Cancel(1), 0.0)
+    engine.handle(Cancel(1), 0.0)
     assert isinstance(ask(engine, route, 3)[0], Admitted)
-    engine.take(MemoryLimits(100 * GIB, 1, GIB, "leases"), 0.0)
+    engine.handle(MemoryLimits(100 * GIB, 1, GIB, "leases"), 0.0)
     late, *_ = engine.step(0.0)
     (early,) = ask(engine, route, 2)
     for answer in (late, early):

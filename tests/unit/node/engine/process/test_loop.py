@@ -7,7 +7,7 @@ import pytest
 
 from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import NativeCall
-from node.engine.process.loop import PUBLISH_EVERY, EngineLoop
+from node.engine.process.loop import MIN_REPORT_INTERVAL_SECONDS, EngineLoop
 from node.engine.scripted.engine import ScriptedEngine
 from node.settings import ScriptedSettings
 from wire.frames import Cancel, Deltas, EngineReport, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message
@@ -73,7 +73,7 @@ def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Ru
     assert steps[-1] - steps[0] == pytest.approx(0.59, abs=0.1)
     published = [when for when, frame in seen if isinstance(frame, EngineReport)]
     assert len(published) >= 5
-    assert len(published) <= (published[-1] - published[0]) / PUBLISH_EVERY + 2
+    assert len(published) <= (published[-1] - published[0]) / MIN_REPORT_INTERVAL_SECONDS + 2
 
 
 def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
@@ -90,13 +90,13 @@ def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
     running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.armed)
     assert running.loop.busy(time.monotonic()) == (0.0, 0.0)
     turns = threading.Event()
-    due = running.engine.due
+    due = running.engine.next_step_at
 
     def counted(now: float) -> float | None:
         turns.set()
         return due(now)
 
-    running.engine.due = counted
+    running.engine.next_step_at = counted
     assert not turns.wait(0.5)
 
 
@@ -117,7 +117,7 @@ class Stuck(ScriptedEngine):
 def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
     engine = Stuck()
     loop = EngineLoop(engine, lambda frame: None)
-    engine.call = lambda: NativeCall("prefill", 100.0, 7.0)
+    engine.running_call = lambda: NativeCall("prefill", 100.0, 7.0)
     assert loop.busy(103.0) == (3.0, 7.0)
 
 

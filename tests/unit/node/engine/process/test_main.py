@@ -16,7 +16,7 @@ import pytest
 
 from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, settings_message
 from node.settings import EngineSettings, NodeSettings, ScriptedSettings
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
     Deltas,
     EngineReport,
@@ -56,7 +56,7 @@ class Process:
         self._frames = self._read()
 
     def _read(self) -> Iterator[Frame]:
-        splitter = Splitter(longest=LONGEST_JOINED)
+        splitter = Splitter(longest=MAX_JOINED_BYTES)
         while data := self.line.recv(65536):
             for tag, body in splitter.feed(data):
                 yield decode(tag, body)

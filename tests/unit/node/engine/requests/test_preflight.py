@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 
 from node.engine.memory.gate import GateSite, MemoryGate
-from node.engine.requests.preflight import RequestShape, admit, impossible, shape_of, too_large
+from node.engine.requests.preflight import RequestShape, admit, never_fits, shape_of, too_large
 from wire.capacity import arithmetic
 from wire.frames import Generate, GenerationParams, GrammarSpec, MemoryLimits, Message
 from wire.refusals import RefusalCode
@@ -75,7 +75,7 @@ def test_without_a_limit_an_answer_ends_with_the_context():
     ],
 )
 def test_what_no_memory_helps_is_refused(asked: Generate, shape: RequestShape, code: RefusalCode | None):
-    found = impossible(asked, shape, MODEL, batch=8)
+    found = never_fits(asked, shape, MODEL, batch=8)
     assert (found and found.code) == code
 
 

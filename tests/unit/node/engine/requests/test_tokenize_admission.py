@@ -19,10 +19,18 @@ from msgspec.structs import replace
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, text_bytes
 from node.engine.requests.tokenize_queue import TokenizeQueue
-from node.engine.text.tokenizer import LONG_TEXT, TooLong, load
+from node.engine.text.tokenizer import LONG_TEXT_CHARS, TooLong, load
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import READ_CODE, READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
+from wire.capacity.arithmetic import (
+    TOKENIZE_BYTES_PER_TOKEN,
+    TOKENIZE_SLICE_CHARS,
+    TOKENIZER_CODE_BYTES,
+    TOKENIZER_GUIDE_FACTOR,
+    TOKENIZER_LOAD_FACTOR,
+    UNCHECKED_TOKENIZE_BYTES,
+    reading_bytes,
+)
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     CountTokens,
@@ -75,10 +83,14 @@ def tight(driver: Driver, room: int) -> None:
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
 def test_every_byte_that_reading_takes_is_counted(text: int, files: int):
-    whole = READ_TOKEN * text + (READ_LOAD + READ_GUIDE) * files + READ_CODE
-    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > READ_FREE else 0)
+    whole = (
+        TOKENIZE_BYTES_PER_TOKEN * text
+        + (TOKENIZER_LOAD_FACTOR + TOKENIZER_GUIDE_FACTOR) * files
+        + TOKENIZER_CODE_BYTES
+    )
+    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > UNCHECKED_TOKENIZE_BYTES else 0)
     assert reading_bytes(text, files) == reading_bytes(text) <= reading_bytes(text, files, loads=True)
-    assert reading_bytes(text) in (0, READ_TOKEN * text)
+    assert reading_bytes(text) in (0, TOKENIZE_BYTES_PER_TOKEN * text)
 
 
 def test_all_text_of_a_request_is_counted():
@@ -96,25 +108,25 @@ def test_all_text_of_a_request_is_counted():
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
     assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), UntokenizedPrompt)
     long = unread(driver)
-    assert READ_FREE < long.need == READ_TOKEN * len(LONG)
+    assert UNCHECKED_TOKENIZE_BYTES < long.need == TOKENIZE_BYTES_PER_TOKEN * len(LONG)
     assert driver.answer(LONG, GenerationParams(max_tokens=2))  # and what was read is answered
 
 
 def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable[..., Path]):
     driver = Driver(tiny_model("llama"))
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
-    later = READ_TOKEN * len(text)
+    later = TOKENIZE_BYTES_PER_TOKEN * len(text)
     first = driver.engine.door.need(asked(driver, text))
-    assert first == later + READ_LOAD * files + READ_CODE
+    assert first == later + TOKENIZER_LOAD_FACTOR * files + TOKENIZER_CODE_BYTES
     guided = asked(driver, text, grammar=GrammarSpec("regex", "a+"))
-    assert driver.engine.door.need(guided) == first + READ_GUIDE * files
+    assert driver.engine.door.need(guided) == first + TOKENIZER_GUIDE_FACTOR * files
     driver.answer("Hi", GenerationParams(max_tokens=2, grammar=GrammarSpec("regex", "a+")))
     assert driver.engine.door.need(guided) == later
 
 
 def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
     work, before = unread(driver), reserved(driver)
-    assert list(driver.engine.take(work, time.monotonic())) == [work]
+    assert list(driver.engine.handle(work, time.monotonic())) == [work]
     assert reserved(driver) == before + work.need
     assert driver.engine.report(time.monotonic()).waiting == 1
     done = work.read()
@@ -143,7 +155,7 @@ def test_a_long_prompt_without_room_is_refused_unread(driver: Driver):
 def test_two_that_fit_only_one_by_one_are_not_read_together(driver: Driver):
     first, second = unread(driver, number=8), unread(driver, number=9)
     tight(driver, first.need + second.need // 2)
-    assert list(driver.engine.take(first, time.monotonic())) == [first]
+    assert list(driver.engine.handle(first, time.monotonic())) == [first]
     driver.put(second)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
@@ -169,7 +181,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     work = unread(driver, whole)
     assert work.long
     assert work.need == reading_bytes(text_bytes(work.frame), context=context)
-    assert work.need < READ_TOKEN * (context * 2 + READ_SLICE) + 16 * len(whole)
+    assert work.need < TOKENIZE_BYTES_PER_TOKEN * (context * 2 + TOKENIZE_SLICE_CHARS) + 16 * len(whole)
     counted: list[int] = []
     tokenizer = driver.tokenizer()
     rust = tokenizer.rust
@@ -186,7 +198,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     assert isinstance(refusal, Refusal)
     assert refusal.refused.code is RefusalCode.CONTEXT
     assert f"takes {context}: shorten the prompt" in refusal.refused.message
-    assert 0 < sum(counted) <= 8 * context + READ_SLICE
+    assert 0 < sum(counted) <= 8 * context + TOKENIZE_SLICE_CHARS
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
@@ -195,7 +207,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
 def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture: str, plain: bool):
     tokenizer = load(models.path(architecture))
     text = (WORDS + "Ünïcödé 😀\n\n  x=1;" + "\t" * 9) * 400
-    assert len(text) > LONG_TEXT
+    assert len(text) > LONG_TEXT_CHARS
     expected = tuple(tokenizer.wrapper.encode(text, add_special_tokens=plain))
     assert tokenizer.encode(text, plain=plain) == expected
     assert tokenizer.encode(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
@@ -266,7 +278,7 @@ def test_counting_a_long_prompt_asks_as_well(driver: Driver):
 
 def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
     work, before = unread(driver), reserved(driver)
-    driver.engine.take(work, time.monotonic())
+    driver.engine.handle(work, time.monotonic())
     driver.cancel(9)
     driver.put(work.read())
     assert driver.said[9] == []
@@ -280,8 +292,8 @@ def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
 
 def test_the_same_request_is_read_once(driver: Driver):
     work = unread(driver)
-    assert list(driver.engine.take(work, time.monotonic())) == [work]
-    assert list(driver.engine.take(work, time.monotonic())) == []
+    assert list(driver.engine.handle(work, time.monotonic())) == [work]
+    assert list(driver.engine.handle(work, time.monotonic())) == []
     done = work.read()
     assert isinstance(done, TokenizeResult)
     driver.put(done)
@@ -363,7 +375,7 @@ def test_reading_takes_no_more_than_was_promised(tiny_model: Callable[..., Path]
     assert len(rows) == 5
     assert max(taken for _, _, _, taken in rows) > 20 * MIB, "nothing was measured"
     for kind, size, promised, taken in rows:
-        assert taken <= max(promised, READ_FREE), (kind, size, promised, taken)
+        assert taken <= max(promised, UNCHECKED_TOKENIZE_BYTES), (kind, size, promised, taken)
 
 
 def test_prompts_are_read_in_turns_between_keys(driver: Driver):

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import Layers, TextModel, new_cache, plain
+from node.engine.kv.kv_cache import Layers, TextModel, is_plain, new_cache
 from node.engine.memory.gate import GateSite
 from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
@@ -111,13 +111,13 @@ def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, sha
 
 
 def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
-    monkeypatch.setattr(scheduler, "MOST_LINGER", 3600.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(scheduler, "MAX_COALESCE_SECONDS", 3600.0)
     prompts = iter(one["prompt"] for one in SHORT)
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.generation.due(time.monotonic())
+        due = driver.engine.generation.next_step_at(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -129,10 +129,10 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
     assert waits(both)
-    monkeypatch.setattr(scheduler, "LINGER", 0.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 0.0)
     assert not waits(both), "nobody came after them"
     assert answered(both)
-    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
 
 
@@ -219,7 +219,7 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
     def tight(site: GateSite, estimate: int) -> bool:
         longest = max((len(one.ids) for one in driver.engine.generation.prefills), default=0) - 1
-        return site is GateSite.PREFILL and estimate > driver.resident().estimator.together(2, longest)
+        return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
 
     driver.gate.refuses = tight
     verbatim(driver, ask(driver, 6))
@@ -315,9 +315,9 @@ def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
 
 
 def test_only_plain_caches_take_padding():
-    assert plain([KVCache(), KVCache()])  # type: ignore[list-item]
-    assert not plain([KVCache(), RotatingKVCache(64)])  # type: ignore[list-item, call-arg]
-    assert not plain([ArraysCache(2), KVCache()])  # type: ignore[list-item, call-arg]
+    assert is_plain([KVCache(), KVCache()])  # type: ignore[list-item]
+    assert not is_plain([KVCache(), RotatingKVCache(64)])  # type: ignore[list-item, call-arg]
+    assert not is_plain([ArraysCache(2), KVCache()])  # type: ignore[list-item, call-arg]
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment, CommitmentLedger
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.requests.sequence import Row
 from node.engine.scheduling import scheduler
 from node.engine.scheduling.decode_batch import DecodeBatch
@@ -64,7 +64,7 @@ def counts(driver: Driver) -> EngineCounters:
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave so many bytes above what is held and reserved now."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
@@ -122,7 +122,7 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     sequence = driver.engine.generation.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        patch.setattr(scheduler, "MAX_REBUILDS", 0)
         sequence.rows[0].reason = "stop"
         driver.turn()
     end = driver.end(number)
@@ -137,7 +137,7 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
     resident = driver.resident(LLAMA)
     for batch in resident.batches.values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MOST_REBUILDS
+    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):

@@ -11,7 +11,7 @@ import pytest
 
 from node.engine.kv.kv_cache import Layers, nbytes_of
 from node.engine.kv.prefix_store import CachedPrefix
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.support.text_engine import GREEDY, ROOMY, Driver
 from wire.capacity.arithmetic import request_need
@@ -184,7 +184,7 @@ def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     assert len(entries(driver)) == 50
     mx.clear_cache()
     assert mx.get_active_memory() >= base + driver.engine.reuse.nbytes - 256 * KIB
-    driver.engine.reuse.relieve(lambda: False)
+    driver.engine.reuse.evict_until(lambda: False)
     mx.clear_cache()
     assert mx.get_active_memory() <= 1.01 * base
 
@@ -198,7 +198,7 @@ def room(driver: Driver, size: int) -> None:
 
 def fill(driver: Driver, size: int) -> None:
     """Let the prefix cache hold so many bytes, in a process that holds nothing else that could go meanwhile."""
-    give_back()
+    release_free_memory()
     number = 0
     while driver.engine.reuse.nbytes < size:
         number += 1
@@ -207,7 +207,7 @@ def fill(driver: Driver, size: int) -> None:
 
 def test_the_cache_goes_before_a_request_is_refused_and_no_more_of_it_than_needed(driver: Driver):
     fill(driver, 40 * MIB)
-    give_back()
+    release_free_memory()
     room(driver, MIB)
     before = driver.engine.report(0.0).cache
     number = driver.ask("fresh " * 400, GenerationParams(temperature=0.0, max_tokens=1))
@@ -264,7 +264,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """300 prompts that nobody has sent before, the cache always full, and room for one request beside it."""
     random = Random(3)
     fill(driver, 10 * MIB)
-    give_back()
+    release_free_memory()
     driver.engine.footprint.forget()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
     room(driver, need + MIB // 2 - driver.engine.reuse.nbytes)
@@ -306,7 +306,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:4]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     monkeypatch.setattr("node.engine.scheduling.decode_batch.DecodeBatch.extract", lambda self, row: 1 / 0)
-    monkeypatch.setattr("node.engine.scheduling.scheduler.MOST_REBUILDS", 9)
+    monkeypatch.setattr("node.engine.scheduling.scheduler.MAX_REBUILDS", 9)
     for number, one in numbers.items():
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
@@ -347,11 +347,11 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]
-    driver.engine.reuse.relieve(lambda: False)
+    driver.engine.reuse.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
     number = driver.ask(SHORT[0]["prompt"])
-    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.relieve(lambda: False)
+    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
 

@@ -78,13 +78,13 @@ def end_of(driver: Driver, number: int) -> Finished:
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of every chunk that any engine writes."""
     written: list[int] = []
-    plain = LoadedModel.prefilled
+    plain = LoadedModel.record_prefill
 
     def counting(resident: LoadedModel, tokens: int, seconds: float, back: float) -> None:
         written.append(tokens)
         plain(resident, tokens, seconds, back)
 
-    monkeypatch.setattr(LoadedModel, "prefilled", counting)
+    monkeypatch.setattr(LoadedModel, "record_prefill", counting)
     return written
 
 

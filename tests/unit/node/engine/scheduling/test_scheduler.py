@@ -15,7 +15,7 @@ from node.engine.scheduling.scheduler import finished
 from tests import models
 from tests.support.readings import Later
 from tests.support.text_engine import GREEDY, Driver
-from wire.capacity.arithmetic import row_bytes, waste_under
+from wire.capacity.arithmetic import row_bytes, waste_bytes
 from wire.frames import (
     Admitted,
     Channel,
@@ -284,7 +284,7 @@ def test_padding_may_waste_what_the_cap_in_force_allows(driver: Driver):
     for cap in (4 * GIB, 64 * GIB, 2 * GIB):
         driver.take(MemoryLimits(cap, cap, 64 * MIB, "static"))
         (model,) = driver.engine.report(time.monotonic()).models
-        assert model.kv.waste == waste_under(cap)
+        assert model.kv.waste == waste_bytes(cap)
 
 
 # the gate's second lines

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from node.engine.memory.gate import GateSite
 from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.scripted.engine import GROWTH, REMEMBERED, ScriptedEngine
+from node.engine.scripted.engine import KV_GROWTH_TOKENS, MAX_CANCELLED_REMEMBERED, ScriptedEngine
 from node.settings import ScriptedSettings
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import UNREADABLE
@@ -64,7 +64,7 @@ class Bench:
         self.steps: list[float] = []
         self.number = 0
         if limits is not None:
-            self.engine.take(limits, self.now)
+            self.engine.handle(limits, self.now)
 
     def ask(self, content: str = "hello there", number: int = 0, **fields: Any) -> int:
         self.number = number or self.number + 1
@@ -79,11 +79,11 @@ class Bench:
             0,
             **fields,
         )
-        self.keep(self.engine.take(request, self.now))
+        self.keep(self.engine.handle(request, self.now))
         return self.number
 
     def cancel(self, number: int) -> None:
-        self.keep(self.engine.take(Cancel(number), self.now))
+        self.keep(self.engine.handle(Cancel(number), self.now))
 
     def keep(self, frames: Iterable[Frame]) -> None:
         for frame in frames:
@@ -99,7 +99,7 @@ class Bench:
 
     def turn(self) -> bool:
         """One turn at the time when it is due; False when nothing is."""
-        due = self.engine.due(self.now)
+        due = self.engine.next_step_at(self.now)
         if due is None:
             return False
         self.now = max(self.now, due)
@@ -188,7 +188,7 @@ def test_a_count_is_the_prompt_tokens_of_the_same_request():
     number = bench.ask("hello there", tools=tools, max_tokens=1)
     bench.run()
     asked = CountTokens(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
-    (counted,) = bench.engine.take(asked, bench.now)
+    (counted,) = bench.engine.handle(asked, bench.now)
     assert isinstance(counted, Finished)
     assert counted.prompt_tokens == bench.finished(number).prompt_tokens
 
@@ -213,7 +213,7 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_
 def test_one_frame_serves_all_rows_of_a_step_at_absolute_deadlines():
     bench = Bench()
     numbers = [bench.ask(max_tokens=50) for _ in range(64)]
-    while bench.engine.due(bench.now) == bench.now:
+    while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
     while bench.turn():
         bench.now += 0.013
@@ -235,7 +235,7 @@ def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
 def test_more_rows_than_a_batch_wait_their_turn():
     bench = Bench(batch=2)
     numbers = [bench.ask(max_tokens=5) for _ in range(5)]
-    while bench.engine.due(bench.now) == bench.now:
+    while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
     assert (bench.report().running, bench.report().waiting, bench.report().queued_tokens) == (2, 3, 18)
     bench.run()
@@ -247,7 +247,7 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
     bench = Bench()
     bench.ask("x " * 4000, max_tokens=3)
     bench.run()
-    assert bench.engine.due(bench.now) is None
+    assert bench.engine.next_step_at(bench.now) is None
     memory = bench.report().memory
     assert memory.recent == memory.active == memory.phys == 4 * GIB
     assert memory.headroom == (96 - 2 - 4) * GIB
@@ -256,7 +256,7 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
 def test_orders_about_its_one_model_are_answered():
     bench = Bench()
     said = [
-        bench.engine.take(order, bench.now)[0]
+        bench.engine.handle(order, bench.now)[0]
         for order in (
             LoadModel(1, "scripted-1"),
             LoadModel(2, "other"),
@@ -352,7 +352,7 @@ def test_what_does_not_fit_now_is_the_verdicts_own_answer():
 def test_a_prefill_that_lost_its_room_is_refused_and_gives_everything_back():
     bench = Bench()
     number = bench.ask("x " * 100)
-    bench.engine.take(MemoryLimits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
+    bench.engine.handle(MemoryLimits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
     bench.run()
     assert bench.refused(number).refused.code is RefusalCode.NO_ROOM
     assert [type(frame) for frame in bench.said[number]] == [Admitted, Refusal]
@@ -371,21 +371,21 @@ def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_ther
     assert isinstance(end, Failed)
     assert end.code == "no_headroom"
     assert "outgrew" in end.message
-    assert len(bench.ids[number, 0]) == 10 + 2 * GROWTH
+    assert len(bench.ids[number, 0]) == 10 + 2 * KV_GROWTH_TOKENS
     assert bench.report().memory.reserved == 0
     assert bench.report().memory.active == 4 * GIB
 
 
 def test_an_answer_that_runs_grows_where_the_memory_cannot_be_read_and_nothing_new_begins():
     bench = Bench(tokens=10)
-    number = bench.ask(max_tokens=5 * GROWTH, expected=10)
+    number = bench.ask(max_tokens=5 * KV_GROWTH_TOKENS, expected=10)
     bench.turn()
     bench.turn()
-    bench.engine.take(MemoryLimits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
+    bench.engine.handle(MemoryLimits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
     refused = bench.refused(bench.ask()).refused
     assert refused.code is RefusalCode.UNREADABLE
     bench.run()
-    assert bench.finished(number).completion_tokens == 5 * GROWTH
+    assert bench.finished(number).completion_tokens == 5 * KV_GROWTH_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -451,7 +451,7 @@ def test_a_cancel_that_comes_first_drops_the_request_and_still_acknowledges_it()
 
 def test_no_more_cancels_are_remembered_than_fit():
     bench = Bench()
-    for number in range(1, REMEMBERED + 2):
+    for number in range(1, MAX_CANCELLED_REMEMBERED + 2):
         bench.cancel(number)
     bench.ask(number=1)
     bench.ask(number=2)

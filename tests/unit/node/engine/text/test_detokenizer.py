@@ -16,7 +16,7 @@ from node.engine.text.detokenizer import Pieces, TextPipeline, TokenOutput
 from node.engine.text.markers import MarkerSet
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tokenizer import MarkCutter, Tokenizer
-from node.engine.text.tool_call_parser import LONGEST, ToolCallParser
+from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
 from tests.support import vocabulary
 from wire.frames import Channel
 
@@ -274,7 +274,7 @@ def test_arguments_are_json_text_of_an_object(arguments: object, written: str):
 
 def test_a_block_too_long_to_be_read_in_time_is_text():
     asked: list[str] = []
-    text = "<call>" + "x" * (LONGEST + 1) + "</call>"
+    text = "<call>" + "x" * (MAX_BLOCK_CHARS + 1) + "</call>"
     made = pipeline([text], parser=lambda block, _: asked.append(block))
     assert run(made, [0]).content == text
     assert asked == []

@@ -87,7 +87,7 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(tokenizer, "RENDER_TIMEOUT_SECONDS", 0.2)
     harmful = tokenizer.load(a_model(tmp_path / "model", FOREVER))
     began = time.monotonic()
     with pytest.raises(TemplateFailed, match="the chat template took more than"):
@@ -169,8 +169,8 @@ def test_more_threads_than_slots_are_no_error():
 
 def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
     quarantine = Quarantine()
-    assert not quarantine.died("hostile", 1.0)
-    assert quarantine.died("hostile", 100.0)
+    assert not quarantine.record_crash("hostile", 1.0)
+    assert quarantine.record_crash("hostile", 100.0)
     (ban,) = quarantine.bans(101.0)
     assert ban.model == "hostile"
     assert "template" in ban.cause

@@ -144,14 +144,14 @@ def test_of_several_calls_in_one_block_the_first_is_the_one():
 
 def test_the_scripted_engine_takes_raw_prompts_and_counts():
     bench = Bench()
-    assert bench.engine.take(CountTokens(1, bench.settings.model, HELLO, 0), 0.0) == [
+    assert bench.engine.handle(CountTokens(1, bench.settings.model, HELLO, 0), 0.0) == [
         Finished(1, (), 4 + len(KNOWN["prompt"].split()), 0)
     ]
-    admitted = bench.engine.take(
+    admitted = bench.engine.handle(
         Generate(2, 1, "r", bench.settings.model, (), GenerationParams(max_tokens=2), 0, text="one two three"), 0.0
     )
     assert admitted[0].prompt_tokens == 3  # pyright: ignore
-    admitted = bench.engine.take(
+    admitted = bench.engine.handle(
         Generate(3, 2, "r", bench.settings.model, (), GenerationParams(max_tokens=2), 0, ids=(5, 6)), 0.0
     )
     assert admitted[0].prompt_tokens == 2  # pyright: ignore

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.text import tokenizer
-from node.engine.text.tokenizer import LONGEST_MESSAGE, TemplateFailed, Tokenizer, TokenizerError
+from node.engine.text.tokenizer import MAX_ERROR_CHARS, TemplateFailed, Tokenizer, TokenizerError
 from tests.support import vocabulary
 from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
 
@@ -150,7 +150,7 @@ def test_a_bad_template_fails_its_request_in_one_line(tmp_path: Path, template: 
             model.prompt(ask())
         assert told in str(failed.value)
         assert "\n" not in str(failed.value)
-        assert len(str(failed.value)) <= LONGEST_MESSAGE
+        assert len(str(failed.value)) <= MAX_ERROR_CHARS
 
 
 def test_after_a_request_that_fails_the_next_is_served(tmp_path: Path):

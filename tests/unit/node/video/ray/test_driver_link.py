@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.video.ray.driver_link import (
-    LONGEST,
+    MAX_MESSAGE_BYTES,
     ActorCreated,
     ActorNotCreated,
     ConnectDriver,
@@ -40,7 +40,7 @@ def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: l
 @pytest.mark.parametrize(
     "data",
     [
-        (LONGEST + 1).to_bytes(4, "big"),
+        (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
         encode(DriverConnected()),
         b"\x00\x00\x00\x01\xc1",
         len(pickle.dumps({"a": 1})).to_bytes(4, "big") + pickle.dumps({"a": 1}),

@@ -78,16 +78,16 @@ async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: LocalRa
     one.offer(wanted=True)
     one.allow(on=True)
     first = await changed(one, None)
-    one.lend(on=True)
+    one.set_running(on=True)
     one.allow(on=False)
     await turns()
     assert one.node == first, "its actor holds the worker"
-    one.lend(on=False)
+    one.set_running(on=False)
     assert await changed(one, first) == ""
     one.allow(on=True)
     second = await changed(one, "")
-    one.lend(on=True)
-    one.lend(on=False)
+    one.set_running(on=True)
+    one.set_running(on=False)
     await turns()
     assert one.node == second, "the end of a job alone replaces nothing"
     await one.stop()

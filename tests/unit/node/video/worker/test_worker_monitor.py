@@ -21,7 +21,7 @@ from tests.support.readings import Later
 def hear(*events: object) -> WorkerJob:
     job = WorkerJob()
     for event in events:
-        job.hear(json.dumps(event).encode(), 1.0)
+        job.handle_event(json.dumps(event).encode(), 1.0)
     return job
 
 
@@ -53,15 +53,15 @@ def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
     attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
     clock.by += 99
-    assert one.look() is None
+    assert one.check() is None
     claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
     lease_files.write_new(tmp_path / "l" / lease_files.CLAIM, msgspec.json.encode(claim))
-    assert one.look() is None
+    assert one.check() is None
     clock.by += 49
-    assert one.look() is None
+    assert one.check() is None
     assert 49 <= one.seconds < 50
     clock.by += 2
-    end = one.look()
+    end = one.check()
     assert end is not None
     assert end.code == "job_timeout"
     process.kill()
@@ -105,7 +105,7 @@ def test_the_first_end_counts_and_codes_are_ours():
 
 @given(st.binary(max_size=300))
 def test_nothing_that_a_worker_writes_ends_the_watch(line: bytes):
-    WorkerJob().hear(line, 0.0)
+    WorkerJob().handle_event(line, 0.0)
 
 
 NAMES = st.sampled_from(["event", "phase", "step", "code", "made", "blocks"])
@@ -157,7 +157,7 @@ def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
     made.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
     claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
     lease_files.write_new(place / lease_files.CLAIM, msgspec.json.encode(claim))
-    assert made.look() is None
+    assert made.check() is None
     return made
 
 
@@ -170,14 +170,14 @@ def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well
     one = watched(tmp_path / "l", process)
     attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
-    assert one.look() is None, "who started it has not said anything yet"
+    assert one.check() is None, "who started it has not said anything yet"
     if after == "a word":
         (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "exit", "code": -9}\n')
     elif after == "its own end":
         os.close(attended)
     else:
-        monkeypatch.setattr(worker_monitor, "WORD", 0.0)
-    end = one.look()
+        monkeypatch.setattr(worker_monitor, "REPORT_TIMEOUT_SECONDS", 0.0)
+    end = one.check()
     assert end is not None
     assert end.code == code
     one.close()
@@ -189,10 +189,10 @@ def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     one = watched(tmp_path / "l", process)
     (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "done", "made": {}}\n')
-    assert one.look() is None, "it leaves by itself"
+    assert one.check() is None, "it leaves by itself"
     process.kill()
     process.wait()
-    end = one.look()
+    end = one.check()
     assert end is not None
     assert end.code == "completed"
     one.close()
@@ -231,5 +231,5 @@ def test_lines_are_read_whole_and_those_that_are_too_long_are_left_out(tmp_path:
     file.write_bytes(b"one\ntw")
     assert tail.lines() == [b"one"]
     with file.open("ab") as more:
-        more.write(b"o\n" + b"x" * (lease_files.LONGEST_LINE + 1) + b"\nthree\n")
+        more.write(b"o\n" + b"x" * (lease_files.MAX_LINE_BYTES + 1) + b"\nthree\n")
     assert tail.lines() == [b"two", b"three"]

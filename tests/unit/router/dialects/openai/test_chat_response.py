@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from router.dialects.openai.chat import ChatRoute
-from router.dialects.openai.chat_response import DONE, ChatChunks, completion, shown_fingerprint
-from router.dialects.shared.tool_calls import LONGEST_TOKEN, MOST_CALLS
+from router.dialects.openai.chat_response import DONE, ChatChunks, completion, system_fingerprint
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, MAX_TOKEN_BYTES
 from router.dispatch.request import BufferedRequest, CompleteAnswer, RequestSpec
 from router.placement.place import ResourceDemand
 from tests.support import answers
@@ -110,8 +110,8 @@ def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
 
 
 def test_the_fingerprint_changes_with_the_files_of_the_model():
-    assert shown_fingerprint("") is None
-    known = [shown_fingerprint(name) for name in ("tiny-1", "tiny-2")]
+    assert system_fingerprint("") is None
+    known = [system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
     assert len(set(known)) == 2
     assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
     assert "tiny" not in str(known), "no part of the node's own name for it is told"
@@ -171,10 +171,10 @@ def test_calls_of_choices_that_are_not_there_are_left_out():
 
 def test_a_choice_makes_no_more_calls_than_anybody_would_run():
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MOST_CALLS + 5))])
-    assert len(events(raw)) == MOST_CALLS
-    whole = json.loads(completion(a_job(), CompleteAnswer({}, {0: [CALL] * (MOST_CALLS + 5)}, {}), FINISHED))
-    assert len(whole["choices"][0]["message"]["tool_calls"]) == MOST_CALLS
+    raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MAX_CALLS_SENT + 5))])
+    assert len(events(raw)) == MAX_CALLS_SENT
+    whole = json.loads(completion(a_job(), CompleteAnswer({}, {0: [CALL] * (MAX_CALLS_SENT + 5)}, {}), FINISHED))
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == MAX_CALLS_SENT
 
 
 def test_a_reason_that_clients_do_not_know_is_stop():
@@ -260,7 +260,7 @@ def test_numbers_that_are_none_and_parts_of_characters_can_be_told():
     half, long = chunk.choices[0].logprobs.content or []
     assert (half.token, half.bytes, half.logprob) == ("\ufffd", [0xF0, 0x9F], -9999.0)
     assert half.top_logprobs[0].logprob == -9999.0
-    assert len(long.bytes or []) == LONGEST_TOKEN
+    assert len(long.bytes or []) == MAX_TOKEN_BYTES
 
 
 def test_a_whole_answer_has_the_log_probabilities_of_each_choice():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from router.admission.request_limits import GRAMMAR_BYTES
+from router.admission.request_limits import MAX_GRAMMAR_BYTES
 from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.ollama.api import OllamaChatRoute
 from router.dialects.openai import chat
@@ -105,8 +105,8 @@ def test_what_anthropic_asks_of_calls(choice: object, wanted: GrammarSpec | None
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
-        ({"guided_regex": "a" * (GRAMMAR_BYTES + 1)}, "guided_regex"),
-        ({"guided_json": {"enum": ["a" * GRAMMAR_BYTES]}}, "guided_json"),
+        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
+        ({"guided_json": {"enum": ["a" * MAX_GRAMMAR_BYTES]}}, "guided_json"),
         ({"guided_regex": "a", "guided_whitespace_pattern": "_"}, "whitespace_pattern"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
