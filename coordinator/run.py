@@ -292,7 +292,7 @@ def check_options(options: RunOptions) -> None:
     """
     try:
         check_http(options.settings.http, options.listen[0])
-        if options.settings.conditions.webhook:
+        if options.settings.alerts.webhook_url:
             _webhook_address(options.settings)
     except AuthorityError as error:
         raise SettingsError(str(error)) from None
@@ -300,7 +300,7 @@ def check_options(options: RunOptions) -> None:
 
 def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
     try:
-        return parse(settings.conditions.webhook)
+        return parse(settings.alerts.webhook_url)
     except WebhookError as error:
         raise AuthorityError(str(error)) from None
 
@@ -346,7 +346,7 @@ async def _serve_http(
         dispatcher,
         ring,
         home.version,
-        partial(https_validity, home.authority, tls, settings.http.certificate),
+        partial(https_validity, home.authority, tls, settings.http.tls_cert_file),
     )
     metrics.video = conductor.snapshot
     load = _load_history(registry, dispatcher, stack)
@@ -369,14 +369,14 @@ async def _serve_http(
     )
     app = OriginCheck(
         RouterApp(dispatcher, ring, settings.router, control=videos),
-        settings.http.hosts,
+        settings.http.allowed_hosts,
         local=not settings.http.anonymous,
     )
     door = FastPath(dispatcher, ring, settings.router, app)
     context = tls.context if isinstance(tls, HttpsCa) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     room = room_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
-    places = ConnectionSlots(room, settings.http.stranger_connections)
+    places = ConnectionSlots(room, settings.http.max_connections_without_key)
     await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
 
 
@@ -445,17 +445,17 @@ def _told(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
 def _say_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
     """Log the resolved value of every protective setting."""
     http, router = options.settings.http, options.settings.router
-    webhook = options.settings.conditions.webhook
+    webhook = options.settings.alerts.webhook_url
     log.info(
         "guards resolved",
         listen=f"{options.listen[0]}:{options.listen[1]}",
         cluster_listen=f"{options.cluster_listen[0]}:{options.cluster_listen[1]}",
         tls="off" if tls is None else "own authority" if isinstance(tls, HttpsCa) else "given files",
         anonymous=http.anonymous,
-        hosts=http.hosts or "addresses, localhost and .local names",
+        hosts=http.allowed_hosts or "addresses, localhost and .local names",
         policy=router.policy,
         queue_limit=router.queue_limit or "max(64, 4 x nodes)",
-        body_bytes=router.body_bytes,
+        body_bytes=router.max_body_bytes,
         conditions=len(WATCHED),
         webhook=parse(webhook).host if webhook else "none",
     )
@@ -466,7 +466,7 @@ def _conditions(settings: CoordinatorSettings, metrics: MetricsService, stack: A
     conditions = Conditions()
     conditions.listeners.append(log_conditions)
     metrics.conditions = conditions.flags
-    if settings.conditions.webhook:
+    if settings.alerts.webhook_url:
         webhook = Webhook(_webhook_address(settings), settings.cluster.name)
         conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))

@@ -123,7 +123,7 @@ MEMORY = (
         BYTES,
         _size("phys"),
         _size("active"),
-        _size("recent"),
+        _size("recent_peak"),
     ),
     lines(
         "MLX and the engine",
@@ -132,7 +132,7 @@ MEMORY = (
         _size("mlx_cache"),
         _size("mlx_peak"),
         _size("base"),
-        _size("canary"),
+        _size("reserve"),
     ),
     lines(
         "Seen from outside",
@@ -152,7 +152,7 @@ MEMORY = (
         "Lost wired memory",
         "What ended engines left wired: only a restart of that Mac brings it back.",
         BYTES,
-        (f"macpool_engine_leaked_bytes{N}", "{{node}}"),
+        (f"macpool_engine_leaked_wired_bytes{N}", "{{node}}"),
     ),
     states(
         "What binds the ceiling",
@@ -182,9 +182,9 @@ GATE = (
         "What was done instead of refusing",
         "Smaller pieces, requests that gave way, and requests that were ended.",
         PER_SECOND,
-        (_rate("gate_shrinks"), "{{node}} shrinks"),
+        (_rate("gate_prefill_chunks_shrunk"), "{{node}} shrinks"),
         (_rate("engine_preemptions"), "{{node}} preemptions"),
-        (_rate("engine_sheds"), "{{node}} sheds"),
+        (_rate("engine_requests_evicted"), "{{node}} sheds"),
     ),
     quantiles(
         "Transients",
@@ -197,7 +197,7 @@ GATE = (
         "Over the cap",
         "Forwards that ended over the cap, findings of the enforcer, engines that it ended.",
         PER_SECOND,
-        (_rate("engine_overs"), "{{node}} forwards"),
+        (_rate("engine_over_cap"), "{{node}} forwards"),
         (_rate("node_memory_over_cap"), "{{node}} found"),
         (_rate("node_memory_kills"), "{{node}} ended"),
     ),
@@ -232,7 +232,7 @@ ENGINE = (
         "Deaths, replacements in good health, and requests that ended in a fault.",
         PER_SECOND,
         (_rate("engine_restarts"), "{{node}} deaths"),
-        (_rate("engine_recycles"), "{{node}} recycles"),
+        (_rate("engine_graceful_restarts"), "{{node}} recycles"),
         (_rate("engine_failures"), "{{node}} faults"),
         width=THIRD,
     ),
@@ -274,7 +274,7 @@ CACHE = (
         "Stored and evicted",
         "Prompts per second.",
         PER_SECOND,
-        (_rate("prefix_cache_stores"), "{{node}} stored"),
+        (_rate("prefix_cache_inserts"), "{{node}} stored"),
         (_rate("prefix_cache_evictions"), "{{node}} evicted"),
     ),
     lines(
@@ -282,7 +282,7 @@ CACHE = (
         "Evicted for another, or unused for long.",
         PER_SECOND,
         (_rate("model_evictions"), "{{node}} evicted"),
-        (_rate("model_departures"), "{{node}} left"),
+        (_rate("model_idle_unloads"), "{{node}} left"),
     ),
 )
 BOARD = Board(

@@ -95,7 +95,7 @@ ENDS = (
         "Answers",
         "HTTP answers by status; 499: the client left before one.",
         PER_SECOND,
-        (f"sum by (code) ({_rate('router_answers')})", "{{code}}"),
+        (f"sum by (code) ({_rate('router_http_responses')})", "{{code}}"),
     ),
     lines(
         "Refusals by nodes",
@@ -109,9 +109,9 @@ ENDS = (
         PER_SECOND,
         (_rate("router_attempts"), "attempts"),
         (_rate("router_retries"), "retries"),
-        (_rate("router_resumes"), "resumes"),
-        (_rate("router_moves"), "moves"),
-        (_rate("router_losses"), "losses"),
+        (_rate("router_requests_resumed"), "resumes"),
+        (_rate("router_requests_migrated"), "moves"),
+        (_rate("router_requests_lost"), "losses"),
         (_rate("router_slow_clients"), "slow clients"),
     ),
 )

@@ -61,7 +61,7 @@ DETAIL = (
         "Made",
         "Seconds of video that are made in a second.",
         COUNT,
-        ("rate(macpool_video_made_seconds_total[$__range])", "made"),
+        ("rate(macpool_video_output_seconds_total[$__range])", "made"),
     ),
     quantiles(
         "Lease confirmed",

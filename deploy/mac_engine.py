@@ -49,7 +49,7 @@ def soft_end() -> Outcome:
 
     if find_spec("mlx") is None:
         return skipped("needs MLX: install the extra `node`")
-    settings = NodeSettings(models=ModelSettings(hub=False, profile="off"))
+    settings = NodeSettings(models=ModelSettings(use_huggingface_cache=False, profile="off"))
     wired = open_machine(settings).wired
     before = wired()
     ours, theirs = socket.socketpair()
@@ -125,7 +125,7 @@ def main() -> None:
     from wire.units import GIB
 
     sensor = open_sensor(os.getpid())
-    engine = build(NodeSettings(models=ModelSettings(hub=False)), CrashRecorder())
+    engine = build(NodeSettings(models=ModelSettings(use_huggingface_cache=False)), CrashRecorder())
     base = sensor.phys().phys or 0
     engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     entries = [one for one in json.loads((Path(MODEL) / "answers.json").read_text()) if "system" not in one]

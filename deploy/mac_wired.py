@@ -90,8 +90,8 @@ def churn(
 
     settings = NodeSettings(
         memory=MemorySettings(wire=wire),
-        engine=EngineSettings(mlx=MlxSettings(prefix_cache=cache)),
-        models=ModelSettings(folders=(str(model.parent),), hub=False, profile="off", trial=False),
+        engine=EngineSettings(mlx=MlxSettings(prefix_cache_size=cache)),
+        models=ModelSettings(folders=(str(model.parent),), use_huggingface_cache=False, profile="off", trial=False),
     )
     cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
     engine = build(settings, CrashRecorder())

@@ -46,7 +46,7 @@ from node.inspect.running_settings import published
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
-from node.settings import NodeSettings, node_name, resolve
+from node.settings import COORDINATOR_SECTIONS, NodeSettings, node_name, resolve
 from node.sharing.controller import SharingController
 from node.sharing.keep_awake import SleepPolicy
 from node.video.wiring import VideoSubsystem
@@ -54,8 +54,6 @@ from wire.bonjour_record import BonjourRecord
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 
-OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
-"""Sections of the same config.toml that belong to the coordinator on this machine."""
 DRAIN_TIMEOUT_SECONDS = 20.0
 FIND_TIMEOUT_SECONDS = 5.0
 
@@ -118,7 +116,7 @@ def _settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
         ("environment", from_environment(os.environ)),
         ("--set", from_pairs(options.pairs)),
     ]
-    resolved = resolve(layers, OTHERS)
+    resolved = resolve(layers, COORDINATOR_SECTIONS)
     settings = resolved.value
     if options.models and settings.engine.kind == "scripted":
         raise SettingsError("--models: the scripted engine serves engine.scripted.model and reads no model folders")
@@ -187,7 +185,7 @@ async def _life(
     studio = VideoSubsystem(settings, state, limiter, poll, supervisor)
     agent.lender, agent.ray = studio.lender, studio.ray
     studio.connect(agent.send_frame, agent.video_changed)
-    sharer = SharingController(settings.node, state / "node")
+    sharer = SharingController(settings.sharing, state / "node")
     agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
     return await _serve(options, agent, supervisor, poll, studio, sharer, anew=token is not None)

@@ -34,8 +34,8 @@ class MemorySettings(Section, frozen=True):
         Size,
         Meta(
             description=(
-                'Most bytes that the engine may reach: "auto" (RAM minus the reserve of memory.tier, never above the '
-                'Metal limit), a size as "96GiB", or a share of the RAM as "70%".'
+                'Maximum bytes of the engine: "auto" (RAM minus the reserve of memory.tier, at most the Metal '
+                'limit), a size such as "96GiB", or a share of the RAM such as "70%".'
             )
         ),
     ] = AUTO
@@ -43,8 +43,8 @@ class MemorySettings(Section, frozen=True):
         Size,
         Meta(
             description=(
-                'Room kept free for spikes that no reading sees: "auto" (11.2 % of the cap, 512 MiB to 12 GiB) or a '
-                "size, taken as it is. 0 is possible and warned about for as long as it lasts."
+                'Bytes kept free for peaks between two readings: "auto" (11.2 % of the cap, 512 MiB to 12 '
+                "GiB) or a size. 0 is allowed and reported as a warning while it is set."
             )
         ),
     ] = AUTO
@@ -52,16 +52,17 @@ class MemorySettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                '"on", or "off": no request is ever refused for memory. A lasting warning; the machine may then panic.'
+                '"on", or "off": no request is refused for memory, and the machine may panic. "off" is '
+                "reported as a warning while it is set."
             )
         ),
     ] = "on"
-    canary: Annotated[
+    reserve: Annotated[
         Size,
         Meta(
             description=(
-                'Random bytes that the MLX engine holds as its last reserve and gives up before anything else: "auto" '
-                '(1 % of the cap, 256 MiB at most), a size, or "off".'
+                "Bytes of random data that the MLX engine holds as an emergency reserve, released before any "
+                'other memory: "auto" (1 % of the cap, at most 256 MiB), a size, or "off".'
             )
         ),
     ] = AUTO
@@ -69,9 +70,9 @@ class MemorySettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "What an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 GiB; 4 GiB on a "
-                "machine with less than 24 GiB. custom: memory.cap decides, and is required; it is the tier of every "
-                "explicit cap."
+                "Memory that an automatic cap leaves to the system: safe 12 GiB, balanced 8 GiB, aggressive 6 "
+                "GiB; 4 GiB on a machine with less than 24 GiB. custom: memory.cap is required. Every "
+                "explicit cap has the tier custom."
             )
         ),
     ] = "balanced"
@@ -79,19 +80,18 @@ class MemorySettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                'macOS: what the engine keeps wired, so that it is never paged out: "auto" (the weights of the loaded '
-                'models where they are 32 GiB or more, and more than 75 % of the Metal limit), "on" (all weights), or '
-                '"off" (nothing, and the video worker neither; for a Mac that had a kernel panic of the GPU\'s '
-                "memory)."
+                'macOS: memory of the engine that is wired and therefore never paged out: "auto" (weights of '
+                '32 GiB or more that exceed 75 % of the Metal limit), "on" (all weights), or "off" (nothing, '
+                "also not in the video worker; for a Mac with kernel panics of the GPU memory)."
             )
         ),
     ] = AUTO
-    above_metal: Annotated[
+    allow_above_metal_limit: Annotated[
         bool,
         Meta(
             description=(
-                "Let an explicit memory.cap exceed the Metal limit. A lasting warning: macOS ends the process, or "
-                "panics, where the limit is crossed."
+                "Allow an explicit memory.cap above the Metal limit. If the engine exceeds the limit, macOS "
+                "ends the process or panics. Reported as a warning while it is set."
             )
         ),
     ] = False
@@ -100,52 +100,54 @@ class MemorySettings(Section, frozen=True):
 class ScriptedSettings(Section, frozen=True):
     """The scripted engine: real frames and real admission over a pretended model, for tests and benchmarks."""
 
-    model: Annotated[str, Meta(description="Name of the model that it serves.")] = "scripted-1"
+    model: Annotated[str, Meta(description="Name of the served model.")] = "scripted-1"
     identity: Annotated[
         str,
         Meta(
             description=(
-                "Fingerprint of its model, so that two nodes can hold different models of one name; empty: made of the "
-                "name."
+                "Fingerprint of the model, to give two nodes different models under one name. Empty: derived "
+                "from the name."
             )
         ),
     ] = ""
-    step_ms: Annotated[float, Meta(ge=0, le=60_000, description="Milliseconds from one decode step to the next.")] = 20
-    batch: Annotated[int, Meta(ge=1, le=4096, description="Most rows that decode at once; more wait.")] = 64
+    step_ms: Annotated[float, Meta(ge=0, le=60_000, description="Milliseconds between two decode steps.")] = 20
+    max_batch_size: Annotated[
+        int, Meta(ge=1, le=4096, description="Maximum rows in a decode batch. Further rows wait.")
+    ] = 64
     tokens: Annotated[
-        int, Meta(ge=1, le=10**6, description=("Tokens that an answer has when the request sets no max_tokens."))
+        int, Meta(ge=1, le=10**6, description=("Tokens of an answer without max_tokens in its request."))
     ] = 16
     text: Annotated[
         str,
         Meta(
             description=(
-                '"words" (fixed words by position), "echo" (the last user message once), or "clock" (each token is the '
-                "monotonic time in ns and a space)."
+                'Text of the answers: "words" (fixed words by position), "echo" (the last user message once), '
+                'or "clock" (each token is the monotonic time in ns and a space).'
             )
         ),
     ] = "words"
-    memory: Annotated[Size, Meta(description="Pretended RAM of the machine.")] = "128GiB"
+    memory: Annotated[Size, Meta(description="Simulated RAM of the machine.")] = "128GiB"
     metal: Annotated[
         Size,
         Meta(
             description=(
-                "Metal limit that its pretended device reports; 0: it reports none, and the agent keeps to its guess "
-                "for the RAM."
+                "Metal limit that the simulated device reports. 0: no report, and the agent estimates the "
+                "limit from the RAM."
             )
         ),
     ] = 0
-    weights: Annotated[Size, Meta(description="Pretended bytes of the model's weights.")] = "4GiB"
-    kv_per_token: Annotated[int, Meta(ge=0, le=2**26, description="Pretended bytes of KV that one token takes.")] = (
-        131072
+    weights: Annotated[Size, Meta(description="Simulated bytes of the weights.")] = "4GiB"
+    kv_per_token: Annotated[int, Meta(ge=0, le=2**26, description="Simulated KV bytes of one token.")] = 131072
+    max_context: Annotated[int, Meta(ge=1, le=2**24, description="Maximum tokens of prompt and answer together.")] = (
+        32768
     )
-    context: Annotated[int, Meta(ge=1, le=2**24, description="Most tokens of prompt and answer together.")] = 32768
-    tools: Annotated[bool, Meta(description="Whether its model may be offered tools; it calls none.")] = False
+    tools: Annotated[bool, Meta(description="Accept tools in requests. The engine never calls one.")] = False
     refuse: Annotated[
         str,
         Meta(
             description=(
-                'Requests that the gate refuses as if there were no room: "" none, "*" every one, or those whose '
-                "messages contain this word."
+                'Requests that the gate refuses for memory: "" none, "*" all, or those whose messages contain '
+                "this word."
             )
         ),
     ] = ""
@@ -153,8 +155,8 @@ class ScriptedSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "A request whose messages contain this word ends the engine process by a signal at its first decode "
-                'step; "" none.'
+                "A request whose messages contain this word ends the engine process with a signal at its "
+                'first decode step; "" none.'
             )
         ),
     ] = ""
@@ -162,8 +164,8 @@ class ScriptedSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "JSON file with what the pretended machine reads, in bytes: `reclaimable` (what its system can free) "
-                'and `wired`; null: cannot be read. It is read at each look; "" none.'
+                "JSON file with readings of the simulated machine in bytes: `reclaimable` (memory that the "
+                'system can free) and `wired`; null: unreadable. The file is read at each poll; "" none.'
             )
         ),
     ] = ""
@@ -172,48 +174,54 @@ class ScriptedSettings(Section, frozen=True):
 class MlxSettings(Section, frozen=True):
     """The engine that runs models with MLX."""
 
-    batch: Annotated[
+    max_batch_size: Annotated[
         int,
         Meta(
-            ge=1, le=256, description=("Most rows that decode at once; more wait. `n` of a request may not exceed it.")
+            ge=1,
+            le=256,
+            description=("Maximum rows in a decode batch. Further rows wait. `n` of a request is limited to it."),
         ),
     ] = 32
-    chunk: Annotated[
+    prefill_step_size: Annotated[
         int,
         Meta(
             ge=32,
             le=8192,
-            description=("Most prompt tokens of one forward. While others decode, chunks are shorter: by time."),
+            description=(
+                "Maximum prompt tokens of one forward pass. While other rows decode, passes are shorter, "
+                "limited by time."
+            ),
         ),
     ] = 2048
-    chunk_floor: Annotated[
+    min_prefill_step: Annotated[
         int,
         Meta(
             ge=4,
             le=8192,
             description=(
-                "Prompt tokens of the smallest forward that a prompt is cut into for want of memory; a request is "
-                "admitted where a forward of this size fits at the end of its prompt."
+                "Prompt tokens of the smallest forward pass when memory is short. A request is admitted if a "
+                "pass of this size fits at the end of its prompt."
             ),
         ),
     ] = 256
-    context: Annotated[
-        int, Meta(ge=0, le=2**24, description=("Most tokens of prompt and answer together; 0: what the model takes."))
+    max_context: Annotated[
+        int,
+        Meta(ge=0, le=2**24, description=("Maximum tokens of prompt and answer together; 0: the limit of the model.")),
     ] = 0
     max_tokens: Annotated[
         int,
         Meta(
             ge=1,
             le=2**20,
-            description=("Most tokens of an answer whose request sets no max_tokens; the context limits it too."),
+            description=("Maximum tokens of an answer without max_tokens in its request. The context also limits it."),
         ),
     ] = 4096
-    prefix_cache: Annotated[
+    prefix_cache_size: Annotated[
         Size,
         Meta(
             description=(
-                'Most bytes of ended chats that are kept for their next turn: "auto" (15 % of the cap without the '
-                'weights), a size as "2GiB", or "off". They are given up before anything is refused for memory.'
+                'Maximum bytes of the prefix cache: "auto" (15 % of the cap without the weights), a size such '
+                'as "2GiB", or "off". Cached prefixes are evicted before a request is refused for memory.'
             )
         ),
     ] = AUTO
@@ -221,8 +229,8 @@ class MlxSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                'Linux only: "auto" preloads OpenBLAS where it is installed (the bundled one is 26 times slower), '
-                '"bundled" does not.'
+                'Linux only: "auto" preloads OpenBLAS if it is installed (the bundled library is 26 times '
+                'slower); "bundled" does not.'
             )
         ),
     ] = "auto"
@@ -232,7 +240,7 @@ class EngineSettings(Section, frozen=True):
     """Which engine generates, and each kind's own settings."""
 
     kind: Annotated[
-        str, Meta(description=('The kind of engine: "mlx" (real models), or "scripted" (a pretended one, for tests).'))
+        str, Meta(description=('Kind of engine: "mlx" (models), or "scripted" (simulated, for tests).'))
     ] = "mlx"
     mlx: MlxSettings = MlxSettings()
     scripted: ScriptedSettings = ScriptedSettings()
@@ -243,15 +251,17 @@ class ModelSettings(Section, frozen=True):
 
     folders: Annotated[
         tuple[str, ...],
-        Meta(description=("Folders to look for models in, three levels deep; `--models DIR` adds to them.")),
+        Meta(description=("Folders that are searched for models, three levels deep. `--models DIR` adds a folder.")),
     ] = ()
-    hub: Annotated[bool, Meta(description="Serve what is in the local Hugging Face cache, too.")] = True
+    use_huggingface_cache: Annotated[
+        bool, Meta(description="Also serve the models of the local Hugging Face cache.")
+    ] = True
     profile: Annotated[
         str,
         Meta(
             description=(
-                '"auto": measure a model when it is loaded for the first time on this machine, 10 s at most, and keep '
-                'what was measured; "off": start from what its config says.'
+                '"auto": measure the memory of a model at its first load on this machine, at most 10 s, and '
+                'store the result; "off": estimate it from the config of the model.'
             )
         ),
     ] = "auto"
@@ -259,23 +269,23 @@ class ModelSettings(Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Try the chat template and the tokenizer of each model once in a process of its own, with limits of "
-                "time and memory, before the engine uses them: about 4 s at the first request for a model."
+                "Test chat template and tokenizer of each model once in a separate process with limits of "
+                "time and memory. This takes about 4 s at the first request for a model."
             )
         ),
     ] = True
     preload: Annotated[
         tuple[str, ...],
-        Meta(description=("Names of models to load at start, in this order, and never to unload for another.")),
+        Meta(description=("Models to load at start, in this order. They are never unloaded for other models.")),
     ] = ()
-    idle_unload: Annotated[
+    idle_unload_seconds: Annotated[
         float,
         Meta(
             ge=0,
             le=2**31,
             description=(
-                "Seconds without a request after which a model is unloaded, unless it is preloaded; 0: never. The next "
-                "request loads it again."
+                "Seconds without a request after which a model is unloaded; 0: never. Preloaded models stay. "
+                "The next request loads the model again."
             ),
         ),
     ] = 0.0
@@ -288,8 +298,8 @@ class WorkerSettings(Section, frozen=True):
         bool,
         Meta(
             description=(
-                "Offer video where its environment is installed (`cluster video install`) and a video package is here; "
-                "without them nothing is started."
+                "Offer video if the environment is installed (`cluster video install`) and a video package is "
+                "present. Otherwise no video process runs."
             )
         ),
     ] = True
@@ -297,40 +307,42 @@ class WorkerSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "Folder in which `cluster video install` keeps the worker's environment; empty: "
-                "STATE/node/video/environments."
+                "Folder of the environments that `cluster video install` creates. Empty: STATE/node/video/environments."
             )
         ),
     ] = ""
-    job_timeout: Annotated[
+    job_timeout_seconds: Annotated[
         float,
         Meta(
             ge=1,
             le=10**6,
-            description=("Seconds after which a worker is ended that is not done, unless its job says otherwise."),
+            description=("Longest time of a job that sets no other limit. Then its worker is ended."),
         ),
     ] = 7200.0
-    stall_timeout: Annotated[
+    stall_timeout_seconds: Annotated[
         float,
         Meta(
             ge=1,
             le=10**6,
-            description=("Seconds without a step, a phase or a transformer block after which a worker is ended."),
+            description=("Longest time without a step, a phase or a transformer block. Then the worker is ended."),
         ),
     ] = 300.0
-    start_timeout: Annotated[
+    start_timeout_seconds: Annotated[
         float,
         Meta(
-            ge=1, le=10**4, description=("Seconds that a granted lease waits for its worker before it is given back.")
+            ge=1,
+            le=10**4,
+            description=("Longest time that a granted lease waits for its worker. Then the lease is released."),
         ),
     ] = 90.0
-    grace: Annotated[
+    terminate_grace_seconds: Annotated[
         float,
         Meta(
             ge=0,
             le=60,
             description=(
-                "Seconds that a worker has to leave after SIGTERM before SIGKILL; none where it has broken its lease."
+                "Seconds between SIGTERM and SIGKILL for a worker. A worker that exceeds its lease gets "
+                "SIGKILL at once."
             ),
         ),
     ] = 1.0
@@ -339,15 +351,15 @@ class WorkerSettings(Section, frozen=True):
         Meta(
             ge=1024,
             le=65400,
-            description=("First of the 60 loopback ports that this node's Ray uses while it may make videos."),
+            description=("First of 60 consecutive loopback ports for the Ray of this node."),
         ),
     ] = 6480
     ray_folder: Annotated[
         str,
         Meta(
             description=(
-                "Folder for Ray's sockets and logs; its path must be short (macOS takes 103 bytes of a socket's). "
-                "Empty: one of this node's own below /tmp."
+                "Folder for sockets and logs of Ray. Its path must be short, because macOS limits socket "
+                "paths to 103 bytes. Empty: a folder below /tmp."
             )
         ),
     ] = ""
@@ -356,18 +368,18 @@ class WorkerSettings(Section, frozen=True):
 class AgentSettings(Section, frozen=True):
     """The node itself."""
 
-    name: Annotated[str, Meta(description="Friendly name of this node; empty: its host name.")] = ""
-    report_busy: Annotated[
-        float, Meta(ge=0.05, le=5, description=("Seconds from one report to the next while the engine is busy."))
+    name: Annotated[str, Meta(description="Display name of this node. Empty: its host name.")] = ""
+    report_busy_seconds: Annotated[
+        float, Meta(ge=0.05, le=5, description=("Seconds between two reports while the engine is busy."))
     ] = 0.5
-    report_idle: Annotated[
+    report_idle_seconds: Annotated[
         float,
         Meta(
             ge=0.05,
             le=5,
             description=(
-                "Seconds from one report to the next while it is idle. The coordinator suspects a node after 3 s of "
-                "silence."
+                "Seconds between two reports while the engine is idle. The coordinator suspects a node after "
+                "3 s without a report."
             ),
         ),
     ] = 1.0
@@ -375,8 +387,8 @@ class AgentSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                'macOS: when this Mac may not fall asleep by itself: "busy" (while it works, and a minute longer), '
-                '"always", or "never". Lid and menu put it to sleep in any case.'
+                'macOS: prevention of idle sleep: "busy" (while the node works and for one minute after), '
+                '"always", or "never". Lid and menu always put the Mac to sleep.'
             )
         ),
     ] = "busy"
@@ -384,73 +396,79 @@ class AgentSettings(Section, frozen=True):
         str,
         Meta(
             description=(
-                "Overrides the machine's own id, which a certificate is bound to: for two nodes on one machine. Empty: "
-                "the machine's."
+                "Replaces the id of the machine, to which a certificate is bound; for two nodes on one "
+                "machine. Empty: the machine's own id."
             )
         ),
     ] = ""
-    share: Annotated[
+    log_level: Annotated[str, Meta(description="Minimum level of logged events: debug, info, warning or error.")] = (
+        "info"
+    )
+
+
+class SharingSettings(Section, frozen=True):
+    """When this Mac accepts work."""
+
+    when: Annotated[
         str,
         Meta(
             description=(
-                'When this Mac takes work: "always", "plugged-in" (while it draws from the mains), "idle" (once nobody '
-                'has touched it for node.share_idle), or "hours" (those of node.share_hours). Else it takes nothing '
-                "new and gives its memory back. `cluster pause` goes before it."
+                'Times at which this Mac accepts work: "always", "plugged-in" (on mains power), "idle" (after '
+                'sharing.idle_seconds without input), or "hours" (within sharing.hours). At other times the '
+                "node refuses new work and releases its memory. `cluster pause` takes precedence."
             )
         ),
     ] = "always"
-    share_hours: Annotated[
+    hours: Annotated[
         str,
         Meta(
             description=(
-                'Hours of node.share = "hours" by this Mac\'s clock: "22:00-07:00", several with commas between.'
+                'Hours for sharing.when = "hours" by this Mac\'s clock: "22:00-07:00"; several spans are '
+                "separated by commas."
             )
         ),
     ] = ""
-    share_idle: Annotated[
+    idle_seconds: Annotated[
         float,
         Meta(
             ge=1,
             le=86400,
-            description=(
-                'Seconds without a touch of keyboard, mouse or screen after which node.share = "idle" takes work.'
-            ),
+            description=('Seconds without input at keyboard, mouse or screen for sharing.when = "idle".'),
         ),
     ] = 600.0
-    share_battery: Annotated[
+    min_battery_percent: Annotated[
         int,
         Meta(
             ge=0,
             le=100,
             description=(
-                "Least charge in percent at which this Mac takes work while it is not plugged in, whatever else "
-                "node.share says; below it, work comes back 5 % higher or on mains. 0: the battery does not matter. A "
-                "machine without a battery is plugged in."
+                "Minimum charge in percent to accept work on battery, with any sharing.when. After a lower "
+                "charge, work is accepted again 5 % above it or on mains power. 0: the charge is ignored. A "
+                "machine without a battery counts as plugged in."
             ),
         ),
     ] = 0
-    share_grace: Annotated[
+    grace_seconds: Annotated[
         float,
         Meta(
             ge=0,
             le=86400,
             description=(
-                "Seconds that requests which nobody else has room for may go on here after this Mac stopped sharing."
+                "Longest time that running requests without another node continue after this Mac stops sharing."
             ),
         ),
     ] = 30.0
-    share_video_grace: Annotated[
+    video_grace_seconds: Annotated[
         float,
         Meta(
             ge=0,
             le=86400,
             description=(
-                "Seconds that a video may go on here after this Mac stopped sharing; then its job ends as "
-                "video.on_node_loss says."
+                "Longest time that a video job continues after this Mac stops sharing. Then the job ends as "
+                "video.on_node_loss defines."
             ),
         ),
     ] = 300.0
-    log_level: Annotated[str, Meta(description="Least level that is logged: debug, info, warning or error.")] = "info"
 
 
 class NodeSettings(Section, frozen=True):
@@ -460,11 +478,14 @@ class NodeSettings(Section, frozen=True):
     engine: EngineSettings = EngineSettings()
     models: ModelSettings = ModelSettings()
     node: AgentSettings = AgentSettings()
+    sharing: SharingSettings = SharingSettings()
     worker: WorkerSettings = WorkerSettings()
 
 
 SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings))
-"""The top sections that belong to the node: another process skips them, and forwards them to it."""
+"""Sections of the node. The coordinator skips them, and passes them to its local node."""
+COORDINATOR_SECTIONS = frozenset({"alerts", "cache", "cluster", "http", "router", "video"})
+"""Sections of the coordinator in the same config.toml, which the node skips."""
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.guard": ("on", "off"),
@@ -474,21 +495,21 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "engine.mlx.blas": ("auto", "bundled"),
     "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),
-    "node.share": tuple(when.value for when in ShareWhen),
+    "sharing.when": tuple(when.value for when in ShareWhen),
     "node.stay_awake": ("busy", "always", "never"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
 _SIZES = (
     "memory.cap",
     "memory.margin",
-    "memory.canary",
-    "engine.mlx.prefix_cache",
+    "memory.reserve",
+    "engine.mlx.prefix_cache_size",
     "engine.scripted.memory",
     "engine.scripted.metal",
     "engine.scripted.weights",
 )
-_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.canary", "engine.mlx.prefix_cache"})
-_SWITCHED = frozenset({"memory.canary", "engine.mlx.prefix_cache"})
+_AUTOMATIC = frozenset({"memory.cap", "memory.margin", "memory.reserve", "engine.mlx.prefix_cache_size"})
+_SWITCHED = frozenset({"memory.reserve", "engine.mlx.prefix_cache_size"})
 _RELATIVE = frozenset({"memory.cap"})
 _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
     "node.name": (valid_name, "1 to 63 letters, digits, spaces, dots, dashes or underscores"),
@@ -538,26 +559,26 @@ def check(settings: NodeSettings) -> None:
         value = str(_leaf(settings, key))
         if value and not valid(value):
             raise SettingsError(f"setting {key}: {value!r} is not {form}")
-    _check_hours(settings.node)
-    _check_battery(settings.node)
+    _check_hours(settings.sharing)
+    _check_battery(settings.sharing)
     if not valid_model(settings.engine.scripted.model):
         raise SettingsError("setting engine.scripted.model: a name has 1 to 200 letters, digits, spaces or ._:/@+()-")
 
 
-def _check_hours(node: AgentSettings) -> None:
-    if not node.share_hours and node.share != ShareWhen.HOURS:
+def _check_hours(sharing: SharingSettings) -> None:
+    if not sharing.hours and sharing.when != ShareWhen.HOURS:
         return
     try:
-        read_hours(node.share_hours)
+        read_hours(sharing.hours)
     except ValueError as error:
-        raise SettingsError(f"setting node.share_hours: {error}") from None
+        raise SettingsError(f"setting sharing.hours: {error}") from None
 
 
-def _check_battery(node: AgentSettings) -> None:
-    if node.share_battery and node.share == ShareWhen.PLUGGED_IN:
+def _check_battery(sharing: SharingSettings) -> None:
+    if sharing.min_battery_percent and sharing.when == ShareWhen.PLUGGED_IN:
         raise SettingsError(
-            f'setting node.share_battery: {node.share_battery} % means nothing beside node.share = "plugged-in", which '
-            "takes no work on battery at any charge: leave one of them out"
+            f"setting sharing.min_battery_percent: {sharing.min_battery_percent} % contradicts sharing.when = "
+            '"plugged-in", which accepts no work on battery: leave one of them out'
         )
 
 

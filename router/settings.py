@@ -13,49 +13,50 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
 
     policy: Annotated[
         Literal["balanced", "most_headroom"],
-        Meta(description="Order of the nodes with room: balanced (the fastest answer) or most_headroom (most bytes)."),
+        Meta(description="Order of the nodes with headroom: balanced (shortest time) or most_headroom (most bytes)."),
     ] = "balanced"
-    queue_limit: Annotated[
-        int, Meta(ge=0, description="Requests that may wait for a node with room; 0 = max(64, 4 x nodes).")
-    ] = 0
-    queue_seconds: Annotated[
-        float, Meta(gt=0, description="Longest wait in the queue before the answer is 503 with Retry-After.")
+    queue_limit: Annotated[int, Meta(ge=0, description="Maximum requests in the queue; 0: max(64, 4 x nodes).")] = 0
+    queue_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="Longest time in the queue. After it the answer is 503 with Retry-After.")
     ] = 30.0
-    swap_seconds: Annotated[
+    swap_timeout_seconds: Annotated[
         float,
         Meta(
             gt=0,
             description=(
-                "Longest wait for a model that fits only after other models are unloaded; `queue_seconds` stands still "
-                "meanwhile. A model in use stays loaded for at most a quarter of it while requests for another one "
-                "wait."
+                "Longest wait for a model that fits only after other models are unloaded; the queue timeout "
+                "does not run meanwhile. While requests for another model wait, a model in use stays loaded "
+                "for at most a quarter of this time."
             ),
         ),
     ] = 300.0
-    key_requests: Annotated[
+    max_requests_per_key: Annotated[
         int,
         Meta(
             ge=1,
             description=(
-                "Requests that one API key may have under way, those in the queue included; one more is refused with "
-                "429. A key's own limit on requests at once takes precedence."
+                "Maximum open requests of one API key, queued requests included. Further requests are refused "
+                "with 429. A lower limit of the key takes precedence."
             ),
         ),
     ] = 2048
-    key_tokens: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description=("Prompt tokens, by estimate, that one API key may have under way with more than one request."),
-        ),
-    ] = 16_000_000
-    key_bytes: Annotated[
+    max_prompt_tokens_per_key: Annotated[
         int,
         Meta(
             ge=1,
             description=(
-                "Bytes of prompts that one API key may have under way with more than one request, and bytes of long "
-                "bodies that are received from it at once."
+                "Maximum estimated prompt tokens in all open requests of one API key. A single request is "
+                "always allowed."
+            ),
+        ),
+    ] = 16_000_000
+    max_body_bytes_per_key: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description=(
+                "Maximum prompt bytes in all open requests of one API key, and maximum bytes of its long "
+                "bodies in transfer. A single request is always allowed."
             ),
         ),
     ] = 32 * MIB
@@ -63,29 +64,36 @@ class RouterSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=T
         Literal["ignore", "refuse"],
         Meta(
             description=(
-                "Fields of a request that are not known here, and tools that would have to run here: ignore (the "
-                "answer names them in x-macpool-ignored), or refuse (400)."
+                "Unknown fields and tools that would have to run on the server: ignore (the header "
+                "x-macpool-ignored names them) or refuse (400)."
             )
         ),
     ] = "ignore"
     keepalive_seconds: Annotated[
-        float, Meta(gt=0, description="Silence after which a stream sends its headers, and then an SSE comment.")
+        float,
+        Meta(
+            gt=0, description="Seconds without output after which a stream sends its headers, and later an SSE comment."
+        ),
     ] = 10.0
-    body_bytes: Annotated[
+    max_body_bytes: Annotated[
         int,
         Meta(
             gt=0,
             le=8 * MIB,
             description=(
-                "Longest request body, at most 8 MiB, which is what a link to a node carries; a longer one is refused "
-                "with 413."
+                "Maximum bytes of a request body. A longer body is refused with 413. At most 8 MiB, the limit "
+                "of a link to a node."
             ),
         ),
     ] = 8 * MIB
-    body_seconds: Annotated[float, Meta(gt=0, description="Longest time for a request body to arrive.")] = 60.0
+    body_timeout_seconds: Annotated[float, Meta(gt=0, description="Longest time to receive a request body.")] = 60.0
     slow_client_bytes: Annotated[
-        int, Meta(gt=0, description="Bytes that may wait for a client that reads slowly before its stream is ended.")
+        int, Meta(gt=0, description="Maximum unsent bytes of a stream. Beyond it the stream of a slow client is ended.")
     ] = 4 * MIB
     slow_client_seconds: Annotated[
-        float, Meta(gt=0, description="Time without any reading after which a stream with text waiting is ended.")
+        float,
+        Meta(
+            gt=0,
+            description="Longest time without progress of a stream with unsent text. After it the stream is ended.",
+        ),
     ] = 60.0

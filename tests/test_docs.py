@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 import pytest
 
-from coordinator.state.settings import OTHERS, CoordinatorSettings
+from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
 from host.settings_loader import describe
 from node.engine.memory.leak_check import TOLERATED_BYTES
@@ -19,7 +19,7 @@ from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
 from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS
 from node.memory.reading import RECENT_POLLS
-from node.settings import SECTIONS, MlxSettings, NodeSettings
+from node.settings import COORDINATOR_SECTIONS, SECTIONS, MlxSettings, NodeSettings
 from router.placement.cluster_view import ClusterView
 from router.placement.place import Placement, Policy, ResourceDemand, place
 from router.placement.reservations import ReservationLedger
@@ -55,7 +55,10 @@ def test_every_setting_has_a_meaning(kind: type):
 def test_each_section_belongs_to_one_process():
     coordinators = {setting.key.split(".")[0] for setting in describe(CoordinatorSettings)}
     assert not coordinators & SECTIONS
-    assert OTHERS == SECTIONS
+    assert coordinators == COORDINATOR_SECTIONS, (
+        "else the node refuses the config.toml that it shares with `cluster up`"
+    )
+    assert NODE_SECTIONS == SECTIONS
 
 
 def test_every_page_that_is_linked_exists():
@@ -95,7 +98,7 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
         f"every {BUSY_POLL_SECONDS} s while it works",
         f"every {EMPTY_POLL_SECONDS:.0f} s with no model",
         f"more than {TOLERATED_BYTES // MIB} MiB",
-        f"from {MlxSettings().chunk} tokens",
+        f"from {MlxSettings().prefill_step_size} tokens",
         f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
     }
     assert {text for text in told if text not in page} == set()

@@ -92,7 +92,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     """Free buffers that MLX keeps. For display."""
     peak: Size = 0
     """Highest active memory of MLX since its last reset. For display."""
-    canary: Size = 0
+    reserve: Size = 0
     """Last reserve, part of `current`; freed before anything else."""
 
 

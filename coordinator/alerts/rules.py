@@ -148,7 +148,7 @@ RULES = (
     AlertRule(
         "CutOff",
         _CRITICAL,
-        Comparison(_metric("cluster_self_suspect"), "==", 1),
+        Comparison(_metric("coordinator_self_suspect"), "==", 1),
         5,
         "half of the nodes fell silent at once",
         "look at the coordinator's own network first",
@@ -189,7 +189,7 @@ RULES = (
     AlertRule(
         "WiredLeak",
         _CRITICAL,
-        Comparison(_metric("engine_leaked_bytes"), ">", 0),
+        Comparison(_metric("engine_leaked_wired_bytes"), ">", 0),
         0,
         "engines of {node} that ended left wired memory behind",
         "restart this Mac, nothing else brings the memory back; after the second time no engine is started there",

@@ -80,17 +80,17 @@ class WebhookAddress:
 def parse(url: str) -> WebhookAddress:
     """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
-        raise WebhookError("conditions.webhook has characters that no URL has")
+        raise WebhookError("alerts.webhook_url has characters that no URL has")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise WebhookError("conditions.webhook is no URL") from None
+        raise WebhookError("alerts.webhook_url is no URL") from None
     host = parts.hostname
     if parts.scheme not in ("https", "http") or not host or "@" in parts.netloc:
-        raise WebhookError("conditions.webhook is https://HOST/PATH, without user names")
+        raise WebhookError("alerts.webhook_url is https://HOST/PATH, without user names")
     if parts.scheme == "http" and not _literal_loopback(host):
-        raise WebhookError("conditions.webhook is HTTPS, or plain HTTP to 127.0.0.1: what is told is nobody else's")
+        raise WebhookError("alerts.webhook_url is HTTPS, or plain HTTP to 127.0.0.1: what is told is nobody else's")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return WebhookAddress(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
 

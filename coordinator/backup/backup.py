@@ -156,7 +156,7 @@ def _outside(config: Path) -> tuple[str, ...]:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
     except (OSError, tomllib.TOMLDecodeError):
         return ()
-    return tuple(str(flat[key]) for key in ("http.certificate", "http.key") if flat.get(key))
+    return tuple(str(flat[key]) for key in ("http.tls_cert_file", "http.tls_key_file") if flat.get(key))
 
 
 def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: bytes | None) -> int:

@@ -62,7 +62,7 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
             "base",
             "cache",
             "peak",
-            "canary",
+            "reserve",
         )
     }
     return [
@@ -76,7 +76,7 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         f"guard     {guard_of(node)}; level {held['level'].replace('_', ' ')}; "
         f"engine from outside {show_size(held['phys'])}, at most {show_size(held['highest'])} ever",
         f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}; "
-        f"last reserve {size['canary']}; wired {show_size(node['engine']['wired'])}",
+        f"last reserve {size['reserve']}; wired {show_size(node['engine']['wired'])}",
         f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "
         f"worker {show_size(system['worker'])}; {system['source'] or 'no source'}, {system['age']:.1f} s old",
         f"counts    {counts['checks']} checks, {counts['refusals']} refusals, {counts['sheds']} sheds, "

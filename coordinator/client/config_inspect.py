@@ -79,7 +79,7 @@ def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
     from coordinator.state.config_file import ADDRESSES
-    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import changed_settings, from_tree
 
     file = state / "config.toml"
@@ -88,7 +88,7 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
         return [
             asdict(one)
             for one in changed_settings(
-                [row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS
+                [row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, NODE_SECTIONS
             )
         ]
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def inspect_settings(
 ) -> SettingsReport:
     """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
     from coordinator.state.config_file import ConfigFault, located, rows_shown, syntax
-    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import (
         InvalidSetting,
         SettingsError,
@@ -129,16 +129,18 @@ def inspect_settings(
     node = node or node_settings(state, file, environ, pairs)
     wrong: list[ConfigFault] = []
     for origin, flat in layers:
-        found = faults(CoordinatorSettings, flat, OTHERS)
+        found = faults(CoordinatorSettings, flat, NODE_SECTIONS)
         found += [
-            InvalidSetting(**one) for one in node["faults"] if one["key"] in flat and one["key"].split(".")[0] in OTHERS
+            InvalidSetting(**one)
+            for one in node["faults"]
+            if one["key"] in flat and one["key"].split(".")[0] in NODE_SECTIONS
         ]
         wrong += located(origin, found, text if origin == str(file) else "")
     if node["error"] and not wrong:
         wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = rows_shown(setting_rows(resolve(CoordinatorSettings, right, OTHERS)))
+    rows = rows_shown(setting_rows(resolve(CoordinatorSettings, right, NODE_SECTIONS)))
     return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 

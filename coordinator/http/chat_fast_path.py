@@ -66,7 +66,7 @@ class FastPath:
 
     def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
-        self.longest = min(settings.body_bytes, MAX_INLINE_BYTES)
+        self.longest = min(settings.max_body_bytes, MAX_INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"

@@ -88,7 +88,7 @@ class OriginCheck:
                 421,
                 "unknown_host",
                 "this host name is not one of ours: use an IP address, localhost, a "
-                ".local name, or add it to http.hosts",
+                ".local name, or add it to http.allowed_hosts",
             )
         if method in SAFE:
             return None

@@ -199,7 +199,7 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
         _READABLE,
     ),
     _gauge("node_memory_active_bytes", "Active memory as MLX counts it.", lambda p: p.view.memory.active),
-    _gauge("node_memory_recent_bytes", "Highest reading of the last polls.", lambda p: p.view.memory.recent),
+    _gauge("node_memory_recent_peak_bytes", "Highest reading of the last polls.", lambda p: p.view.memory.recent),
     _gauge(
         "node_memory_current_bytes",
         "What the gate compares: the highest of active, phys and recent.",
@@ -219,7 +219,7 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
         lambda p: p.view.memory.reusable,
     ),
     _gauge("node_memory_base_bytes", "Footprint of the engine before any model.", lambda p: p.view.memory.base),
-    _gauge("node_memory_canary_bytes", "The last reserve, given up before all else.", lambda p: p.view.memory.canary),
+    _gauge("node_memory_reserve_bytes", "The last reserve, given up before all else.", lambda p: p.view.memory.reserve),
     _gauge("node_memory_mlx_cache_bytes", "Free buffers that MLX keeps.", lambda p: p.view.memory.cache),
     _gauge(
         "node_memory_mlx_peak_bytes",
@@ -315,7 +315,9 @@ GATE: tuple[MetricFamily[NodeSnapshot], ...] = (
         _distribution(TRANSIENT_BOUNDS, lambda gate: gate.transient),
     ),
     _counter(
-        "gate_shrinks", "Pieces of prompts that were made smaller to fit.", lambda p: p.view.engine.counts.shrinks
+        "gate_prefill_chunks_shrunk",
+        "Pieces of prompts that were made smaller to fit.",
+        lambda p: p.view.engine.counts.shrinks,
     ),
 )
 ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
@@ -338,7 +340,7 @@ ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
     _counter("engine_steps", "Decode steps.", lambda p: p.view.engine.counts.steps),
     _counter("engine_failures", "Requests that ended in a fault.", lambda p: p.view.engine.counts.failures),
     _counter(
-        "engine_sheds",
+        "engine_requests_evicted",
         "Requests that were ended because the engine stood over its cap.",
         lambda p: p.view.engine.counts.sheds,
     ),
@@ -348,18 +350,18 @@ ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
         lambda p: p.view.engine.counts.preemptions,
     ),
     _counter(
-        "engine_overs",
+        "engine_over_cap",
         "Forwards after which the engine found itself over its cap.",
         lambda p: p.view.engine.counts.overs,
     ),
     _counter("engine_restarts", "Deaths of the engine's process.", lambda p: p.view.engine.restarts),
     _counter(
-        "engine_recycles",
+        "engine_graceful_restarts",
         "Engines replaced in good health, because memory did not come back.",
         lambda p: p.view.engine.recycles,
     ),
     _gauge(
-        "engine_leaked_bytes",
+        "engine_leaked_wired_bytes",
         "Wired memory that ended engines left behind, until the machine restarts.",
         lambda p: p.view.engine.leaked,
     ),
@@ -397,7 +399,7 @@ MODELS: tuple[MetricFamily[NodeSnapshot], ...] = (
     ),
     _counter("model_evictions", "Idle models that made room.", lambda p: p.view.engine.counts.evictions),
     _counter(
-        "model_departures",
+        "model_idle_unloads",
         "Models that left because nobody had used them for long.",
         lambda p: p.view.engine.counts.departures,
     ),
@@ -409,7 +411,7 @@ CACHE: tuple[MetricFamily[NodeSnapshot], ...] = (
     _counter(
         "prefix_cache_hit_tokens", "Prompt tokens that were not read anew.", lambda p: p.view.engine.cache.hit_tokens
     ),
-    _counter("prefix_cache_stores", "Prompts that were kept.", lambda p: p.view.engine.cache.stores),
+    _counter("prefix_cache_inserts", "Prompts that were kept.", lambda p: p.view.engine.cache.stores),
     _counter("prefix_cache_evictions", "Prompts that were evicted.", lambda p: p.view.engine.cache.evictions),
 )
 NODE = (*ABOUT, *MEMORY, *GATE, *ENGINE, *MODELS, *CACHE)

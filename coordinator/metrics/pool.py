@@ -151,7 +151,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         "once one ended so",
     ),
     MetricFamily(
-        "router_answers",
+        "router_http_responses",
         _C,
         "HTTP answers of the routes that models answer; 499: the client left before one.",
         lambda p: [((str(status),), count) for status, count in p.counters.answers.items()],
@@ -160,21 +160,21 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
     ),
     _counter("router_attempts", "Requests sent to nodes, retries included.", lambda p: p.counters.attempts),
     _counter("router_retries", "Attempts beyond the first of a request.", lambda p: p.counters.retries),
-    _counter("router_resumes", "Answers that went on on another node.", lambda p: p.counters.resumes),
+    _counter("router_requests_resumed", "Answers that went on on another node.", lambda p: p.counters.resumes),
     _counter(
-        "router_moves",
+        "router_requests_migrated",
         "Requests that went over to another node: theirs drained, fell silent or was busy.",
         lambda p: p.counters.moves,
     ),
     MetricFamily(
-        "router_swaps",
+        "router_model_swaps",
         _C,
         "Turns of a model that needs others to leave a node; `dropped`: no request waited, "
         "the node went away, or the time was up.",
         lambda p: [((outcome,), count) for outcome, count in p.counters.swaps.items()],
         (("outcome", "`done` or `dropped`"),),
     ),
-    _counter("router_losses", "Requests that were on a node when it was lost.", lambda p: p.counters.nodes_lost),
+    _counter("router_requests_lost", "Requests that were on a node when it was lost.", lambda p: p.counters.nodes_lost),
     _counter(
         "router_slow_clients", "Streams that were ended because nobody read them.", lambda p: p.counters.slow_clients
     ),
@@ -376,15 +376,15 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         _MODEL,
         "while they differ",
     ),
-    _gauge("cluster_self_suspect", "1 while half of the members fell silent at once.", lambda p: p.self_suspect),
+    _gauge("coordinator_self_suspect", "1 while half of the members fell silent at once.", lambda p: p.self_suspect),
     _gauge("cluster_links", "Open links of nodes.", lambda p: p.links.open),
     _gauge(
-        "cluster_strangers",
+        "cluster_unauthenticated_connections",
         "Open connections to the cluster port that are no links (yet).",
         lambda p: p.links.strangers,
     ),
-    _counter("cluster_links_made", "Links that were made.", lambda p: p.links.linked),
-    _counter("cluster_links_denied", "Nodes that were turned away.", lambda p: p.links.denied),
+    _counter("cluster_node_connections", "Links that were made.", lambda p: p.links.linked),
+    _counter("cluster_node_connections_denied", "Nodes that were turned away.", lambda p: p.links.denied),
 )
 _USED = "once a node makes videos"
 VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
@@ -433,7 +433,7 @@ VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
         "while one runs there",
     ),
     MetricFamily(
-        "video_made_seconds",
+        "video_output_seconds",
         _C,
         "Length of all videos that were made.",
         _video(lambda v: one(v.counters.seconds)),
@@ -492,7 +492,7 @@ SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
         (("certificate", "as above"),),
         "where we have it",
     ),
-    _counter("auth_refused_keys", "Keys that were shown and not known, or expired.", lambda p: p.keys_refused),
+    _counter("auth_failures", "Keys that were shown and not known, or expired.", lambda p: p.keys_refused),
     MetricFamily(
         "condition_active",
         _G,

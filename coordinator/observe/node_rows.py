@@ -85,7 +85,7 @@ def _memory(memory: Memory, *, reported: bool) -> dict[str, Any]:
         "base": memory.base,
         "cache": memory.cache,
         "peak": memory.peak,
-        "canary": memory.canary,
+        "reserve": memory.reserve,
     }
 
 

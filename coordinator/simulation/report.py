@@ -67,7 +67,7 @@ def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
         quantile(wait, 0.95),
         pool.loads,
         pool.preemptions,
-        jain(fates, until, pool.scenario.queue_seconds),
+        jain(fates, until, pool.scenario.queue_timeout_seconds),
         pool.finished_at,
     )
 

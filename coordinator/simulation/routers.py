@@ -53,7 +53,7 @@ class ProductionRouter:
         self._policy = policy
         scenario = pool.scenario
         settings = RouterSettings(
-            queue_seconds=scenario.queue_seconds,
+            queue_timeout_seconds=scenario.queue_timeout_seconds,
             queue_limit=scenario.queue_limit,
             keepalive_seconds=1e6,
             slow_client_seconds=1e6,

@@ -130,7 +130,7 @@ class Scenario(_Table, frozen=True):
     report_seconds: Positive = 0.5
     report_loss: Share = 0.0
     latency: NotNegative = 0.002
-    queue_seconds: Positive = 30.0
+    queue_timeout_seconds: Positive = 30.0
     queue_limit: Annotated[int, Meta(ge=0)] = 0
     policies: tuple[str, ...] = ()
     seed: int = 1

@@ -15,7 +15,7 @@ _TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
 _SYNTAX = re.compile(r"\(at line (\d+), column (\d+)\)")
 HIDDEN = "(set, not shown)"
-ADDRESSES = frozenset({"conditions.webhook"})
+ADDRESSES = frozenset({"alerts.webhook_url"})
 """Settings with a URL, which may contain a secret: only scheme and host are shown."""
 
 

@@ -9,52 +9,77 @@ from host.settings_loader import Section
 from router.admission.cache_scope import CacheSettings
 from router.settings import RouterSettings
 
-OTHERS = frozenset({"memory", "engine", "models", "node", "worker"})
+NODE_SECTIONS = frozenset({"memory", "engine", "models", "node", "sharing", "worker"})
 """Sections of the same file for the node on this machine."""
 
 
 class ClusterSettings(Section, frozen=True, kw_only=True):
     """Settings of the cluster."""
 
-    name: Annotated[str, Meta(description="Friendly name of the cluster, shown by Bonjour and to joining Macs.")] = (
-        "home"
-    )
-    bonjour: Annotated[bool, Meta(description="Announce the coordinator on the local network.")] = True
+    name: Annotated[
+        str, Meta(description="Display name of the cluster, announced by Bonjour and shown to joining Macs.")
+    ] = "home"
+    bonjour: Annotated[bool, Meta(description="Announce the coordinator on the local network with Bonjour.")] = True
     certificate_days: Annotated[
-        float, Meta(gt=0, le=825, description="Life of the certificates that nodes get; renewed at two thirds of it.")
+        float,
+        Meta(
+            gt=0,
+            le=825,
+            description="Validity of node certificates in days. A certificate is renewed after two thirds of it.",
+        ),
     ] = 90.0
 
 
 class HttpSettings(Section, frozen=True, kw_only=True):
     """Settings of the clients' endpoint."""
 
-    drain_seconds: Annotated[
-        float, Meta(ge=0, description="At shutdown, longest wait for running requests to end.")
-    ] = 20.0
+    drain_seconds: Annotated[float, Meta(ge=0, description="Longest wait at shutdown for running requests to end.")] = (
+        20.0
+    )
     tls: Annotated[
         Literal["auto", "on", "off"],
-        Meta(description="HTTPS: auto (beyond loopback), on, or off (keys and prompts can be read on the network)."),
+        Meta(
+            description=(
+                "HTTPS: auto (on for addresses beyond loopback), on, or off. Without TLS, keys and prompts "
+                "can be read on the network."
+            )
+        ),
     ] = "auto"
-    certificate: Annotated[
-        str, Meta(description="PEM file of a certificate with its chain, instead of one by our own authority.")
+    tls_cert_file: Annotated[
+        str,
+        Meta(
+            description=(
+                "PEM file of a certificate with its chain. Empty: a certificate of the cluster's own authority."
+            )
+        ),
     ] = ""
-    key: Annotated[str, Meta(description="PEM file of that certificate's private key.")] = ""
+    tls_key_file: Annotated[str, Meta(description="PEM file of the private key for tls_cert_file.")] = ""
     anonymous: Annotated[
-        bool, Meta(description="Let programs on this machine ask models without a key; only on a loopback address.")
+        bool, Meta(description="Accept requests to models without an API key. Allowed on a loopback address only.")
     ] = False
-    stranger_connections: Annotated[
-        int, Meta(ge=8, le=4096, description="Connections at a time of one address that has shown no API key yet.")
+    max_connections_without_key: Annotated[
+        int,
+        Meta(
+            ge=8,
+            le=4096,
+            description="Maximum concurrent connections of one address that has not yet sent a valid API key.",
+        ),
     ] = 128
-    hosts: Annotated[
-        str, Meta(description="Host names, beside IP addresses and *.local, that requests may name; comma separated.")
+    allowed_hosts: Annotated[
+        str,
+        Meta(
+            description=(
+                "Host names that requests may use, separated by commas. IP addresses and *.local are always allowed."
+            )
+        ),
     ] = ""
 
 
-class ConditionSettings(Section, frozen=True, kw_only=True):
+class AlertSettings(Section, frozen=True, kw_only=True):
     """Notifications of conditions that need a person."""
 
-    webhook: Annotated[
-        str, Meta(description="Address that gets a POST for each condition that begins or ends; HTTPS, or loopback.")
+    webhook_url: Annotated[
+        str, Meta(description="URL that receives a POST for each condition that begins or ends; HTTPS or loopback.")
     ] = ""
 
 
@@ -65,5 +90,5 @@ class CoordinatorSettings(Section, frozen=True, kw_only=True):
     http: HttpSettings = HttpSettings()
     router: RouterSettings = RouterSettings()
     cache: CacheSettings = CacheSettings()
-    conditions: ConditionSettings = ConditionSettings()
+    alerts: AlertSettings = AlertSettings()
     video: VideoSettings = VideoSettings()

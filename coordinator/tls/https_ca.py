@@ -3,7 +3,7 @@
 Clients accept HTTPS only from an authority that they trust, and people will add this authority to the trust store. The
 cluster's CA must not be there, because it admits nodes. A trusted authority can also pose as any site. Hence this is a
 separate key, whose certificate has critical name constraints (RFC 5280 §4.2.1.10). They permit names under `.local`,
-`localhost` and the names of `http.hosts`. A stolen key cannot pose as a site with another name.
+`localhost` and the names of `http.allowed_hosts`. A stolen key cannot pose as a site with another name.
 
 Addresses are not constrained. BoringSSL (Bun, Claude Code, Electron) refuses every certificate with an address below an
 authority that constrains addresses (docs/decisions/0030).
@@ -209,7 +209,9 @@ def from_files(certificate: Path, key: Path) -> ssl.SSLContext:
         context.load_cert_chain(certificate, key)
     except (OSError, ssl.SSLError) as error:
         why = getattr(error, "strerror", None) or getattr(error, "reason", None) or str(error)
-        raise AuthorityError(f"http.certificate {certificate} with http.key {key} cannot be used: {why}") from None
+        raise AuthorityError(
+            f"http.tls_cert_file {certificate} with http.tls_key_file {key} cannot be used: {why}"
+        ) from None
     return context
 
 

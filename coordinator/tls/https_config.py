@@ -20,11 +20,15 @@ def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSL
     Raise `AuthorityError` if the settings contradict each other or the files are missing.
     """
     check_http(http, listen)
-    if http.certificate:
-        return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.tls_cert_file:
+        return from_files(
+            Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser()
+        )
     if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
         return HttpsCa(
-            state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()), time.time
+            state / "authority",
+            (host.strip().lower() for host in http.allowed_hosts.split(",") if host.strip()),
+            time.time,
         )
     if not is_loopback(listen):
         log.warning("endpoint without TLS", listen=listen, danger="keys and prompts can be read")
@@ -36,12 +40,12 @@ def check_http(http: HttpSettings, listen: str) -> None:
 
     Raise `AuthorityError` if the settings contradict each other or the files cannot be used.
     """
-    if http.certificate and http.tls == "off":
-        raise AuthorityError("http.certificate is given, but http.tls is off: leave one of them out")
-    if http.key and not http.certificate:
-        raise AuthorityError("http.key is given without http.certificate")
-    if http.certificate:
-        from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
+    if http.tls_cert_file and http.tls == "off":
+        raise AuthorityError("http.tls_cert_file is given, but http.tls is off: leave one of them out")
+    if http.tls_key_file and not http.tls_cert_file:
+        raise AuthorityError("http.tls_key_file is given without http.tls_cert_file")
+    if http.tls_cert_file:
+        from_files(Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser())
     if http.anonymous and not is_loopback(listen):
         raise AuthorityError(
             f"http.anonymous is for this machine alone, but {listen} can be reached from others: listen on 127.0.0.1, "

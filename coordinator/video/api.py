@@ -157,11 +157,11 @@ class VideoApp:
         settings, content_type = self._settings, exchange.header(b"content-type") or b"application/json"
         boundary = boundary_of(content_type)
         if boundary is not None:
-            return await read_form(exchange, boundary, settings.body_bytes, settings.body_seconds)
+            return await read_form(exchange, boundary, settings.max_body_bytes, settings.body_timeout_seconds)
         if content_type.partition(b";")[0].strip().lower() != b"application/json":
             kind = content_type[:60].decode("latin-1")
             return invalid(f"the body must be application/json or multipart/form-data with a boundary, not {kind!r}")
-        short = msgspec.structs.replace(settings, body_bytes=min(settings.body_bytes, MAX_JSON_BYTES))
+        short = msgspec.structs.replace(settings, max_body_bytes=min(settings.max_body_bytes, MAX_JSON_BYTES))
         body = await exchange.body(short)
         return read_object(body) if isinstance(body, bytes) else body
 

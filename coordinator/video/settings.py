@@ -16,37 +16,43 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Settings of video jobs: limits of requests, leases and retention."""
 
     enabled: Annotated[
-        bool, Meta(description="Make videos on nodes that can. Without such nodes nothing of it runs, on or off.")
+        bool, Meta(description="Accept video jobs on capable nodes. Without such nodes no video process runs.")
     ] = True
     lease: Annotated[
-        Size, Meta(description="Memory that a job borrows of one node: the most that its worker may take, all in all.")
+        Size, Meta(description="Memory of one job on a node: the maximum for its worker process in all.")
     ] = "36GiB"
-    queue: Annotated[int, Meta(ge=1, le=1000, description="Jobs that may wait; one more is refused with 429.")] = 4
-    steps: Annotated[int, Meta(ge=1, le=1000, description="Denoising steps of a job that names none.")] = 20
-    max_steps: Annotated[int, Meta(ge=1, le=1000, description="Most denoising steps of a job.")] = 50
-    max_frames: Annotated[int, Meta(ge=5, le=10_000, description="Most frames of a clip.")] = 121
-    max_pixels: Annotated[int, Meta(ge=1024, description="Most pixels of a frame; 1280x720 has 921600.")] = 921_600
+    queue_limit: Annotated[
+        int, Meta(ge=1, le=1000, description="Maximum queued jobs. Further jobs are refused with 429.")
+    ] = 4
+    default_steps: Annotated[
+        int, Meta(ge=1, le=1000, description="Denoising steps of a job that requests no number.")
+    ] = 20
+    max_steps: Annotated[int, Meta(ge=1, le=1000, description="Maximum denoising steps of a job.")] = 50
+    max_frames: Annotated[int, Meta(ge=5, le=10_000, description="Maximum frames of a clip.")] = 121
+    max_pixels: Annotated[int, Meta(ge=1024, description="Maximum pixels of a frame; 1280x720 has 921600.")] = 921_600
     on_node_loss: Annotated[
         Literal["fail", "requeue"],
-        Meta(description="A job whose node or worker is lost: fail it, or make it again from the beginning."),
+        Meta(description="Action for a job whose node or worker is lost: fail, or restart it from the beginning."),
     ] = "fail"
-    away_seconds: Annotated[
-        float, Meta(gt=0, description="How long a node with a running job may be away before the job counts as lost.")
+    node_loss_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="Longest absence of a node with a running job. After it the job counts as lost.")
     ] = 60.0
-    lease_seconds: Annotated[
-        float, Meta(gt=0, description="How long a node may take to answer whether it lends memory.")
+    lease_ack_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="Longest wait for the answer of a node to a lease request.")
     ] = 30.0
-    start_seconds: Annotated[
-        float, Meta(gt=0, description="How long a worker may take to start once memory is lent.")
+    start_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="Longest time from the lease to the start of the worker.")
     ] = 90.0
-    room_seconds: Annotated[
-        float, Meta(gt=0, description="How long the first in line may wait for room while no other video is made.")
+    queue_timeout_seconds: Annotated[
+        float, Meta(gt=0, description="Longest wait of the first queued job for memory while no other job runs.")
     ] = 3600.0
-    keep_hours: Annotated[float, Meta(gt=0, description="How long a clip is kept.")] = 24.0
-    keep_count: Annotated[int, Meta(ge=1, description="Most clips that are kept; the oldest go first.")] = 50
-    keep_bytes: Annotated[Size, Meta(description="Most bytes of clips that are kept; the oldest go first.")] = "50GiB"
+    keep_hours: Annotated[float, Meta(gt=0, description="Hours for which a clip is kept.")] = 24.0
+    keep_count: Annotated[int, Meta(ge=1, description="Maximum clips that are kept. The oldest is deleted first.")] = 50
+    keep_bytes: Annotated[
+        Size, Meta(description="Maximum bytes of the clips that are kept. The oldest is deleted first.")
+    ] = "50GiB"
     poll_seconds: Annotated[
-        float, Meta(gt=0, le=3600, description="How often clients are told to ask (openai-poll-after-ms).")
+        float, Meta(gt=0, le=3600, description="Poll interval that clients are asked to use (openai-poll-after-ms).")
     ] = 2.0
 
     @property
@@ -64,10 +70,10 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         """Limits of the job table."""
         return JobRules(
             self.on_node_loss,
-            lease_seconds=self.lease_seconds,
-            start_seconds=self.start_seconds,
-            away_seconds=self.away_seconds,
-            room_seconds=self.room_seconds,
+            lease_seconds=self.lease_ack_timeout_seconds,
+            start_seconds=self.start_timeout_seconds,
+            away_seconds=self.node_loss_timeout_seconds,
+            room_seconds=self.queue_timeout_seconds,
             keep_seconds=self.keep_hours * 3600,
             keep_count=self.keep_count,
             keep_bytes=parse_size(self.keep_bytes),

@@ -337,7 +337,7 @@ class Agent:
                     self._woken.set()
             case Ping():
                 self._ping = frame.nonce
-                if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle / 2:
+                if asyncio.get_running_loop().time() - self._reported_at > self._settings.node.report_idle_seconds / 2:
                     self.report()
             case Welcome():
                 self._welcomed(link, frame)
@@ -542,7 +542,7 @@ class Agent:
         )
         settings = self._settings.node
         # When idle the coordinator's ping triggers reports; this timer fires only when a ping is late.
-        due = settings.report_busy if self.busy() else settings.report_idle * 1.5
+        due = settings.report_busy_seconds if self.busy() else settings.report_idle_seconds * 1.5
         self._next_report.set(loop.time() + due)
 
     @property

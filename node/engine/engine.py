@@ -119,7 +119,7 @@ class TextEngine:
         gate: type[MemoryGate] = MemoryGate,
     ) -> None:
         self._settings = settings.engine.mlx
-        self.library = library
+        self.catalogue = library
         self.trials = TokenizerTrials(profiles)
         self.door = RequestPreparer(
             library,
@@ -140,7 +140,7 @@ class TextEngine:
             gate=gate,
         )
         self.gate = self.forwards.gate
-        self.reuse = PrefixCacheManager(self.forwards, self._kept_most, self.footprint.forget)
+        self.prefix_cache = PrefixCacheManager(self.forwards, self._kept_most, self.footprint.forget)
         self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self.profiler = Profiler(
@@ -150,41 +150,41 @@ class TextEngine:
             ForwardPeak(self.forwards.height, self.footprint.sensor),
             self._longest,
             self.gate.narrowed_bytes,
-            chunk=self._settings.chunk,
-            batch=self._settings.batch,
-            context=self._settings.context,
+            chunk=self._settings.prefill_step_size,
+            batch=self._settings.max_batch_size,
+            context=self._settings.max_context,
             on=settings.models.profile == "auto",
         )
         self._wiring = WiredLimit(WireMode(settings.memory.wire), metal)
-        self.shelf = ModelManager(
+        self.model_manager = ModelManager(
             self.gate,
             self._memory,
             self._released,
             pinned,
-            self.reuse,
+            self.prefix_cache,
             library,
             self._pieces,
-            settings.models.idle_unload,
+            settings.models.idle_unload_seconds,
         )
-        self.generation = Scheduler(
+        self.scheduler = Scheduler(
             self.forwards,
-            lambda: self.shelf.residents,
-            self.reuse,
-            self._settings.batch,
-            self._settings.chunk,
-            self._settings.chunk_floor,
+            lambda: self.model_manager.loaded,
+            self.prefix_cache,
+            self._settings.max_batch_size,
+            self._settings.prefill_step_size,
+            self._settings.min_prefill_step,
         )
         self.sweeps = SweepQueue(
             self.profiler,
             self.forwards,
-            lambda: self.shelf.residents,
-            self.shelf.loading,
+            lambda: self.model_manager.loaded,
+            self.model_manager.loading,
             self._alone,
-            self.generation.synchronize,
+            self.scheduler.synchronize,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )
-        self.canary = EmergencyReserve(settings.memory.canary, self._memory)
-        self.shelf.spares += [self.canary, self.sweeps]
+        self.emergency_reserve = EmergencyReserve(settings.memory.reserve, self._memory)
+        self.model_manager.spares += [self.emergency_reserve, self.sweeps]
         self._pending: dict[int, tuple[PreparedRequest, float]] = {}
         self._unread: dict[int, tuple[int, LoadedModel | None]] = {}
         self._orders: dict[int, str] = {}
@@ -196,7 +196,7 @@ class TextEngine:
             if found is None:
                 log.error("preload", model=name, cause="no such model in the folders")
             else:
-                self.shelf.request_load(found)
+                self.model_manager.request_load(found)
 
     # for the threads
 
@@ -208,9 +208,9 @@ class TextEngine:
                 return self._read(frame).work
             return UntokenizedPrompt(frame, self.door.need(frame), partial(self._read, frame))
         if isinstance(frame, LoadModel | ProfileModel):
-            self.library.find_fresh(frame.model)
+            self.catalogue.find_fresh(frame.model)
         if isinstance(frame, Ping):
-            return frame if self.library.refresh() else None
+            return frame if self.catalogue.refresh() else None
         return frame
 
     def running_call(self) -> NativeCall | None:
@@ -235,7 +235,7 @@ class TextEngine:
                 return self._enforce(work)
             case ReclaimMemory():
                 self._roomed = work.number
-                self.shelf.make_room(work.size, over_load=not self._waited_for(self.shelf.reading))
+                self.model_manager.make_room(work.size, over_load=not self._waited_for(self.model_manager.reading))
                 return self._ended_loads()
             case LoadModel():
                 return self._load(work, now)
@@ -254,52 +254,54 @@ class TextEngine:
     def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step; now while there is work. Otherwise it is the next retry for memory, fall of
         the recent height, unload of an unused model, or memory check."""
-        works = self.generation.next_step_at(now)
-        if (works is not None and works <= now) or self.shelf.ended:
+        works = self.scheduler.next_step_at(now)
+        if (works is not None and works <= now) or self.model_manager.ended:
             return now
         if self._may_load() or (self.sweeps.busy and self.gate.not_ready_refusal() is None):
             return now
-        shelf, footprint = self.shelf, self.footprint
+        shelf, footprint = self.model_manager, self.footprint
         times = (
             works,
             footprint.peak_expires_at(now),
             shelf.idle_unload_at(),
             shelf.looks_at,
-            self.canary.next_check_at(),
+            self.emergency_reserve.next_check_at(),
         )
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
         """Decode, load a piece of a model, prefill one chunk. The frames of each part are yielded before the next part
         starts: no token waits for a chunk."""
-        self.generation.decode()
-        yield from self.generation.drain_output()
+        self.scheduler.decode()
+        yield from self.scheduler.drain_output()
         if self._may_load():
             self._tick()
         yield from self._ended_loads()
-        self.generation.prefill()
-        yield from self.generation.drain_output()
+        self.scheduler.prefill()
+        yield from self.scheduler.drain_output()
         yield from self._ended_loads()
         if self.sweeps.busy:
             yield from self.sweeps.step()
-        self.shelf.unload_idle(now)
-        if (looks_at := self.shelf.looks_at) is not None and looks_at <= now:
+        self.model_manager.unload_idle(now)
+        if (looks_at := self.model_manager.looks_at) is not None and looks_at <= now:
             self._look_back()
-        if self.generation.next_step_at(now) is None:
-            if broken := self.generation.check():
+        if self.scheduler.next_step_at(now) is None:
+            if broken := self.scheduler.check():
                 log.error("bookkeeping", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
             clear_pool()
-            self.canary.maintain(now)
+            self.emergency_reserve.maintain(now)
 
     def report(self, now: float) -> EngineReport:
         """Return the report."""
-        running, waiting, queued = self.generation.load()
+        running, waiting, queued = self.scheduler.load()
         queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(
-            self._offered(now), reusable=self.reuse.reusable + self.canary.nbytes, canary=self.canary.nbytes
+            self._offered(now),
+            reusable=self.prefix_cache.reusable + self.emergency_reserve.nbytes,
+            reserve=self.emergency_reserve.nbytes,
         )
-        models = tuple(self._reported(found, memory, now) for found in self.library.known().values())
-        shelf = self.shelf
+        models = tuple(self._reported(found, memory, now) for found in self.catalogue.known().values())
+        shelf = self.model_manager
         counts = replace(self.forwards.counts(), evictions=shelf.evictions, departures=shelf.departures)
         return EngineReport(
             memory,
@@ -309,7 +311,7 @@ class TextEngine:
             queued,
             self._acked,
             counts,
-            self.reuse.state(),
+            self.prefix_cache.state(),
             self.gate.held,
             self._enforced,
             shelf.returns.unreturned,
@@ -326,18 +328,18 @@ class TextEngine:
     def close(self) -> None:
         """Wait for work on the device; release rows, cached prefixes, models and free buffers."""
         try:
-            self.generation.synchronize()
+            self.scheduler.synchronize()
         finally:
-            self.generation.close()
-            self.shelf.close()
+            self.scheduler.close()
+            self.model_manager.close()
 
     def _cause(self, found: ModelDescriptor, now: float) -> str:
         """Return why a model cannot be used now; empty when it can."""
-        return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
+        return self.model_manager.cause(found, now) or self.trials.cause(found.fingerprint)
 
     def _look_back(self) -> None:
         release_free_memory()
-        memory, returns = self._memory(), self.shelf.returns
+        memory, returns = self._memory(), self.model_manager.returns
         weights = returns.weights
         if missing := returns.check(memory.phys, memory.base):
             log.warning(
@@ -347,13 +349,13 @@ class TextEngine:
     def _hold(self, limits: MemoryLimits) -> None:
         """Apply new limits. The wired limit does not depend on them."""
         self.gate.hold(limits)
-        self.canary.hold(limits.cap)
-        self.shelf.release_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
-        self.reuse.evict_until(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.emergency_reserve.hold(limits.cap)
+        self.model_manager.release_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.prefix_cache.evict_until(lambda: level(self._memory()) <= MemoryLevel.OK)
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
-            for resident in self.shelf.residents.values():
+            for resident in self.model_manager.loaded.values():
                 resident.bound_waste(waste_bytes(limits.cap))
 
     def _enforce(self, order: ReduceMemory) -> list[Frame]:
@@ -362,20 +364,20 @@ class TextEngine:
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
             # A past height in the recent readings is no reason to free memory.
-            self.shelf.reclaim(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
+            self.model_manager.reclaim(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(self._memory())
 
         def enough() -> bool:
             return before - excess(self._memory()) >= order.excess
 
-        self.shelf.reclaim(enough)
+        self.model_manager.reclaim(enough)
         if not enough():
-            self.shelf.abort_load(shed(self._memory(), order.excess))
+            self.model_manager.abort_load(shed(self._memory(), order.excess))
         if not enough():
-            self.generation.evict_newest(shed(self._memory(), order.excess))
+            self.scheduler.evict_newest(shed(self._memory(), order.excess))
             self.footprint.forget()
-        return [*self._ended_loads(), *self.generation.drain_output()]
+        return [*self._ended_loads(), *self.scheduler.drain_output()]
 
     # requests
 
@@ -391,12 +393,12 @@ class TextEngine:
         if number in self._cancelled:
             del self._cancelled[number]
             return []
-        if self.generation.holds(number) or number in self._pending or number in self._unread:
+        if self.scheduler.holds(number) or number in self._pending or number in self._unread:
             return []
         refused = self.gate.not_ready_refusal() or too_long(unread.frame, unread.need, self._memory())
         if refused is not None:
             return [Refusal(number, refused)]
-        resident = self.shelf.residents.get(unread.frame.model)
+        resident = self.model_manager.loaded.get(unread.frame.model)
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
@@ -419,12 +421,12 @@ class TextEngine:
         if request.request in self._cancelled:
             del self._cancelled[request.request]
             return []
-        if self.generation.holds(request.request) or request.request in self._pending:
+        if self.scheduler.holds(request.request) or request.request in self._pending:
             return []
         refused = self.gate.not_ready_refusal() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
-        resident = self.shelf.residents.get(request.model)
+        resident = self.model_manager.loaded.get(request.model)
         if resident is not None:
             return self._admit(resident, prepared, now, now)
         return self._await_model(prepared, now)
@@ -432,7 +434,7 @@ class TextEngine:
     def _unlike(self, request: Generate) -> Refused | None:
         """Refuse to resume an answer that another model of this name started, because the router knows only the last
         report."""
-        found = self.library.find(request.model)
+        found = self.catalogue.find(request.model)
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
         return Refused(
@@ -442,12 +444,12 @@ class TextEngine:
     def _await_model(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         """Queue a request until its model is loaded; refuse it if the model cannot be loaded."""
         request = prepared.request
-        found = self.library.find(request.model)
+        found = self.catalogue.find(request.model)
         if found is None:
             return [Refusal(request.request, Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
         cause = self._cause(found, now)
-        refused = preflight.never_fits(request, shape, self._model(found, now), self._settings.batch)
+        refused = preflight.never_fits(request, shape, self._model(found, now), self._settings.max_batch_size)
         if cause:
             refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         if refused is None:
@@ -455,7 +457,7 @@ class TextEngine:
         if refused is not None:
             return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
-        self.shelf.request_load(found)
+        self.model_manager.request_load(found)
         return []
 
     def _shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
@@ -464,7 +466,7 @@ class TextEngine:
 
     def _context(self, found: ModelDescriptor) -> int:
         """Return the most tokens of a row: the model's context, or fewer by setting."""
-        return min(found.context, self._settings.context or found.context)
+        return min(found.context, self._settings.max_context or found.context)
 
     def _admit(self, resident: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it."""
@@ -485,7 +487,7 @@ class TextEngine:
             row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
         resident.record_text(text, len(prepared.ids))
-        self.generation.begin(resident, sequence)
+        self.scheduler.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
     def _sequence(
@@ -507,7 +509,7 @@ class TextEngine:
     ) -> Refused | None:
         """Return the refusal of a request that no state of the memory would allow; None if one might."""
         model = self._model(resident.found, now)
-        refused = preflight.never_fits(prepared.request, shape, model, self._settings.batch)
+        refused = preflight.never_fits(prepared.request, shape, model, self._settings.max_batch_size)
         if refused is not None:
             return refused
         request = prepared.request
@@ -527,10 +529,10 @@ class TextEngine:
         held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
-        wanted = cost + self.generation.required_bytes(key)
+        wanted = cost + self.scheduler.required_bytes(key)
         if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
-        if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
+        if self.model_manager.make_room(wanted) or self._make_way(owner, held, cost, now):
             return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
 
@@ -538,7 +540,7 @@ class TextEngine:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
         The request will hold `held` bytes and costs `cost` at its admission."""
         room = self._offered(now, owner.name).headroom
-        if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
+        if room is None or now < self._way_at or not self.scheduler.make_way(owner, held, cost - room):
             return False
         self._way_at = now + PREEMPTION_INTERVAL_SECONDS
         self._released()
@@ -546,7 +548,7 @@ class TextEngine:
 
     def _cancel(self, number: int) -> None:
         known = self._pending.pop(number, None) is not None or self.sweeps.cancel(number)
-        if known or self.generation.cancel(number):
+        if known or self.scheduler.cancel(number):
             return
         self._cancelled[number] = None
         while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
@@ -555,7 +557,7 @@ class TextEngine:
     # loading
 
     def _load(self, order: LoadModel, now: float) -> list[Frame]:
-        if order.model in self.shelf.residents:
+        if order.model in self.model_manager.loaded:
             return [Finished(order.request, (), 0, 0)]
         refused = self._ordered(order.model, now)
         if refused is not None:
@@ -564,7 +566,7 @@ class TextEngine:
         return []
 
     def _profile(self, order: ProfileModel, now: float) -> list[Frame]:
-        refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
+        refused = None if order.model in self.model_manager.loaded else self._ordered(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]
         self.sweeps.request_sweep(order.request, order.model)
@@ -572,41 +574,41 @@ class TextEngine:
 
     def _ordered(self, name: str, now: float) -> Refused | None:
         """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
-        found = self.library.find(name)
+        found = self.catalogue.find(name)
         if found is None:
             return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
-        self.shelf.clear_failure(name)
+        self.model_manager.clear_failure(name)
         cause = self._cause(found, now)
         if cause:
             return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
-        self.shelf.request_load(found)
+        self.model_manager.request_load(found)
         return None
 
     def _unload(self, order: UnloadModel) -> list[Frame]:
         cancelled = Refused(
             RefusalCode.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
         )
-        if self.shelf.loading(order.model) and self.shelf.abort_load(cancelled, order.model):
+        if self.model_manager.loading(order.model) and self.model_manager.abort_load(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
-        resident = self.shelf.residents.get(order.model)
+        resident = self.model_manager.loaded.get(order.model)
         if resident is None:
             return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded here"))]
         if resident.users:
             message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del resident
-        self.shelf.drop(order.model)
+        self.model_manager.drop(order.model)
         return [Finished(order.request, (), 0, 0)]
 
     def _may_load(self) -> bool:
-        return self.shelf.busy and self.gate.not_ready_refusal() is None
+        return self.model_manager.busy and self.gate.not_ready_refusal() is None
 
     def _restore(self, restore: RestoreModels, now: float) -> None:
-        self.shelf.ban(restore.bans, now)
+        self.model_manager.ban(restore.bans, now)
         for name in restore.models:
-            found = self.library.find(name)
+            found = self.catalogue.find(name)
             if found is not None and not self._cause(found, now):
-                self.shelf.request_load(found)
+                self.model_manager.request_load(found)
 
     def _waited_for(self, model: str) -> bool:
         """Return whether a request waits for this model."""
@@ -614,26 +616,26 @@ class TextEngine:
 
     def _make_room(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward. For a running request, a load in progress is aborted."""
-        return self.shelf.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
+        return self.model_manager.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
-        return self.shelf.abort_load(why)
+        return self.model_manager.abort_load(why)
 
     def _tick(self) -> None:
-        name = self.shelf.reading
+        name = self.model_manager.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
-        self.generation.synchronize()
+        self.scheduler.synchronize()
         with self.forwards.native(
             NativeCallKind.LOAD,
             name,
             first,
             LOAD_STEP_EXPECTED_SECONDS + BYTES_BETWEEN_STEPS / MIN_LOAD_BYTES_PER_SECOND,
         ):
-            self.shelf.tick()
+            self.model_manager.tick()
 
     def _ended_loads(self) -> list[Frame]:
         """Return the answers for all requests and orders whose load has ended."""
-        ended, self.shelf.ended = self.shelf.ended, []
+        ended, self.model_manager.ended = self.model_manager.ended, []
         return [frame for outcome in ended for frame in self._loaded(outcome)]
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
@@ -661,15 +663,15 @@ class TextEngine:
     # memory
 
     def _kept_most(self, cap: int) -> int:
-        weights = sum(resident.weights for resident in self.shelf.residents.values())
-        return limit_of(self._settings.prefix_cache, cap, weights)
+        weights = sum(resident.weights for resident in self.model_manager.loaded.values())
+        return limit_of(self._settings.prefix_cache_size, cap, weights)
 
     def _memory(self) -> Memory:
         return self.forwards.memory(time.monotonic())
 
     def _offered(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
-        memory, wanted = self.forwards.memory(now), self.generation.required_bytes(key)
+        memory, wanted = self.forwards.memory(now), self.scheduler.required_bytes(key)
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
@@ -685,31 +687,33 @@ class TextEngine:
 
     def _rewire(self) -> None:
         """Set the wired limit for the weights in memory."""
-        self._wiring.apply(self._coming + sum(one.weights for one in self.shelf.residents.values()))
+        self._wiring.apply(self._coming + sum(one.weights for one in self.model_manager.loaded.values()))
 
     def _held(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, rows and cached prefixes."""
-        rows = sum(one.weights + one.ledger.written_bytes() for one in self.shelf.residents.values())
-        return rows + self.shelf.read + self.reuse.nbytes
+        rows = sum(one.weights + one.ledger.written_bytes() for one in self.model_manager.loaded.values())
+        return rows + self.model_manager.read + self.prefix_cache.nbytes
 
     def _weights(self, model: str) -> int:
         """Return the bytes of a model's weights that are in memory."""
-        return self.shelf.weights(model)
+        return self.model_manager.weights(model)
 
     def _reserved(self) -> int:
         """Return the committed bytes: rows, weights still to load, rows that wait for them, and prompts in
         tokenization."""
-        reserved = self.shelf.left + sum(one.ledger.reserved_bytes() for one in self.shelf.residents.values())
+        reserved = self.model_manager.left + sum(
+            one.ledger.reserved_bytes() for one in self.model_manager.loaded.values()
+        )
         reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
-            found = self.library.find(prepared.request.model)
+            found = self.catalogue.find(prepared.request.model)
             if found is not None:
                 shape = self._shape(prepared, found)
                 reserved += row_bytes(found.kv, shape.length) * shape.choices
         return reserved
 
     def _model(self, found: ModelDescriptor, now: float) -> Model:
-        resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
+        resident, weights = self.model_manager.loaded.get(found.name), self.model_manager.size_of(found)
         if resident is None:
             return Model(
                 found.name,
@@ -725,10 +729,10 @@ class TextEngine:
                 kv_window=found.kv.window,
                 kv_window_per_token=found.kv.window_per_token,
                 kv_waste=waste_bytes(self._cap),
-                loading=self.shelf.loading(found.name),
+                loading=self.model_manager.loading(found.name),
                 cause=self._cause(found, now),
-                progress=self.shelf.progress(found.name),
-                pinned=found.name in self.shelf.pinned,
+                progress=self.model_manager.progress(found.name),
+                pinned=found.name in self.model_manager.pinned,
                 **self._transients(found.forward),
             )
         kv, rested = resident.kv, resident.idle_seconds(now)
@@ -752,12 +756,12 @@ class TextEngine:
             kv_waste=kv.waste,
             covered_rows=resident.estimator.rows,
             uncovered=self.gate.narrowed_bytes() if resident.estimator.rows else 0,
-            pinned=found.name in self.shelf.pinned,
+            pinned=found.name in self.model_manager.pinned,
             **self._transients(resident.estimator.transient),
         )
 
     def _reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
-        resident, model = self.shelf.residents.get(found.name), self._model(found, now)
+        resident, model = self.model_manager.loaded.get(found.name), self._model(found, now)
         return model if resident is None else self._measured(model, resident, memory)
 
     def _measured(self, model: Model, resident: LoadedModel, memory: Memory) -> Model:
@@ -768,7 +772,7 @@ class TextEngine:
             profiled=profile is not None,
             observed=resident.estimator.highest,
             max_context=int(max_context(memory, model) * (1.0 if profile is None else profile.share)),
-            max_batch=max_batch(memory, model, self._settings.batch),
+            max_batch=max_batch(memory, model, self._settings.max_batch_size),
             residual=0 if profile is None else max(profile.residual, resident.estimator.residual),
             covered=0 if profile is None else profile.chunk,
         )
@@ -780,7 +784,7 @@ class TextEngine:
 
     def _alone(self, resident: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
-        return list(self.shelf.residents.values()) == [resident] and resident.users == 1
+        return list(self.model_manager.loaded.values()) == [resident] and resident.users == 1
 
     def _pieces(self, found: ModelDescriptor) -> Iterator[LoadStep | LoadedModel]:
         """Load a model and measure its profile, piece by piece, with the seconds of each part."""
@@ -791,9 +795,9 @@ class TextEngine:
                     read = time.monotonic()
                 else:
                     warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
-                    if not self.library.unchanged(found):
+                    if not self.catalogue.unchanged(found):
                         raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
-                    yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
+                    yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.model_manager.loaded))
                     probe = time.monotonic() - warm if first else 0.0
                     self.times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
@@ -806,16 +810,16 @@ class TextEngine:
     def _residual(self) -> int | None:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
         loaded, or if one was not measured up to the smallest chunk of this engine."""
-        residents = self.shelf.residents.values()
+        residents = self.model_manager.loaded.values()
         profiles = [one.profile for one in residents]
-        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        floor = min(self._settings.prefill_step_size, self._settings.min_prefill_step)
         measured = [one.residual for one in profiles if one is not None and one.chunk >= floor]
         seen = [one.estimator.residual for one in residents]
         return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
     def _transients(self, transient: TransientModel) -> "_Transients":
         """Return the transients of a model's forwards, with the smallest chunk of this engine."""
-        floor = min(self._settings.chunk, self._settings.chunk_floor)
+        floor = min(self._settings.prefill_step_size, self._settings.min_prefill_step)
         return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
 
 

@@ -329,7 +329,7 @@ class Supervisor:
         """The state for the report, with the cause of the last death and the number of restarts."""
         report = self._report
         engine = self._settings.engine
-        rows = engine.mlx.batch if engine.kind == "mlx" else engine.scripted.batch
+        rows = engine.mlx.max_batch_size if engine.kind == "mlx" else engine.scripted.max_batch_size
         state = EngineState(
             engine.kind,
             self._state,

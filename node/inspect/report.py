@@ -39,10 +39,9 @@ from node.memory.cap import MachineBounds, resolve_cap, resolve_margin, safe_wir
 from node.memory.metal_limit import read_device
 from node.memory.sensor import open_machine
 from node.models.catalogue import hub_folder
-from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
+from node.settings import AUTO, COORDINATOR_SECTIONS, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
 
-OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 DIAL_TIMEOUT_SECONDS = 2.0
 
 
@@ -56,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     file: Path = options.file or options.state / "config.toml"
     found = settings(file, os.environ, options.pairs)
-    made, now = found.pop("made"), running(options.state / "node", OTHERS)
+    made, now = found.pop("made"), running(options.state / "node", COORDINATOR_SECTIONS)
     found["running"] = None if now is None else about_running(now, file)
     if not options.settings_only:
         found |= about_machine(options.state, made if now is None else now.value)
@@ -70,9 +69,9 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
     try:
         layers.append((str(file), from_tree(tomllib.loads(file.read_text()) if file.exists() else {})))
         layers += [("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
-        resolved = resolve(layers, OTHERS)
+        resolved = resolve(layers, COORDINATOR_SECTIONS)
     except (OSError, ValueError) as error:
-        wrong = [one for _, flat in layers for one in faults(NodeSettings, flat, OTHERS, check)]
+        wrong = [one for _, flat in layers for one in faults(NodeSettings, flat, COORDINATOR_SECTIONS, check)]
         resolved = _without(layers, {one.key for one in wrong})
         told: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
     else:
@@ -85,7 +84,10 @@ def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, 
     rows = setting_rows(now)
     try:
         later = changed_settings(
-            rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS
+            rows,
+            NodeSettings,
+            from_tree(tomllib.loads(file.read_text()) if file.exists() else {}),
+            COORDINATOR_SECTIONS,
         )
     except (OSError, ValueError):
         later = []  # faults of the file are reported as faults
@@ -96,9 +98,9 @@ def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSet
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
-        return resolve(kept, OTHERS)
+        return resolve(kept, COORDINATOR_SECTIONS)
     except SettingsError:
-        return resolve([], OTHERS)
+        return resolve([], COORDINATOR_SECTIONS)
 
 
 def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
@@ -114,7 +116,7 @@ def about_machine(state: Path, made: NodeSettings) -> dict[str, Any]:
         "engine": made.engine.kind,
         "video": {"enabled": made.worker.enabled, "first_port": made.worker.ray_ports},
         "folders": [str(Path(folder).expanduser()) for folder in made.models.folders]
-        + ([str(hub_folder(os.environ))] if made.models.hub else []),
+        + ([str(hub_folder(os.environ))] if made.models.use_huggingface_cache else []),
         "sections": sorted(SECTIONS),
         **identity(state / "node" / "identity", machine),
     }
@@ -137,7 +139,7 @@ def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
         "safe": safe_wired_limit(made.memory.tier, bounds.total),
     }
     try:
-        cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.above_metal)
+        cap = resolve_cap(made.memory.cap, made.memory.tier, bounds, above_metal=made.memory.allow_above_metal_limit)
         margin = resolve_margin(made.memory.margin, cap.bytes)
     except SettingsError as error:
         return {**told, "error": str(error)}

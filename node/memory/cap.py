@@ -1,7 +1,8 @@
 """Compute cap, ceiling and margin of a node, and name the term that limits each.
 
     static  = RAM − reserve(tier), or memory.cap     in a container the RAM is the container's limit
-    cap     = min(static, metal)                     explicit and above Metal: refused, unless memory.above_metal
+    cap     = min(static, metal)                     explicit and above Metal: refused, unless
+              memory.allow_above_metal_limit
     dynamic = own phys + reclaimable + min(worker footprint, lease)        each byte counted once
     ceiling = max(1, min(cap, dynamic) − leases)
 
@@ -207,13 +208,16 @@ def _under_metal(
         warning = "" if bounds.total else "the RAM cannot be read, so memory.cap is taken as it is"
         return MemoryCap(size, "setting", _RAISE_CAP, warning)
     if above_metal:
-        warning = f"the cap of {show_size(size)} is above the Metal limit of {show_size(metal)} (memory.above_metal)"
+        warning = (
+            f"the cap of {show_size(size)} is above the Metal limit of {show_size(metal)} "
+            "(memory.allow_above_metal_limit)"
+        )
         return MemoryCap(size, "setting", _RAISE_CAP, warning)
     raising = _sysctl(size, bounds.total)
     if starting:
         raise SettingsError(
             f"setting memory.cap: {setting} is {show_size(size)}, above the Metal limit of {show_size(metal)}; lower "
-            f"it, raise the limit ({raising}), or set memory.above_metal = true and bear the risk"
+            f"it, raise the limit ({raising}), or set memory.allow_above_metal_limit = true and bear the risk"
         )
     warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower counts"
     return MemoryCap(max(1, metal), "metal", _raise_metal(raising), warning)

@@ -157,7 +157,9 @@ class Limiter:
 
     def _resolve(self, bounds: MachineBounds, *, starting: bool) -> MemoryCap:
         memory, bounds = self._settings, with_device(bounds, self._device)
-        return resolve_cap(memory.cap, memory.tier, bounds, above_metal=memory.above_metal, starting=starting)
+        return resolve_cap(
+            memory.cap, memory.tier, bounds, above_metal=memory.allow_above_metal_limit, starting=starting
+        )
 
     def _say(self, origins: Mapping[str, str]) -> None:
         log.info(

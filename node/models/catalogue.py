@@ -113,7 +113,7 @@ class ModelCatalogue:
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
-        self._hub = hub_folder(environment) if settings.hub else None
+        self._hub = hub_folder(environment) if settings.use_huggingface_cache else None
         self._known: Mapping[str, ModelDescriptor] = {}
         self._held: Mapping[str, ModelDescriptor] = {}
         self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}

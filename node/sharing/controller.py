@@ -17,7 +17,7 @@ import structlog
 from host.pause_file import PauseFile
 from host.pause_file import PauseRecord as Kept
 from host.power import PowerState, read_power
-from node.settings import AgentSettings
+from node.settings import SharingSettings
 from node.sharing.policy import (
     SHARED,
     GracePeriods,
@@ -65,15 +65,15 @@ class SharingController:
 
     def __init__(
         self,
-        settings: AgentSettings,
+        settings: SharingSettings,
         folder: Path,
         *,
         read: Callable[[], PowerState] = read_power,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        hours = read_hours(settings.share_hours) if settings.share_hours else None
-        self._rule = SharingRule(ShareWhen(settings.share), hours, settings.share_idle, settings.share_battery)
-        self._grace = GracePeriods(settings.share_grace, settings.share_video_grace)
+        hours = read_hours(settings.hours) if settings.hours else None
+        self._rule = SharingRule(ShareWhen(settings.when), hours, settings.idle_seconds, settings.min_battery_percent)
+        self._grace = GracePeriods(settings.grace_seconds, settings.video_grace_seconds)
         self._file = PauseFile(folder)
         self._read, self._wall = read, wall
         self._power = PowerState()

@@ -1,16 +1,16 @@
 """Decide whether this Mac accepts work now, or keeps its memory for its owner. Pure.
 
 `node.sharing.controller` applies the decision. A pause set by a person ("for two hours") has priority and expires.
-Without a pause the rule `node.share` decides:
+Without a pause the rule `sharing.when` decides:
 
     always      accept
     plugged-in  accept while the Mac is on mains power
-    idle        accept after `node.share_idle` seconds without input from a person
-    hours       accept between the times of `node.share_hours`, by the local clock of this machine
+    idle        accept after `sharing.idle_seconds` seconds without input from a person
+    hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
-Then the battery decides: with `node.share_battery`, a Mac on battery accepts work only at or above that charge in
-percent. Below it, the Mac shares again at REGAIN percent more, because a charge that varies around the limit would end
-work repeatedly. On mains power it shares at once.
+Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
+in percent. Below it, the Mac shares again at REGAIN percent more, because a charge that varies around the limit would
+end work repeatedly. On mains power it shares at once.
 
 An unreadable input never means yes: a node whose rule needs a reading that this machine does not give accepts nothing,
 and names the setting to change.
@@ -27,12 +27,12 @@ from enum import Enum, StrEnum
 
 DAY_SECONDS = 86400
 BATTERY_HYSTERESIS_PERCENT = 5
-"""Percent of charge above `node.share_battery` from which a Mac whose battery fell below it shares again."""
+"""Percent of charge above `sharing.min_battery_percent` from which a Mac whose battery fell below it shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
 class ShareWhen(StrEnum):
-    """Values of `node.share`."""
+    """Values of `sharing.when`."""
 
     ALWAYS = "always"
     PLUGGED_IN = "plugged-in"
@@ -202,7 +202,7 @@ def _idle(idle: float | None, least: float) -> SharingState:
 
 def _hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
     if hours is None:
-        return _unread("node.share_hours", ShareWhen.HOURS)
+        return _unread("sharing.hours", ShareWhen.HOURS)
     wait = hours.opens_in(second)
     return SharingState(False, f"it shares from {hours} only", float(round(now + wait))) if wait else SHARED
 
@@ -210,16 +210,16 @@ def _hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
 def _charged(rule: SharingRule, facts: SharingInputs) -> SharingState:
     least, charge = rule.battery, facts.battery
     if least and charge is None and not facts.plugged:
-        needs = f"which node.share_battery = {least} needs: leave it out"
+        needs = f"which sharing.min_battery_percent = {least} needs: leave it out"
         return SharingState(False, f"the charge of its battery cannot be read here, {needs}")
     if not too_low(rule, facts):
         return SHARED
     again = f"it shares again from {recovery_percent(least)} % on, or plugged in"
-    return SharingState(False, f"its battery is at {charge:.0f} %, and node.share_battery = {least}; {again}")
+    return SharingState(False, f"its battery is at {charge:.0f} %, and sharing.min_battery_percent = {least}; {again}")
 
 
 def _unread(what: str, when: ShareWhen) -> SharingState:
-    return SharingState(False, f'{what} cannot be read here, which node.share = "{when}" needs: choose another')
+    return SharingState(False, f'{what} cannot be read here, which sharing.when = "{when}" needs: choose another')
 
 
 def _span(seconds: float) -> str:

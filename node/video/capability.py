@@ -40,7 +40,7 @@ class VideoCapability:
     def __init__(self, settings: NodeSettings, state: Path, environ: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
         self.environments = environments_folder(settings, state)
-        self._hub = hub_folder(environ) if settings.models.hub else None
+        self._hub = hub_folder(environ) if settings.models.use_huggingface_cache else None
         self._found = NOTHING
         self._task: asyncio.Task[None] | None = None
         self.looked = asyncio.Event()

@@ -362,9 +362,11 @@ class LeaseManager:
     def _open(self, held: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
         """Create the lease's folder for its worker."""
         settings, package = self._settings.worker, self._offer.packages[held.model]
-        bounds = WorkerBounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
+        bounds = WorkerBounds(
+            held.size, spec.stall or settings.stall_timeout_seconds, spec.timeout or settings.job_timeout_seconds
+        )
         place = self._place(held)
-        watch = WorkerMonitor(held, place, bounds, settings.start_timeout, settings.grace)
+        watch = WorkerMonitor(held, place, bounds, settings.start_timeout_seconds, settings.terminate_grace_seconds)
         job = {
             **spec.job(package.described),
             "package": str(package.folder),

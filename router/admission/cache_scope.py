@@ -26,8 +26,8 @@ class CacheSettings(Section, frozen=True, kw_only=True):
         Literal["key", "pool"],
         Meta(
             description=(
-                "Who may reuse the cached beginning of a prompt: `key`, only the API key that sent it, or `pool`, "
-                "every key, which lets any key find out what another one has asked."
+                "Keys that may reuse a cached prompt prefix: `key` (only the API key that sent it) or `pool` "
+                "(all keys). With `pool`, a key can find out prompts of other keys."
             )
         ),
     ] = "key"
@@ -35,8 +35,8 @@ class CacheSettings(Section, frozen=True, kw_only=True):
         tuple[str, ...],
         Meta(
             description=(
-                "Files, each with one system prompt that all keys share: its tokens, and nothing behind it, are reused "
-                "for every request whose first message is exactly this text. Read at start."
+                "Files with one system prompt each. All keys share the cached tokens of a request whose first "
+                "message is exactly such a prompt. The files are read at start."
             )
         ),
     ] = ()

@@ -173,14 +173,17 @@ class RateLimits:
 
     def _crowded(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
         """Return the bound that a request would exceed together with its key's open requests; empty where it fits."""
-        most, settings = limits.concurrency or self._settings.key_requests, self._settings
+        most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
         if meter.running >= most:
             return f"this API key may have {most} requests at once"
         tokens, size = meter.prompt_tokens + _prompt(demand), meter.prompt_bytes + demand.prompt_bytes
-        if meter.running and tokens > settings.key_tokens:
-            return f"this API key may have {settings.key_tokens} prompt tokens under way, and this makes it {tokens}"
-        if meter.running and size > settings.key_bytes:
-            most_size = show_size(settings.key_bytes)
+        if meter.running and tokens > settings.max_prompt_tokens_per_key:
+            return (
+                f"this API key may have {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
+                f"with this request it has {tokens}"
+            )
+        if meter.running and size > settings.max_body_bytes_per_key:
+            most_size = show_size(settings.max_body_bytes_per_key)
             return f"this API key may have {most_size} of prompts under way, and this makes it {show_size(size)}"
         return ""
 

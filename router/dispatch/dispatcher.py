@@ -168,7 +168,7 @@ class Dispatcher:
         self._live: dict[int, ActiveRequest] = {}
         self._open: dict[int, ActiveRequest] = {}
         self._asked = LoadShare()
-        self._swaps = SwapPlanner(settings.swap_seconds)
+        self._swaps = SwapPlanner(settings.swap_timeout_seconds)
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -180,7 +180,7 @@ class Dispatcher:
         self._timer: asyncio.TimerHandle | None = None
         self._interval = min(
             SWEEP_INTERVAL_SECONDS,
-            settings.queue_seconds / 4,
+            settings.queue_timeout_seconds / 4,
             settings.keepalive_seconds / 4,
             settings.slow_client_seconds / 4,
         )
@@ -764,7 +764,7 @@ class Dispatcher:
         now = self._clock()
         ticket.in_a_row = 0
         if ticket.deadline is None:
-            ticket.deadline = now + self._settings.queue_seconds
+            ticket.deadline = now + self._settings.queue_timeout_seconds
         entry = self.queue.offer(
             ticket,
             ticket.job.key,
@@ -965,7 +965,7 @@ class Dispatcher:
                 ticket.add_step(now, swap)
             else:
                 ticket.add_step(now, f"{SWAP}: {turn.models}", turn.name)
-        later = min(ticket.arrived + self._settings.swap_seconds, now + self._settings.queue_seconds)
+        later = min(ticket.arrived + self._settings.swap_timeout_seconds, now + self._settings.queue_timeout_seconds)
         entry.deadline = ticket.deadline = max(entry.deadline, later)
 
     def _judge_at(self, ticket: ActiveRequest, node: NodeView) -> Candidate:

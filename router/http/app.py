@@ -74,10 +74,10 @@ class RouterApp:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._short = min(settings.body_bytes, MAX_INLINE_BYTES)
+        self._short = min(settings.max_body_bytes, MAX_INLINE_BYTES)
         self._strict = strict = settings.unknown_fields == "refuse"
         self._responses = ResponsesRoute(strict=strict)
-        self._intake = BodyIntake(settings.body_bytes)
+        self._intake = BodyIntake(settings.max_body_bytes)
         self.dialects: Mapping[str, Dialect] = {
             CHAT: ChatRoute(strict=strict),
             COMPLETIONS: CompletionRoute(strict=strict),
@@ -158,7 +158,7 @@ class RouterApp:
         async def room(size: int) -> Problem | None:
             nonlocal taken
             try:
-                async with asyncio.timeout(self._settings.body_seconds):
+                async with asyncio.timeout(self._settings.body_timeout_seconds):
                     await self._intake.take(key.id, size)
             except TimeoutError:
                 return self._no_room(size)
@@ -175,7 +175,7 @@ class RouterApp:
                 self._intake.release(key.id, taken)
 
     def _no_room(self, size: int) -> Problem:
-        most, seconds = show_size(self._settings.body_bytes), self._settings.body_seconds
+        most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
         text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
         return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
 
@@ -236,7 +236,7 @@ class RouterApp:
         elif path == "/api/version":
             await exchange.respond(ollama_models.version())
         else:
-            body = await exchange.body(replace(self._settings, body_bytes=self._short))
+            body = await exchange.body(replace(self._settings, max_body_bytes=self._short))
             if body is not None:
                 seen = visible(view, key.limits)
                 await exchange.respond(

@@ -71,14 +71,14 @@ class Exchange:
         When more than INLINE_BYTES have arrived, `room` is awaited once with the maximum size of the body. A problem
         that `room` returns ends the reading.
         """
-        limit = settings.body_bytes
+        limit = settings.max_body_bytes
         length = self.header(b"content-length")
         if length is not None and not (length.isdigit() and len(length) <= 18 and int(length) <= limit):
             return too_long(limit)
         size = limit if length is None else int(length)
         body = bytearray()
         try:
-            async with asyncio.timeout(settings.body_seconds) as clock:
+            async with asyncio.timeout(settings.body_timeout_seconds) as clock:
                 ended = await _received(self.receive, body, limit, MAX_INLINE_BYTES)
                 if ended is False:
                     if room is not None:
@@ -86,11 +86,11 @@ class Exchange:
                         refused = await room(size)
                         if refused is not None:
                             return refused
-                        clock.reschedule(asyncio.get_running_loop().time() + settings.body_seconds)
+                        clock.reschedule(asyncio.get_running_loop().time() + settings.body_timeout_seconds)
                     ended = await _received(self.receive, body, limit, limit)
                 return bytes(body) if ended is True else ended or None
         except TimeoutError:
-            seconds = settings.body_seconds
+            seconds = settings.body_timeout_seconds
             return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
 
 

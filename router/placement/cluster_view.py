@@ -319,7 +319,7 @@ def sanitize_memory(memory: Memory) -> Memory:
         cache=max(0, memory.cache),
         peak=max(0, memory.peak),
         current=_size(memory.current),
-        canary=max(0, memory.canary),
+        reserve=max(0, memory.reserve),
         bound_by=_printable(memory.bound_by),
         source=_printable(memory.source),
     )

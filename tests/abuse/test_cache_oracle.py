@@ -19,7 +19,7 @@ ONE = GenerationParams(temperature=0.0, max_tokens=1)
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(models.path("llama"), batch=8, chunk=256)
+    return Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
 
 
 def cached(driver: Driver, owner: WeightedKey, *messages: Message, shared: bool = False, scope: str = "") -> int:

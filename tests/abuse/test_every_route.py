@@ -116,7 +116,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["front", "asgi"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    with whole_pool.served(front=request.param == "front", queue_seconds=0.3, body_seconds=1.0) as one:
+    with whole_pool.served(front=request.param == "front", queue_timeout_seconds=0.3, body_timeout_seconds=1.0) as one:
         yield one
 
 

@@ -21,7 +21,7 @@ NESTED = "(((a{1,100}){1,100}){1,100})"
 
 
 def test_nested_counts_end_their_own_request_as_the_clients_fault():
-    driver = Driver(models.path("llama"), batch=8, chunk=256)
+    driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
     beside = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=60))
     number = driver.ask(
         "Hi", GenerationParams(temperature=1.0, seed=1, max_tokens=60, grammar=GrammarSpec("regex", NESTED))

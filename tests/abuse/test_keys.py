@@ -34,7 +34,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     with whole_pool.served(
         node,
         front=request.param == "front",
-        queue_seconds=0.3,
+        queue_timeout_seconds=0.3,
         keepalive_seconds=1.0,
         slow_client_bytes=2000,
         slow_client_seconds=0.4,

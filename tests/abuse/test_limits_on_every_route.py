@@ -111,7 +111,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
     """Serve two nodes: `office` has the label, `attic` has not, and each has a model that the other has not."""
     office = LoopbackNode("office", models=(a_model(TINY), a_model(DESK)), labels=frozenset({"office"}))
     attic = LoopbackNode("attic", models=(a_model(TINY), a_model(ATTIC)))
-    with whole_pool.served(office, attic, front=request.param == "front", queue_seconds=0.4) as one:
+    with whole_pool.served(office, attic, front=request.param == "front", queue_timeout_seconds=0.4) as one:
         one.call(lambda: _show(one))
         yield one
 

@@ -22,7 +22,7 @@ ENDLESS = GenerationParams(temperature=0.0, max_tokens=LONG, logit_bias=((EOS, -
 
 @pytest.fixture
 def driver() -> Driver:
-    made = Driver(models.path("llama"), batch=ROWS, chunk=256)
+    made = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256)
     made.answer("hello", FOUR)
     return made
 
@@ -30,7 +30,7 @@ def driver() -> Driver:
 @pytest.fixture(scope="module")
 def alone() -> list[int]:
     """The tokens of a long answer that nothing interrupts."""
-    driver = Driver(models.path("llama"), batch=ROWS, chunk=256)
+    driver = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256)
     number = driver.ask("hello", ENDLESS)
     driver.end(number)
     return driver.ids[number, 0]
@@ -69,7 +69,7 @@ def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Dri
     """Else it would take the row that it has just given up before a new request of the other key."""
     fill(driver, ROWS)
     turns_to_first(driver, OTHER)
-    (sequence,) = driver.engine.generation.preempted
+    (sequence,) = driver.engine.scheduler.preempted
     resident = driver.resident()
     returning = Prefill(resident, sequence, list(sequence.active_rows()), list(sequence.prompt))
     assert (bool(sequence.joined), returning.answered) == (True, False)
@@ -114,7 +114,7 @@ def squeeze(driver: Driver, room: int) -> None:
 
 def test_another_key_is_admitted_where_one_has_taken_all_memory():
     """The youngest of the key that holds the memory gives way at once, and comes back when there is room."""
-    driver = Driver(models.path("llama"), batch=ROWS, chunk=256, prefix_cache="off")
+    driver = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256, prefix_cache_size="off")
     driver.answer("hello", FOUR)
     numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY, expected=LONG) for _ in range(ROWS)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers))

@@ -31,7 +31,7 @@ VISITS = b"POST /api/v1/page/visits HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type:
 @pytest.fixture(scope="module")
 def running() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
-        made.up("router.body_seconds=2")
+        made.up("router.body_timeout_seconds=2")
         made.join("one", "engine.scripted.step_ms=3")
         yield made
 

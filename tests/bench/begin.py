@@ -26,7 +26,7 @@ def bench_begin(folder: Path) -> list[Row]:
     began = time.monotonic()
     command = _install(folder / "new")
     installed = time.monotonic()
-    quiet = ("--set", "cluster.bonjour=false", "--set", "models.hub=false")
+    quiet = ("--set", "cluster.bonjour=false", "--set", "models.use_huggingface_cache=false")
     up = Process(
         [
             str(command),

@@ -52,7 +52,7 @@ def bench_end_to_end(folder: Path) -> list[Row]:
     with pool(folder) as made, ExitStack() as stack:
         made.up()
         for name in ("one", "two"):
-            made.join(name, "engine.kind=mlx", "models.hub=false", f"models.preload={model.name}")
+            made.join(name, "engine.kind=mlx", "models.use_huggingface_cache=false", f"models.preload={model.name}")
         until(lambda: model.name in [one["id"] for one in made.get("/v1/models")["data"]], what="the model")
         bases: list[str] = []
         for name in ("first", "second"):

@@ -88,7 +88,13 @@ def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
     with pool(folder) as made:
         made.up()
         name = model().name
-        made.join("one", "engine.kind=mlx", "models.hub=false", f"models.folders={model()}", f"models.preload={name}")
+        made.join(
+            "one",
+            "engine.kind=mlx",
+            "models.use_huggingface_cache=false",
+            f"models.folders={model()}",
+            f"models.preload={name}",
+        )
         until(lambda: name in [one["id"] for one in made.get("/v1/models")["data"]], what="the model")
         try:
             yield made, Server(made.base, made.key, name)

@@ -250,7 +250,7 @@ def bench_many(folder: Path) -> list[Row]:
 def bench_refusing(folder: Path) -> list[Row]:
     """One of two nodes refuses: what that adds to who was sent there first. Then both refuse."""
     with pool(folder) as made:
-        made.up("router.queue_seconds=2")
+        made.up("router.queue_timeout_seconds=2")
         made.join("one", "engine.scripted.step_ms=5", f"engine.scripted.refuse={REFUSED_WORD}")
         made.join("two", "engine.scripted.step_ms=5")
         key = {"authorization": f"Bearer {made.key}"}

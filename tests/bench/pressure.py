@@ -53,7 +53,7 @@ def lay_out_pressure(folder: Path) -> None:
 
 async def rest_of(folder: Path) -> int:
     """Return the footprint with both models loaded, in bytes."""
-    async with started(folder, {"cap": "768MiB", "margin": MARGIN}, prefix_cache="off") as node:
+    async with started(folder, {"cap": "768MiB", "margin": MARGIN}, prefix_cache_size="off") as node:
         await node.generate(SHORT, 1, SECOND)
         return await settled(node)
 

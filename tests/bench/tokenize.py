@@ -40,7 +40,7 @@ class Engine:
         flat: dict[str, object] = {
             "engine.kind": "mlx",
             "models.folders": (str(folder / "models"),),
-            "models.hub": False,
+            "models.use_huggingface_cache": False,
             "models.profile": "off",
         }
         settings = resolve([("bench", flat)]).value

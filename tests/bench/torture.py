@@ -143,11 +143,11 @@ class Node:
         flat: dict[str, object] = {
             "engine.kind": "mlx",
             "models.folders": (str(folder / "models"),),
-            "models.hub": False,
+            "models.use_huggingface_cache": False,
             "models.profile": "off",
             "models.trial": False,
             "models.preload": (MODEL,),
-            "engine.mlx.chunk_floor": FLOOR,
+            "engine.mlx.min_prefill_step": FLOOR,
         }
         flat |= {f"memory.{key}": value for key, value in memory.items()}
         flat |= {f"engine.mlx.{key}": value for key, value in mlx.items()}
@@ -255,13 +255,13 @@ async def alone(folder: Path) -> tuple[int, dict[Kind, Cost]]:
     """Return the footprint at rest, and what each kind costs alone."""
     roomy: dict[str, object] = {"cap": "512MiB", "margin": MARGIN}
     levels: dict[Kind, tuple[int, float]] = {}
-    async with started(folder, roomy, chunk=FLOOR, prefix_cache="off") as node:
+    async with started(folder, roomy, prefill_step_size=FLOOR, prefix_cache_size="off") as node:
         rest = await settled(node)
         for number, kind in enumerate(KINDS[:-1]):
             levels[kind] = await _levels(node, kind, number, rest)
             await settled(node)
     costs: dict[Kind, Cost] = {}
-    async with started(folder, roomy, prefix_cache="off") as node:
+    async with started(folder, roomy, prefix_cache_size="off") as node:
         for number, (kind, (peak, level)) in enumerate(levels.items()):
             timings = (await _finished(node, kind, number)).timings
             computed = timings.prefill + timings.decode / BATCH

@@ -42,8 +42,8 @@ POINTS = 12
 def at_work(folder: Path) -> Iterator[Pool]:
     """Give the pool of the pictures."""
     with pool(folder) as made:
-        made.up("video.max_steps=1000", "cluster.name=home", "router.queue_seconds=1")
-        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy=0.2)
+        made.up("video.max_steps=1000", "cluster.name=home", "router.queue_timeout_seconds=1")
+        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy_seconds=0.2)
         made.join("studio", *filming)
         made.join("mini", *MLX)
         made.join("macbook", *BIG)

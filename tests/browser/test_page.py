@@ -29,7 +29,7 @@ HOSTILE = "<img src=x onerror=document.title='gone'>"
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("page")) as made:
         made.up("video.max_steps=1000")
-        made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy=0.2))
+        made.join("studio", *words(worker__ray_ports=RAY_PORTS, node__report_busy_seconds=0.2))
         for name in ("mini", "laptop"):
             made.join(name)
         client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, http_client=DefaultHttpxClient(trust_env=False))

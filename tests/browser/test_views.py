@@ -800,14 +800,14 @@ def test_videos_show_state_progress_and_fault_and_are_cancelled_or_deleted(page:
 def test_settings_and_the_runbook_show_what_is_in_force(page: Page, api: Answers):
     api.by_path["GET /api/v1/settings"] = {
         "settings": [
-            {"key": "router.queue_seconds", "value": 30, "origin": "--set", "description": "How long."},
+            {"key": "router.queue_timeout_seconds", "value": 30, "origin": "--set", "description": "How long."},
         ]
     }
     show(page, "settings")
     text = " ".join(page.locator("main").inner_text().split())
     assert "version 1.2.3, protocol 7 endpoint http://host:8080/v1 cluster port macpool://host:8081 cluster c-1" in text
     row = page.get_by_role("region", name="Settings").get_by_role("row").nth(1)
-    assert cells(row) == ["router.queue_seconds", "30", "--set", "How long."]
+    assert cells(row) == ["router.queue_timeout_seconds", "30", "--set", "How long."]
     api.sections["conditions"] = [
         {"name": "GuardOff", "severity": "critical", "node": "a", "summary": "the guard of a is off", "remedy": "on"},
     ]

@@ -133,7 +133,7 @@ def tidied(exchanges: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _pool() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
-        made.up("router.queue_seconds=60", "http.tls=on")
+        made.up("router.queue_timeout_seconds=60", "http.tls=on")
         authority = made.cli("trust-ca", "--print")
         write_bundle(made.state, authority["pem"], authority["fingerprint"], made.base)
         made.join("mini", *MLX)

@@ -33,7 +33,7 @@ def exchanges() -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
     with pool(tmp_path_factory.mktemp("clients")) as made:
-        made.up("router.queue_seconds=60", "http.tls=on")
+        made.up("router.queue_timeout_seconds=60", "http.tls=on")
         made.join("mini", *MLX)
         yield made
 

@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[LoopbackCluster]:
-    one = LoopbackCluster(LoopbackNode("a"), settings=RouterSettings(body_bytes=10_000, body_seconds=0.3))
+    one = LoopbackCluster(LoopbackNode("a"), settings=RouterSettings(max_body_bytes=10_000, body_timeout_seconds=0.3))
     async with one.serving() as url:
         one.base_url = url
         yield one

@@ -154,7 +154,7 @@ async def test_a_refusal_goes_to_the_next_node_without_delay(cluster: LoopbackCl
 
 
 async def test_when_all_refuse_the_answer_is_a_503_with_the_numbers():
-    settings = RouterSettings(queue_seconds=0.2)
+    settings = RouterSettings(queue_timeout_seconds=0.2)
     nodes = [LoopbackNode(name, memory=a_memory(size)) for name, size in (("a", MIB), ("b", 2 * MIB))]
     async with served(LoopbackCluster(*nodes, settings=settings)) as cluster, plain(cluster) as client:
         answer = await client.post(CHAT, json=ASK)
@@ -203,7 +203,7 @@ async def test_can_never_fit_is_a_400_after_a_node_has_counted():
 async def test_over_the_share_of_one_key_is_a_429():
     node = LoopbackNode("a", memory=a_memory(MIB))
     async with (
-        served(LoopbackCluster(node, settings=RouterSettings(queue_seconds=1.0))) as cluster,
+        served(LoopbackCluster(node, settings=RouterSettings(queue_timeout_seconds=1.0))) as cluster,
         plain(cluster) as client,
     ):
         waiting = [asyncio.create_task(client.post(CHAT, json=ASK)) for _ in range(17)]

@@ -25,7 +25,7 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 OTHERS = {"/v1/messages/count_tokens": {"model": "tiny", "messages": HELLO}, "/api/show": {"model": "tiny"}}
 ALL = ROUTES | OTHERS
-SLOW = RouterSettings(body_bytes=10_000, body_seconds=0.3, keepalive_seconds=0.2)
+SLOW = RouterSettings(max_body_bytes=10_000, body_timeout_seconds=0.3, keepalive_seconds=0.2)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ EVERY_CHECK: Any = list(HealthCheck)
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    with whole_pool.served(queue_seconds=0.2, body_seconds=5.0) as one:
+    with whole_pool.served(queue_timeout_seconds=0.2, body_timeout_seconds=5.0) as one:
         yield one
 
 

@@ -53,7 +53,7 @@ async def trouble(cluster: LoopbackCluster, chance: random.Random) -> None:
 async def test_after_a_storm_the_books_are_balanced_and_the_next_request_is_answered(seed: int):
     chance = random.Random(seed)
     nodes = [LoopbackNode(name, step_seconds=0.002, text=("word ",) * 20) for name in "abc"]
-    cluster = LoopbackCluster(*nodes, settings=RouterSettings(queue_seconds=1.0, queue_limit=1000))
+    cluster = LoopbackCluster(*nodes, settings=RouterSettings(queue_timeout_seconds=1.0, queue_limit=1000))
     async with cluster.serving() as url:
         storm = asyncio.create_task(trouble(cluster, chance))
         ends: list[str] = []

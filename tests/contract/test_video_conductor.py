@@ -89,7 +89,7 @@ async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: P
 
 
 async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
-    async with pool(tmp_path, peer={"plays": False}, away_seconds=30) as one:
+    async with pool(tmp_path, peer={"plays": False}, node_loss_timeout_seconds=30) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
         await one.peer.cut()
@@ -103,7 +103,7 @@ async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
 
 @pytest.mark.parametrize(("rule", "ended"), [("fail", "failed"), ("requeue", "completed")])
 async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Path, rule: str, ended: str):
-    async with pool(tmp_path, "a", "b", peer={"plays": False}, away_seconds=0.3, on_node_loss=rule) as one:
+    async with pool(tmp_path, "a", "b", peer={"plays": False}, node_loss_timeout_seconds=0.3, on_node_loss=rule) as one:
         video = await asked(one)
         await one.until(video, "in_progress")
         holder, other = sorted(one.peers, key=lambda peer: -len(peer.leases))
@@ -134,7 +134,7 @@ async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path
 
 @pytest.mark.parametrize("peer", [{"refuses": "Ray has no room"}, {"starts": False}])
 async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_path: Path, peer: dict[str, Any]):
-    async with pool(tmp_path, peer={"plays": False, **peer}, start_seconds=0.2) as one:
+    async with pool(tmp_path, peer={"plays": False, **peer}, start_timeout_seconds=0.2) as one:
         one.conductor.board = type(one.conductor.board)(
             type(one.conductor.board.rules)(attempts=0, start_seconds=0.2), {}, {}, {}
         )

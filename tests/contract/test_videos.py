@@ -301,7 +301,7 @@ async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tm
 
 
 async def test_a_full_line_is_a_429_with_retry_after(tmp_path: Path):
-    async with pool(tmp_path, peer={"muted": True}, queue=2) as one, one.sdk() as client:
+    async with pool(tmp_path, peer={"muted": True}, queue_limit=2) as one, one.sdk() as client:
         for _ in range(3):  # one that is asked for a lease, two that wait
             await client.videos.create(model="wan", prompt="x")
             await asyncio.sleep(0)

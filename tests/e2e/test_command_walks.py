@@ -100,10 +100,10 @@ def test_up_on_a_node_of_another_cluster_is_refused_with_the_ways_out(made: Pool
         (["--models", "/no/such/folder"], "--models: /no/such/folder is not a folder"),
         (["--set", "models.folders=/no/such/folder"], "models.folders (--set): /no/such/folder is not a folder"),
         (["--set", "memory.cap=lots"], "is not a size"),
-        (["--set", "router.queue_seconds=soon"], "router.queue_seconds"),
-        (["--set", "conditions.webhook=here"], "conditions.webhook"),
-        (["--set", "http.key=/x"], "http.certificate"),
-        (["--set", "http.certificate=/x"], "/x"),
+        (["--set", "router.queue_timeout_seconds=soon"], "router.queue_timeout_seconds"),
+        (["--set", "alerts.webhook_url=here"], "alerts.webhook_url"),
+        (["--set", "http.tls_key_file=/x"], "http.tls_cert_file"),
+        (["--set", "http.tls_cert_file=/x"], "/x"),
         (["--lan", "--set", "http.anonymous=true"], "http.anonymous"),
     ],
 )
@@ -162,7 +162,7 @@ def test_a_joined_mac_asks_over_its_own_link_or_names_the_coordinator(made: Pool
 
 
 def test_ready_means_that_the_first_request_is_answered(made: Pool):
-    made.up("engine.kind=mlx", "models.hub=false", local_node=True)
+    made.up("engine.kind=mlx", "models.use_huggingface_cache=false", local_node=True)
     assert made.facts["local_node_ready"] is True
     said = made.run("chat", "hello", "--wait", "0", "--max-tokens", "4", "--state", str(made.state))
     assert (said.returncode, said.stdout.strip() != "") == (0, True), said.stderr

@@ -64,8 +64,10 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
     needs("prometheus")
     url, got = hook
     with pool(tmp_path) as made:
-        made.up(f"conditions.webhook={url}")
-        made.join("broken", "node.report_idle=0.5", env=environment(PYTHONPATH=str(neutered(tmp_path / "copy"))))
+        made.up(f"alerts.webhook_url={url}")
+        made.join(
+            "broken", "node.report_idle_seconds=0.5", env=environment(PYTHONPATH=str(neutered(tmp_path / "copy")))
+        )
         key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
         rules = tmp_path / "rules.yml"
         rules.write_text(rules_file())
@@ -86,7 +88,7 @@ def test_a_neutered_gate_is_told_within_half_a_minute(tmp_path: Path, hook: tupl
         until(lambda: got, 10, "the webhook was told")
         assert (got[0]["name"], got[0]["node"], got[0]["event"]) == ("GateInert", "broken", "began")
         told = {one["key"]: one["value"] for one in made.get("/api/v1/settings")["settings"]}
-        assert told["conditions.webhook"] == "http://127.0.0.1/…", "what stands behind the host may be a secret"
+        assert told["alerts.webhook_url"] == "http://127.0.0.1/…", "what stands behind the host may be a secret"
         text = made.run("status", "--state", str(made.state)).stdout
         assert "GateInert: broken runs forwards and its gate is not asked" in text
         made.join("open", "memory.guard=off")

@@ -36,7 +36,7 @@ EMPTY = {
 SMALL = (
     "engine.scripted.memory=16GiB",
     "engine.scripted.kv_per_token=16777216",
-    "engine.scripted.context=512",
+    "engine.scripted.max_context=512",
     "engine.scripted.refuse=forbidden",
     "engine.scripted.step_ms=10",
     "engine.scripted.tokens=40",
@@ -119,8 +119,8 @@ def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]
 def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, object], None]):
     needs("prometheus")
     with pool(tmp_path) as made:
-        made.up("router.queue_seconds=20", "video.max_steps=1000")
-        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy=0.2)
+        made.up("router.queue_timeout_seconds=20", "video.max_steps=1000")
+        filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="filmed", node__report_busy_seconds=0.2)
         settings = {"film": filming, "one": SMALL, "two": SMALL, "mlx": MLX, "away": SMALL}
         for name, own in settings.items():
             made.join(name, *own, wait=False)

@@ -345,7 +345,7 @@ def snug(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
         place = link(Path(folder) / "models", known=known, wide=wide)
         spoiled(place, "huge", claim_a_gigabyte)
         settings = (*MLX, f"models.folders={place}", "models.preload=wide,known")
-        made.up("router.queue_seconds=1")
+        made.up("router.queue_timeout_seconds=1")
         first = made.join("snug", *settings)
         until(lambda: loaded(made, "snug") == {"known", "wide"}, 30, "all loaded")
         current = made.node("snug")["current"]

@@ -119,9 +119,15 @@ def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
             "victim": (link(top / "b", cursed=slow, quick=known), both),
             "icy": (link(top / "c", ice=slow),),
         }
-        made.up("router.queue_seconds=20")
+        made.up("router.queue_timeout_seconds=20")
         for name, folders in own.items():
-            made.join(name, *MLX, "engine.mlx.chunk=128", f"models.folders={','.join(map(str, folders))}", wait=False)
+            made.join(
+                name,
+                *MLX,
+                "engine.mlx.prefill_step_size=128",
+                f"models.folders={','.join(map(str, folders))}",
+                wait=False,
+            )
         for name in own:
             until(lambda name=name: made.serves(name), 60, f"{name} serves")
         client = api(made)

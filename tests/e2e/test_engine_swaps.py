@@ -32,7 +32,7 @@ def narrow(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", first=wide, second=wide)
         settings = (*MLX, f"models.folders={place}")
-        made.up("router.queue_seconds=6", "router.keepalive_seconds=0.2", "router.swap_seconds=40")
+        made.up("router.queue_timeout_seconds=6", "router.keepalive_seconds=0.2", "router.swap_timeout_seconds=40")
         bare = made.join("narrow", *settings)
         until(lambda: made.node("narrow")["current"], what="a reading")
         current = made.node("narrow")["current"]

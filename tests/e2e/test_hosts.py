@@ -169,7 +169,7 @@ def lab(possible: None) -> Iterator[Lab]:
 
 def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
     lab.up()
-    lab.join_all("engine.scripted.step_ms=50", "engine.scripted.batch=16")
+    lab.join_all("engine.scripted.step_ms=50", "engine.scripted.max_batch_size=16")
     lengths = [10 + number * 29 % 170 for number in range(32)]
     chats = [lab.chat(1 + number * 53 % 700, tokens) for number, tokens in enumerate(lengths)]
     until(lambda: all(lab.pool.node(name)["running"] for name in ("studio", "macbook")), what="both at work")
@@ -344,7 +344,7 @@ async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
 def test_a_video_goes_on_while_the_coordinator_moves_to_another_host(lab: Lab, tmp_path: Path) -> None:
     lab.up(*VIDEO)
     for name, number in (("studio", 2), ("macbook", 3)):
-        lab.join(name, number, *flat_settings(worker__ray_ports=6480, node__report_busy=0.2))
+        lab.join(name, number, *flat_settings(worker__ray_ports=6480, node__report_busy_seconds=0.2))
     for name in ("studio", "macbook"):
         until_ray(lab.pool, name)
     body = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 100, "seed": 1}

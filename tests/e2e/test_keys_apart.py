@@ -31,7 +31,9 @@ def one() -> Iterator[Pool]:
         shared = Path(folder) / "system.txt"
         shared.write_text("You are the clerk of the whole family, patient, friendly, and always short. " * 2)
         made.up(f"cache.shared_prompts={shared}")
-        made.join("studio", *MLX, f"models.folders={place}", f"models.preload={MODEL}", f"engine.mlx.batch={ROWS}")
+        made.join(
+            "studio", *MLX, f"models.folders={place}", f"models.preload={MODEL}", f"engine.mlx.max_batch_size={ROWS}"
+        )
         until(lambda: MODEL in loaded(made, "studio"), 60, "the model")
         yield made
 

@@ -22,7 +22,10 @@ pytestmark = pytest.mark.slow
     [
         (["memory.cap=0"], ["memory.cap", "never 0", "memory.guard"]),
         (["memory.cap=-5GiB"], ["memory.cap", "is not a size"]),
-        (["memory.cap=110GiB"], ["memory.cap", "above the Metal limit of 107.5 GiB", "sysctl", "memory.above_metal"]),
+        (
+            ["memory.cap=110GiB"],
+            ["memory.cap", "above the Metal limit of 107.5 GiB", "sysctl", "memory.allow_above_metal_limit"],
+        ),
         (["memory.cap=200GiB"], ["memory.cap", "more than the RAM of 128.0 GiB"]),
         (["memory.cap=64GiB", "memory.tier=safe"], ["memory.tier", "contradicts", "memory.cap = 64GiB", "leave"]),
         (["memory.tier=custom"], ["memory.tier", "custom needs memory.cap"]),
@@ -121,9 +124,12 @@ def test_a_sensor_that_fails_for_a_moment_or_for_long_ends_nothing_and_evicts_no
     cluster_pool: Pool, tmp_path: Path
 ) -> None:
     readings = Readings(tmp_path / "readings", reclaimable=60 * GIB)
-    cluster_pool.up("router.queue_seconds=1")
+    cluster_pool.up("router.queue_timeout_seconds=1")
     cluster_pool.join(
-        "blind", f"engine.scripted.readings={readings.file}", "engine.scripted.step_ms=50", "node.report_idle=0.5"
+        "blind",
+        f"engine.scripted.readings={readings.file}",
+        "engine.scripted.step_ms=50",
+        "node.report_idle_seconds=0.5",
     )
     client = api(cluster_pool)
 
@@ -169,7 +175,10 @@ def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster
     readings = Readings(tmp_path / "readings", wired=3 * GIB)
     cluster_pool.up()
     process = cluster_pool.join(
-        "leaky", f"engine.scripted.readings={readings.file}", "engine.scripted.weights=20GiB", "node.report_idle=0.5"
+        "leaky",
+        f"engine.scripted.readings={readings.file}",
+        "engine.scripted.weights=20GiB",
+        "node.report_idle_seconds=0.5",
     )
 
     def engine() -> dict[str, Any]:

@@ -70,7 +70,7 @@ def test_a_node_is_paused_under_load_and_nobody_notices(cluster_pool: Pool, thre
     assert "takes work again" in alone.stdout
     paused = pool.run("pause", "2h", "--state", str(pool.folder / "mini"))
     assert "takes nothing new" in paused.stdout, paused.stderr
-    pool.up("router.queue_seconds=2", cluster_listen=listen)
+    pool.up("router.queue_timeout_seconds=2", cluster_listen=listen)
     until(lambda: pool.node("mini")["state"] == "paused", what="mini paused while nobody coordinated")
     until(lambda: pool.serves("studio"), what="studio serves again")
     assert {chat(pool, 2)[1] for _ in range(4)} == {"studio"}
@@ -90,8 +90,8 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     cluster_pool: Pool, threads: ThreadPoolExecutor
 ) -> None:
     pool = cluster_pool
-    pool.up("router.queue_seconds=2")
-    pool.join("studio", *SLOW, "node.share_grace=1")
+    pool.up("router.queue_timeout_seconds=2")
+    pool.join("studio", *SLOW, "sharing.grace_seconds=1")
     short = threads.submit(chat, pool, 30)
     long = threads.submit(chat, pool, 3000)
     until(lambda: pool.node("studio")["running"] == 2, what="at work")
@@ -105,7 +105,7 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     assert chat(pool, 3)[0] == 200
 
     assert pool.nodes["studio"].stop() == 0
-    pool.join("studio", "node.share=hours", "node.share_hours=00:00-00:01", wait=False)
+    pool.join("studio", "sharing.when=hours", "sharing.hours=00:00-00:01", wait=False)
     until(lambda: pool.node("studio")["state"] in ("paused", "ready"))
     if pool.node("studio")["state"] == "paused":
         assert "it shares from 00:00-00:01 only" in pool.node("studio")["sharing"]["why"]

@@ -235,7 +235,7 @@ def test_a_refusing_node_costs_nothing_and_is_no_failure(cluster_pool: Pool) -> 
 
 
 def test_all_refuse_is_503_with_numbers_and_retry_after(cluster_pool: Pool) -> None:
-    cluster_pool.up("router.queue_seconds=1")
+    cluster_pool.up("router.queue_timeout_seconds=1")
     cluster_pool.join("full", "engine.scripted.refuse=*")
     with pytest.raises(openai.APIStatusError) as caught:
         client(cluster_pool).chat.completions.create(model="scripted-1", messages=MESSAGES)
@@ -565,7 +565,7 @@ def test_access_verbs_work_without_a_running_coordinator(cluster_pool: Pool) -> 
 def test_many_streams_of_mixed_lengths_all_end(cluster_pool: Pool) -> None:
     cluster_pool.up()
     for name in ("one", "two"):
-        cluster_pool.join(name, "engine.scripted.step_ms=5", "engine.scripted.batch=8")
+        cluster_pool.join(name, "engine.scripted.step_ms=5", "engine.scripted.max_batch_size=8")
     api = client(cluster_pool)
 
     def ask(number: int) -> int:
@@ -726,9 +726,9 @@ def test_https_with_our_own_authority(cluster_pool: Pool) -> None:
 
 def test_contradicting_tls_settings_are_refused_at_start(cluster_pool: Pool) -> None:
     for pairs, said in (
-        (("http.tls=off", "http.certificate=/x.pem"), "leave one of them out"),
-        (("http.key=/x.pem",), "without http.certificate"),
-        (("http.certificate=/x.pem",), "No such file"),
+        (("http.tls=off", "http.tls_cert_file=/x.pem"), "leave one of them out"),
+        (("http.tls_key_file=/x.pem",), "without http.tls_cert_file"),
+        (("http.tls_cert_file=/x.pem",), "No such file"),
         (("http.tls=maybe",), "http.tls"),
     ):
         arguments = [part for pair in pairs for part in ("--set", pair)]

@@ -23,7 +23,7 @@ def made(tmp_path: Path) -> Iterator[Pool]:
 def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
     """`up` follows a node's death and return, and its series carry the name that discovery gives it."""
     for name in ("one", "two"):
-        made.join(name, "node.report_idle=0.5")
+        made.join(name, "node.report_idle_seconds=0.5")
     key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]
     text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
     with prometheus(tmp_path / "prometheus", text.replace("refresh_interval: 15s", "refresh_interval: 1s")) as found:

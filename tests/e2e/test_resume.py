@@ -35,7 +35,14 @@ def pair(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
         place = link(Path(folder) / "models", llama=tiny_model("llama"))
         made.up()
         for name in NODES:
-            made.join(name, *MLX, f"models.folders={place}", "models.preload=llama", "engine.mlx.batch=32", wait=False)
+            made.join(
+                name,
+                *MLX,
+                f"models.folders={place}",
+                "models.preload=llama",
+                "engine.mlx.max_batch_size=32",
+                wait=False,
+            )
         for name in NODES:
             until(lambda name=name: "llama" in loaded(made, name), 60, f"{name} loaded")
         yield made
@@ -182,7 +189,7 @@ def rejoined(pair: Pool, name: str) -> None:
     """Start a node again that was killed."""
     until(lambda: pair.node(name)["state"] == "lost", what="it is missed")
     place = pair.folder / "models"
-    pair.join(name, *MLX, f"models.folders={place}", "models.preload=llama", "engine.mlx.batch=32", wait=False)
+    pair.join(name, *MLX, f"models.folders={place}", "models.preload=llama", "engine.mlx.max_batch_size=32", wait=False)
     until(lambda: pair.serves(name) and "llama" in loaded(pair, name), 60, f"{name} is back")
 
 

@@ -71,7 +71,7 @@ class Lab:
                 name,
                 f"memory.cap={cap}GiB",
                 "memory.margin=1GiB",
-                "models.hub=false",
+                "models.use_huggingface_cache=false",
                 f"models.folders={tiny_wan()}",
                 f"worker.environments={self.gate.environments}",
                 "engine.scripted.step_ms=10",
@@ -132,7 +132,7 @@ def lab() -> Iterator[Lab]:
 
 
 def test_caps_place_two_jobs_and_one_whose_mac_loses_power_is_made_again_on_the_other(lab: Lab) -> None:
-    lab.up(on_node_loss="requeue", away_seconds=2)
+    lab.up(on_node_loss="requeue", node_loss_timeout_seconds=2)
     chats = lab.chatting()
     first, second = lab.begin(1), lab.begin(2)
     assert lab.lenders() == {"studio": first, "macbook": second}, "the larger cap first"

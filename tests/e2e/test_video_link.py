@@ -85,7 +85,11 @@ async def linked(folder: Path) -> AsyncGenerator[tuple[Linked, "asyncio.Queue[Li
 
     context: ssl.SSLContext = authority.server_context()
     server = await asyncio.start_server(serve, "127.0.0.1", 0, ssl=context)
-    quick = flat(node__report_busy=0.1, node__report_idle=0.2, worker__environments=str(standin(folder).environments))
+    quick = flat(
+        node__report_busy_seconds=0.1,
+        node__report_idle_seconds=0.2,
+        worker__environments=str(standin(folder).environments),
+    )
     node = Linked(folder / "node", quick)
     agent = node.link(authority, f"127.0.0.1:{server.sockets[0].getsockname()[1]}")
     await node.start()

@@ -167,7 +167,7 @@ async def test_a_worker_that_takes_more_than_its_lease_is_killed_within_a_second
 
 
 async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Make):
-    node = await make(worker__grace=0.5)
+    node = await make(worker__terminate_grace_seconds=0.5)
     before = node.ceiling
     node.ask(job=LONG)
     worker = await node.working()
@@ -310,7 +310,7 @@ async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(
 
 
 async def test_a_lease_that_nobody_takes_up_is_given_back(make: Make):
-    node = await make(attends=False, worker__start_timeout=1)
+    node = await make(attends=False, worker__start_timeout_seconds=1)
     before = node.ceiling
     node.ask()
     ended = await node.ended()
@@ -502,7 +502,7 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
         models__preload="large" if pinned else "",
         memory__cap="6GiB",
         memory__margin="64MiB",
-        memory__canary="off",
+        memory__reserve="off",
     )
     if not pinned:
         node.supervisor.send(encode(LoadModel(1, "large")), LoadModel, 1)

@@ -42,7 +42,7 @@ def real() -> Iterator[Pool]:
 
 
 def settings(ports: int, **more: Any) -> list[str]:
-    made = flat(worker__ray_ports=ports, node__report_busy=0.2, **more)
+    made = flat(worker__ray_ports=ports, node__report_busy_seconds=0.2, **more)
     return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
 
@@ -147,7 +147,7 @@ def test_a_job_from_the_library_to_a_file_that_plays(real: Pool, tmp_path: Path)
 
 def test_two_nodes_make_two_videos_and_one_that_is_killed_fails_its_own(cluster_pool: Pool, tmp_path: Path):
     pool, gate = cluster_pool, standin(tmp_path)
-    client = up(pool, "a", "b", gate=gate, on_node_loss="fail", away_seconds=3)
+    client = up(pool, "a", "b", gate=gate, on_node_loss="fail", node_loss_timeout_seconds=3)
     first, second, third = (client.videos.create(**HELD, extra_body={**QUICK, "seed": seed}) for seed in (1, 2, 3))
     for job in (first, second):
         phase(client, job.id, "denoising")

@@ -83,7 +83,7 @@ def everything_said(made: Pool) -> str:
 
 def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
     with pool(tmp_path) as made:
-        made.up("router.queue_seconds=2")
+        made.up("router.queue_timeout_seconds=2")
         made.join("one", "engine.scripted.crash=explode", "engine.scripted.refuse=forbidden")
         made.join("mlx", *MLX)
         token, refused = made.token(), list[str]()

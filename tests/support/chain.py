@@ -84,12 +84,12 @@ class Chain:
         settings = {
             "memory.cap": "90GiB",
             "memory.margin": "1GiB",
-            "models.hub": "false",
+            "models.use_huggingface_cache": "false",
             "models.folders": str(tiny_wan()),
             "worker.environments": str(self.gate.environments),
             "worker.ray_ports": str(self._ports),
-            "node.report_busy": "0.1",
-            "node.report_idle": "0.2",
+            "node.report_busy_seconds": "0.1",
+            "node.report_idle_seconds": "0.2",
         }
         self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
 

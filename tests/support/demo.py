@@ -101,7 +101,7 @@ def main() -> int:
         demo.up()
         print(f"coordinator at {demo.facts['base_url']}", flush=True)
         for name in ("studio", "macbook"):
-            demo.join(name, "engine.kind=mlx", "models.hub=false", "models.preload=macpool-tiny")
+            demo.join(name, "engine.kind=mlx", "models.use_huggingface_cache=false", "models.preload=macpool-tiny")
         until(lambda: all(loaded(node) for node in demo.nodes_now()), 120, "the model on both")
         direct = DefaultHttpxClient(trust_env=False)
         client = OpenAI(base_url=demo.facts["base_url"], api_key=demo.key, http_client=direct)

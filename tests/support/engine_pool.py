@@ -22,11 +22,11 @@ from tests.support.processes import Pool, until
 
 MLX = (
     "engine.kind=mlx",
-    "models.hub=false",
+    "models.use_huggingface_cache=false",
     "models.profile=off",
     "models.trial=false",
-    "node.report_busy=0.1",
-    "node.report_idle=0.2",
+    "node.report_busy_seconds=0.1",
+    "node.report_idle_seconds=0.2",
 )
 """Settings of a node that tells soon what it does."""
 HELLO = "Hello!"

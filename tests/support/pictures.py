@@ -54,7 +54,7 @@ DISTINCT = Report(
         reusable=1000,
         cache=1013,
         peak=1014,
-        canary=1015,
+        reserve=1015,
     ),
     EngineState(
         "mlx",
@@ -137,7 +137,7 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
         bound_by="\x1b[31m",
         total=-1,
         base=HUGE,
-        canary=-HUGE,
+        reserve=-HUGE,
     )
     engine = EngineState(
         '"}\n evil 1',

@@ -145,7 +145,7 @@ STORIES: dict[str, Story] = {
             _labelled(f'{NODE},state="ready"', cluster_node_state=steady(1)),
         ),
     ),
-    "CutOff": Story(_pool(cluster_self_suspect=steady(1)), 20, {}, (_pool(cluster_self_suspect=steady(0)),)),
+    "CutOff": Story(_pool(coordinator_self_suspect=steady(1)), 20, {}, (_pool(coordinator_self_suspect=steady(0)),)),
     "ModelConflict": Story(
         _labelled('model="tiny"', cluster_model_fingerprints=steady(2)),
         90,
@@ -174,10 +174,10 @@ STORIES: dict[str, Story] = {
         (_node(node_memory_kills_total=steady(3)),),
     ),
     "WiredLeak": Story(
-        _node(engine_leaked_bytes=lambda now: 40.0 * GIB * (now > 30)),
+        _node(engine_leaked_wired_bytes=lambda now: 40.0 * GIB * (now > 30)),
         60,
         _STUDIO,
-        (_node(engine_leaked_bytes=steady(0)),),
+        (_node(engine_leaked_wired_bytes=steady(0)),),
     ),
     "LeaseLeak": Story(
         _node(node_memory_lease_bytes=steady(8 * GIB), video_worker_phys_bytes=steady(0)),

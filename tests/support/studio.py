@@ -103,10 +103,10 @@ def flat(**settings: object) -> dict[str, object]:
         "engine.kind": "scripted",
         "memory.cap": "90GiB",
         "memory.margin": "1GiB",
-        "models.hub": False,
+        "models.use_huggingface_cache": False,
         "models.folders": str(tiny_wan()),
         "worker.environments": str(environments()),
-        "worker.start_timeout": 20,
+        "worker.start_timeout_seconds": 20,
         **{key.replace("__", "."): value for key, value in settings.items()},
     }
 

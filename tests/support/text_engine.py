@@ -103,13 +103,13 @@ class Driver:
         models = ModelSettings(
             trial=False,
             folders=tuple(map(str, folders)),
-            hub=False,
+            use_huggingface_cache=False,
             preload=preload,
             profile=profile,
-            idle_unload=idle_unload,
+            idle_unload_seconds=idle_unload,
         )
         engine = EngineSettings(kind="mlx", mlx=MlxSettings(**mlx))  # type: ignore[arg-type]
-        settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary, wire=wire))
+        settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(reserve=canary, wire=wire))
         library = ModelCatalogue(models)
         library.scan()
         self.recorder = CrashRecorder()
@@ -159,17 +159,17 @@ class Driver:
 
     def resident(self, model: str = "") -> LoadedModel:
         """Return a loaded model."""
-        return self.engine.shelf.residents[model or self.default]
+        return self.engine.model_manager.loaded[model or self.default]
 
     def tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the default model."""
-        return self.engine.door.tokenizer(self.engine.library.known()[self.default])
+        return self.engine.door.tokenizer(self.engine.catalogue.known()[self.default])
 
     def turn(self) -> None:
         """Let the engine take one step."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
-        broken = self.engine.generation.check()
+        broken = self.engine.scheduler.check()
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:

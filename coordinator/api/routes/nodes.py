@@ -155,7 +155,7 @@ class NodeRoutes:
         return await self._pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
-        """End a node's pause; its own rule (`node.share`) may still keep it from taking work."""
+        """End a node's pause; its own rule (`sharing.when`) may still keep it from taking work."""
         return await self._pause(node, 0.0)
 
     async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _shown(name: str, item: object) -> str:
         "worker",
         "highest",
         "interval",
-        "canary",
+        "reserve",
     }
     if name == "joined" and isinstance(item, float):
         return format_minute(item)

@@ -25,8 +25,8 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     cluster pause              this Mac, until `cluster resume`
     cluster pause studio 2h    another Mac, through the coordinator
 
-    Running requests continue on other Macs, or have `node.share_grace` to end here; then the models are unloaded. The
-    pause stays over restarts.
+    Running requests continue on other Macs, or have `sharing.grace_seconds` to end here. Then the models are unloaded.
+    The pause stays over restarts.
     """
     name, seconds = _read(node, duration)
     if name is None:
@@ -40,10 +40,10 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
 @click.argument("node", required=False)
 @options
 def resume(session: ApiSession, node: str | None) -> None:
-    """End a Mac's pause: this one's, or another's by name. Its own rule, `node.share`, holds again."""
+    """End a Mac's pause: this one's, or another's by name. Its own rule, `sharing.when`, holds again."""
     if node is None:
         there = _file(session.state).remove()
-        text = "this Mac takes work again within a second, unless node.share says otherwise"
+        text = "this Mac takes work again within a second, unless sharing.when says otherwise"
         answer = {"schema": 1, "paused": False, "was_paused": there}
         session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return

@@ -36,9 +36,9 @@ def trust_ca(
 ) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
-    It is an authority that can vouch for `.local` names, `localhost`, the names of `http.hosts`, and addresses. Run it
-    on every machine where a client runs. Programs that bring their own list of authorities (Python, Node, Bun) need the
-    variables that `cluster env` prints from then on.
+    It is an authority that can vouch for `.local` names, `localhost`, the names of `http.allowed_hosts`, and addresses.
+    Run it on every machine where a client runs. Programs that bring their own list of authorities (Python, Node, Bun)
+    need the variables that `cluster env` prints from then on.
     """
     base = base_url(endpoint) if endpoint else session.target()[0]
     pem = fetch(base)

@@ -156,7 +156,7 @@ def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) 
 
 def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
     """Merge the settings of file, environment and command line, in this order."""
-    from coordinator.state.settings import OTHERS, CoordinatorSettings
+    from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
 
     try:
@@ -166,16 +166,16 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[Coordin
             ("environment", from_environment(os.environ)),
             ("--set", flags),
         ]
-        return resolve(CoordinatorSettings, layers, OTHERS)
+        return resolve(CoordinatorSettings, layers, NODE_SECTIONS)
     except SettingsError as error:
         raise CommandError(2, str(error)) from None
 
 
 def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
     """Return the settings of the node on this machine."""
-    from coordinator.state.settings import OTHERS
+    from coordinator.state.settings import NODE_SECTIONS
 
-    return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
+    return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in NODE_SECTIONS]
 
 
 def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:

@@ -48,7 +48,7 @@ def admit(
     package = _package(body, view)
     if isinstance(package, Problem):
         return package
-    clip = plan(_wish(body), settings.limits, package, settings.steps)
+    clip = plan(_wish(body), settings.limits, package, settings.default_steps)
     if isinstance(clip, Impossible):
         return invalid(clip.message, clip.param)
     return (
@@ -131,9 +131,9 @@ def _cause(node: NodeView) -> str:
 
 def _full(board: JobTable, settings: VideoSettings) -> Problem | None:
     waiting = len(board.waiting)
-    if waiting < settings.queue:
+    if waiting < settings.queue_limit:
         return None
-    text = f"{waiting} videos wait already, and video.queue allows {settings.queue}: retry later"
+    text = f"{waiting} videos wait already, and video.queue_limit allows {settings.queue_limit}: retry later"
     return Problem(429, "queue_full", text, retry_after=FULL_RETRY_SECONDS)
 
 

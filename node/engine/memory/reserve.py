@@ -26,11 +26,11 @@ ROOM_BEFORE_REFILL_SECONDS = 10.0
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 
-log = structlog.get_logger("engine.canary")
+log = structlog.get_logger("engine.reserve")
 
 
 def reserve_bytes(setting: str | int, cap: int) -> int:
-    """Return the bytes to hold under a cap, from `memory.canary`; 0: none."""
+    """Return the bytes to hold under a cap, from `memory.reserve`; 0: none."""
     if setting == AUTO:
         return min(MAX_RESERVE_BYTES, int(cap * RESERVE_CAP_SHARE))
     return 0 if setting == OFF else parse_size(setting)

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 SHRINK, ATTEMPTS = 0.95, 4
 KNOBS = (
-    "lower engine.mlx.chunk, engine.mlx.chunk_floor, engine.mlx.batch or engine.mlx.context, raise memory.cap, set a "
-    "smaller memory.margin, or take a variant of the model with a smaller quantization"
+    "lower engine.mlx.prefill_step_size, engine.mlx.min_prefill_step, engine.mlx.max_batch_size or "
+    "engine.mlx.max_context, raise memory.cap, set a smaller memory.margin, or take a variant of the model with a "
+    "smaller quantization"
 )
 
 

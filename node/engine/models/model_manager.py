@@ -126,7 +126,7 @@ class ModelManager:
     """Seconds after which an unused model is unloaded; 0: never."""
     spares: list[ReclaimableMemory] = field(default_factory=list["ReclaimableMemory"])
     """Spare memory in the order of its release."""
-    residents: dict[str, LoadedModel] = field(default_factory=dict[str, LoadedModel])
+    loaded: dict[str, LoadedModel] = field(default_factory=dict[str, LoadedModel])
     """Loaded models by name."""
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     """Fingerprint and error of broken models, by name."""
@@ -155,7 +155,7 @@ class ModelManager:
     @property
     def empty(self) -> bool:
         """Return whether no model is loaded or loading."""
-        return not self.residents and not self.busy
+        return not self.loaded and not self.busy
 
     @property
     def looks_at(self) -> float | None:
@@ -185,7 +185,7 @@ class ModelManager:
 
     def weights(self, name: str) -> int:
         """Return the bytes of a model's weights in memory, loaded or loading."""
-        resident = self.residents.get(name)
+        resident = self.loaded.get(name)
         if resident is not None:
             return resident.weights
         return self.read if self._reading is not None and self._reading.found.name == name else 0
@@ -203,7 +203,7 @@ class ModelManager:
 
     def request_load(self, found: ModelDescriptor) -> None:
         """Enqueue the load of a model, unless it is loaded, loading or queued."""
-        if found.name not in self.residents and not self.loading(found.name):
+        if found.name not in self.loaded and not self.loading(found.name):
             self._queue.append(found)
 
     def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
@@ -290,7 +290,7 @@ class ModelManager:
         self._reading = None
         now = time.monotonic()
         piece.load_seconds, piece.used_at = now - reading.begun, now
-        self.residents[piece.name] = piece
+        self.loaded[piece.name] = piece
         self.library.hold(piece.found)
         release_free_memory()
         log.info(
@@ -300,7 +300,7 @@ class ModelManager:
 
     def drop(self, name: str) -> None:
         """Unload a model."""
-        resident = self.residents.pop(name)
+        resident = self.loaded.pop(name)
         self.library.release(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
@@ -315,8 +315,8 @@ class ModelManager:
         self._reading = None
         for one in self.spares:
             one.release()
-        for name in list(self.residents):
-            self.residents[name].batches.clear()
+        for name in list(self.loaded):
+            self.loaded[name].batches.clear()
             self.drop(name)
 
     def make_room(self, need: int, *, over_load: bool = False) -> bool:
@@ -331,7 +331,7 @@ class ModelManager:
             return True
         idle = self._idle()
         spare = self.kept.nbytes + sum(one.nbytes for one in self.spares)
-        spare += sum(self.residents[name].weights for name in idle)
+        spare += sum(self.loaded[name].weights for name in idle)
         if over_load and self._reading is not None:
             spare += self._reading.total
         if not _fits(self.memory(), need - spare):
@@ -359,7 +359,7 @@ class ModelManager:
         self.release_spare(enough)
         self.kept.evict_until(enough)
         for name in self._idle():
-            if enough() or (len(self.residents) == 1 and _by_size(self.memory())):
+            if enough() or (len(self.loaded) == 1 and _by_size(self.memory())):
                 return
             self._evict(name)
 
@@ -369,7 +369,7 @@ class ModelManager:
         if self._replaced():
             return 0.0
         idle = self._idle() if self.patience else []
-        return self.residents[idle[0]].used_at + self.patience if idle else None
+        return self.loaded[idle[0]].used_at + self.patience if idle else None
 
     def unload_idle(self, now: float) -> None:
         """Unload the models that are due."""
@@ -384,7 +384,7 @@ class ModelManager:
 
     def _replaced(self) -> list[ModelDescriptor]:
         """Return the new versions on disk of models that are loaded and idle."""
-        found = (self.library.replacement(one.found) for one in self.residents.values() if not one.users)
+        found = (self.library.replacement(one.found) for one in self.loaded.values() if not one.users)
         return [one for one in found if one is not None]
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
@@ -397,8 +397,8 @@ class ModelManager:
 
     def _idle(self) -> list[str]:
         """Return the names of models without users that are not preloaded, least recently used first."""
-        idle = [name for name, one in self.residents.items() if not one.users and name not in self.pinned]
-        return sorted(idle, key=lambda name: self.residents[name].used_at)
+        idle = [name for name, one in self.loaded.items() if not one.users and name not in self.pinned]
+        return sorted(idle, key=lambda name: self.loaded[name].used_at)
 
     def _evict(self, name: str) -> None:
         self.evictions += 1

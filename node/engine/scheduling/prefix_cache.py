@@ -59,8 +59,10 @@ RECLAIMABLE_SHARE = 7 / 8
 
 
 def limit_of(setting: str | int, cap: int, weights: int) -> int:
-    """Return the limit of the prefix cache in bytes, from `engine.mlx.prefix_cache`; 0: off. `weights` are the bytes of
-    all loaded models."""
+    """Return the limit of the prefix cache in bytes, from `engine.mlx.prefix_cache_size`; 0: off.
+
+    `weights` are the bytes of all loaded models.
+    """
     if setting == AUTO:
         return max(0, int(AUTO_SHARE * (cap - weights)))
     return 0 if setting == OFF else parse_size(setting)

@@ -252,7 +252,7 @@ class ScriptedEngine:
             return []
         prompt = answers.prompt_tokens(request)
         pieces = self._pieces(request, prompt)
-        shape = preflight.shape_of(request, prompt, len(pieces) or self._settings.tokens, self._settings.context)
+        shape = preflight.shape_of(request, prompt, len(pieces) or self._settings.tokens, self._settings.max_context)
         refused = self._refused(request, shape, now)
         if refused is not None:
             return [Refusal(number, refused, prompt)]
@@ -266,12 +266,14 @@ class ScriptedEngine:
 
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
         """Return the tokens of an echo; empty in the other modes, and for a prompt that will be refused."""
-        echo = self._settings.text == "echo" and prompt < self._settings.context
+        echo = self._settings.text == "echo" and prompt < self._settings.max_context
         return answers.echo_pieces(answers.message_texts(request)) if echo else []
 
     def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
         model, memory = self._model(), self._memory(now)
-        refused = self.gate.not_ready_refusal() or preflight.never_fits(request, shape, model, self._settings.batch)
+        refused = self.gate.not_ready_refusal() or preflight.never_fits(
+            request, shape, model, self._settings.max_batch_size
+        )
         if refused is not None:
             return refused
         cost = self._ledger.cost(shape.length, shape.choices)
@@ -355,14 +357,14 @@ class ScriptedEngine:
 
     def _next(self) -> ScriptedSequence | None:
         """Return the next request in turn, if the batch has room for it."""
-        if not self._waiting or self._rows >= self._settings.batch:
+        if not self._waiting or self._rows >= self._settings.max_batch_size:
             return None
-        if self._rows + self._wanted <= self._settings.batch:  # there is room for all
+        if self._rows + self._wanted <= self._settings.max_batch_size:  # there is room for all
             return self._waiting[0]
         taken = Counter(one.request.owner.name for one in self._running for _ in one.active_rows())
         waiting = [WaitingRequest(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
         following = self._waiting[next(service_order(waiting, taken))]
-        return following if self._rows + len(following.rows) <= self._settings.batch else None
+        return following if self._rows + len(following.rows) <= self._settings.max_batch_size else None
 
     def _prefill(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
         """Prefill the prompt and join the decode batch. Both pass the gate; after a refusal all memory is released."""
@@ -478,7 +480,7 @@ class ScriptedEngine:
             loaded=True,
             weights=self._weights,
             kv_per_token=settings.kv_per_token,
-            context=settings.context,
+            context=settings.max_context,
             prefill_speed=PREFILL_SPEED,
             decode_speed=1000 / max(settings.step_ms, 0.001),
             groups=self._ledger.groups(),

@@ -160,7 +160,7 @@ class LocalRay:
 
     def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
         """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
-        self._driver.create(CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout))
+        self._driver.create(CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout_seconds))
 
     def end(self, lease: str) -> None:
         """End the actor of a lease, if there is one."""

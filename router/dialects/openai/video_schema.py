@@ -28,7 +28,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "size": "`WIDTHxHEIGHT`; 480x272 unless given; sides are rounded up to whole tokens (16 pixels)",
         "frames": "instead of seconds; rounded up to one more than a multiple of four",
         "fps": "frames a second; the model's own unless given",
-        "steps": "denoising steps; `video.steps` unless given",
+        "steps": "denoising steps; `video.default_steps` unless given",
         "guidance": "the model's own unless given",
         "guidance_2": "of the second expert",
         "seed": "the same seed, node and request make the same clip",

@@ -200,11 +200,11 @@ def test_the_public_name_lets_streams_through_and_closes_the_rest():
     assert re.search(r"^\t\tflush_interval -1$", plain, re.MULTILINE)
     size = re.search(r"max_size (\d+)MiB", plain)
     assert size
-    assert int(size[1]) * MIB == RouterSettings().body_bytes
+    assert int(size[1]) * MIB == RouterSettings().max_body_bytes
     closed = re.search(r"@closed path (.*)", plain)
     assert closed
     assert closed[1].split() == ["/metrics", "/prometheus/*", "/api/v1/*"]
-    assert "http.hosts=pool.example.org" in text
+    assert "http.allowed_hosts=pool.example.org" in text
 
 
 def test_what_compose_mounts_is_there():

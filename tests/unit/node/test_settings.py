@@ -13,7 +13,7 @@ def test_every_setting_is_described_and_the_sections_are_known():
     settings = describe(NodeSettings)
     assert all(len(setting.description) > 20 for setting in settings)
     sections = {setting.key.split(".")[0] for setting in settings}
-    assert sections == SECTIONS == {"memory", "engine", "models", "node", "worker"}
+    assert sections == SECTIONS == {"memory", "engine", "models", "node", "sharing", "worker"}
 
 
 def test_defaults_pass_their_own_checks():
@@ -21,9 +21,9 @@ def test_defaults_pass_their_own_checks():
 
 
 def test_texts_become_numbers_and_switches():
-    settings = resolved(engine__scripted__step_ms="5", memory__above_metal="true", memory__cap="1024")
+    settings = resolved(engine__scripted__step_ms="5", memory__allow_above_metal_limit="true", memory__cap="1024")
     assert settings.engine.scripted.step_ms == 5.0
-    assert settings.memory.above_metal is True
+    assert settings.memory.allow_above_metal_limit is True
     assert settings.memory.cap in {"1024", 1024}
 
 
@@ -37,18 +37,18 @@ def test_texts_become_numbers_and_switches():
         ("memory.margin", "10%"),
         ("memory.guard", "maybe"),
         ("memory.tier", "reckless"),
-        ("memory.above_metal", "perhaps"),
+        ("memory.allow_above_metal_limit", "perhaps"),
         ("engine.kind", "texd"),
         ("engine.scripted.text", "song"),
-        ("engine.scripted.batch", "0"),
-        ("engine.scripted.batch", "many"),
+        ("engine.scripted.max_batch_size", "0"),
+        ("engine.scripted.max_batch_size", "many"),
         ("engine.scripted.step_ms", "-1"),
         ("engine.scripted.memory", "50%"),
         ("engine.scripted.weights", "auto"),
         ("engine.scripted.model", ""),
         ("node.name", "bad\nname"),
         ("node.machine", "a/b"),
-        ("node.report_busy", "0"),
+        ("node.report_busy_seconds", "0"),
         ("node.log_level", "loud"),
     ],
 )

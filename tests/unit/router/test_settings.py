@@ -17,7 +17,7 @@ def test_every_policy_can_be_chosen_and_no_other():
         resolve(RouterSettings, [("--set", {"policy": "luck"})])
 
 
-@pytest.mark.parametrize("key", ["queue_seconds", "keepalive_seconds", "body_bytes", "slow_client_bytes"])
+@pytest.mark.parametrize("key", ["queue_timeout_seconds", "keepalive_seconds", "max_body_bytes", "slow_client_bytes"])
 def test_nothing_can_be_set_to_zero_that_would_switch_a_guard_off(key: str):
     with pytest.raises(SettingsError):
         resolve(RouterSettings, [("--set", {key: "0"})])

@@ -142,7 +142,7 @@ def test_a_sample_has_the_values_that_the_metrics_have():
         "node_memory_engine_phys_bytes": 5001,
         "node_memory_kills_total": 5006,
         "engine_restarts_total": 2001,
-        "engine_leaked_bytes": 2025,
+        "engine_leaked_wired_bytes": 2025,
         "node_memory_reading_timestamp_seconds": WALL - 1.75,
         "gate_armed": 1,
         "gate_guard": 1,

@@ -55,7 +55,7 @@ def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
     store.put_token(TokenRow("abcdefgh", b"k" * 32, 1.0, 2.0, 3, "lab"))
     store.put_key(KEY)
     (folder / "pepper").write_bytes(b"p" * 32)
-    (folder / "config.toml").write_text(f'[cluster]\nname = "{name}"\n[http]\ncertificate = "/etc/cert.pem"\n')
+    (folder / "config.toml").write_text(f'[cluster]\nname = "{name}"\n[http]\ntls_cert_file = "/etc/cert.pem"\n')
     store.close()
     if video:
         videos = VideoStore(folder)
@@ -444,7 +444,7 @@ def test_backup_restores_every_file_byte_by_byte(home: tuple[Path, str], tmp_pat
 
 
 def test_a_manifest_says_what_the_backup_is_of(home: tuple[Path, str], tmp_path: Path) -> None:
-    (home[0] / "config.toml").write_text('[http]\ncertificate = "/etc/cert.pem"\nkey = "/etc/key.pem"\n')
+    (home[0] / "config.toml").write_text('[http]\ntls_cert_file = "/etc/cert.pem"\ntls_key_file = "/etc/key.pem"\n')
     began = time.time()
     made = back_up(home[0], tmp_path / "b")
     manifest = made.manifest

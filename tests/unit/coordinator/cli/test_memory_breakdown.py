@@ -36,7 +36,7 @@ def node(**changes: Any) -> dict[str, Any]:
         "base": 300 * MIB,
         "cache": 256 * MIB,
         "peak": 61 * GIB,
-        "canary": 256 * MIB,
+        "reserve": 256 * MIB,
         "cap_bound_by": "metal",
         "bound_by": "leases",
         "tier": "balanced",

@@ -228,7 +228,9 @@ async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_load
     _, studio = await node(port, "studio", big())
     asking = await ask(port, "profile")
     order = await studio.until(ProfileModel)
-    studio.send(Refusal(order.request, Refused(RefusalCode.NO_ROOM, "the profile failed: lower engine.mlx.chunk")))
+    studio.send(
+        Refusal(order.request, Refused(RefusalCode.NO_ROOM, "the profile failed: lower engine.mlx.prefill_step_size"))
+    )
     answer = await asking
     assert answer.status_code == 503
-    assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.chunk"
+    assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.prefill_step_size"

@@ -116,7 +116,7 @@ def planted(state: Path) -> None:
     for log in ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log", "other.log"):
         (state / "logs" / log).write_text("\n".join(lines) + "\n")
     hook = f"https://user:{PASSWORD}@hooks.example/{PASSWORD}?t={PASSWORD}"
-    (state / "config.toml").write_text(f'[conditions]\nwebhook = "{hook}"\n[router]\nunknown = "{PASSWORD}"\n')
+    (state / "config.toml").write_text(f'[alerts]\nwebhook_url = "{hook}"\n[router]\nunknown = "{PASSWORD}"\n')
 
 
 def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +161,7 @@ def test_the_bundle_of_a_pool_holds_what_helps_and_nothing_else(tmp_path: Path, 
     whole = done.output + "".join(parts.values())
     assert [one for one in secrets if one in whole] == []
     settings = json.loads(parts["macpool-doctor/settings.json"])
-    assert "hooks.example" in settings["conditions.webhook"]["value"]
+    assert "hooks.example" in settings["alerts.webhook_url"]["value"]
     assert settings["memory.cap"]["origin"] == "default"
     assert json.loads(parts["macpool-doctor/nodes.json"])["schema"] == 1
     assert '"event": "link lost"' in parts["macpool-doctor/logs/node.log"]

@@ -316,13 +316,13 @@ def test_exit_codes():
 def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path):
     rows = [
         {"key": "memory.cap", "value": "80%", "origin": "--set", "description": ""},
-        {"key": "node.share", "value": "always", "origin": "default", "description": ""},
+        {"key": "sharing.when", "value": "always", "origin": "default", "description": ""},
     ]
     given = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": []}))
     assert given.result == "ok"
     assert given.text == "1 settings are not the default; what runs was given memory.cap by flags or its environment"
-    drift = [{"key": "node.share", "running": "always", "now": "idle"}]
+    drift = [{"key": "sharing.when", "running": "always", "now": "idle"}]
     found = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": drift}))
     assert found.result == "warn"
-    assert "config.toml says node.share = idle, what runs uses always" in found.text
+    assert "config.toml says sharing.when = idle, what runs uses always" in found.text
     assert "service restart" in found.fix

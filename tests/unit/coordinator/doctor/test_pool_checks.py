@@ -418,17 +418,17 @@ def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
 
 
 def test_a_setting_that_is_wrong_is_named(tmp_path: Path):
-    (tmp_path / "config.toml").write_text('[router]\nqueue_seconds = "soon"\n')
+    (tmp_path / "config.toml").write_text('[router]\nqueue_timeout_seconds = "soon"\n')
     found = checks.settings(pretended(tmp_path))
     assert (found.result, found.numbers) == ("fail", {"wrong": 1})
-    assert "router.queue_seconds" in found.text
+    assert "router.queue_timeout_seconds" in found.text
     assert "cluster config check" in found.fix
     (tmp_path / "config.toml").unlink()
     assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "every setting has its default")
 
 
 def test_settings_of_the_file_are_counted_and_wrong_ones_named_up_to_three(tmp_path: Path):
-    (tmp_path / "config.toml").write_text("[router]\nqueue_seconds = 7\n")
+    (tmp_path / "config.toml").write_text("[router]\nqueue_timeout_seconds = 7\n")
     assert seen(checks.settings(pretended(tmp_path)))[:2] == ("ok", "1 settings are not the default")
     (tmp_path / "config.toml").write_text("[router]\n" + "".join(f"wrong{number} = 1\n" for number in range(4)))
     found = checks.settings(pretended(tmp_path))

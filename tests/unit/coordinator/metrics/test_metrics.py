@@ -63,7 +63,7 @@ def test_every_family_has_series_where_everything_has_happened(picture: Any):
     rare = {
         "macpool_model_load_progress_ratio",
         "macpool_cluster_node_paused_until_timestamp_seconds",
-        "macpool_router_swaps_total",
+        "macpool_router_model_swaps_total",
         "macpool_cluster_model_fingerprints",
     }
     assert {one.family.full_name for one in collect(families, picture) if not one.rows} <= rare
@@ -215,12 +215,17 @@ def test_a_number_that_is_not_finite_costs_its_own_series_alone():
     picture = replace(pool_picture(), oldest=math.inf, keys_refused=7)
     found = samples(scrape(picture))
     assert ("macpool_router_queue_oldest_seconds", ()) not in found
-    assert found["macpool_auth_refused_keys_total", ()] == 7
+    assert found["macpool_auth_failures_total", ()] == 7
 
 
 def test_full_names_are_those_of_a_scrape():
-    names = {family.kind: family.full_name for family in POOL if family.name in ("cluster_links", "cluster_links_made")}
-    assert names == {MetricKind.GAUGE: "macpool_cluster_links", MetricKind.COUNTER: "macpool_cluster_links_made_total"}
+    names = {
+        family.kind: family.full_name for family in POOL if family.name in ("cluster_links", "cluster_node_connections")
+    }
+    assert names == {
+        MetricKind.GAUGE: "macpool_cluster_links",
+        MetricKind.COUNTER: "macpool_cluster_node_connections_total",
+    }
 
 
 def test_a_name_with_two_models_is_counted_and_no_other():

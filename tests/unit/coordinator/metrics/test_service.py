@@ -107,11 +107,11 @@ async def test_a_request_is_counted_once_from_its_arrival_to_its_end(port: Port)
         'router_reserved_bytes{node="a"}': 0,
         "router_attempts_total": 1,
         "router_retries_total": 0,
-        "router_resumes_total": 0,
-        "router_losses_total": 0,
+        "router_requests_resumed_total": 0,
+        "router_requests_lost_total": 0,
         "router_queue_depth": 0,
         'router_requests_total{model="tiny",outcome="ok"}': 1,
-        'router_answers_total{code="200"}': 1,
+        'router_http_responses_total{code="200"}': 1,
         'e2e_request_latency_seconds_count{model="tiny"}': 1,
         'prompt_tokens_total{model="tiny"}': 7,
         'cached_prompt_tokens_total{model="tiny"}': 3,
@@ -182,8 +182,12 @@ async def test_a_lost_node_is_counted_with_its_requests_and_its_link(port: Port)
         second.send(Finished(again.request, ("stop",), 7, 4))
         assert (await running).status_code == 200
     found = await scrape(port)
-    assert (found["router_losses_total"], found["router_resumes_total"], found["router_retries_total"]) == (1, 1, 1)
-    assert (found["cluster_links"], found["cluster_links_made_total"]) == (1, 2)
+    assert (
+        found["router_requests_lost_total"],
+        found["router_requests_resumed_total"],
+        found["router_retries_total"],
+    ) == (1, 1, 1)
+    assert (found["cluster_links"], found["cluster_node_connections_total"]) == (1, 2)
     assert (found['cluster_nodes{state="ready"}'], found['cluster_nodes{state="lost"}']) == (1, 1)
     assert f'cluster_node_headroom_bytes{{node="{first}"}}' not in found
 
@@ -194,13 +198,16 @@ async def test_links_strangers_and_refused_nodes_are_counted(port: Port):
     (stranger, denied) = (await port.dial(), await port.dial(member))
     await port.until(lambda: port.application.registry.links.strangers() == 2)
     found = await scrape(port)
-    assert (found["cluster_links"], found["cluster_strangers"]) == (1, 2)
+    assert (found["cluster_links"], found["cluster_unauthenticated_connections"]) == (1, 2)
     denied.send(hello(member, protocol=0))
     await denied.until(Denied)
     stranger.close()
     await port.until(lambda: port.application.registry.links.strangers() == 0)
     found = await scrape(port)
-    counts = [found[f"cluster_{name}"] for name in ("links", "strangers", "links_made_total", "links_denied_total")]
+    counts = [
+        found[f"cluster_{name}"]
+        for name in ("links", "unauthenticated_connections", "node_connections_total", "node_connections_denied_total")
+    ]
     assert counts == [1, 0, 1, 1]
 
 
@@ -319,11 +326,11 @@ async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
 
 
 async def test_keys_that_open_nothing_are_counted(port: Port):
-    before = (await scrape(port))["auth_refused_keys_total"]
+    before = (await scrape(port))["auth_failures_total"]
     async with port.client_of("mp_abcdefgh_" + "Q" * 43) as client:
         for _ in range(2):
             assert (await client.get("/v1/models")).status_code == 401
-    assert (await scrape(port))["auth_refused_keys_total"] == before + 2
+    assert (await scrape(port))["auth_failures_total"] == before + 2
 
 
 async def test_every_condition_has_a_series(port: Port):
@@ -333,12 +340,12 @@ async def test_every_condition_has_a_series(port: Port):
 
 async def test_half_of_the_nodes_falling_silent_at_once_is_shown(port: Port):
     lines = [await linked(port, name) for name in ("a", "b", "c", "d")]
-    assert (await scrape(port))["cluster_self_suspect"] == 0
+    assert (await scrape(port))["coordinator_self_suspect"] == 0
     for line in lines[:2]:
         line.close()
     await port.until(lambda: port.application.registry.states()["lost"] == 2)
     found = await scrape(port)
-    assert (found["cluster_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
+    assert (found["coordinator_self_suspect"], found['cluster_nodes{state="lost"}']) == (1, 2)
 
 
 async def test_the_limit_of_the_queue_grows_with_the_members(port: Port):

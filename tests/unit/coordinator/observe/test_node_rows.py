@@ -145,7 +145,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
         "base": 1012,
         "cache": 1013,
         "peak": 1014,
-        "canary": 1015,
+        "reserve": 1015,
         "cap_bound_by": "",
         "remedy": "",
         "tier": "safe",

@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from coordinator.cli import cluster
 from coordinator.state.config_file import line_of, lines_of, shown, syntax
-from coordinator.state.settings import OTHERS, CoordinatorSettings
+from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from host.settings_loader import changed_settings, describe, faults, from_tree, resolve, setting_rows
-from node import run
-from node.inspect import report
-from node.settings import SECTIONS, NodeSettings, check
+from node.settings import COORDINATOR_SECTIONS, NodeSettings, check
 
 ROOT = Path(__file__).parents[4]
 FILE = """# of the household
@@ -27,16 +25,16 @@ nme = "x"   # an unknown one
 cap = "96GB8"
 margin = '1GiB'
 [node]
-report_busy = 99
+report_busy_seconds = 99
 log_level = "loud"
 name = \"\"\"
 [memory]
 tier = 1
 \"\"\"
 [engine.mlx]
-batch = 8
-[conditions]
-webhook = "https://user:opensesame@hooks.example/opensesame?token=opensesame"
+max_batch_size = 8
+[alerts]
+webhook_url = "https://user:opensesame@hooks.example/opensesame?token=opensesame"
 """
 
 
@@ -57,7 +55,7 @@ def test_lines_are_those_of_the_file():
         10,
     ]
     assert line_of("memory.tier", lines) == 5, "the table that would hold it: the text in quotes is no table"
-    assert line_of("engine.mlx.batch", lines) == 16
+    assert line_of("engine.mlx.max_batch_size", lines) == 16
     assert line_of("video.x", lines) == 0
 
 
@@ -85,25 +83,20 @@ def test_a_parsers_complaint_gives_its_line():
 @pytest.mark.parametrize("kind", [CoordinatorSettings, NodeSettings])
 def test_defaults_have_no_fault(kind: type):
     known = {one.key: one.default for one in describe(kind)}
-    assert faults(kind, known, OTHERS) == []
+    assert faults(kind, known, NODE_SECTIONS) == []
 
 
 def test_each_fault_of_a_layer_is_found():
     flat = from_tree(tomllib.loads(FILE))
-    assert {one.key for one in faults(NodeSettings, flat, run.OTHERS, check)} == {
+    assert {one.key for one in faults(NodeSettings, flat, COORDINATOR_SECTIONS, check)} == {
         "memory.cap",
-        "node.report_busy",
+        "node.report_busy_seconds",
         "node.log_level",
         "node.name",
     }
-    assert [(one.key, one.near) for one in faults(CoordinatorSettings, flat, OTHERS)] == [
+    assert [(one.key, one.near) for one in faults(CoordinatorSettings, flat, NODE_SECTIONS)] == [
         ("cluster.nme", "cluster.name")
     ]
-
-
-def test_the_node_knows_its_own_sections_everywhere():
-    assert report.OTHERS == run.OTHERS
-    assert not report.OTHERS & SECTIONS
 
 
 def test_check_names_line_key_near_and_meaning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -114,7 +107,7 @@ def test_check_names_line_key_near_and_meaning(tmp_path: Path, monkeypatch: pyte
     place = f"{tmp_path / 'config.toml'}"
     assert said[0].removeprefix("Error: ") == f"{place}:3: cluster.nme: unknown setting; did you mean cluster.name?"
     assert said[1].startswith(f"{place}:6: memory.cap: '96GB8' is not a size")
-    assert "it means: Most bytes that the engine may reach" in said[1]
+    assert "it means: Maximum bytes of the engine" in said[1]
     assert said[-1] == "environment: router.polici: unknown setting; did you mean router.policy?"
     assert len(said) == 6
     assert "opensesame" not in done.output
@@ -147,17 +140,17 @@ def test_show_gives_every_setting_its_origin(tmp_path: Path, monkeypatch: pytest
         "json",
         "--set",
         "router.policy=most_headroom",
-        MACPOOL_ENGINE__MLX__CHUNK="1024",
+        MACPOOL_ENGINE__MLX__PREFILL_STEP_SIZE="1024",
     )
     told = json.loads(done.stdout)
     origins = {row["key"]: (row["value"], row["origin"]) for row in told["settings"]}
     assert set(origins) == {one.key for kind in (CoordinatorSettings, NodeSettings) for one in describe(kind)}
-    assert origins["engine.mlx.batch"] == (8, str(tmp_path / "config.toml"))
-    assert origins["engine.mlx.chunk"] == (1024, "environment")
+    assert origins["engine.mlx.max_batch_size"] == (8, str(tmp_path / "config.toml"))
+    assert origins["engine.mlx.prefill_step_size"] == (1024, "environment")
     assert origins["router.policy"] == ("most_headroom", "--set")
     assert origins["http.tls"] == ("auto", "default")
     assert origins["memory.cap"] == ("auto", "default"), "one that is wrong is not in force"
-    assert origins["conditions.webhook"][0] == "https://hooks.example/…"
+    assert origins["alerts.webhook_url"][0] == "https://hooks.example/…"
     assert "opensesame" not in done.output
     assert done.exit_code == 2
     assert len(told["wrong"]) == 5
@@ -181,23 +174,27 @@ def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch
 
 def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
     flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
-    rows = setting_rows(resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], OTHERS))
-    assert changed_settings(rows, CoordinatorSettings, flat, OTHERS) == []
-    found = changed_settings(rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, OTHERS)
+    rows = setting_rows(
+        resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], NODE_SECTIONS)
+    )
+    assert changed_settings(rows, CoordinatorSettings, flat, NODE_SECTIONS) == []
+    found = changed_settings(
+        rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, NODE_SECTIONS
+    )
     assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
-    given = changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, OTHERS)
+    given = changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, NODE_SECTIONS)
     assert given == [], "no file changes what a flag said"
     node = json.loads(
-        json.dumps(setting_rows(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], run.OTHERS)))
+        json.dumps(setting_rows(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], COORDINATOR_SECTIONS)))
     )
-    assert changed_settings(node, NodeSettings, {"models.preload": ["a", "b"]}, run.OTHERS) == [], (
+    assert changed_settings(node, NodeSettings, {"models.preload": ["a", "b"]}, COORDINATOR_SECTIONS) == [], (
         "JSON knows no tuples"
     )
 
 
 def test_an_address_is_shown_without_what_could_be_secret():
-    assert shown("conditions.webhook", "opensesame") == "(set, not shown)"
-    assert [shown("conditions.webhook", text) for text in ("mailto:ann", "//h.example/x")] == ["(set, not shown)"] * 2
-    assert shown("conditions.webhook", "") == ""
-    assert shown("http.key", "/etc/key.pem") == "/etc/key.pem"
-    assert shown("conditions.webhook", shown("conditions.webhook", "https://h.example/secret")) == "https://h.example/…"
+    assert shown("alerts.webhook_url", "opensesame") == "(set, not shown)"
+    assert [shown("alerts.webhook_url", text) for text in ("mailto:ann", "//h.example/x")] == ["(set, not shown)"] * 2
+    assert shown("alerts.webhook_url", "") == ""
+    assert shown("http.tls_key_file", "/etc/key.pem") == "/etc/key.pem"
+    assert shown("alerts.webhook_url", shown("alerts.webhook_url", "https://h.example/secret")) == "https://h.example/…"

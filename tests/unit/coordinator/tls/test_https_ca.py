@@ -175,7 +175,7 @@ def test_given_files_that_cannot_be_used_are_named(tmp_path: Path):
     endpoint(tmp_path)
     assert from_files(tmp_path / "endpoint.pem", tmp_path / "endpoint.pem")
     (tmp_path / "junk.pem").write_text("junk")
-    with pytest.raises(AuthorityError, match=r"with http\.key .*junk\.pem cannot be used"):
+    with pytest.raises(AuthorityError, match=r"with http\.tls_key_file .*junk\.pem cannot be used"):
         from_files(tmp_path / "endpoint.pem", tmp_path / "junk.pem")
     with pytest.raises(AuthorityError, match="No such file"):
         from_files(tmp_path / "none.pem", tmp_path / "none.pem")

@@ -203,8 +203,8 @@ class Mac:
             "engine.kind": "scripted",
             "memory.cap": "90GiB",
             "memory.margin": "1GiB",
-            "node.report_busy": 0.1,
-            "node.report_idle": 5.0,
+            "node.report_busy_seconds": 0.1,
+            "node.report_idle_seconds": 5.0,
             **{key.replace("__", "."): value for key, value in settings.items()},
         }
         resolved = resolve([("test", named)])

@@ -31,7 +31,7 @@ SOFT, HARD = MemoryLevel.OVER_SOFT, MemoryLevel.OVER_HARD
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(models.path("llama"), batch=8, chunk=256)
+    return Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
 
 
 def report(driver: Driver) -> EngineReport:
@@ -62,7 +62,7 @@ def three(folder: Path) -> Driver:
     """Three models of which the first is pinned, used in their order."""
     for name in ("a", "b", "c"):
         (folder / name).symlink_to(models.path("llama"))
-    driver = Driver(folder, preload=("a",), prefix_cache="off")
+    driver = Driver(folder, preload=("a",), prefix_cache_size="off")
     for name in ("a", "b", "c"):
         driver.end(driver.ask("Hello!", GenerationParams(max_tokens=1), model=name))
     assert loaded(driver) == {"a", "b", "c"}

@@ -44,7 +44,7 @@ WAIT = "Say something that nobody has trained."
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(models.path("llama"), batch=8, chunk=256)
+    return Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
 
 
 def expected(one: dict[str, str]) -> str:
@@ -184,7 +184,7 @@ def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: D
 
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
-    driver = Driver(models.path("llama"), batch=2)
+    driver = Driver(models.path("llama"), max_batch_size=2)
     short = GenerationParams(temperature=0.0, max_tokens=4)
     greedy = [driver.ask("Hello!", short, owner=WeightedKey("greedy")) for _ in range(8)]
     ada = driver.ask("Hello!", short, owner=WeightedKey("ada"))
@@ -195,7 +195,7 @@ def test_rows_are_given_fairly_to_those_who_wait_for_them():
 
 
 def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
-    driver = Driver(models.path("llama"), batch=16, chunk=64)
+    driver = Driver(models.path("llama"), max_batch_size=16, prefill_step_size=64)
     short = GenerationParams(temperature=0.0, max_tokens=2)
     batch = [
         driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=WeightedKey("batch"))
@@ -209,7 +209,7 @@ def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
 
 
 def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
-    driver = Driver(models.path("llama"), batch=1)
+    driver = Driver(models.path("llama"), max_batch_size=1)
     short = GenerationParams(temperature=0.0, max_tokens=4)
     before = [driver.ask("Hello!", short, owner=WeightedKey("ada")) for _ in range(4)]
     begun = driver.ask("Hello!", short, owner=WeightedKey("ada"), resume=((5,),))
@@ -251,9 +251,9 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
 def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[number, 0])
-    sequence = driver.engine.generation.live[number]
+    sequence = driver.engine.scheduler.live[number]
     for _ in range(2):
-        driver.engine.generation.fail(sequence, "engine_error", "a fault")
+        driver.engine.scheduler.fail(sequence, "engine_error", "a fault")
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
@@ -502,10 +502,10 @@ def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine.generation.synchronize()
+    driver.engine.scheduler.synchronize()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine.generation.synchronize()
+        driver.engine.scheduler.synchronize()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -535,7 +535,7 @@ def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Dr
 
 def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     one, two = copy_of(tmp_path / "one"), copy_of(tmp_path / "two")
-    driver = Driver(one.parent, prefix_cache="off")  # which would go before any model
+    driver = Driver(one.parent, prefix_cache_size="off")  # which would go before any model
     numbers = [driver.ask(SHORT[0]["prompt"], model=name) for name in (one.name, two.name)]
     for number in numbers:
         driver.end(number)
@@ -546,7 +546,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(MemoryLimits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
-    driver.engine.library.scan()
+    driver.engine.catalogue.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
     assert "one" not in loaded(), "the least recently used goes first"

@@ -133,7 +133,7 @@ def gone(pid: int) -> bool:
 
 
 def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
-    settings = {"engine.mlx.batch": 7, "engine.scripted.batch": 5}
+    settings = {"engine.mlx.max_batch_size": 7, "engine.scripted.max_batch_size": 5}
     assert agent(**settings).supervisor.state.rows == 5
     assert agent(**settings, **{"engine.kind": "mlx"}).supervisor.state.rows == 7
 
@@ -469,7 +469,12 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     """
     name = "macpool-tiny"
     command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(leaky)]
-    settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
+    settings = {
+        "engine.kind": "mlx",
+        "models.use_huggingface_cache": False,
+        "models.trial": False,
+        "models.profile": "off",
+    }
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
     await one.ready()
@@ -491,7 +496,7 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     name = "macpool-tiny"
     settings = {
         "engine.kind": "mlx",
-        "models.hub": False,
+        "models.use_huggingface_cache": False,
         "models.trial": False,
         "models.profile": "off",
         "models.preload": (name,),
@@ -702,7 +707,7 @@ async def test_a_child_that_was_healthy_for_long_enough_is_restarted_without_a_l
 
 @pytest.mark.slow
 async def test_the_state_is_what_the_engine_said_last(agent: Callable[..., Agent]):
-    one = agent(step_ms=20, batch=1)
+    one = agent(step_ms=20, max_batch_size=1)
     await one.supervisor.start()
     await one.ready()
     for number in range(1, 4):
@@ -913,7 +918,12 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
         child.main()
     """
     command = [sys.executable, "-c", "from node.engine.process import main as child\n" + textwrap.dedent(slow)]
-    settings = {"engine.kind": "mlx", "models.hub": False, "models.trial": False, "models.profile": "off"}
+    settings = {
+        "engine.kind": "mlx",
+        "models.use_huggingface_cache": False,
+        "models.trial": False,
+        "models.profile": "off",
+    }
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
     await one.ready()

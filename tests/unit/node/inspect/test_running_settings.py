@@ -11,11 +11,10 @@ import pytest
 
 from host.private_files import private_folder
 from node.inspect.running_settings import FILE, published, running
-from node.run import OTHERS
-from node.settings import resolve
+from node.settings import COORDINATOR_SECTIONS, resolve
 
 SETTINGS = resolve(
-    [("config.toml", {"memory.cap": "9GiB", "models.preload": ["a"]}), ("--set", {"node.share_battery": "40"})]
+    [("config.toml", {"memory.cap": "9GiB", "models.preload": ["a"]}), ("--set", {"sharing.min_battery_percent": "40"})]
 )
 
 
@@ -31,13 +30,13 @@ def locked(folder: Path, pid: int = 7) -> Generator[None]:
 
 def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
-    assert running(folder, OTHERS) is None
+    assert running(folder, COORDINATOR_SECTIONS) is None
     with locked(folder):
-        assert running(folder, OTHERS) is None
+        assert running(folder, COORDINATOR_SECTIONS) is None
         with published(folder, 7, SETTINGS):
-            found = running(folder, OTHERS)
+            found = running(folder, COORDINATOR_SECTIONS)
             assert (folder / FILE).stat().st_mode & 0o777 == 0o600
-        assert running(folder, OTHERS) is None
+        assert running(folder, COORDINATOR_SECTIONS) is None
     assert found == SETTINGS
     assert found is not None
     assert found.value.memory.tier == "custom"
@@ -47,19 +46,19 @@ def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Pa
     folder = private_folder(tmp_path / "node")
     with locked(folder), published(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")
-        assert running(tmp_path / "copy", OTHERS) is None
+        assert running(tmp_path / "copy", COORDINATOR_SECTIONS) is None
         left = (folder / FILE).read_bytes()
     (folder / FILE).write_bytes(left)
-    assert running(folder, OTHERS) is None, "its process has ended"
+    assert running(folder, COORDINATOR_SECTIONS) is None, "its process has ended"
     with locked(folder, 8):
-        assert running(folder, OTHERS) is None, "another one runs, and has not told its settings yet"
+        assert running(folder, COORDINATOR_SECTIONS) is None, "another one runs, and has not told its settings yet"
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[1]", b"\xff", b'{"pid": "x", "settings": {}}'])
 def test_what_is_damaged_is_not_believed(tmp_path: Path, content: bytes) -> None:
     with locked(tmp_path):
         (tmp_path / FILE).write_bytes(content)
-        assert running(tmp_path, OTHERS) is None
+        assert running(tmp_path, COORDINATOR_SECTIONS) is None
 
 
 def test_a_node_starts_where_nothing_can_be_told(tmp_path: Path) -> None:

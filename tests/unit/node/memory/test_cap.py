@@ -64,7 +64,7 @@ def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_
 
 
 def test_an_explicit_cap_above_metal_is_refused_unless_the_switch_is_on_and_then_warned_about():
-    with pytest.raises(SettingsError, match=r"memory\.cap.*above the Metal limit.*memory\.above_metal"):
+    with pytest.raises(SettingsError, match=r"memory\.cap.*above the Metal limit.*memory\.allow_above_metal_limit"):
         resolve_cap("100GiB", "safe", MachineBounds(128 * GIB, 96 * GIB))
     cap = resolve_cap("100GiB", "safe", MachineBounds(128 * GIB, 96 * GIB), above_metal=True)
     assert cap.bytes == 100 * GIB

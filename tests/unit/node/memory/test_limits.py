@@ -84,7 +84,7 @@ def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_come
     [
         ({"margin": "0"}, "memory.margin is 0"),
         ({"guard": "off"}, "memory.guard is off"),
-        ({"cap": "100GiB", "above_metal": True}, "above the Metal limit"),
+        ({"cap": "100GiB", "allow_above_metal_limit": True}, "above the Metal limit"),
         ({"cap": "8GiB", "margin": "8GiB"}, "leaves nothing of the cap of 8.0 GiB"),
         ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
     ],
@@ -149,7 +149,7 @@ def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_re
     assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower counts"]
     with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
         limiter(machine, tmp_path, cap="90GiB")
-    assert limiter(machine, tmp_path, cap="90GiB", above_metal=True).cap.bytes == 90 * GIB
+    assert limiter(machine, tmp_path, cap="90GiB", allow_above_metal_limit=True).cap.bytes == 90 * GIB
 
 
 def test_a_limit_that_a_person_sets_or_removes_while_we_run_counts_where_it_is_lower_until_the_next_engine():

@@ -75,7 +75,12 @@ class Node:
     ) -> None:
         flat = {"engine.kind": "scripted"} | {f"engine.scripted.{key}": value for key, value in scripted.items()}
         if models is not None:
-            flat = {"engine.kind": "mlx", "models.folders": (str(models),), "models.hub": False, "models.trial": False}
+            flat = {
+                "engine.kind": "mlx",
+                "models.folders": (str(models),),
+                "models.use_huggingface_cache": False,
+                "models.trial": False,
+            }
         resolved = resolve([("test", flat | {f"memory.{key}": value for key, value in memory.items()})])
         self.machine = SetMachine(hardware=Hardware("M5", 128 * GIB))
         self.limiter = Limiter(resolved.value, self.machine, resolved.origins, folder / "node")
@@ -329,7 +334,7 @@ async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
 async def test_a_busy_engine_over_its_cap_ends_its_newest_requests_one_by_one_and_the_others_finish(
     make: Callable[..., Awaitable[Node]],
 ):
-    node = await make(kv_per_token=2**20, step_ms=50, context=4096)
+    node = await make(kv_per_token=2**20, step_ms=50, max_context=4096)
     for number in (1, 2, 3, 4):
         node.generate(number, "word " * 1000, tokens=100)
         await node.until(lambda number=number: node.speaks(number))

@@ -69,7 +69,7 @@ def model(folder: Path, config: dict[str, Any] = LLAMA, weights: bytes | None = 
 
 
 def library(*folders: Path, **environment: str) -> ModelCatalogue:
-    settings = ModelSettings(folders=tuple(map(str, folders)), hub=bool(environment))
+    settings = ModelSettings(folders=tuple(map(str, folders)), use_huggingface_cache=bool(environment))
     made = ModelCatalogue(settings, environment)
     made.scan()
     return made
@@ -299,7 +299,7 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
     assert list(snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
     assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
-    unused = ModelCatalogue(ModelSettings(hub=False), {"HF_HOME": str(tmp_path)})
+    unused = ModelCatalogue(ModelSettings(use_huggingface_cache=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
     assert set(unused.known()) == {EMBEDDED.name}
     assert hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
@@ -423,7 +423,7 @@ def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Pa
     folder = tmp_path / "odd"
     shutil.copytree(EMBEDDED, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "odd", "architectures": ["OddForCausalLM"]}))
-    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False))
     with capture_logs() as logs:
         library.scan()
         library.scan()
@@ -511,11 +511,11 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
 
 def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     model(tmp_path / "m")
-    made = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    made = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False), {})
     assert made.known() == {}
     assert made.refresh()
     assert set(made.known()) == {"m"}
-    unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False), {})
     assert unscanned.find_fresh("m") == made.find_fresh("m")
 
 

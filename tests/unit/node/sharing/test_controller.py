@@ -11,7 +11,7 @@ import pytest
 from host.pause_file import PauseFile, PauseRecord
 from host.power import PowerState
 from host.settings_loader import SettingsError
-from node.settings import AgentSettings, resolve
+from node.settings import SharingSettings, resolve
 from node.sharing.controller import SharingController
 from node.sharing.policy import Occupancy, SharingAction, SharingState
 from wire.frames import PauseNode as Order
@@ -46,7 +46,7 @@ class Scene:
 
     def sharer(self) -> SharingController:
         made = SharingController(
-            msgspec.convert(self.settings, AgentSettings), self.folder, read=lambda: self.power, wall=lambda: self.now
+            msgspec.convert(self.settings, SharingSettings), self.folder, read=lambda: self.power, wall=lambda: self.now
         )
         made.holder = self.mac = Mac()
         return made
@@ -144,7 +144,7 @@ async def test_power_is_read_again_only_after_a_while(
 ) -> None:
     monkeypatch.setattr("node.sharing.controller.POLL_INTERVAL_SECONDS", 0.001)
     monkeypatch.setattr("node.sharing.controller.SENSOR_INTERVAL_SECONDS", every)
-    scene = Scene(tmp_path, {"share": "plugged-in"}, power=PowerState(plugged=True))
+    scene = Scene(tmp_path, {"when": "plugged-in"}, power=PowerState(plugged=True))
     sharer, looks = scene.sharer(), asyncio.Semaphore(0)
     scene.mac.occupancy = lambda: looks.release() or Occupancy()
     await sharer.start()
@@ -157,11 +157,11 @@ async def test_power_is_read_again_only_after_a_while(
 
 
 async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share": "plugged-in"}, power=PowerState(plugged=True))
+    scene = Scene(tmp_path, {"when": "plugged-in"}, power=PowerState(plugged=True))
     assert (await started(scene.sharer())).standing.shared
     scene.power = PowerState(plugged=False)
     assert not (await started(scene.sharer())).standing.shared
-    scene.settings = {"share": "idle", "share_idle": 60.0}
+    scene.settings = {"when": "idle", "idle_seconds": 60.0}
     scene.power = PowerState(idle_s=59.0)
     assert not (await started(scene.sharer())).standing.shared
     scene.power = PowerState(idle_s=61.0)
@@ -169,7 +169,7 @@ async def test_readings_decide_where_the_rule_asks_for_them(tmp_path: Path) -> N
 
 
 async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_battery": 50}, power=PowerState(plugged=False, battery=49.0))
+    scene = Scene(tmp_path, {"min_battery_percent": 50}, power=PowerState(plugged=False, battery=49.0))
     sharer = scene.sharer()
     await sharer.start()
     assert "its battery is at 49 %" in sharer.to_report().why
@@ -182,12 +182,12 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
 
 
 async def test_a_battery_is_not_low_before_it_was_below_its_line(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_battery": 50}, power=PowerState(plugged=False, battery=52.0))
+    scene = Scene(tmp_path, {"min_battery_percent": 50}, power=PowerState(plugged=False, battery=52.0))
     assert (await started(scene.sharer())).standing.shared
 
 
 async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_grace": 0.05})
+    scene = Scene(tmp_path, {"grace_seconds": 0.05})
     sharer = await started(scene.sharer())
     scene.mac.holding = Occupancy(requests=1)
     await asyncio.sleep(0.1)
@@ -199,7 +199,7 @@ async def test_requests_end_when_their_grace_is_over_and_not_before(tmp_path: Pa
 
 
 async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_grace": 0.0, "share_video_grace": 1e4})
+    scene = Scene(tmp_path, {"grace_seconds": 0.0, "video_grace_seconds": 1e4})
     sharer = await started(scene.sharer())
     scene.mac.holding = Occupancy(requests=1, lending=True)
     sharer.update()
@@ -211,14 +211,17 @@ async def test_grace_begins_when_the_answer_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flat", "key"),
     [
-        ({"node.share": "sometimes"}, "node.share"),
-        ({"node.share": "hours"}, "node.share_hours"),
-        ({"node.share": "hours", "node.share_hours": "22-7"}, "node.share_hours"),
-        ({"node.share_idle": 0}, "node.share_idle"),
-        ({"node.share_battery": 101}, "node.share_battery.*100"),
-        ({"node.share_battery": -1}, "node.share_battery.*0"),
-        ({"node.share_battery": "half"}, "node.share_battery"),
-        ({"node.share": "plugged-in", "node.share_battery": 40}, "node.share_battery: 40 % means nothing"),
+        ({"sharing.when": "sometimes"}, "sharing.when"),
+        ({"sharing.when": "hours"}, "sharing.hours"),
+        ({"sharing.when": "hours", "sharing.hours": "22-7"}, "sharing.hours"),
+        ({"sharing.idle_seconds": 0}, "sharing.idle_seconds"),
+        ({"sharing.min_battery_percent": 101}, "sharing.min_battery_percent.*100"),
+        ({"sharing.min_battery_percent": -1}, "sharing.min_battery_percent.*0"),
+        ({"sharing.min_battery_percent": "half"}, "sharing.min_battery_percent"),
+        (
+            {"sharing.when": "plugged-in", "sharing.min_battery_percent": 40},
+            "sharing.min_battery_percent: 40 % contradicts",
+        ),
     ],
 )
 def test_an_impossible_rule_is_refused_by_its_key(flat: dict[str, object], key: str) -> None:
@@ -232,7 +235,7 @@ def local(hour: int, minute: int = 0) -> float:
 
 
 async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_next_begin(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share": "hours", "share_hours": "22:00-07:00"}, now=local(21, 59))
+    scene = Scene(tmp_path, {"when": "hours", "hours": "22:00-07:00"}, now=local(21, 59))
     sharer = await started(scene.sharer())
     told = sharer.to_report()
     assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
@@ -249,9 +252,9 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
 
 
 async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share": "idle", "share_idle": 120.0}, power=PowerState(idle_s=119.0))
+    scene = Scene(tmp_path, {"when": "idle", "idle_seconds": 120.0}, power=PowerState(idle_s=119.0))
     assert (await started(scene.sharer())).to_report().why == "somebody uses it; it shares after 2 min of rest"
-    scene.settings = {"share": "plugged-in"}
+    scene.settings = {"when": "plugged-in"}
     scene.power = PowerState(plugged=False)
     why = "it runs on battery, and shares only while it is plugged in"
     assert (await started(scene.sharer())).to_report().why == why
@@ -259,7 +262,7 @@ async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> No
 
 
 async def test_requests_and_videos_have_each_their_own_grace(tmp_path: Path) -> None:
-    scene = Scene(tmp_path, {"share_grace": 1e4, "share_video_grace": 0.0})
+    scene = Scene(tmp_path, {"grace_seconds": 1e4, "video_grace_seconds": 0.0})
     sharer = await started(scene.sharer())
     scene.mac.holding = Occupancy(requests=1, lending=True)
     sharer.apply_order(Order(None))
@@ -270,14 +273,14 @@ async def test_power_is_read_only_where_the_rule_needs_it(tmp_path: Path) -> Non
     read = list[int]()
     rules: tuple[tuple[dict[str, object], int], ...] = (
         ({}, 0),
-        ({"share": "idle"}, 1),
-        ({"share": "plugged-in"}, 1),
-        ({"share_battery": 40}, 1),
+        ({"when": "idle"}, 1),
+        ({"when": "plugged-in"}, 1),
+        ({"min_battery_percent": 40}, 1),
     )
     for settings, times in rules:
         scene = Scene(tmp_path, settings)
         sharer = SharingController(
-            msgspec.convert(settings, AgentSettings),
+            msgspec.convert(settings, SharingSettings),
             scene.folder,
             wall=lambda: 1.0,
             read=lambda: read.append(1) or PowerState(plugged=True, idle_s=1e6),

@@ -148,7 +148,7 @@ def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
     found = sharing_state(SharingRule(when), SharingInputs(), 0.0)
     assert not found.shared
     assert "cannot be read" in found.why
-    assert f'node.share = "{when}"' in found.why
+    assert f'sharing.when = "{when}"' in found.why
 
 
 BATTERY = SharingState(False, "it runs on battery, and shares only while it is plugged in")
@@ -213,7 +213,10 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
     assert charged([3, 2], least=0) == [True] * 2
     why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
-    assert why == "its battery is at 42 %, and node.share_battery = 50; it shares again from 55 % on, or plugged in"
+    assert (
+        why
+        == "its battery is at 42 %, and sharing.min_battery_percent = 50; it shares again from 55 % on, or plugged in"
+    )
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
@@ -236,7 +239,7 @@ def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_ye
     for plugged in (None, False):
         found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
-        assert "cannot be read here, which node.share_battery = 50 needs" in found.why
+        assert "cannot be read here, which sharing.min_battery_percent = 50 needs" in found.why
 
 
 def test_what_is_done_once_nothing_is_taken() -> None:

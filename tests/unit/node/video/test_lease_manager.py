@@ -27,10 +27,10 @@ def settings(folder: Path, **more: object) -> dict[str, Any]:
         "engine.kind": "scripted",
         "memory.cap": "90GiB",
         "memory.margin": "1GiB",
-        "models.hub": False,
+        "models.use_huggingface_cache": False,
         "models.folders": str(folder / "packages"),
         "worker.environments": str(environments),
-        "worker.start_timeout": 20,
+        "worker.start_timeout_seconds": 20,
         **{key.replace("__", "."): value for key, value in more.items()},
     }
 
@@ -207,7 +207,7 @@ async def test_an_actor_that_cannot_start_ends_its_lease_and_no_other(make: Make
 
 
 async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: Make):
-    node = await make(worker__start_timeout=1)
+    node = await make(worker__start_timeout_seconds=1)
     node.ask()
     ended = await node.ended()
     assert ended.code == "start_failed"
@@ -286,8 +286,8 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
 @pytest.mark.parametrize(
     ("setting", "code", "words"),
     [
-        ("worker.job_timeout", "job_timeout", "it was not done after 1 s"),
-        ("worker.stall_timeout", "worker_stalled", "nothing was computed for 1 s"),
+        ("worker.job_timeout_seconds", "job_timeout", "it was not done after 1 s"),
+        ("worker.stall_timeout_seconds", "worker_stalled", "nothing was computed for 1 s"),
     ],
 )
 async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, code: str, words: str):

@@ -166,9 +166,9 @@ def bounded(**settings: Any) -> RateLimits:
 @pytest.mark.parametrize(
     ("settings", "demand", "words"),
     [
-        ({"key_requests": 2}, ResourceDemand("m"), "2 requests at once"),
-        ({"key_tokens": 250}, ResourceDemand("m", prompt_tokens=100), "250 prompt tokens"),
-        ({"key_bytes": 250}, ResourceDemand("m", prompt_bytes=100), "of prompts under way"),
+        ({"max_requests_per_key": 2}, ResourceDemand("m"), "2 requests at once"),
+        ({"max_prompt_tokens_per_key": 250}, ResourceDemand("m", prompt_tokens=100), "250 prompt tokens"),
+        ({"max_body_bytes_per_key": 250}, ResourceDemand("m", prompt_bytes=100), "of prompts under way"),
     ],
 )
 def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(
@@ -185,14 +185,14 @@ def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(
 
 
 def test_a_request_alone_is_as_large_as_it_likes():
-    one = bounded(key_tokens=10, key_bytes=10)
+    one = bounded(max_prompt_tokens_per_key=10, max_body_bytes_per_key=10)
     large = ResourceDemand("m", prompt_bytes=1000)
     assert one.admit("k", large, 0.0) == 0
     assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=1), 0.0), Refused)
 
 
 def test_a_key_may_have_exactly_its_prompt_bytes_under_way():
-    one = bounded(key_bytes=250)
+    one = bounded(max_body_bytes_per_key=250)
     assert [one.admit("k", ResourceDemand("m", prompt_bytes=size), 0.0) for size in (100, 150)] == [0, 0]
     assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=1), 0.0), Refused)
 
@@ -306,7 +306,7 @@ def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
 
 
 def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
-    one = bounded(key_tokens=100, key_bytes=1000)
+    one = bounded(max_prompt_tokens_per_key=100, max_body_bytes_per_key=1000)
     first, second = ResourceDemand("m", prompt_tokens=60), ResourceDemand("m", prompt_tokens=40, prompt_bytes=900)
     assert one.admit("k", first, 0.0) == one.admit("k", second, 0.0) == 0
     assert isinstance(one.admit("k", ResourceDemand("m", prompt_tokens=1), 0.0), Refused)

@@ -341,7 +341,7 @@ async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_t
 
 
 async def test_a_request_that_was_admitted_once_has_its_whole_time_in_the_queue_again():
-    cluster = Cluster(A, queue_seconds=30.0)
+    cluster = Cluster(A, queue_timeout_seconds=30.0)
     full(cluster, A)
     ticket = ask(cluster)
     first = ticket.deadline

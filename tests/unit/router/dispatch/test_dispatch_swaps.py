@@ -46,7 +46,7 @@ def passes(cluster: Cluster, seconds: float) -> None:
 
 
 def pair(*nodes: str, **settings: object) -> Cluster:
-    cluster = Cluster(*nodes, swap_seconds=LONGEST, slow_client_seconds=SLOWEST, **settings)  # pyright: ignore
+    cluster = Cluster(*nodes, swap_timeout_seconds=LONGEST, slow_client_seconds=SLOWEST, **settings)  # pyright: ignore
     has(cluster, "one")
     return cluster
 
@@ -103,7 +103,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
 
 async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_the_longest(mac: Cluster):
     other, whole = ask(mac, "two", "bob"), ask(mac, "two", "eve", stream=False)
-    passes(mac, 3 * mac.settings.queue_seconds)
+    passes(mac, 3 * mac.settings.queue_timeout_seconds)
     assert other.outcome is None
     assert whole.outcome is None
     passes(mac, LONGEST)
@@ -117,7 +117,7 @@ async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_th
 
 
 async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
-    cluster = Cluster(A, swap_seconds=1.0, queue_seconds=5.0)
+    cluster = Cluster(A, swap_timeout_seconds=1.0, queue_timeout_seconds=5.0)
     has(cluster, "one")
     ask(cluster, "one")
     other = ask(cluster, "two", "bob")
@@ -130,7 +130,7 @@ async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
 
 async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster):
     """Room is kept for who waits for five seconds, but none where a model would have to leave for it."""
-    slow = mac.settings.swap_seconds
+    slow = mac.settings.swap_timeout_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
     for _ in range(int(2 * MIN_SLICE_SECONDS)):
@@ -144,7 +144,7 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
     mac.memory = {A: a_memory(0)}
     mac.report()
     ticket = ask(mac, "one", "bob")
-    passes(mac, mac.settings.queue_seconds + 1)
+    passes(mac, mac.settings.queue_timeout_seconds + 1)
     assert isinstance(ticket.outcome, Refused)
     assert not ticket.swap
 

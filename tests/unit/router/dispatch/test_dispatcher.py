@@ -337,7 +337,7 @@ async def test_an_unknown_model_never_waits(one: Cluster):
 
 
 async def test_the_deadline_answers_with_fresh_numbers():
-    cluster = Cluster(A, queue_seconds=0.05)
+    cluster = Cluster(A, queue_timeout_seconds=0.05)
     full(cluster, A)
     ticket = cluster.submit(stream=False)
     assert isinstance(ticket, BufferedRequest)
@@ -762,7 +762,7 @@ async def test_a_reader_without_progress_is_let_go():
 
 
 async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
-    cluster = Cluster(A, keepalive_seconds=0.05, queue_seconds=0.3)
+    cluster = Cluster(A, keepalive_seconds=0.05, queue_timeout_seconds=0.3)
     ticket = cluster.submit()
     assert isinstance(ticket, StreamingRequest)
     async with asyncio.timeout(30):

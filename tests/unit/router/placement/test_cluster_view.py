@@ -120,7 +120,7 @@ SIZES = (
     "base",
     "cache",
     "peak",
-    "canary",
+    "reserve",
 )
 NEGATIVE: dict[str, Any] = dict.fromkeys(SIZES, -1)
 POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}

@@ -340,7 +340,7 @@ async def test_a_full_line_does_not_refuse_what_was_begun():
 
 
 async def test_the_deadline_ends_it_honestly():
-    cluster = Cluster(A, B, queue_seconds=0.05)
+    cluster = Cluster(A, B, queue_timeout_seconds=0.05)
     ticket = cluster.submit()
     say(cluster, 1)
     taken(ticket)
@@ -359,7 +359,7 @@ async def test_the_deadline_ends_it_honestly():
 
 
 async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be_sent_again():
-    cluster = Cluster(A, B, queue_seconds=0.05)
+    cluster = Cluster(A, B, queue_timeout_seconds=0.05)
     ticket = cluster.submit(stream=False)
     say(cluster, 1)
     full(cluster, A, B)

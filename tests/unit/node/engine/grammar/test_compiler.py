@@ -125,7 +125,7 @@ def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
 @pytest.fixture(scope="module")
 def door(tokenizer: Tokenizer) -> RequestPreparer:
     folder = models.path("llama")
-    library = ModelCatalogue(ModelSettings(folders=(str(folder),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(folder),), use_huggingface_cache=False))
     library.scan()
     return RequestPreparer(library)
 

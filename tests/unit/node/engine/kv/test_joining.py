@@ -17,7 +17,7 @@ FIRST, SECOND = [
 
 
 def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytest.MonkeyPatch):
-    driver = Driver(models.path("llama"), batch=8, chunk=256)
+    driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
     other = driver.ask(FIRST["prompt"])
     driver.until(lambda: driver.engine.report(0.0).running)
     joining, join, refused, joined = CommitmentLedger.joining, DecodeBatch.join, list[int](), list[int]()

@@ -50,7 +50,7 @@ def tokens_of(driver: Driver, content: str) -> int:
 
 @pytest.fixture(scope="module")
 def driver() -> Driver:
-    made = Driver(models.path("llama"), batch=8, prefix_cache="off")
+    made = Driver(models.path("llama"), max_batch_size=8, prefix_cache_size="off")
     made.answer("Hello!")
     return made
 
@@ -68,7 +68,7 @@ def driver() -> Driver:
 )
 def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
     """The report says how much of the reading is given back at once; what the router sends then is admitted."""
-    driver = Driver(models.path("llama"), batch=8)
+    driver = Driver(models.path("llama"), max_batch_size=8)
     for number in range(12):
         driver.answer(f"{number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
     clear_pool()

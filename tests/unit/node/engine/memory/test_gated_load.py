@@ -48,7 +48,14 @@ def folder(tmp_path: Path) -> Path:
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """An engine that reads a model in pieces of 2 MiB, beside which an answer of the tiny model runs."""
     monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 2 * MIB)
-    made = Driver(models.path("llama"), folder, batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
+    made = Driver(
+        models.path("llama"),
+        folder,
+        max_batch_size=8,
+        prefill_step_size=512,
+        min_prefill_step=64,
+        prefix_cache_size="off",
+    )
     made.answer("hello", endless(2), model=LLAMA)
     return made
 
@@ -97,7 +104,7 @@ def test_a_checkpoint_that_grows_is_counted_by_its_size_once_loaded(driver: Driv
 @pytest.mark.parametrize("again", [False, True])
 def test_a_checkpoint_that_grows_more_than_its_files_say_is_refused_before_it_is_read(tmp_path: Path, again: bool):
     fp8(tmp_path / "grown", scale="F32")
-    driver = Driver(models.path("llama"), tmp_path, prefix_cache="off")
+    driver = Driver(models.path("llama"), tmp_path, prefix_cache_size="off")
     driver.answer("hello", endless(2), model=LLAMA)
     expected = described(driver).weights
     assert expected == pytest.approx(91 * MIB, rel=0.02), "loaded it takes twice that"
@@ -123,7 +130,7 @@ def test_a_load_needs_no_margin_and_a_request_does(driver: Driver):
 
 
 def test_the_only_model_stays_where_its_size_alone_leaves_no_headroom(folder: Path):
-    driver = Driver(folder, prefix_cache="off")
+    driver = Driver(folder, prefix_cache_size="off")
     limits = squeeze(driver, described(driver).weights + 96 * MIB, margin=512 * MIB)
     driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished)
@@ -212,7 +219,7 @@ def test_a_lease_ends_a_load_that_no_request_waits_for(driver: Driver, waits: bo
 
 def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: Path):
     shutil.copytree(tmp_path / "grown", tmp_path / "second")
-    driver.engine.library.scan()
+    driver.engine.catalogue.scan()
     before = memory(driver).active
     waiting = driver.ask("hello", endless(2), model="grown")
     begun(driver)
@@ -226,7 +233,7 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
         assert end.refused.code is RefusalCode.NOT_READY
         assert "unloaded by order" in end.refused.message
     assert memory(driver).active < before + 8 * MIB
-    assert not driver.engine.shelf.busy
+    assert not driver.engine.model_manager.busy
     driver.take(LoadModel(ORDER + 4, "grown"))
     assert isinstance(driver.end(ORDER + 4), Finished)
 

@@ -48,13 +48,13 @@ def two(tmp_path: Path) -> Driver:
     """Two idle models, kept prefixes, the last reserve."""
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(models.path("llama"))
-    driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")
+    driver = Driver(tmp_path, max_batch_size=4, prefill_step_size=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
     for seconds in (2 * reserve.ROOM_BEFORE_REFILL_SECONDS, 3 * reserve.ROOM_BEFORE_REFILL_SECONDS):
-        driver.engine.canary.maintain(time.monotonic() + seconds)
-    assert driver.engine.canary.nbytes
-    assert driver.engine.reuse.nbytes
+        driver.engine.emergency_reserve.maintain(time.monotonic() + seconds)
+    assert driver.engine.emergency_reserve.nbytes
+    assert driver.engine.prefix_cache.nbytes
     return driver
 
 
@@ -65,7 +65,7 @@ def report(driver: Driver) -> EngineReport:
 def kept(driver: Driver) -> tuple[set[str], int, int]:
     """What could be given up: models, kept prefixes, the last reserve."""
     here = {model.name for model in report(driver).models if model.loaded}
-    return here, driver.engine.reuse.nbytes, driver.engine.canary.nbytes
+    return here, driver.engine.prefix_cache.nbytes, driver.engine.emergency_reserve.nbytes
 
 
 def sensor(driver: Driver) -> FailingSource:
@@ -123,7 +123,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     assert memory.phys == pytest.approx(good.phys, abs=8 * MIB)
     assert memory.age == pytest.approx(1.0, abs=0.5), "it says how old it is"
     weights = two.resident("a").weights
-    two.engine.shelf.drop("a")
+    two.engine.model_manager.drop("a")
     less = report(two).memory.phys
     assert less is not None
     assert good.phys - less > weights / 2
@@ -136,7 +136,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
 
 @pytest.mark.parametrize("by", ["preempted", "rebuilt"])
 def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back(two: Driver, by: str, clock: Later):
-    generation, resident = two.engine.generation, two.resident("a")
+    generation, resident = two.engine.scheduler, two.resident("a")
     number = two.ask(QUESTION, endless(60), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     two.take(BLIND)
@@ -161,8 +161,8 @@ def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypat
     """A limit that is reached is no reason to drop the old while nobody knows whether the new fits."""
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
-    before = two.engine.reuse.nbytes
+    before = two.engine.prefix_cache.nbytes
     monkeypatch.setattr("node.engine.scheduling.prefix_cache.AUTO_SHARE", before / BLIND.cap)
     two.take(BLIND)
     assert isinstance(two.end(number), Finished)
-    assert two.engine.reuse.nbytes == before
+    assert two.engine.prefix_cache.nbytes == before

@@ -96,7 +96,7 @@ def made(tmp_path: Path) -> Callable[..., tuple[Driver, Recording]]:
 
     def make(wire: str, folder: Path = tmp_path) -> tuple[Driver, Recording]:
         recording = Recording()
-        return Driver(folder, wire=wire, metal=lambda: recording.metal, prefix_cache="off"), recording
+        return Driver(folder, wire=wire, metal=lambda: recording.metal, prefix_cache_size="off"), recording
 
     return make
 
@@ -181,7 +181,7 @@ def test_without_metal_nothing_is_known_and_nothing_set(made: Callable[..., tupl
 
 def test_the_weights_are_wired_before_the_first_forward(tmp_path: Path):
     (tmp_path / "a").symlink_to(models.path("llama"))
-    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), use_huggingface_cache=False))
     library.scan()
     found = library.find("a")
     assert found is not None

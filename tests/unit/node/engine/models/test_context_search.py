@@ -42,10 +42,10 @@ def test_after_four_attempts_the_failure_names_every_knob():
     assert "4 attempts" in text
     assert "856" in text
     for knob in (
-        "engine.mlx.chunk,",
-        "engine.mlx.chunk_floor",
-        "engine.mlx.batch",
-        "engine.mlx.context",
+        "engine.mlx.prefill_step_size,",
+        "engine.mlx.min_prefill_step",
+        "engine.mlx.max_batch_size",
+        "engine.mlx.max_context",
         "memory.cap",
         "memory.margin",
         "smaller quantization",

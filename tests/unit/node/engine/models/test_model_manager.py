@@ -41,7 +41,7 @@ def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
     load(driver, "one", "two")
     driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
     first, second = (driver.resident(name).used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.shelf.idle_unload_at() == first < second
+    assert driver.engine.model_manager.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
@@ -71,7 +71,7 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.shelf.idle_unload_at() is None
+    assert driver.engine.model_manager.idle_unload_at() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
@@ -104,11 +104,11 @@ def unload(driver: Driver, *names: str) -> None:
 
 def look(driver: Driver) -> int:
     """Let the time come at which the engine looks for what did not come back; give what it then tells."""
-    at = driver.engine.shelf.looks_at
+    at = driver.engine.model_manager.looks_at
     assert at is not None
     assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"
     list(driver.engine.step(at))
-    assert driver.engine.shelf.looks_at is None
+    assert driver.engine.model_manager.looks_at is None
     return driver.engine.report(at).unreturned
 
 
@@ -118,7 +118,7 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     for name in ("one", "two"):
         driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
     unload(driver, "one")
-    assert driver.engine.shelf.looks_at is None, "what a model takes cannot be told from what is missing"
+    assert driver.engine.model_manager.looks_at is None, "what a model takes cannot be told from what is missing"
     unload(driver, "two")
     assert look(driver) == 0
     phys = driver.engine.report(0.0).memory.phys

@@ -34,7 +34,13 @@ SHORT = GenerationParams(temperature=0.0, max_tokens=4)
 
 
 def a_driver(folder: Path | None = None, **more: object) -> Driver:
-    fields = {"profile": "off", "profiles": folder, "chunk": 256, "batch": 4, "context": 1024} | more
+    fields = {
+        "profile": "off",
+        "profiles": folder,
+        "prefill_step_size": 256,
+        "max_batch_size": 4,
+        "max_context": 1024,
+    } | more
     driver = Driver(models.path("llama"), **fields)  # type: ignore[arg-type]
     driver.take(LoadModel(ORDER - 1, driver.default))
     driver.until(lambda: driver.said[ORDER - 1])
@@ -81,9 +87,9 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
 
 
 def test_a_model_that_is_not_loaded_is_loaded_for_it():
-    driver = Driver(models.path("llama"), chunk=256, batch=2, context=1024)
+    driver = Driver(models.path("llama"), prefill_step_size=256, max_batch_size=2, max_context=1024)
     assert isinstance(swept(driver), Finished)
-    assert driver.default in driver.engine.shelf.residents
+    assert driver.default in driver.engine.model_manager.loaded
 
 
 def test_what_cannot_be_measured_is_refused():
@@ -146,7 +152,7 @@ def test_its_row_is_given_up_before_a_request_is_refused():
     assert memory.current is not None
     tight = memory.current + taken // 2
     driver.take(MemoryLimits(tight, tight, 0, "static"))
-    assert driver.engine.shelf.make_room(taken)
+    assert driver.engine.model_manager.make_room(taken)
     assert sweeps.nbytes == 0
     driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
@@ -168,7 +174,7 @@ def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[in
 
 
 def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(monkeypatch: pytest.MonkeyPatch):
-    driver = bounded(a_driver(context=0))
+    driver = bounded(a_driver(max_context=0))
     asked = tries(driver, monkeypatch, lambda attempt: attempt >= 3)
     end = swept(driver)
     assert isinstance(end, Finished)
@@ -181,7 +187,7 @@ def test_the_longest_row_follows_from_the_formula_and_shrinks_until_it_passes(mo
 
 
 def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    driver = bounded(a_driver(tmp_path, context=0))
+    driver = bounded(a_driver(tmp_path, max_context=0))
     asked = tries(driver, monkeypatch, lambda attempt: False)
     end = swept(driver)
     assert isinstance(end, Refusal)
@@ -194,7 +200,7 @@ def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pyte
 
 
 def test_a_context_that_is_set_is_tried_once(monkeypatch: pytest.MonkeyPatch):
-    driver = a_driver(context=512)
+    driver = a_driver(max_context=512)
     asked = tries(driver, monkeypatch, lambda attempt: False)
     end = swept(driver)
     assert isinstance(end, Refusal)

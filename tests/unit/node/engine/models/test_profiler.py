@@ -23,7 +23,8 @@ END = json.loads((models.path("llama") / "config.json").read_text())["eos_token_
 
 
 def loaded(folder: Path, **more: object) -> Driver:
-    driver = Driver(models.path("llama"), profile="auto", profiles=folder, chunk=256, batch=4, **more)  # type: ignore[arg-type]
+    small = {"prefill_step_size": 256, "max_batch_size": 4} | more
+    driver = Driver(models.path("llama"), profile="auto", profiles=folder, **small)  # type: ignore[arg-type]
     driver.take(LoadModel(10**6, driver.default))
     driver.until(lambda: driver.said[10**6])
     assert driver.said[10**6] == [Finished(10**6, (), 0, 0)]
@@ -80,7 +81,7 @@ def test_a_profile_of_something_else_is_not_taken(kept: Path, tmp_path: Path):
 
 
 def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
-    driver = Driver(models.path("llama"), profile="auto", chunk=256, batch=4, limits=None)
+    driver = Driver(models.path("llama"), profile="auto", prefill_step_size=256, max_batch_size=4, limits=None)
     gate = driver.engine.gate
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.phys is not None
@@ -119,7 +120,7 @@ def test_switched_off_nothing_is_measured(tmp_path: Path):
 
 
 def test_every_real_chunk_and_step_is_a_sample():
-    driver = Driver(models.path("llama"), chunk=64)
+    driver = Driver(models.path("llama"), prefill_step_size=64)
     driver.end(driver.ask("word " * 300, SHORT))
     estimator = resident(driver).estimator
     assert estimator.samples[CHUNKS] >= 3
@@ -192,7 +193,7 @@ def test_the_context_that_is_reported_is_the_longest_row_that_fits(kept: Path):
 
 
 def test_a_context_that_is_set_is_the_models_context(kept: Path):
-    driver = loaded(kept, context=512)
+    driver = loaded(kept, max_context=512)
     assert driver.engine.report(time.monotonic()).models[0].context == 512
 
 

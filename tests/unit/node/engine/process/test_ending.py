@@ -44,7 +44,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
         (tmp_path / name).symlink_to(models.path("llama"))
     release_free_memory()
     before = mx.get_active_memory()
-    driver = Driver(tmp_path, batch=4, chunk=64)
+    driver = Driver(tmp_path, max_batch_size=4, prefill_step_size=64)
     for name in ("a", "b"):
         driver.answer("Hello!", GREEDY, model=name)
         number = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=400), model=name)
@@ -55,10 +55,10 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     driver.take(LoadModel(60, "c"))
     driver.turn()
     engine = driver.engine
-    assert engine.shelf.reading == "c"
-    assert any(one.cache for one in engine.generation.prefills)
+    assert engine.model_manager.reading == "c"
+    assert any(one.cache for one in engine.scheduler.prefills)
     assert engine.sweeps.measuring == "b"
-    assert mx.get_active_memory() > before + 2 * engine.shelf.residents["a"].weights
+    assert mx.get_active_memory() > before + 2 * engine.model_manager.loaded["a"].weights
     engine.halt()
     with pytest.raises(Halted):
         driver.turn()
@@ -84,7 +84,7 @@ class Process:
                 stderr=file,
             )
         theirs.close()
-        settings = ModelSettings(folders=(str(folder),), hub=False, profile="off", trial=False)
+        settings = ModelSettings(folders=(str(folder),), use_huggingface_cache=False, profile="off", trial=False)
         self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))
         self._splitter = Splitter(longest=MAX_JOINED_BYTES)
         self.send(LIMITS)

@@ -22,7 +22,9 @@ MAKE = {
 
 
 def made(kind: str) -> Engine:
-    settings = NodeSettings(engine=EngineSettings(kind=kind), models=ModelSettings(hub=False, trial=False))
+    settings = NodeSettings(
+        engine=EngineSettings(kind=kind), models=ModelSettings(use_huggingface_cache=False, trial=False)
+    )
     return builder(kind)(settings, CrashRecorder())
 
 

@@ -123,8 +123,10 @@ class Io:
 
     def __init__(self) -> None:
         settings = NodeSettings(
-            engine=EngineSettings(kind="mlx", mlx=MlxSettings(chunk=64, chunk_floor=32)),
-            models=ModelSettings(folders=(str(models.path("llama")),), hub=False, profile="auto", trial=False),
+            engine=EngineSettings(kind="mlx", mlx=MlxSettings(prefill_step_size=64, min_prefill_step=32)),
+            models=ModelSettings(
+                folders=(str(models.path("llama")),), use_huggingface_cache=False, profile="auto", trial=False
+            ),
         )
         library = ModelCatalogue(settings.models)
         library.scan()

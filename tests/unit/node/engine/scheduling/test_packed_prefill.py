@@ -39,7 +39,7 @@ class Steady(ChunkPace):
 
 @pytest.fixture
 def driver() -> Driver:
-    driver = Driver(models.path("llama"), batch=8, chunk=512)
+    driver = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=512)
     driver.answer("Hello!")
     resident = driver.resident()
     resident.pace = Steady(each=1e-6)
@@ -117,7 +117,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.generation.next_step_at(time.monotonic())
+        due = driver.engine.scheduler.next_step_at(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -139,7 +139,7 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
 def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
     driver: Driver, shared: list[int], monkeypatch: pytest.MonkeyPatch
 ):
-    prefill, heard = driver.engine.generation.prefill, list[bool]()
+    prefill, heard = driver.engine.scheduler.prefill, list[bool]()
 
     def watched() -> None:
         heard[:] = [bool(driver.ids[number, 0]) for number in numbers]
@@ -147,8 +147,8 @@ def test_what_was_read_together_is_heard_before_the_next_prompt_is_read(
 
     numbers = ask(driver, 6)
     driver.until(lambda: shared)
-    joined = len(numbers) - driver.engine.generation.load()[1]
-    monkeypatch.setattr(driver.engine.generation, "prefill", watched)
+    joined = len(numbers) - driver.engine.scheduler.load()[1]
+    monkeypatch.setattr(driver.engine.scheduler, "prefill", watched)
     driver.turn()
     assert sum(heard) == joined >= shared[0]
     verbatim(driver, numbers)
@@ -187,7 +187,7 @@ def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, sh
         GenerationParams(temperature=0.0, grammar=rules, max_tokens=20),
         GenerationParams(temperature=0.0, max_tokens=12, frequency_penalty=0.4),
     ]
-    alone = Driver(models.path("llama"), batch=1, prefix_cache="off")
+    alone = Driver(models.path("llama"), max_batch_size=1, prefix_cache_size="off")
     numbers = [alone.ask(asked["prompt"], one) for asked, one in zip(SHORT, params, strict=False)]
     assert all(isinstance(alone.end(number), Finished) for number in numbers)
     assert shared == []
@@ -218,7 +218,7 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
     def tight(site: GateSite, estimate: int) -> bool:
-        longest = max((len(one.ids) for one in driver.engine.generation.prefills), default=0) - 1
+        longest = max((len(one.ids) for one in driver.engine.scheduler.prefills), default=0) - 1
         return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
 
     driver.gate.refuses = tight
@@ -323,7 +323,7 @@ def test_only_plain_caches_take_padding():
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["lfm2", "gemma3_text"])
 def test_hybrids_and_windows_are_read_one_by_one(arch: str, tiny_model: Callable[..., Any], shared: list[int]):
-    driver = Driver(tiny_model(arch, trained=False), batch=8)
+    driver = Driver(tiny_model(arch, trained=False), max_batch_size=8)
     numbers = [driver.ask(LIKE.format(number), GenerationParams(temperature=0.0, max_tokens=5)) for number in range(4)]
     assert all(isinstance(driver.end(number), Finished) for number in numbers)
     assert shared == []

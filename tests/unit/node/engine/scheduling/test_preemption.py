@@ -40,7 +40,14 @@ def endless(model: str, tokens: int) -> GenerationParams:
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
     """The tokens of each group's answer on an engine with room."""
-    driver = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
+    driver = Driver(
+        models.path("llama"),
+        models.path("qwen3"),
+        max_batch_size=8,
+        prefill_step_size=512,
+        min_prefill_step=64,
+        prefix_cache_size="off",
+    )
     found: dict[str, list[int]] = {}
     for group, (model, prompt, _) in GROUPS.items():
         number = driver.ask(prompt, endless(model, ANSWER), model=model)
@@ -51,7 +58,14 @@ def alone() -> dict[str, list[int]]:
 
 @pytest.fixture
 def driver() -> Driver:
-    made = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
+    made = Driver(
+        models.path("llama"),
+        models.path("qwen3"),
+        max_batch_size=8,
+        prefill_step_size=512,
+        min_prefill_step=64,
+        prefix_cache_size="off",
+    )
     for model in (LLAMA, QWEN):
         made.answer("hello", endless(model, 2), model=model)
         made.resident(model).bound_waste(0)
@@ -92,7 +106,7 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
     last = running[-1][1]
-    assert driver.engine.generation.preempted[0].number == last
+    assert driver.engine.scheduler.preempted[0].number == last
     squeeze(driver, 64 * MIB)
     for group, number in running:
         assert isinstance(driver.end(number), Finished), driver.ended(number)
@@ -119,7 +133,7 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
     first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
-    sequence = driver.engine.generation.live[number]
+    sequence = driver.engine.scheduler.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
         patch.setattr(scheduler, "MAX_REBUILDS", 0)
@@ -137,7 +151,7 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
     resident = driver.resident(LLAMA)
     for batch in resident.batches.values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
+    driver.engine.scheduler.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):
@@ -167,18 +181,20 @@ def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
 
 
 def test_a_preempted_row_begins_with_what_the_prefix_cache_holds_and_its_usage_stays():
-    driver = Driver(models.path("llama"), batch=8, chunk=512, chunk_floor=64, prefix_cache="64MiB")
+    driver = Driver(
+        models.path("llama"), max_batch_size=8, prefill_step_size=512, min_prefill_step=64, prefix_cache_size="64MiB"
+    )
     prompt = "word " * 200
     first = driver.ask(prompt, endless(LLAMA, ANSWER), expected=EXPECTED)
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
     last = driver.ask(prompt + "and more", endless(LLAMA, ANSWER), expected=ANSWER)
     driver.until(lambda: len(driver.ids[last, 0]) > 2)
-    sequence = driver.engine.generation.live[last]
+    sequence = driver.engine.scheduler.live[last]
     cached = sequence.cached
     before = driver.engine.report(time.monotonic()).cache.hits
-    driver.engine.generation.preempt(sequence)
-    driver.until(lambda: sequence not in driver.engine.generation.preempted)
-    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.generation.prefills))
+    driver.engine.scheduler.preempt(sequence)
+    driver.until(lambda: sequence not in driver.engine.scheduler.preempted)
+    driver.until(lambda: all(one.sequence is not sequence for one in driver.engine.scheduler.prefills))
     assert driver.engine.report(time.monotonic()).cache.hits == before + 1
     assert sequence.cached == cached
     assert isinstance(driver.end(last), Finished)

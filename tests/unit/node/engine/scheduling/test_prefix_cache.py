@@ -30,11 +30,11 @@ ARCHITECTURES = (
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(models.path("llama"), batch=8, chunk=256)
+    return Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
 
 
 def entries(driver: Driver) -> list[CachedPrefix[Layers]]:
-    return list(driver.engine.reuse.entries)
+    return list(driver.engine.prefix_cache.entries)
 
 
 def ended(driver: Driver, number: int) -> Finished:
@@ -63,7 +63,7 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
 ):
     """With windows and states that cannot be cut, too: 64 tokens of window, and prompts beyond that."""
     folder = tiny_model(name, trained=name != "qwen3_next")
-    driver, fresh = Driver(folder), Driver(folder, prefix_cache="off")
+    driver, fresh = Driver(folder), Driver(folder, prefix_cache_size="off")
     params = GenerationParams(temperature=0.0, max_tokens=40) if params is GREEDY else params
     for first in (SHORT[0]["prompt"], SHORT[1]["prompt"] + " " + "Go on. " * 30, THOUGHT["prompt"]):
         ours, cached = turns(driver, first, SHORT[2]["prompt"], params)
@@ -103,7 +103,7 @@ def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
 @pytest.mark.slow
 def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callable[..., Path]):
     """A system prompt, where states cannot be cut: the second that begins so leaves a snapshot."""
-    driver, fresh = (Driver(tiny_model("lfm2"), prefix_cache=size) for size in ("auto", "off"))
+    driver, fresh = (Driver(tiny_model("lfm2"), prefix_cache_size=size) for size in ("auto", "off"))
     system = Message("system", "You are a careful clerk. " * 20)
     cached: list[int] = []
     for one in SHORT[:3]:
@@ -136,7 +136,7 @@ def test_n_answers_share_what_was_found(driver: Driver):
     number = driver.ask(prompt, GenerationParams(n=3, seed=5, max_tokens=6, temperature=1.5))
     end = ended(driver, number)
     assert end.cached_tokens == end.prompt_tokens - 1
-    fresh = Driver(models.path("llama"), prefix_cache="off")
+    fresh = Driver(models.path("llama"), prefix_cache_size="off")
     other = fresh.ask(prompt, GenerationParams(n=3, seed=5, max_tokens=6, temperature=1.5))
     ended(fresh, other)
     assert [driver.ids[number, choice] for choice in range(3)] == [fresh.ids[other, choice] for choice in range(3)]
@@ -162,7 +162,7 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     assert all(one.nbytes == nbytes_of(one.value or []) for one in kept)
     short_row = min(kept, key=lambda one: one.length)
     assert short_row.nbytes < 256 * KIB, "its own tokens, without the padding"
-    driver.engine.reuse.drop(driver.default)
+    driver.engine.prefix_cache.drop(driver.default)
     kept.clear()
     mx.clear_cache()
     assert held - mx.get_active_memory() == pytest.approx(size, abs=64 * KIB)
@@ -175,16 +175,16 @@ def endless() -> tuple[tuple[int, float], ...]:
 
 def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
     ended(driver, driver.ask("warm", GenerationParams(max_tokens=2)))
-    driver.engine.reuse.drop(driver.default)
+    driver.engine.prefix_cache.drop(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
     for number in range(50):
         ended(driver, driver.ask(f"{number} " + "word " * 60, GenerationParams(temperature=0.0, max_tokens=2)))
-        assert driver.engine.reuse.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
+        assert driver.engine.prefix_cache.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
     assert len(entries(driver)) == 50
     mx.clear_cache()
-    assert mx.get_active_memory() >= base + driver.engine.reuse.nbytes - 256 * KIB
-    driver.engine.reuse.evict_until(lambda: False)
+    assert mx.get_active_memory() >= base + driver.engine.prefix_cache.nbytes - 256 * KIB
+    driver.engine.prefix_cache.evict_until(lambda: False)
     mx.clear_cache()
     assert mx.get_active_memory() <= 1.01 * base
 
@@ -200,7 +200,7 @@ def fill(driver: Driver, size: int) -> None:
     """Let the prefix cache hold so many bytes, in a process that holds nothing else that could go meanwhile."""
     release_free_memory()
     number = 0
-    while driver.engine.reuse.nbytes < size:
+    while driver.engine.prefix_cache.nbytes < size:
         number += 1
         ended(driver, driver.ask(f"{number} " + "word " * 100, GenerationParams(temperature=0.0, max_tokens=1)))
 
@@ -231,18 +231,18 @@ def test_a_ceiling_that_falls_takes_the_cache_first(driver: Driver):
     memory = driver.engine.report(0.0).memory
     assert memory.headroom is not None
     assert memory.headroom >= 0
-    assert 0 < driver.engine.reuse.nbytes < 4 * MIB
+    assert 0 < driver.engine.prefix_cache.nbytes < 4 * MIB
 
 
 def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
-    driver = Driver(models.path("llama"), prefix_cache="3MiB")
+    driver = Driver(models.path("llama"), prefix_cache_size="3MiB")
     for number in range(8):
         ended(driver, driver.ask(f"{number} " + "word " * 400, GenerationParams(temperature=0.0, max_tokens=1)))
-        assert driver.engine.reuse.nbytes <= 3 * MIB
+        assert driver.engine.prefix_cache.nbytes <= 3 * MIB
     assert driver.engine.report(0.0).cache.evictions > 0
     ended(driver, driver.ask("9 " + "word " * 2000, GenerationParams(temperature=0.0, max_tokens=1)))
-    assert driver.engine.reuse.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
-    off = Driver(models.path("llama"), prefix_cache=0)
+    assert driver.engine.prefix_cache.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
+    off = Driver(models.path("llama"), prefix_cache_size=0)
     for _ in range(2):
         assert ended(off, off.ask("Hello!")).cached_tokens == 0
     assert off.said[1][0].prompt_hash == b""  # type: ignore[attr-defined]
@@ -253,7 +253,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
     fill(driver, MIB)
     assert driver.engine.report(0.0).memory.reusable > 0
     driver.take(UnloadModel(100, driver.default))
-    assert (driver.engine.reuse.nbytes, entries(driver)) == (0, [])
+    assert (driver.engine.prefix_cache.nbytes, entries(driver)) == (0, [])
     assert driver.engine.report(0.0).memory.reusable == 0
     assert ended(driver, driver.ask("1 " + "word " * 100, GenerationParams(max_tokens=1))).cached_tokens == 0
 
@@ -267,7 +267,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     release_free_memory()
     driver.engine.footprint.forget()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
-    room(driver, need + MIB // 2 - driver.engine.reuse.nbytes)
+    room(driver, need + MIB // 2 - driver.engine.prefix_cache.nbytes)
     for number in range(300):
         words = " ".join(
             random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(15, 150))
@@ -347,11 +347,11 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]
-    driver.engine.reuse.evict_until(lambda: False)
+    driver.engine.prefix_cache.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
     number = driver.ask(SHORT[0]["prompt"])
-    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.evict_until(lambda: False)
+    driver.gate.refuses = lambda site, estimate: driver.engine.prefix_cache.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
 
@@ -359,4 +359,4 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
 def test_roomy_limits_keep_the_cache(driver: Driver):
     fill(driver, MIB)
     driver.take(ROOMY)
-    assert driver.engine.reuse.nbytes >= MIB
+    assert driver.engine.prefix_cache.nbytes >= MIB

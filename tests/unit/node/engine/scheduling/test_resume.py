@@ -119,7 +119,9 @@ def resumed_at_every_cut(
 
 
 def pair(arch: str = "llama") -> tuple[Driver, Driver]:
-    first, second = (Driver(models.path(arch), batch=8, chunk=256, prefix_cache="off") for _ in range(2))
+    first, second = (
+        Driver(models.path(arch), max_batch_size=8, prefill_step_size=256, prefix_cache_size="off") for _ in range(2)
+    )
     second.answer("Hello!")
     return first, second
 
@@ -203,7 +205,7 @@ def test_several_choices_go_on_each_from_where_it_was(prefilled: list[int]):
 
 
 def test_what_the_prefix_cache_has_of_it_is_not_written_again(prefilled: list[int]):
-    second = Driver(models.path("llama"), batch=8, chunk=256)
+    second = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256)
     long = "word " * 150
     number = second.ask(long, GenerationParams(temperature=0.0, max_tokens=20, logit_bias=ENDLESS))
     end = end_of(second, number)
@@ -243,8 +245,8 @@ def test_the_promise_covers_what_is_known():
 
 
 def test_a_node_that_writes_shorter_answers_ends_it_with_the_next_token():
-    first = Driver(models.path("llama"), batch=8, chunk=256, max_tokens=30)
-    second = Driver(models.path("llama"), batch=8, chunk=256, max_tokens=10)
+    first = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256, max_tokens=30)
+    second = Driver(models.path("llama"), max_batch_size=8, prefill_step_size=256, max_tokens=10)
     params = GenerationParams(temperature=0.0, logit_bias=ENDLESS)
     number = first.ask("Hello!", params)
     assert end_of(first, number).completion_tokens == 30
@@ -261,7 +263,7 @@ def test_nothing_is_delivered_before_something_is_said_from_here():
     end_of(first, number)
     again = second.ask("Hello!", params, resume=(tuple(first.ids[number, 0][:10]),))
     assert second.admitted(again)
-    sequence = second.engine.generation.live[again]
+    sequence = second.engine.scheduler.live[again]
     assert not sequence.delivered
     second.until(lambda: second.ids[again, 0])
     assert sequence.delivered

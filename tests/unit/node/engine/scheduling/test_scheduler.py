@@ -43,7 +43,9 @@ LONG = "word " * 120
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(models.path("llama"), batch=8, chunk=64, chunk_floor=64, prefix_cache="off")
+    return Driver(
+        models.path("llama"), max_batch_size=8, prefill_step_size=64, min_prefill_step=64, prefix_cache_size="off"
+    )
 
 
 def prepared(driver: Driver, content: str) -> PreparedRequest:

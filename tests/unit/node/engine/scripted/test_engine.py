@@ -233,7 +233,7 @@ def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
 
 
 def test_more_rows_than_a_batch_wait_their_turn():
-    bench = Bench(batch=2)
+    bench = Bench(max_batch_size=2)
     numbers = [bench.ask(max_tokens=5) for _ in range(5)]
     while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
@@ -425,7 +425,7 @@ def test_it_crashes_on_request_at_the_first_decode_step():
 
 
 def test_a_cancel_is_final_in_every_phase():
-    bench = Bench(batch=1)
+    bench = Bench(max_batch_size=1)
     running, waiting = bench.ask(max_tokens=100), bench.ask(max_tokens=100)
     while not bench.steps:
         bench.turn()
@@ -483,7 +483,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
     actions: list[tuple[str, int, int, int]], batch: int, expected: int, ceiling: str
 ):
     top = parse_size(ceiling)
-    bench = Bench(MemoryLimits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
+    bench = Bench(MemoryLimits(top, top, 512 * MIB, "static"), max_batch_size=batch, kv_per_token=MIB)
     asked: set[int] = set()
     cancelled: set[int] = set()
 
@@ -560,7 +560,7 @@ def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
 
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
-    bench = Bench(batch=2)
+    bench = Bench(max_batch_size=2)
     greedy = [bench.ask(owner=WeightedKey("greedy")) for _ in range(8)]
     ada = bench.ask(owner=WeightedKey("ada"))
     while not isinstance(bench.last(ada), Finished):
@@ -569,7 +569,7 @@ def test_rows_are_given_fairly_to_those_who_wait_for_them():
 
 
 def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
-    bench = Bench(batch=1)
+    bench = Bench(max_batch_size=1)
     before = [bench.ask() for _ in range(4)]
     begun = bench.ask(resume=((0, 1),))
     while not isinstance(bench.last(begun), Finished):

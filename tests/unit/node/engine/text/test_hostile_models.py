@@ -181,7 +181,7 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = RequestPreparer(driver.engine.library, trials=TokenizerTrials(None, cpu=6))
+    door = RequestPreparer(driver.engine.catalogue, trials=TokenizerTrials(None, cpu=6))
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.need(frame) > 512 * MIB
     assert not door.inline(frame)
@@ -198,7 +198,7 @@ def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: C
     driver = Driver(folder)
     engine = driver.engine
     engine.trials = TokenizerTrials(None, cpu=6)
-    engine.door = RequestPreparer(engine.library, trials=engine.trials)
+    engine.door = RequestPreparer(engine.catalogue, trials=engine.trials)
     frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert engine.door.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
