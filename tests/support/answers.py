@@ -26,7 +26,7 @@ CROWDED = Problem(503, "no_headroom", "no room", None, Numbers(9, 8, 7, 6, 5, 4,
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a request once a node has counted its prompt."""
+    """A request after a node has counted its prompt tokens."""
 
     job: Job
     demand: Demand
@@ -42,7 +42,7 @@ def asked(dialect: Dialect, **body: Any) -> tuple[Asked, Job]:
 
 
 def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHED, **body: Any) -> dict[str, Any]:
-    """Give the JSON of an answer that is not streamed."""
+    """Return the JSON of an answer that is not streamed."""
     request, job = asked(dialect, **body)
     return json.loads(request.whole(job, answer, finished))
 
@@ -54,7 +54,7 @@ def streamed(
     broken: Problem | None = None,
     **body: Any,
 ) -> str:
-    """Give all that a stream writes: its opening, one delta for each piece, and its end."""
+    """Return the complete text of a stream: its opening, one delta for each piece, and its end."""
     request, job = asked(dialect, stream=True, **body)
     demand = msgspec.structs.replace(job.demand, prompt_tokens=finished.prompt_tokens)
     chunks = request.chunks(Reading(job, demand))
@@ -65,7 +65,7 @@ def streamed(
 
 
 def events(raw: str) -> list[tuple[str, Any]]:
-    """Give the names and the data of server-sent events; a name is empty where there is none, `[DONE]` is left out."""
+    """Return name and data of each server-sent event except `[DONE]`. An event without a name has an empty one."""
     found: list[tuple[str, Any]] = []
     for block in raw.split("\n\n")[:-1]:
         lines = dict(line.split(": ", 1) for line in block.split("\n"))

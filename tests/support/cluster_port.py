@@ -1,7 +1,7 @@
-"""A whole coordinator in this process with its cluster port open, and peers that say to it whatever a test wants.
+"""A complete coordinator in this process with its cluster port open, and peers that send it any frame or bytes.
 
-`Port.undisturbed` keeps a streamed chat running on one honest node while others misbehave, and afterwards demands
-every token of it over the same link.
+`Port.undisturbed` keeps a streamed chat running on one honest node while other peers misbehave. At the end it checks
+that every token arrived over the same link.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Line:
             self.writer.write(word if isinstance(word, bytes) else encode(word))
 
     async def next(self, seconds: float = 60.0) -> Frame:
-        """Give the next frame; Ended when there is none."""
+        """Return the next frame; raise Ended at the end of the connection."""
         async with asyncio.timeout(seconds):
             while not self.frames:
                 try:
@@ -66,14 +66,14 @@ class Line:
         return self.frames.pop(0)
 
     async def until(self, kind: type[F], seconds: float = 60.0) -> F:
-        """Give the next frame of this kind."""
+        """Return the next frame of this kind."""
         async with asyncio.timeout(seconds):
             while not isinstance(frame := await self.next(seconds), kind):
                 pass
         return frame
 
     async def ended(self, seconds: float = 60.0) -> list[Frame]:
-        """Wait for the end of the connection; give what came before."""
+        """Wait for the end of the connection and return the frames before it."""
         before = list[Frame]()
         async with asyncio.timeout(seconds):
             with suppress(Ended):
@@ -87,7 +87,7 @@ class Line:
 
 @dataclass
 class Port:
-    """The coordinator and what it logged."""
+    """The coordinator, its log entries and its peers."""
 
     application: Application
     folder: Path
@@ -217,7 +217,7 @@ def a_report(sequence: int = 0, **changes: Any) -> Report:
 
 
 def the_no(frames: list[Frame]) -> Denied:
-    """Give the Denied among frames."""
+    """Return the only Denied among these frames."""
     (denied,) = [frame for frame in frames if isinstance(frame, Denied)]
     return denied
 

@@ -1,8 +1,8 @@
 """`make demo`: a coordinator and two nodes as separate processes, answers of a real model, the placement arithmetic.
 
-The model is the one that the package brings; it knows a few dozen answers by heart, so they can be checked.
+The model is the one in the package. It was trained on a few dozen answers, which can be compared word for word.
 
-Stays up until Ctrl-C; with DEMO_ONCE=1 it checks the answer and exits 0.
+The demo runs until Ctrl-C. With DEMO_ONCE=1 it checks the answer and exits with 0.
 """
 
 import os
@@ -32,7 +32,7 @@ def show(title: str, text: str) -> None:
 
 
 def known() -> list[dict[str, str]]:
-    """Give what the model knows by heart, the longest answer first."""
+    """Return the answers that the model was trained on, the longest first."""
     answers = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
     return sorted(answers, key=lambda one: -len(one["answer"]))
 
@@ -71,8 +71,10 @@ def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tu
 
 
 def without_power(demo: Pool, client: OpenAI, model: str, one: dict[str, str]) -> tuple[int, int, str]:
-    """Stream an answer many times and kill the node that begins first; give how many were verbatim, how many that node
-    was writing, and its name."""
+    """Stream an answer in parallel and kill the node that sends the first token.
+
+    Return the number of verbatim answers, the number of requests in flight on the killed node, and its name.
+    """
     begun: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask() -> bool:

@@ -1,4 +1,5 @@
-"""A coordinator reduced to its enrolment, on a real TLS socket: what the link server does with a stranger."""
+"""The enrolment of a coordinator alone, on a real TLS socket: how the link server treats peers without a
+certificate."""
 
 import asyncio
 import ssl
@@ -34,7 +35,7 @@ class Wall:
 
 @dataclass
 class Door:
-    """A running enrolment server and what it was asked."""
+    """A running enrolment server and the requests that reached it."""
 
     authority: Authority
     store: Store
@@ -61,7 +62,7 @@ class Door:
 
 @asynccontextmanager
 async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None = None) -> AsyncGenerator[Door, None]:
-    """Run the door on a free port of 127.0.0.1, its state in `folder`."""
+    """Run an enrolment server on a free port of 127.0.0.1, with its state in `folder`."""
     wall = wall or Wall()
     store = Store(folder)
     authority = Authority(folder, wall)
@@ -140,8 +141,10 @@ async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -
 
 
 async def said(door: Door, *words: Frame | bytes, answers: int | None = None) -> list[Frame]:
-    """Be a stranger: connect without a certificate, send frames or raw bytes, give the frames that came back (all
-    until the door closes the connection, or the first `answers`)."""
+    """Connect without a certificate, send frames or raw bytes, and return the frames that came back.
+
+    Stop after `answers` frames; by default when the server closes the connection.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

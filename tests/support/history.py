@@ -1,7 +1,7 @@
-"""A pytest plugin (`-p tests.support.history`) that writes what ran, where, in which order and how it ended.
+"""A pytest plugin (`-p tests.support.history`) that records order, worker, duration and result of each test.
 
-`--history FILE` writes a History as JSON at the end of a run. `--in-order FILE` runs tests in the order in which the
-file lists their ids, one a line.
+`--history FILE` writes a History as JSON at the end of a run. `--in-order FILE` runs the tests in the order of their
+ids in that file, one a line.
 """
 
 import json
@@ -28,7 +28,7 @@ class Failure:
 
 @dataclass
 class History:
-    """What one run of pytest did."""
+    """Record of one run of pytest."""
 
     random_seed: int | None = None
     """The seed of pytest-randomly."""
@@ -36,7 +36,7 @@ class History:
     """By worker, the tests in the order in which it ran them, and the seconds of each with its fixtures."""
     failures: list[Failure] = field(default_factory=list[Failure])
     exit_code: int = 0
-    """That of the process."""
+    """Exit code of the process."""
 
     @property
     def failed(self) -> list[str]:
@@ -45,7 +45,7 @@ class History:
 
     @classmethod
     def read(cls, path: Path) -> "History":
-        """Read what a run wrote."""
+        """Read the file that a run wrote."""
         found: dict[str, Any] = json.loads(path.read_text())
         failures = [Failure(**one) for one in found.pop("failures")]
         return cls(failures=failures, **found)
@@ -98,7 +98,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register what was asked for; a worker of xdist leaves the history to the process that started it."""
+    """Register the plugins that the options request. In a worker of xdist, the history belongs to the parent
+    process."""
     history: Path | None = config.getoption("history")
     order: Path | None = config.getoption("in_order")
     if history is not None and not hasattr(config, "workerinput"):

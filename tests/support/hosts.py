@@ -1,8 +1,9 @@
 """Isolated hosts on one Linux machine: each has its own network, process, mount, name and IPC namespaces.
 
-A veth pair leads from every host to one bridge in a namespace of its own, so the machine's interfaces are never
-touched. `cut` takes a port off the bridge in silence, `power_off` does so and then kills the host's first process, with
-which the kernel ends all others: nobody says goodbye. Needs root; `unsupported` says why it cannot be done here.
+A veth pair leads from every host to one bridge in a namespace of its own. The machine's interfaces are never changed.
+`cut` takes a port off the bridge without a signal to either side. `power_off` does the same and then kills the first
+process of the host; the kernel ends the rest, without a goodbye. Hosts need root: `unsupported` returns the reason why
+they cannot be made.
 """
 
 import ctypes
@@ -27,7 +28,7 @@ BOOT = (
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a system command; RuntimeError with what it said."""
+    """Run a system command; raise RuntimeError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -35,7 +36,7 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def unsupported() -> str:
-    """Say why hosts cannot be made here; empty when they can."""
+    """Return why hosts cannot be made here; empty when they can."""
     if sys.platform != "linux":
         return "hosts need Linux network namespaces"
     if os.geteuid() != 0:
@@ -68,16 +69,16 @@ class Host:
     outer: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def enter(self) -> list[str]:
-        """Give the words to put before a command so that it runs in here."""
+        """Return the words that run a command in the namespaces of this host."""
         assert self.init, f"{self.name} is off"
         return ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wdns={self.folder}", "--"]
 
     def threads(self, count: int = 1) -> ThreadPoolExecutor:
-        """Give threads of this process whose sockets are in the host's network: a client on that host."""
+        """Return a thread pool of this process whose sockets are in the host's network: a client on that host."""
         return ThreadPoolExecutor(count, initializer=_enter_network, initargs=(self.namespace,))
 
     def pids(self) -> list[int]:
-        """Give the outside numbers of its processes, its first one left out."""
+        """Return the pids of its processes in the outer namespace, without the first process."""
         wanted = os.readlink(f"/proc/{self.init}/ns/pid")
         found: list[int] = []
         for entry in Path("/proc").iterdir():
@@ -155,7 +156,7 @@ class Hosts:
         self._stack.callback(self.power_off, host)
 
     def address(self, host: Host, ip: str) -> None:
-        """Give a host one address, in place of those it had."""
+        """Replace the addresses of a host with this one."""
         self._ip(host.namespace, "addr", "flush", "dev", "eth0")
         self._ip(host.namespace, "addr", "add", f"{ip}/24", "brd", "+", "dev", "eth0")
         self._ip(host.namespace, "route", "replace", "default", "via", f"{NET}.254", check=False)
@@ -216,12 +217,12 @@ class Hosts:
         self._ip(self._switch, "link", "set", host.name, "master", "br0")
 
     def block_multicast(self) -> None:
-        """Pass no multicast on between hosts, as many access points do; broadcasts (ARP) go on."""
+        """Block multicast between hosts, as many access points do. Broadcasts (ARP) still pass."""
         for host in self.hosts:
             self._ip(self._switch, "link", "set", host.name, "type", "bridge_slave", "mcast_flood", "off")
 
     def shape(self, host: Host, rate: str) -> None:
-        """Limit what a host sends, e.g. "100mbit"."""
+        """Limit the rate at which a host sends, e.g. "100mbit"."""
         limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
         for namespace, device in ((host.namespace, "eth0"), (self._switch, host.name)):
             run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *limit)

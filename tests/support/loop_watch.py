@@ -10,15 +10,15 @@ Two watches, one for each place where a loop runs:
         await attack()
     assert held.seconds < max_held_seconds()
 
-`seconds` is final when the block is left. The machine of the tests is shared, and a process that does not get a core
-looks like a held loop. So each gap counts as the smaller of its wall time and the CPU time that the watched process
-took during it. `wall_seconds` is the longest gap without that correction: what a client felt, and what finds a loop
-that sleeps or waits for a disk. The limit grows with the time that a fixed piece of work takes at that moment, because
-a shared machine computes at half its speed for minutes at times.
+`seconds` is final at the end of the block. The machine of the tests is shared, and a process that does not get a core
+looks like a held loop. Each gap therefore counts as the smaller of its wall time and the CPU time that the watched
+process used during it. `wall_seconds` is the longest gap without that correction, as a client experiences it. It also
+shows a loop that sleeps or waits for a disk. A shared machine computes at half its speed for minutes at
+times. The limit therefore grows with the current duration of a fixed piece of work.
 
-`watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one connection that is kept alive, from a
-process of its own because the test's process is often busier than the server: a held loop answers late. Where the
-kernel has no `/proc/PID/task/*/schedstat` the CPU time is not known and both figures are wall time.
+`watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one keep-alive connection: a held loop
+answers late. A process of its own sends the requests, because the test's process is often busier than the server. Where
+the kernel has no `/proc/PID/task/*/schedstat` the CPU time is not known, and both figures are wall time.
 """
 
 import asyncio
@@ -136,7 +136,7 @@ def cpu_clock(pid: int) -> Callable[[], float]:
 
 
 def _ask_until_closed(host: str, port: int, pid: int) -> None:
-    """Ask until standard input is closed, and print what was found."""
+    """Send requests until standard input is closed, then print the result."""
     held, spent = Held(), cpu_clock(pid)
     try:
         with socket.create_connection((host, port), timeout=60) as connection:

@@ -17,7 +17,7 @@ from tests.support.hosts import Host
 from tests.support.processes import CLI, Process, environment, until
 
 TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")
-"""What `cluster trust-ca` changes: each host gets a copy of its own."""
+"""Folders that `cluster trust-ca` changes. Each host gets its own copy."""
 MACHINE_ID = "/etc/machine-id"
 SECONDS = 60
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -54,7 +54,7 @@ class Person:
         return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
-        """Run a line of shell; return what it printed. AssertionError for another exit code or a traceback."""
+        """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""
         done = subprocess.run(
             [*self.host.enter(), "sh", "-c", line],
             capture_output=True,
@@ -86,7 +86,7 @@ class Person:
         try:
             while piece := os.read(leader, 65536):
                 printed += piece
-        except OSError:  # Linux ends a terminal that nobody writes to any more so
+        except OSError:  # Linux reports the closed end of a terminal like this
             pass
         finally:
             os.close(leader)
@@ -124,7 +124,7 @@ class Started:
         return "".join(self.process.output) + self.process.log.read_text()
 
     def until(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
-        """Wait for a line; AssertionError with what was printed instead."""
+        """Wait for a line; raise AssertionError with the output without it."""
 
         def found() -> re.Match[str] | None:
             ended = self.process.popen.poll() is not None
@@ -138,7 +138,7 @@ class Started:
             raise AssertionError(f"$ {self._line}\n{self.said()}\n{error}") from None
 
     def interrupt(self, seconds: float = 40) -> str:
-        """Press Ctrl-C; return what it printed."""
+        """Press Ctrl-C and return the output."""
         self.process.signal(signal.SIGINT)
         self.process.popen.wait(seconds)
         return self.said()

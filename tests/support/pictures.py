@@ -1,4 +1,4 @@
-"""Pictures of pools as metrics are read from: honest ones of any size, and the worst that a node can say."""
+"""Pictures of pools from which metrics are read: honest ones of any size, and the worst that a node can report."""
 
 import math
 from dataclasses import replace
@@ -113,7 +113,7 @@ def view(name: str = "a", models: int = 1, report: Report | None = None, **chang
 
 
 def lying(models: tuple[Model, ...] = ()) -> Report:
-    """Say what no machine can be."""
+    """Return a report with values that no machine can have."""
     memory = changed(
         a_memory(),
         cap=HUGE,

@@ -1,4 +1,4 @@
-"""A Mac as the doctor reaches it, put together from what macOS's tools are known to print."""
+"""A Mac as the doctor sees it, built from known output of the tools of macOS."""
 
 import json
 import sys
@@ -79,7 +79,7 @@ def pretended(
     power: Power = PLUGGED,
     **examined: Any,
 ) -> Here:
-    """Give a Mac where some tools print something else (None: the tool fails), and hosts answer with these errnos."""
+    """Return a Mac on which some tools print other texts (None: the tool fails). `reach` has the errno of each host."""
     said = {**TOOLS, **(tools or {})}
 
     def ask(command: tuple[str, ...], _: float) -> Said | None:

@@ -29,7 +29,7 @@ CLI = (sys.executable, "-P", "-m", "coordinator.cli")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Give a process environment without what a developer's shell or a hostile test run may have set."""
+    """Return a process environment without the variables of a developer's shell or a hostile test run."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(JUNK) and name.lower() not in PROXIES
     }
@@ -78,7 +78,7 @@ class Process:
         self._lines.put(None)
 
     def ready(self, seconds: float = READY_SECONDS) -> dict[str, Any]:
-        """Wait for the JSON ready line; AssertionError with what it said instead."""
+        """Wait for the JSON ready line; raise AssertionError with the log if none comes."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -89,7 +89,8 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id; what enters a host for it forwards no signals, so there it is the only child of that."""
+        """Return the process id. On an isolated host this is the only child of the command that entered the host,
+        because that command forwards no signals."""
         below = psutil.Process(self.popen.pid).children() if self._wrapped and self.popen.poll() is None else []
         return below[0].pid if below else self.popen.pid
 
@@ -119,7 +120,7 @@ class Process:
         return code
 
     def close(self) -> None:
-        """End it whatever its state."""
+        """End the process in any state."""
         below = self.children()
         self.signal(signal.SIGTERM)
         try:
@@ -148,7 +149,8 @@ def _names_kind(settings: Sequence[str]) -> bool:
 
 @cache
 def _opener(authority: str) -> urllib.request.OpenerDirector:
-    """Give what opens URLs without proxies. Made once: to read all authorities takes longer than to ask a pool."""
+    """Return an opener of URLs without proxies. It is cached, because reading all authorities takes longer than a
+    request."""
     trusting = ssl.create_default_context(cadata=authority or None)
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting))
 
@@ -262,19 +264,19 @@ class Pool:
         return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=180)
 
     def node(self, name: str) -> dict[str, Any]:
-        """Give what the API says of one node; of two with one name the one that has not left."""
+        """Return the API's entry of a node. Of two nodes with one name, prefer the one that has not left."""
         named = sorted(
             (node for node in self.nodes_now() if node["name"] == name), key=lambda one: one["state"] == "left"
         )
         return named[0] if named else {"state": "unknown"}
 
     def serves(self, name: str) -> bool:
-        """Whether a node is ready and so is its engine."""
+        """Return whether a node and its engine are ready."""
         node = self.node(name)
         return node["state"] == "ready" and node["engine"]["state"] == "ready"
 
     def nodes_now(self) -> list[dict[str, Any]]:
-        """Give what the API says of all nodes."""
+        """Return the API's entries of all nodes."""
         return self.get("/api/v1/nodes")["nodes"]
 
     @property
@@ -312,7 +314,7 @@ class Pool:
 
 @contextmanager
 def pool(folder: Path) -> Iterator[Pool]:
-    """Give a pool that is ended afterwards."""
+    """Yield a pool and end its processes afterwards."""
     made = Pool(folder)
     try:
         yield made

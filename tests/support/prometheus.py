@@ -48,16 +48,16 @@ class Prometheus:
         return self.api("query", query=query)["result"]
 
     def up(self) -> dict[str, str]:
-        """Give `up` of every target, by its node, the coordinator's by its job."""
+        """Return `up` of every target, by its node; the coordinator's by its job."""
         return {one["metric"].get("node", one["metric"]["job"]): one["value"][1] for one in self.value("up")}
 
     def firing(self) -> set[str]:
-        """Give the names of the alerts that fire."""
+        """Return the names of the firing alerts."""
         return {one["labels"]["alertname"] for one in self.api("alerts")["alerts"] if one["state"] == "firing"}
 
 
 def free_port() -> int:
-    """Give a port that nobody has now: the program takes no open socket."""
+    """Return a port that is free now, because the program accepts no open socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

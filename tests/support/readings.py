@@ -7,7 +7,7 @@ from node.memory.sensor import Sensor, Source
 
 
 class FailingSource:
-    """A source that reads what the one below it reads, and nothing while it `fails`."""
+    """A source with the readings of `below`, and without readings while `fails` is set."""
 
     def __init__(self, below: Source, *, fails: bool = False) -> None:
         self._below = below
@@ -27,7 +27,7 @@ class FailingSource:
         return self._below.begin_interval()
 
     def close(self) -> None:
-        """Release what is held."""
+        """Close the source below."""
         self._below.close()
 
 

@@ -1,6 +1,6 @@
-"""For each rule a story in which it holds and some in which it does not, as series of numbers five seconds apart.
+"""For each rule, scenarios in which it holds and in which it does not, as series of values five seconds apart.
 
-The same stories are played to Prometheus (`promtool test rules`) and to the coordinator's own conditions.
+Both Prometheus (`promtool test rules`) and the coordinator's own conditions are tested with them.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ def until(seconds: float, per_second: float) -> Values:
 
 
 def restarting(after: float, per_second: float) -> Values:
-    """Rise, and begin anew."""
+    """Return values that rise, and start from zero again after `after` seconds."""
     return lambda now: per_second * (now if now < after else now - after)
 
 
@@ -64,8 +64,11 @@ def _refusals(checks: float, refused: float) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`holds`: the series with which the rule holds after so many seconds, with these labels; `rests`: those with which
-    it never does."""
+    """Scenarios of one rule.
+
+    `holds`: Series with which the rule holds after `seconds`, with these `labels`.
+    `rests`: Series with which the rule never holds.
+    """
 
     holds: Series
     seconds: int

@@ -1,8 +1,11 @@
-"""A stand-in for the video engine: an environment whose interpreter is a script that says what a worker says, takes as
-much memory and stays in a phase as long as a test wants. For what is about processes and leases, not about clips.
+"""A stand-in for the video engine, for tests of processes and leases.
 
-Its job's prompt says how: `hold=PHASE` stays there until `Gate.open` for the job's seed, `pace=SECONDS` in each phase,
-`take=BYTES` of memory while it loads, `clip=BYTES` are made. Other words mean nothing.
+It is an environment whose interpreter is a script. The script sends the events of a worker, uses as much memory and
+stays in a phase as long as a test wants. It makes no real clips.
+
+The prompt of the job controls the script. `hold=PHASE`: stay in this phase until `Gate.open` for the job's seed.
+`pace=SECONDS`: duration of each phase. `take=BYTES`: memory used while loading. `clip=BYTES`: size of the clip. Other
+words are ignored.
 """
 
 import json
@@ -66,7 +69,7 @@ class Gate:
     folder: Path
 
     def open(self, seed: int) -> None:
-        """Let the job with this seed go on."""
+        """Release the job with this seed."""
         (self.folder / str(seed)).touch()
 
 

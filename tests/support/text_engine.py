@@ -70,7 +70,7 @@ def likeliest(logits: mx.array) -> int:
 
 
 class ScriptedGate(Gate):
-    """A gate that keeps what it is asked, and also refuses what `refuses(site, bytes)`."""
+    """A gate that records each check, and also refuses where `refuses(site, bytes)` is true."""
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
         super().__init__(residual)
@@ -78,14 +78,14 @@ class ScriptedGate(Gate):
         self.refuses: Callable[[Site, int], object] = lambda site, estimate: False
 
     def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
-        """See `Gate`."""
+        """Check, record the check, and refuse by script."""
         answer = super().check(site, memory, estimate, load=load)
         self.asked.append((site, estimate))
         return Refused(Code.NO_ROOM, "no room by script") if self.refuses(site, estimate) else answer
 
 
 class Driver:
-    """An engine over the models in some folders, and what it said by request."""
+    """An engine over the models in some folders, and its frames by request."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Driver:
             self.put(work)
 
     def put(self, work: Work) -> None:
-        """Hand in what was prepared; what may be read is read at once."""
+        """Pass prepared work to the engine, and tokenize at once each prompt that it returns for that."""
         for said in self.engine.take(work, time.monotonic()):
             if isinstance(said, Unread):
                 self.put(said.read())
@@ -166,7 +166,7 @@ class Driver:
         return self.engine.door.tokenizer(self.engine.library.known()[self.default])
 
     def turn(self) -> None:
-        """Let the engine take one step."""
+        """Run one step of the engine."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
         broken = self.engine.generation.check()
@@ -191,13 +191,13 @@ class Driver:
         return end
 
     def ended(self, number: int) -> End | None:
-        """Give a request's end, if it has."""
+        """Return the last frame of a request, None if the request has not ended."""
         ends = [frame for frame in self.said[number] if isinstance(frame, Finished | Refusal | Failed)]
         assert len(ends) <= 1, ends
         return ends[0] if ends else None
 
     def answer(self, content: str, params: Params = GREEDY, **fields: object) -> str:
-        """Give the content of the whole answer to a question."""
+        """Return the complete content of the answer to a question."""
         number = self.ask(content, params, **fields)
         end = self.end(number)
         assert isinstance(end, Finished), end

@@ -1,8 +1,8 @@
-"""Writes a very small Wan-shaped video package with random weights: `ENVIRONMENT/bin/python -I tiny_wan.py FOLDER`.
+"""Write a very small Wan package with random weights: `ENVIRONMENT/bin/python -I tiny_wan.py FOLDER`.
 
-The engine's own table of names, turned around, says what the tensors of such a package are called, so that its loader
-is truly used. Two experts, the picture codec of 16 channels, a text encoder of two layers: 2.6 MB. What it makes is
-noise. Sizes are the least that the engine takes: inputs of layers divide by 64, which quantization needs.
+The names of the tensors come from the engine's own table, inverted. The engine's loader is therefore really used. The
+package has two experts, the picture codec of 16 channels and a text encoder of two layers: 2.6 MB. Its videos are
+noise. Sizes are the smallest that the engine accepts: inputs of layers divide by 64, which quantization needs.
 """
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
@@ -60,7 +60,7 @@ def save(path: Path, weights: dict[str, mx.array]) -> None:
 
 
 def named(module: Any, table: Any) -> dict[str, mx.array]:
-    """Give a module's weights by the names and in the layouts that files have."""
+    """Return a module's weights with the names and layouts of the files."""
     ours, found = dict(tree_flatten(module.parameters())), {}
     for target in table:
         if target.to_pattern not in ours:

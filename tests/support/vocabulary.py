@@ -17,7 +17,8 @@ _SIGNS = {byte[0]: sign for sign, byte in BYTES.items()}
 
 
 def byte_level(folder: Path, texts: Iterable[str] = (), tokens: Iterable[str] = (), size: int = 400) -> Path:
-    """Write a byte-level BPE tokenizer: every byte a token, what is frequent in the texts, and whole special tokens."""
+    """Write a byte-level BPE tokenizer: a token for every byte, merges that are frequent in the texts, and the special
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -41,7 +42,7 @@ def pieces_with_byte_fallback(folder: Path) -> Path:
 
 
 def words_only(folder: Path, words: Iterable[str]) -> Path:
-    """Write a tokenizer that knows whole words and raises at all others."""
+    """Write a tokenizer that knows only whole words and raises at any other word."""
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["a", ",", "b", *words])}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return _written(folder, tokenizer, eos_token="a")

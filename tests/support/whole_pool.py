@@ -32,7 +32,7 @@ OPERATIONS = sorted(
 
 @dataclass
 class Served:
-    """A whole application at a URL, what it says of itself, and keys by scope."""
+    """A complete application at a URL, its OpenAPI document, and keys by scope."""
 
     url: str
     document: dict[str, Any]
