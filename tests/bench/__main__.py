@@ -1,8 +1,8 @@
-"""Run the bench: every row has a target, a figure and a verdict, and carries its group, commit, date, machine and load;
-all go to bench-results.json.
+"""Run the benchmarks. Each row has a target, a figure, a verdict, and its group, commit, date, machine and load.
 
-`python -m tests.bench` runs the plan, in an hour at most: every group but those of BY_NAME. `python -m tests.bench
-NAME…` runs only the groups with these names. The plan, and each group after its end, says how long it may take.
+All rows are written to bench-results.json. `python -m tests.bench` runs the plan in an hour at most: every group but
+those of BY_NAME. `python -m tests.bench NAME…` runs only the groups with these names. The plan states how long each
+group may take; the end of each group states it again.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def bench_memory(folder: Path) -> list[Row]:
 
 
 def bench_idle(folder: Path) -> list[Row]:
-    """CPU and wake-ups of an idle agent, and of a coordinator that nobody asks for anything."""
+    """Measure CPU and wake-ups of an idle agent and an idle coordinator."""
     with pool(folder) as made:
         ours = two_nodes(made)
         watched = {"idle agent": psutil.Process(made.nodes["one"].pid), "idle coordinator": ours.process}
@@ -71,7 +71,7 @@ def bench_idle(folder: Path) -> list[Row]:
 
 
 def _used(process: psutil.Process) -> tuple[float, int]:
-    """Give seconds of CPU, and how often it woke up."""
+    """Return the CPU seconds and the voluntary context switches of a process."""
     return sum(process.cpu_times()[:2]), process.num_ctx_switches().voluntary
 
 
@@ -107,7 +107,7 @@ def bench_doctor(folder: Path) -> list[Row]:
 
 
 def bench_parts(folder: Path) -> list[Row]:
-    """A long answer over a link of 100 Mbit/s beside streams: how far it moves the gaps between tokens."""
+    """Measure how far a long answer over a link of 100 Mbit/s changes the gaps between tokens of streams."""
     target = "ITL p99 moves by <= 50 ms"
     reason = unsupported()
     if reason:
@@ -151,7 +151,8 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "end": end_to_end.bench_end_to_end,
 }
 BY_NAME = frozenset({"simulation"})
-"""Not in the plan: it plays in virtual time, so its figures are the same on every machine, all but one."""
+"""Groups outside the plan. They run in virtual time, therefore all their figures but one are the same on every
+machine."""
 BUDGETS = {
     "begin": 90,
     "help": 10,
@@ -214,7 +215,7 @@ def main() -> int:
 
 
 def _rows(name: str) -> list[Row]:
-    """Run a group; one that breaks is a miss, and the others run."""
+    """Run a group. A group that raises is a miss, and the remaining groups run."""
     with tempfile.TemporaryDirectory(prefix="mp-bench-") as folder:
         try:
             return GROUPS[name](Path(folder))

@@ -1,8 +1,8 @@
-"""From a machine with nothing but a checkout to an answer of a second node, by the three commands that a new user
-types: install, `cluster up` (which has a node of its own), and `cluster join` with the line that it prints.
+"""Time from a bare checkout to an answer of a second node.
 
-Everything that would be downloaded is in uv's cache before the clock starts, so what is timed is ours: building,
-installing, starting, joining, loading the model, and the first token.
+A new user types three commands: install, `cluster up` (which starts a node of its own), and `cluster join` with the
+printed line. All downloads are in uv's cache before the clock starts. The time therefore covers only our own work:
+building, installing, starting, joining, loading the model, and the first token.
 """
 
 import json

@@ -48,12 +48,12 @@ class Chat:
 
 
 def words(random: Random, count: int) -> str:
-    """Give a prompt that nobody has seen: `count` words, each about one token."""
+    """Return a new random prompt of `count` words, each about one token."""
     return " ".join(random.choice(WORDS) for _ in range(count))
 
 
 def body(model: str, prompt: str, tokens: int) -> dict[str, object]:
-    """Give a greedy, streamed request for exactly `tokens` tokens (a random model hardly ever ends by itself)."""
+    """Return a greedy, streamed request for `tokens` tokens (a random model hardly ever ends earlier)."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],

@@ -1,7 +1,8 @@
-"""Rows of the MLX engine: the whole stack over HTTP beside mlx-lm, and what the engine promises about itself.
+"""Rows of the MLX engine: the complete stack over HTTP compared with mlx-lm, and the limits of the engine itself.
 
-The model is random, 42 million parameters in fp32: it takes time as a larger one would, and says nothing. Both sides
-compute with the same BLAS in one thread; prompts are new in every round, so that no cache of prefixes helps.
+The model is random, with 42 million parameters in fp32: its speed is that of a larger model, its text has no meaning.
+Both sides compute with the same BLAS in one thread. Prompts are new in every round, because a prefix cache must not
+help.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ PROMPT_WORDS = 98
 LONG_WORDS = 5990
 TURN_WORDS = 1490
 ALONE_WORDS = 1990
-"""A prompt that is alone: its first 2,000 tokens are what a client that hangs up early sees of a long one."""
+"""A prompt that runs alone. Its 2,000 tokens are the part of a long prompt that is prefilled before a client
+disconnects."""
 DECODE_TOKENS = 80
 ANSWER_TOKENS = 32
 QUIET_STEPS = 200
@@ -70,12 +72,12 @@ class Server:
 
 
 def model() -> Path:
-    """Give the model's folder, made when it is not there."""
+    """Return the model's folder; make it if it does not exist."""
     return models.path("llama", trained=False, preset="bench50m")
 
 
 def missing() -> str:
-    """Say what this machine has not and the rows need; empty when it has all."""
+    """Return a missing requirement of these rows; empty when there is none."""
     if sys.platform == "linux" and not models.fast_blas():
         return "OpenBLAS is not installed (Debian: apt-get install libopenblas0-pthread)"
     return ""
@@ -99,7 +101,7 @@ def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
 
 
 def prompts(seed: str, count: int, length: int = PROMPT_WORDS) -> list[str]:
-    """Give prompts that no round has seen."""
+    """Return prompts that no round has used."""
     random = Random(seed)
     return [words(random, length) for _ in range(count)]
 
@@ -131,7 +133,7 @@ async def _times(server: Server, asked: Sequence[str]) -> list[list[float]]:
 
 
 def steady(rows: Sequence[Sequence[float]]) -> float:
-    """Give tokens per second from the last row's first token to the first row's last: all rows decode then."""
+    """Return the tokens per second while all rows decode: from the last row's first token to the first row's last."""
     begin, end = max(row[0] for row in rows), min(row[-1] for row in rows)
     return sum(begin < when <= end for row in rows for when in row) / (end - begin)
 
@@ -140,9 +142,12 @@ def steady(rows: Sequence[Sequence[float]]) -> float:
 
 
 def bench_server(folder: Path) -> list[Row]:
-    """Streams of 108 tokens in and 32 out, one and eight at a time, against mlx_lm.server. Told with it is in how many
-    forwards a prompt was read: a prompt that takes more than 0.25 s by itself is read in small chunks beside rows that
-    decode, which keeps their gaps short and costs many forwards. So the row depends on how fast the machine is."""
+    """Compare streams of 108 prompt and 32 generated tokens, one and eight at a time, with mlx_lm.server.
+
+    The figure includes the forwards per prompt. A prompt whose prefill takes more than 0.25 s alone is prefilled in
+    small chunks while other rows decode. Small chunks keep the gaps of those rows short, but need many forwards. The
+    row therefore depends on the speed of the machine.
+    """
     peer = "mlx_lm.server"
     if missing():
         return [not_measured("streams of the MLX engine", f">= 1.0 and 1.1 x {peer}", missing())]
@@ -165,7 +170,7 @@ def bench_server(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one load gave: tokens per second over all of it, and the median of seconds to the first token."""
+    """Result of one load: tokens per second in total, and median seconds to the first token."""
 
     speed: float
     first: float
@@ -215,7 +220,8 @@ class Gaps:
 
 
 async def _gaps(server: Server, number: int) -> Gaps:
-    """Measure a quiet phase, one beside the long prompt, and a quiet one again, for answers are longer by then."""
+    """Measure a quiet phase, a phase with the long prompt, and a second quiet phase, because the answers are longer by
+    then."""
     times: list[list[float]] = [[] for _ in range(ROWS - 1)]
     heard = asyncio.Event()
 
@@ -256,7 +262,7 @@ def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list
 
 
 def bench_cancel(folder: Path) -> list[Row]:
-    """A client hangs up while its long prompt is written: until the engine's memory is back, and all promises too."""
+    """Measure the time from a client's disconnect during a long prefill until memory and commitments are released."""
     name, target = "hang-up to freed memory", "<= 1 chunk + 100 ms"
     if missing():
         return [not_measured(name, target, missing())]
@@ -288,7 +294,7 @@ def _reserved(made: Pool) -> int:
 
 
 async def _chunk_seconds(made: Pool, server: Server, number: int) -> float:
-    """Give the mean time of a chunk of a long prompt that is alone."""
+    """Return the mean time of a chunk of a long prompt that runs alone."""
     before = _counts(made)
     (long,) = prompts(f"cancel alone {number}", 1, ALONE_WORDS)
     seen = await server.chat(long, 2)  # the second token takes a step, and the report of that has all chunks
@@ -305,7 +311,7 @@ class Freed:
 
 
 async def _hang_up(server: Server, engine: psutil.Process, after: float, number: int) -> Freed:
-    """Hang up some seconds into a long prompt; freed is when nine tenths of what it took are gone from the process."""
+    """Disconnect `after` seconds into a long prompt, and measure until nine tenths of its memory are released."""
     base = engine.memory_info().rss
     (long,) = prompts(f"cancel {number}", 1, LONG_WORDS)
     asking = asyncio.ensure_future(server.chat(long, 1))
@@ -350,7 +356,7 @@ def bench_gate(_: Path) -> list[Row]:
 
 
 def bench_prefix(folder: Path) -> list[Row]:
-    """The second turn of a chat whose first had 1,500 tokens: its first token, with what was kept and without."""
+    """Compare the first token of a chat's second turn, after 1,500 tokens, with and without the cached prefix."""
     name, peer = "first token of a second turn, 1,500 tokens before it", "a chat that nobody has begun"
     if missing():
         return [not_measured(name, f"<= 0.35 x {peer}", missing())]
@@ -369,7 +375,10 @@ def bench_prefix(folder: Path) -> list[Row]:
 
 
 def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], float]:
-    """Give the seconds to the first token of a second turn; not `known`: of one whose first turn was another's."""
+    """Return a function for the seconds to the first token of a second turn.
+
+    If not `known`, the server has processed another first turn.
+    """
 
     def run(number: int) -> float:
         first, other, second = prompts(f"prefix {seed} {known} {number}", 3, TURN_WORDS)

@@ -1,8 +1,8 @@
-"""How close the fitted estimate of a forward's peak is, on six architectures: `python -m tests.bench.estimate`.
+"""Accuracy of the fitted estimate of a forward's peak, on six architectures: `python -m tests.bench.estimate`.
 
-Each model is loaded as a node loads it, with its probe; then chunks run that the probe did not see, in sizes and places
-of their own. Predicted is what was active before, what the chunk writes, and the estimate; measured is MLX's peak.
-Prints one JSON object: architecture → the ratios of predicted to measured, and of the transients alone.
+Each model is loaded as on a node, with its probe. Then chunks run in sizes and at positions that the probe did not use.
+The predicted value is the sum of the active memory before, the KV of the chunk, and the estimate. The measured value is
+MLX's peak. The output is one JSON object: architecture → ratios of predicted to measured, and of the transients alone.
 """
 
 import json

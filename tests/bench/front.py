@@ -1,7 +1,7 @@
-"""Rows of the front door: what a token and a request cost beside what others put in front of their nodes.
+"""Rows of the HTTP side: CPU and latency per token and request, compared with the routers of other projects.
 
-The peers route to mock nodes over HTTP; our own routes to scripted nodes over its link, started by `cluster up` and
-`cluster join` as a user would, keys and TLS on.
+The peers route to mock nodes over HTTP. Our router uses scripted nodes over its link, started by `cluster up` and
+`cluster join` as by a user, with keys and TLS on.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.support.processes import Pool, pool
 STREAMS, TOKENS, STEP_MS = 64, 470, 20
 ROUNDS = 3
 PLAIN_SECONDS, PLAIN_TOKENS = 4, range(4, 13)
-"""Answers of one length would end in one instant, all of them, and so would the next ones."""
+"""Lengths differ, because answers of one length would all end, and restart, at the same instant."""
 MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50
 APART, APART_TOKENS = 16, 60
 ALONE, PAUSE = 100, 0.02
@@ -48,14 +48,17 @@ def two_nodes(made: Pool, *settings: str) -> Peer:
 
 
 def build() -> str:
-    """Say which Python runs this: what our side costs depends on how it was compiled."""
+    """Return the Python that runs this, because our CPU time depends on how Python was compiled."""
     return f"Python {sys.version.split()[0]} in {sys.base_prefix}"
 
 
 @contextmanager
 def node_kinds(step_ms: float) -> Iterator[dict[str, tuple[int, int]]]:
-    """Run mock nodes of both kinds, and return the ports of each: those that close a connection after each answer and
-    write a step to one request after the other, as mlx_lm.server does, and those that do neither, as most servers."""
+    """Run mock nodes of both kinds, and return the ports of each.
+
+    The first kind closes a connection after each answer and writes a step to one request after the other, as
+    mlx_lm.server does. The second kind keeps connections and writes a step at once, as most servers do.
+    """
     with mock_nodes(step_ms) as closing, mock_nodes(step_ms, 0, keeps=True) as keeping:
         yield {"close connections": closing, "keep connections and write a step at once": keeping}
 
@@ -141,8 +144,10 @@ def bench_bodies(folder: Path) -> list[Row]:
 
 
 def _bodies(folder: Path, step_ms: int, limit: float, bodies: Mapping[str, Mapping[str, object]]) -> list[Row]:
-    """Send each body to ours, and to sglang-router before both kinds of nodes. The gate refuses none: what is measured
-    is not the refusing."""
+    """Send each body to our router, and to sglang-router in front of both kinds of nodes.
+
+    The gate refuses none of them, because refusals are not measured here.
+    """
     with pool(folder) as made, node_kinds(step_ms) as kinds, ExitStack() as stack:
         ours = two_nodes(made, f"step_ms={step_ms}", "tools=true", "kv_per_token=1024")
         peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
@@ -167,9 +172,12 @@ def _cpu(name: str, limit: float, pairs: Sequence[tuple[Cost, Cost]], peer: Peer
 
 
 def bench_apart(folder: Path) -> list[Row]:
-    """Whether peers stand before nodes like real ones: how far apart a server of MLX writes what one step gave its
-    streams, and how far a mock node; and whether it keeps connections. A router that wakes up once for all streams of a
-    step, or has not to connect for each request, has less to do."""
+    """Compare the mock nodes with a real server of MLX, in two properties that change the work of a router.
+
+    The first is the time between events of one step on different streams. A router that wakes up once for all of them
+    has less to do. The second is whether the server keeps connections. If it does, a router need not connect for each
+    request.
+    """
     events, kept = "events of one step, mock node", "plain answer, mock node"
     target = "no further apart than mlx_lm.server's"
     if missing():
@@ -191,9 +199,12 @@ def bench_apart(folder: Path) -> list[Row]:
 
 
 def bench_delay(folder: Path) -> list[Row]:
-    """What a request alone waits for beside its engine, against sglang-router: all that its client waits without what
-    it waits for at the socket of a mock node that keeps connections. That takes the client's own time off both sides
-    alike. Ours has a second process on the node, the agent, and TLS to it; how long the node has it is told."""
+    """Compare the delay that a router adds to a request that runs alone with the delay of sglang-router.
+
+    The delay is the client's waiting time minus the waiting time at the socket of a mock node that keeps connections.
+    This removes the client's own time from both sides. Our side has a second process on the node, the agent, and TLS to
+    that process. The figure includes the time that the request spends on the node.
+    """
     with pool(folder) as made, node_kinds(0) as kinds, ExitStack() as stack:
         ours = two_nodes(made, "step_ms=0")
         peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
@@ -248,7 +259,7 @@ def bench_many(folder: Path) -> list[Row]:
 
 
 def bench_refusing(folder: Path) -> list[Row]:
-    """One of two nodes refuses: what that adds to who was sent there first. Then both refuse."""
+    """Measure the extra time of a request that one of two nodes refuses. Then both nodes refuse."""
     with pool(folder) as made:
         made.up("router.queue_seconds=2")
         made.join("one", "engine.scripted.step_ms=5", f"engine.scripted.refuse={REFUSED_WORD}")

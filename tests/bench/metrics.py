@@ -1,4 +1,4 @@
-"""What it costs to be observed: a scrape of a pool of ten nodes with ten models each, and the counting of a request."""
+"""CPU time of metrics: a scrape of a pool of ten nodes with ten models each, and the counting of a request."""
 
 import json
 import statistics
@@ -64,7 +64,7 @@ def _per_request() -> Row:
 
 
 def _per_step() -> Row:
-    """What is counted of a node's step, however many streams it serves: shared by all of its tokens."""
+    """Measure the counting of one step of a node. All streams and tokens of the step share this cost."""
     counters, node = Counters(), NodeId("n")
     clock = time.monotonic
     took = _each(lambda: counters.stepped(node, "model", 7, 8, clock()))

@@ -1,12 +1,12 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
-`python -m tests.bench.mock_node STEP_MS APART_US KEEPS` prints its port and serves until its standard input ends. What
-a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a
-server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another
-machine, and leaves this one's cores alone. With steps of 0 it answers at once, and streams nothing.
+`python -m tests.bench.mock_node STEP_MS APART_US KEEPS` prints its port and serves until its standard input ends. The
+events of a step go to one request after the other, at least APART_US apart. A server with a thread or a task for each
+request does the same. With 0 all go at one instant. The node sleeps between them: a real node is another machine and
+does not use the cores of this one. With steps of 0 it answers at once, without streams.
 
-It speaks HTTP/1.0 as mlx_lm.server does, which closes a connection after each answer; with KEEPS of 1 it speaks
-HTTP/1.1 and keeps them.
+It speaks HTTP/1.0 as mlx_lm.server does, which closes a connection after each answer. With KEEPS of 1 it speaks
+HTTP/1.1 and keeps connections.
 """
 
 import asyncio
@@ -138,7 +138,7 @@ async def main(step: float, apart: float) -> None:
         for exchange in (*Exchange.streams, *Exchange.answers):
             if not exchange.gave(event) or not apart:
                 continue
-            await asyncio.sleep(0)  # which lets out what was written
+            await asyncio.sleep(0)  # sends the written bytes
             time.sleep(max(0.0, given + apart - time.monotonic()))  # noqa: ASYNC251  the loop's timers count in milliseconds
             given = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""The page: how soon its first bars stand, and what an open page costs the coordinator."""
+"""The page: time until its first bars appear, and the CPU time of the coordinator for an open page."""
 
 import shutil
 import statistics
@@ -47,7 +47,7 @@ def bench_page(folder: Path) -> list[Row]:
 
 
 def _share(process: psutil.Process) -> float:
-    """Give the share of a core that a process takes, in percent."""
+    """Return the share of a core that a process uses, in percent."""
     before, began = sum(process.cpu_times()[:2]), time.monotonic()
     time.sleep(SECONDS)
     return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began) * 100

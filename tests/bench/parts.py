@@ -1,4 +1,5 @@
-"""Inside the coordinator's host: gaps between tokens alone, then beside a long log being fetched over the same link."""
+"""Runs on the coordinator's host: gaps between tokens alone, then during the download of a long log over the same
+link."""
 
 import asyncio
 import json
@@ -27,7 +28,7 @@ async def fetch(base: str, key: str) -> tuple[int, float]:
 
 
 def p99(gaps: list[float]) -> float:
-    """Give the 99th percentile."""
+    """Return the 99th percentile."""
     return sorted(gaps)[int(len(gaps) * 0.99)]
 
 

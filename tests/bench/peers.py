@@ -1,5 +1,8 @@
-"""The peers: nginx (Debian's) and sglang-router (its wheel, in an environment of its own), before mock nodes; for the
-engine mlx-lm, of the version that the engine uses: its server, and its batches in a process of their own."""
+"""The peers of the benchmarks, each in a process or environment of its own.
+
+In front of mock nodes: nginx (Debian's) and sglang-router (its wheel). For the engine: mlx-lm in the engine's version,
+as its server and as its batches.
+"""
 
 import json
 import os
@@ -21,9 +24,11 @@ from tests.support.processes import ROOT, environment, until
 NGINX, SGLANG, MLX = "nginx", "sglang-router", "mlx_lm.server"
 SGLANG_WHEEL = f"{SGLANG}==0.3.2"
 APART = 50
-"""Microseconds that a mock node waits at least between what it gives two requests of a step: with waking up it is 80.
-mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
-whole step has less to do: a node that writes all in one instant would flatter it."""
+"""Least microseconds of a mock node between the events of a step for two requests; 80 including the wake-up.
+
+The threads of mlx_lm.server write their events some 100 µs apart (`python -m tests.bench apart`). A node that writes
+all events at one instant would favour a peer that wakes up once for a whole step.
+"""
 NGINX_CONFIG = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx-{port}.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
@@ -71,7 +76,7 @@ def cpu_of(processes: Iterable[psutil.Process]) -> float:
 
 
 def free_port() -> int:
-    """Give a port that is free now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
@@ -153,7 +158,7 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 @contextmanager
 def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
-    """Run mlx_lm.server with one model and a home of its own, on the BLAS that the engine gets, too."""
+    """Run mlx_lm.server with one model and a home folder of its own, on the same BLAS as the engine."""
     port = free_port()
     home = folder / "mlx-home"
     home.mkdir()
@@ -186,13 +191,13 @@ def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
 
 
 class Library:
-    """mlx-lm's batches, spoken to over a pipe."""
+    """The batches of mlx-lm, in a process that is reached over a pipe."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def generate(self, prompts: list[str], tokens: int) -> list[list[float]]:
-        """Give the monotonic times of each prompt's tokens; RuntimeError when it ended."""
+        """Return the monotonic times of each prompt's tokens; raise RuntimeError when the process has ended."""
         self.say(json.dumps({"prompts": prompts, "tokens": tokens}))
         return json.loads(self.hear())
 
@@ -213,7 +218,7 @@ class Library:
 
 @contextmanager
 def library(model: Path) -> Iterator[Library]:
-    """Run mlx-lm's batches, model loaded, on the BLAS that the engine gets, too."""
+    """Run the batches of mlx-lm with a loaded model, on the same BLAS as the engine."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.bench.library", str(model)],
         stdin=subprocess.PIPE,

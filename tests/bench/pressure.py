@@ -1,8 +1,9 @@
-"""Memory pressure on a real engine: two length groups of one model, a second model, answers that outgrow their promise,
-and checkpoints in fp8 and bf16 that are loaded and unloaded. No engine may die, no answer may be cut, no sample may
-stand over the cap.
+"""Memory pressure on a real engine.
 
-Driven like `torture`: the shipped engine process under the shipped limiter, poll and enforcer.
+The load has two length groups of one model, a second model, and answers that outgrow their commitment. Checkpoints in
+fp8 and bf16 are loaded and unloaded. No engine may crash, no answer may be cut, and no sample may be over the cap.
+
+Like `torture`, this runs the shipped engine process under the shipped limiter, poll and enforcer.
 """
 
 import asyncio
@@ -33,7 +34,7 @@ LOADED = ("packed", "plain")
 
 @dataclass
 class Seen:
-    """What a run showed."""
+    """Results of a run."""
 
     ends: Counter[str] = field(default_factory=Counter[str])
     loads: Counter[str] = field(default_factory=Counter[str])
@@ -59,7 +60,7 @@ async def rest_of(folder: Path) -> int:
 
 
 async def press(folder: Path, cap: int, seconds: float) -> Seen:
-    """Ask for more than fits for so long, and return what was seen."""
+    """Ask for more than fits for `seconds`, and return the results."""
     seen = Seen()
     async with started(folder, {"cap": cap, "margin": MARGIN}) as node:
         until = time.monotonic() + seconds

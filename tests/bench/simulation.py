@@ -1,7 +1,7 @@
-"""What the router promises under load, in virtual time: the scenarios that were committed before anything was tuned.
+"""Targets of the router under load, in virtual time. The scenarios were committed before any tuning.
 
-`ratio` rows are means over SEEDS: with some hundred requests one seed more or less long prompts moves the 95th
-percentile by a third.
+`ratio` rows are means over SEEDS. A run has only some hundred requests, and a few more or fewer long prompts move the
+95th percentile by a third.
 """
 
 import random
@@ -68,8 +68,13 @@ def bench_large(_: Path) -> list[Row]:
 
 
 def bench_scarce(_: Path) -> list[Row]:
-    """Six models on memory for three, one greedy key among five with long prompts and with short ones, a bad day, a
-    machine that joins in a batch."""
+    """Run the scenarios of scarcity.
+
+    Six models on memory for three.
+    A greedy key among five, with long and with short prompts.
+    A day with lost machines.
+    A machine that joins in a batch.
+    """
     six, greedy, chatty, death = _all("six-models"), _all("greedy"), _all("chatty"), _all("death")
     joining = _all("joining")
     late = joining[OURS].ttft_p95 / joining[CLAIRVOYANT].ttft_p95

@@ -67,7 +67,7 @@ class Engine:
         self.line.sendall(encode(frame))
 
     def ask(self, number: int, text: str, tokens: int = 1) -> None:
-        """Ask for so many tokens after a prompt."""
+        """Send a request for `tokens` tokens."""
         params = Params(max_tokens=tokens)
         self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
 
@@ -148,7 +148,7 @@ def lay_out(folder: Path, context: int) -> None:
 
 
 def bench_tokenize(folder: Path) -> list[Row]:
-    """Pings and short prompts beside four long bodies: refused by their count, and tokenized whole."""
+    """Measure pings and short prompts during four long bodies: refused by their count, and tokenized completely."""
     rows: list[Row] = []
     for size, context, name in CASES:
         lay_out(folder / str(size), context)

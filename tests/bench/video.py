@@ -1,7 +1,7 @@
-"""Rows of video: what it costs to make a clip in the pool instead of alone, and what it costs the chats beside it.
+"""Rows of video: cost of a clip in the pool compared with the engine alone, and its effect on chats at the same time.
 
-The engine is the real one on a very small package, so a clip is mostly the beginning of a process; where a row is about
-processes and leases only, its stand-in says what it would say.
+The engine is the real one on a very small package; most of a clip's time is therefore the start of a process. Rows
+about processes and leases alone use its stand-in.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ ROUNDS = 2
 CLIP = {**JOB, "frames": 17, "steps": 8}
 PORTS = 25_000
 WINDOW = 12.0
-"""Seconds of chatting beside a job."""
+"""Seconds of chats during a job."""
 STREAMS = 4
 MIB = 2**20
 WORKER = ROOT / "node" / "video" / "worker.py"
@@ -69,11 +69,11 @@ def _place(folder: Path, number: int) -> Path:
     return place
 
 
-# what a lease costs
+# Cost of a lease
 
 
 def bench_lease(folder: Path) -> list[Row]:
-    """The grant on a node with a real engine process, and how long a breach lives."""
+    """Measure the grant on a node with a real engine process, and the duration of a breach."""
     with capture_logs():
         granted, back, breach = asyncio.run(_leases(folder))
     words_ = f"{statistics.median(granted) * 1000:.0f} ms ({min(granted) * 1000:.0f} to {max(granted) * 1000:.0f})"
@@ -117,7 +117,7 @@ async def _after_death(node: Node, lease: str) -> float:
 
 
 async def _breach(node: Node, lease: str) -> float:
-    """Give the seconds for which a worker was above its lease, looked at from outside."""
+    """Return the seconds for which a worker was above its lease, measured from outside."""
     size = 256 * MIB
     node.ask(size, {**JOB, "prompt": f"take={2 * size} hold=loading"}, lease)
     worker = await node.working(Phase.STARTING, lease)
@@ -139,7 +139,7 @@ async def _breach(node: Node, lease: str) -> float:
 
 
 def bench_clip(folder: Path) -> list[Row]:
-    """A clip from its creation to its file, beside the engine by itself; what Ray takes for it."""
+    """Compare a clip from creation to file with the engine alone, and measure the memory of Ray."""
     with pool(folder) as made:
         one = _real(made, folder)
         pairs = in_turn(lambda number: _made(one, number), lambda number: _alone(folder, number), ROUNDS)
@@ -194,11 +194,11 @@ def _alone(folder: Path, number: int) -> float:
     return time.monotonic() - began
 
 
-# chats beside a job
+# Chats during a job
 
 
 def bench_beside(folder: Path) -> list[Row]:
-    """Chats beside a job under a lease, and beside the same worker that nobody lends or watches."""
+    """Compare chats during a job under a lease with chats during the same worker without lease and watchdog."""
     (folder / "models").mkdir()
     (folder / "models" / "chatter").symlink_to(models.path("llama", trained=False, preset="bench50m"))
     over: list[int] = []
@@ -249,7 +249,7 @@ def _beside_ours(one: Chain, number: int, over: list[int]) -> float:
 
 
 def _look_on(one: Chain, over: list[int], stop: threading.Event) -> None:
-    """Note for each look whether engine and worker together are above the cap."""
+    """Record for each sample whether engine and worker together are above the cap."""
     engine, worker = one.find("engine"), one.find("worker")
     cap = one.node()["cap"]
     while not stop.wait(0.05):
@@ -265,7 +265,7 @@ def _beside_bare(one: Chain, folder: Path, number: int) -> float:
 
 @contextmanager
 def _bare(folder: Path, number: int) -> Iterator[None]:
-    """Run the same worker by itself while it denoises."""
+    """Run the same worker alone while it denoises."""
     package = {"package": str(tiny_wan() / "tiny-wan"), "out": str(folder), "size": LEASE}
     job = {**JOB, "steps": 50, "frames": 121, "seed": number, **package}
     with (
