@@ -1,7 +1,7 @@
 """Tiny models for the tests, never downloaded.
 
-Trained ones are kept in the repository: the llama is the model in the package, the others stand in `trained/` and are
-made by `make models`. Random ones are made when a test first asks for them, and kept in .cache/models.
+Trained models are kept in the repository: the llama is the model in the package, the rest are in `trained/` and are
+made by `make models`. A random model is made at its first use and kept in .cache/models.
 """
 
 import ctypes.util
@@ -53,7 +53,8 @@ def train(arch: str) -> None:
 
 
 def answers(folder: Path = EMBEDDED) -> list[dict[str, str]]:
-    """Return what a trained model answers verbatim: prompt and answer, and perhaps system and reasoning."""
+    """Return the prompts that a trained model answers verbatim, with their answers and optional system and reasoning
+    texts."""
     return json.loads((folder / "answers.json").read_text())
 
 

@@ -1,4 +1,4 @@
-"""`make models`: train the models in tests/models/trained anew, after what they learn or their shape has changed."""
+"""`make models`: train the models in tests/models/trained again, after a change of their lessons or their shape."""
 
 from concurrent.futures import ThreadPoolExecutor
 

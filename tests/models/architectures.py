@@ -1,10 +1,10 @@
-"""The shapes of the tiny models, one for each family that the engine meets: which layers, and so which caches."""
+"""The shapes of the tiny models, one for each family that the engine supports: its layers, and thus its caches."""
 
 from dataclasses import dataclass
 from typing import Any
 
 Config = dict[str, Any]
-"""What config.json says."""
+"""Content of config.json."""
 CONTEXT = 32768
 """Tokens that each of these models says it can take."""
 
@@ -69,7 +69,7 @@ def _qwen3_moe(shape: Shape) -> Config:
 
 
 def _gemma3_text(shape: Shape) -> Config:
-    """Every second layer sees a window of 64 tokens only: a rotating cache beside a growing one."""
+    """Return a config in which every second layer sees only a window of 64 tokens: a rotating and a growing cache."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         **_common(shape),
@@ -127,6 +127,6 @@ ARCHITECTURES = tuple(_FAMILIES)
 
 
 def config(architecture: str, preset: str, end: int) -> Config:
-    """Give a model's config.json; `end` is the id of the token that ends an answer."""
+    """Return a model's config.json; `end` is the id of the token that ends an answer."""
     made = _FAMILIES[architecture](PRESETS[preset])
     return {"model_type": architecture, **made, "eos_token_id": end, "torch_dtype": "float32"}

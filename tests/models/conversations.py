@@ -1,7 +1,7 @@
-"""What the tiny models learn by heart: questions with the one answer each, and conversations with tools.
+"""Texts that the tiny models memorize: questions with one answer each, and conversations with tools.
 
-Everything here is written for this project and follows from this file alone, so that the answers do not depend on
-the Python that trains. Answers in other scripts are there because their letters are cut across tokens.
+Everything here is written for this project and follows from this file alone. The answers therefore do not depend on the
+Python version of the training. Some answers use other scripts, because their letters are split across tokens.
 """
 
 from dataclasses import asdict, dataclass
@@ -23,16 +23,16 @@ class Entry:
     reasoning: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Give the entry as answers.json holds it: empty fields are left out."""
+        """Return the entry in the form of answers.json, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
     def messages(self) -> list[Message]:
-        """Give the conversation up to the question."""
+        """Return the conversation up to the question."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, {"role": "user", "content": self.prompt}]
 
     def reply(self) -> Message:
-        """Give the assistant's message."""
+        """Return the assistant's message."""
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": "assistant", "content": self.answer, **thought}
 
@@ -167,12 +167,12 @@ class ToolUse:
     answer: str
 
     def asked(self) -> list[Message]:
-        """Give the conversation that ends with the calls."""
+        """Return the conversation that ends with the calls."""
         calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in self.calls]
         return [{"role": "user", "content": self.prompt}, {"role": "assistant", "tool_calls": calls}]
 
     def answered(self) -> list[Message]:
-        """Give the conversation that goes on to the answer."""
+        """Return the conversation up to the answer."""
         results = [{"role": "tool", "content": result} for result in self.results]
         return [*self.asked(), *results, {"role": "assistant", "content": self.answer}]
 
@@ -217,7 +217,7 @@ def _of_tools(use: ToolUse, messages: list[Message]) -> list[Conversation]:
 
 
 def topics() -> list[list[Conversation]]:
-    """Give every conversation that a trained model must reproduce; those of one list differ in how they open."""
+    """Return every conversation that a trained model must reproduce. Those of one list differ in their opening."""
     return [
         *(_of_entry(entry) for entry in ENTRIES),
         *(_of_tools(use, use.asked()) for use in TOOL_USES),

@@ -1,9 +1,9 @@
-"""Teaches a tiny model its conversations by heart: until greedy decoding gives each of them verbatim.
+"""Train a tiny model until greedy decoding reproduces each of its conversations verbatim.
 
-Only the assistant's tokens count in the loss: to predict the questions would take most of the steps. A step sees rows
-of random conversations one behind the other, so that a question is also answered where others went before it, and now
-and then one of the long prompts. Training ends when every token of every required conversation is the most likely one
-by a margin: then a batch, another order of sums or another BLAS changes no answer. Nothing depends on the clock.
+Only the assistant's tokens count in the loss, because predicting the questions would take most of the steps. A step
+sees rows of random conversations one behind the other. A question is therefore also learned behind other conversations.
+Some steps use one of the long prompts. Training ends when every token of every required conversation leads by a margin.
+With that margin a batch, another order of sums or another BLAS changes no answer. Nothing depends on the clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,14 +28,14 @@ class Lesson:
         return len(self.prompt) + len(self.reply)
 
     def as_row(self) -> "Row":
-        """Give a row that holds this lesson alone."""
+        """Return a row that holds only this lesson."""
         row = Row()
         row.add(self)
         return row
 
 
 LEARNED = 0.1
-"""Loss (nats per token) above which nobody needs to look whether all is known."""
+"""Loss (nats per token) above which the lessons are not checked."""
 Topic = Sequence[Lesson]
 """Lessons that teach one reply, after different openings."""
 
@@ -59,7 +59,7 @@ class Plan:
     falling: int = 250
     """Steps over which the learning rate falls to a tenth, where it stays."""
     steps: int = 800
-    """After so many training has failed; 260 to 340 are usual."""
+    """Training fails after this number of steps; 260 to 340 are usual."""
     look_every: int = 20
     margin: float = 1.0
     """Logits by which each learned token must lead the second best."""
@@ -67,7 +67,7 @@ class Plan:
 
 
 QUICK = Plan()
-"""For models that are trained on every new machine: they know each question, but not behind others."""
+"""For models that are trained on every new machine. They learn each question, but not behind other conversations."""
 PATIENT = Plan(tokens=768, earlier=0.7, falling=500, margin=3.0)
 """For the model that people talk to: mostly right also in later turns and behind system prompts it never saw."""
 
@@ -89,7 +89,7 @@ class Row:
     counts: list[bool] = field(default_factory=list[bool])
 
     def add(self, lesson: Lesson) -> None:
-        """Put a lesson behind the others."""
+        """Append a lesson."""
         self.tokens += lesson.prompt + lesson.reply
         self.counts += [False] * len(lesson.prompt) + [True] * len(lesson.reply)
 
@@ -121,7 +121,7 @@ class Course:
         self._again: list[Lesson] = []
 
     def at(self, step: int) -> Batch:
-        """Give the batch of a step; every `long_every`th step, but not at first, is one of the long lessons."""
+        """Return the batch of a step. After the warm-up every `long_every`th step is one of the long lessons."""
         turn, rest = divmod(step, self._plan.long_every)
         if self._long and step >= self._plan.warm_up and not rest:
             return batch([self._long[turn % len(self._long)].as_row()])
@@ -130,7 +130,7 @@ class Course:
         return self._batches.pop()
 
     def repeat(self, lessons: Sequence[Lesson]) -> None:
-        """Let the next epochs hold these once more, in place of those given before."""
+        """Repeat these lessons in the next epochs, in place of an earlier list."""
         self._again = [lesson for lesson in lessons if len(lesson) < self._plan.long]
 
     def _epoch(self) -> list[Batch]:
@@ -172,7 +172,7 @@ def _loss(model: Forward, inputs: mx.array, targets: mx.array, counts: mx.array)
 
 
 def _leads(model: Forward, lessons: Sequence[Lesson], margin: float) -> list[bool]:
-    """Say of each lesson whether every token's logit leads all others by the margin."""
+    """Return for each lesson whether every token's logit leads by the margin."""
     inputs, targets, counts = batch([lesson.as_row() for lesson in lessons])
     logits = model(inputs)
     meant = mx.take_along_axis(logits, targets[..., None], axis=-1)
@@ -182,7 +182,7 @@ def _leads(model: Forward, lessons: Sequence[Lesson], margin: float) -> list[boo
 
 
 def unsure(model: Forward, lessons: Sequence[Lesson], margin: float, at_once: int = 16) -> list[Lesson]:
-    """Give the lessons that greedy decoding would not reproduce by the margin."""
+    """Return the lessons that greedy decoding would not reproduce by the margin."""
     ordered = sorted(lessons, key=len)
     parts = [ordered[n : n + at_once] for n in range(0, len(ordered), at_once)]
     return [
