@@ -1,8 +1,8 @@
 """Mutated frames of nodes and of strangers: to the decoder, to a node's link, and to an enrolment.
 
-A link that gets bytes which are no frames of ours may end, with a reason. Anything else is a surprise: an exception
-other than `WireError` from the decoder, any exception from a connection, a frame that was decoded and cannot be encoded
-again, and a view of the pool or a row of the database that holds what JSON cannot.
+A link that receives bytes that are no valid frames may end, with a reason. Any other result is a surprise: an exception
+other than `WireError` from the decoder, or any exception from a connection. A decoded frame must
+be encodable again. Views of the pool and rows of the database must have only values that JSON can represent.
 """
 
 # pyright: reportPrivateUsage=false
@@ -60,7 +60,7 @@ from wire.video import Artifact, LeaseState, VideoPackage, VideoState
 
 COUNT = 1_000_000
 CONNECTED = 5
-"""Of so many inputs one is fed to connections, too."""
+"""One of this many inputs also goes to connections."""
 NODE = NodeId("node-1")
 REPORT = a_report(
     7,
@@ -225,7 +225,8 @@ def _greeted(data: bytes, made: Application) -> None:
 
 
 async def _settled(made: Application, where: str) -> list[str]:
-    """Let what was planned happen; what the API shows of the node must be JSON, and the store must hold."""
+    """Run the scheduled callbacks, then check that the API's view of the node is JSON and that the store can be
+    flushed."""
     await asyncio.sleep(0)
     try:
         if NODE not in made.registry.pool.members:  # it said that it leaves
