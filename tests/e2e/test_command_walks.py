@@ -1,4 +1,4 @@
-"""Commands do what they say, typed as a person types them: up, join, leave, chat, on Macs that are nodes already."""
+"""Commands typed as by a user, on Macs that are nodes already: up, join, leave, chat."""
 
 import json
 import re

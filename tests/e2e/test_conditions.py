@@ -1,6 +1,6 @@
-"""What needs a person is told within half a minute: by a real Prometheus, by the API, by `cluster status`, by webhook.
+"""A condition is reported within half a minute: by a real Prometheus, by the API, by `cluster status`, by webhook.
 
-The gate of a live node is neutered: its engine runs from a copy of the packages in which nobody asks the gate.
+The gate of a live node is neutered: its engine runs from a copy of the packages that skips the gate.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Real models in a real pool: answers word for word, what the gate refuses, bad input, what a client may ask.
+"""Real models in a real pool: answers word for word, refusals of the gate, bad input, request options.
 
-The trained tiny models know a few answers by heart, so every answer here is compared with what was learned.
+The tiny models were trained on a few answers. Every answer here is compared with the trained text.
 """
 
 import json
@@ -77,7 +77,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def zoo(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """Two nodes with everything loaded that is trained, and spoiled models beside it."""
+    """Start two nodes with all trained models loaded, and with spoiled models in the same folder."""
     trained = {name: tiny_model(name) for name in TRAINED}
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "zoo", **trained, fresh=trained["qwen3"], later=trained["lfm2"])
@@ -101,7 +101,7 @@ def client(zoo: Pool) -> OpenAI:
 
 
 def answer(client: OpenAI, model: str, one: dict[str, str], *, stream: bool) -> tuple[str, str, str]:
-    """Give content, reasoning, and the node that they came from."""
+    """Return content, reasoning, and the node that generated them."""
     raw: Any = client.chat.completions.with_raw_response.create(
         model=model, messages=said(one["prompt"], one.get("system", "")), stream=stream
     )
@@ -155,7 +155,7 @@ def test_the_first_request_loads_each_model_of_a_folder(zoo: Pool, client: OpenA
     until(lambda: set.union(*(loaded(zoo, name) for name in NODES)) >= {"fresh", "later"}, 5, "both are loaded")
 
 
-# what a client may ask
+# Request options
 
 
 def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -320,17 +320,17 @@ def test_a_strange_prompt_is_answered(client: OpenAI, messages: Any) -> None:
     good(client)
 
 
-# the gate
+# The gate
 
 ROOM = 96 * MIB
-"""Above an engine at rest; 64 MiB of it are what a load needs for a moment."""
+"""Bytes above an engine at rest. A load needs 64 MiB of them for a moment."""
 MARGIN = 4 * MIB
 CROWD = 4
 """Answers to a small question that take half of ROOM: 256 tokens each are promised, at 24 KiB the token."""
 
 
 def claim_a_gigabyte(folder: Path) -> None:
-    """Make the weights so large that no node with ROOM could hold them; they lie on no disk."""
+    """Make the weights larger than any node with ROOM. The file is sparse."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**28], "data_offsets": [0, 2**30]}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)

@@ -1,7 +1,8 @@
-"""Engines that die, freeze or are left alone: whose request fails, whose is placed elsewhere, what comes back.
+"""Engines that crash, freeze or are orphaned: which requests fail, which are placed elsewhere, and how the engine
+restarts.
 
-Deaths are counted by model, so every test has a name of its own for the slow model. `victim` is the node whose engine
-is hurt, `icy` the one whose engine is frozen when the tests begin, `other` stays well and can answer for both.
+Crashes are counted by model. Every test therefore has its own name for the slow model. The tests crash the engine of
+`victim`. The engine of `icy` is frozen when the tests begin. `other` stays healthy and can answer for both.
 """
 
 import tempfile
@@ -64,7 +65,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Ward:
-    """The pool, and what is known of `victim` in it."""
+    """The pool, with shortcuts for its node `victim`."""
 
     pool: Pool
     client: OpenAI
@@ -83,12 +84,13 @@ class Ward:
         engine_of(self.pool, "victim").kill()
 
     def load(self, model: str) -> None:
-        """Let a request load a model on `victim`; only it is open for one now."""
+        """Load a model on `victim` with a request. It must be the only node that is not cordoned."""
         assert self.ask(model, max_tokens=1)[2] == "victim"
         until(lambda: model in self.loaded() and at_rest(self.pool, "victim"), what="loaded")
 
     def back(self, node: str, restarts: int, models: set[str]) -> str:
-        """Wait until a node's engine serves after so many restarts, with these models; give the cause of its death."""
+        """Wait until a node's engine serves these models after `restarts` restarts, and return the cause of the
+        crash."""
 
         def here() -> bool:
             engine = self.pool.node(node)["engine"]
@@ -98,7 +100,7 @@ class Ward:
         return self.pool.node(node)["engine"]["cause"]
 
     def reads(self, forwards: int) -> None:
-        """Wait until `victim` has begun so many forwards of prompts more than it had."""
+        """Wait until `victim` has begun `forwards` more forwards of prompts."""
         before = counts(self.pool, "victim")["forwards"]
         until(lambda: counts(self.pool, "victim")["forwards"] >= before + forwards, what="a prompt being read")
 
@@ -149,7 +151,7 @@ def elsewhere(answer: Answer) -> bool:
 
 
 def test_killed_in_prefill(ward: Ward) -> None:
-    """The request that was being read fails for good, those that stood beside it are answered elsewhere."""
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
     with side_by_side(3) as start:
         with cordoned(ward.pool, "other"):
             ward.load("read")
@@ -186,7 +188,7 @@ def test_killed_in_decode(ward: Ward) -> None:
 
 
 def test_killed_in_load(ward: Ward) -> None:
-    """The request whose model was being read fails; who waited for the same model is answered elsewhere."""
+    """The request that loads the model fails. A second request for the same model is answered elsewhere."""
     engine = engine_of(ward.pool, "victim")
     rest, restarts, models = engine.memory_info().rss, ward.restarts(), ward.loaded()
     with side_by_side(2) as start:
@@ -202,7 +204,7 @@ def test_killed_in_load(ward: Ward) -> None:
 
 
 def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
-    """`cursed` is here alone: after the second death it is refused at once, and all else goes on."""
+    """Only this node has `cursed`. After the second crash the model is refused at once; other models still answer."""
     assert greets(ward.client, "quick")
     ward.load("cursed")
     restarts, models = ward.restarts(), ward.loaded()
@@ -228,7 +230,7 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
 
 
 def test_frozen(ward: Ward) -> None:
-    """A stopped process answers no ping: after 30 s it is replaced, and what it had is answered elsewhere."""
+    """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
     text, _, node = ward.frozen.answer.result(60)
     assert (len(text) > 100, node) == (True, "other")
     assert "the engine hung: it has answered nothing for" in ward.back("icy", 1, {"ice"})

@@ -1,6 +1,6 @@
 """The pool on isolated hosts: a coordinator, two nodes and a client, each with a network of its own.
 
-Cables are cut and hosts lose power here, so nobody says goodbye, and what is found is found by multicast.
+Cables are cut and hosts lose power here, without a goodbye. Discovery uses multicast.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ VIDEO = ("video.max_steps=1000",)
 
 
 def flat_settings(**more: Any) -> list[str]:
-    """Give the settings of a node that makes small videos."""
+    """Return the settings of a node that makes small videos."""
     made = flat(**more)
     return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
@@ -81,7 +81,7 @@ class Lab:
         )
 
     def move(self, number: int) -> None:
-        """Let all that is said to the coordinator be said on this host; its state is that host's."""
+        """Send all requests to the coordinator from this host, and use the state folder of this host."""
         local = self._stack.enter_context(self.hosts[number].threads(2))
         self.pool.home = "coordinator" if number == 1 else f"coordinator-{number}"
         self.pool.wrap = self.hosts[number].enter()
@@ -115,7 +115,7 @@ class Lab:
         return self.pool.node(name)["state"]
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        """Give the coordinator's log lines of one event."""
+        """Return the coordinator's log lines of one event."""
         lines = (self.pool.state / "logs" / "coordinator.log").read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["event"] == event]
 
@@ -187,7 +187,8 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
         assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "those of the dead Mac went on on the other"
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
-        # What was there has moved by then; it may wait for a place beside the others, and then has all its work to do.
+        # Streams of the lost node have moved by then. A moved stream may wait for a row, and then decodes from the
+        # start.
         working = (max(lengths) + chat.words) * 0.05 + 1
         assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK + working, chat
     assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
@@ -320,7 +321,8 @@ def test_a_code_is_approved_and_the_record_goes_with_the_coordinator(lab: Lab) -
 
 
 async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
-    """Note what comes and goes on the LAN until a coordinator has gone; its record alone would stay for minutes."""
+    """Record Bonjour records that appear and disappear until the coordinator's is removed; it would otherwise stay for
+    minutes."""
     events: list[tuple[str, ServiceStateChange]] = []
     gone = asyncio.Event()
 

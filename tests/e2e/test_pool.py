@@ -177,7 +177,7 @@ def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> Non
     again = cluster_pool.up()
     assert "api_key" not in again
     assert cluster_pool.node("studio")["state"] == "lost"
-    # Another port than before: the node finds nothing at the remembered one, so it is told.
+    # The port differs from the one that the node remembers; `join` passes the new address.
     node = cluster_pool.join("studio", wait=False)
     del node
     listed = {key["name"] for key in cluster_pool.cli("key", "list")["keys"]}
@@ -622,7 +622,7 @@ def test_mistakes_at_the_command_are_told_with_the_next_step(
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """Let whoever makes a file without a mode of its own give it to everybody."""
+    """Set the umask to 0: a file that is made without a mode is writable for all users."""
     before = os.umask(0)
     yield
     os.umask(before)

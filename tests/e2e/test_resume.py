@@ -1,4 +1,5 @@
-"""A Mac goes while it writes: its streams go on elsewhere, word for word, and nobody notices."""
+"""A node is lost during answers: its streams continue on another node word for word, without an error for any
+client."""
 
 import json
 import signal
@@ -23,9 +24,9 @@ STREAMS = 12
 TOKENS = 500
 NODES = ("one", "two")
 NOTICED = 1.0
-"""Seconds of silence that a client may hear beside the time of writing its prompt and text again."""
+"""Longest silence in seconds that a client may see, apart from the time to prefill its prompt and text again."""
 SUSPECTED = 3.0
-"""Seconds of a node's silence after which its streams go on elsewhere."""
+"""Seconds of a node's silence after which its streams resume elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +44,7 @@ def pair(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
 
 @dataclass
 class Heard:
-    """One stream as its client heard it: where it began, its text, when each piece came, and how it ended."""
+    """One stream as its client received it: first node, text, time of each piece, and end."""
 
     node: str = ""
     text: str = ""
@@ -116,7 +117,7 @@ def end_of_text(made: Pool) -> int:
 
 @dataclass
 class Told:
-    """What happened to many streams while a Mac went."""
+    """Results of many streams during the loss of a node."""
 
     heard: list[Heard]
     victim: str
@@ -141,7 +142,7 @@ def told(made: Pool, go: Callable[[str], object]) -> Told:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Pool) -> list[Heard]:
-    """What each of them says if nothing happens."""
+    """Return the answer of each stream without a disturbance."""
     with side_by_side(STREAMS) as start:
         return [each.result() for each in [start(Chat(pair, number).run) for number in range(STREAMS)]]
 
@@ -162,7 +163,7 @@ def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: floa
 
 
 def rewriting(pair: Pool, count: int) -> float:
-    """Measure how long one node takes to write so many new prompts of about a hundred tokens."""
+    """Measure how long one node takes to prefill `count` new prompts of about a hundred tokens."""
     url, headers = f"{pair.facts['base_url']}/chat/completions", {"Authorization": f"Bearer {pair.key}"}
     salt = time.monotonic()
 

@@ -118,9 +118,14 @@ class Load:
     over: bool = False
 
     def ask(self, tokens: int = 40, begun: Callable[[], object] = lambda: None) -> str:
-        """Ask once; say how it ended: "whole", "told" (an error event and no [DONE]), "refused" with the seconds to
-        wait, "nobody" at the door (no byte of an answer), or what came that is none of these. `begun` hears its first
-        bytes."""
+        """Send one request and return how it ended. `begun` is called at the first bytes.
+
+        `whole`: A complete answer.
+        `told`: An error event and no [DONE].
+        `refused`: 503 with the seconds to wait.
+        `nobody`: No connection and no byte of an answer.
+        Any other text describes an unexpected end.
+        """
         body = {
             "model": "scripted-1",
             "stream": True,
@@ -154,7 +159,7 @@ class Load:
                 time.sleep(0.05)
 
     def since(self, first: int) -> set[str]:
-        """Say how the answers from this one on ended."""
+        """Return how the answers from this one on ended."""
         return set(self.ends[first:])
 
 
@@ -193,7 +198,10 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
 
 
 def restart_the_coordinator(pool: Pool, load: Load, long: Future[str]) -> None:
-    """End it while requests run and start it again: whoever is cut off is told so, and all else is as before."""
+    """Stop the coordinator during requests and start it again.
+
+    A cut answer must end with an error event. Members and engines must be the same afterwards.
+    """
     until(lambda: sum(node["running"] for node in pool.nodes_now()) > 1, what="at work")
     members = {node["name"]: node["id"] for node in pool.nodes_now()}
     engines = {name: pool.nodes[name].children() for name in members}

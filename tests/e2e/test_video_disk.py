@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @contextmanager
 def disk(folder: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of so many bytes."""
+    """Mount a file system of `size` bytes."""
     reason = unsupported()
     if reason:
         pytest.skip(reason)
@@ -34,7 +34,7 @@ def disk(folder: Path, size: int) -> Iterator[Path]:
 
 
 def larger(folder: Path, size: int) -> None:
-    """Give a mounted file system another size."""
+    """Change the size of a mounted file system."""
     subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
 
 

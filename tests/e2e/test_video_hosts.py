@@ -102,7 +102,7 @@ class Lab:
         return self.video("GET", f"/{name}").json()
 
     def lenders(self) -> dict[str, str]:
-        """Give the jobs that memory is lent to, by the name of the node."""
+        """Return the jobs that hold leases, by the name of the node."""
         return {one["name"]: one["job"] for one in self.pool.get("/api/v1/leases")["leases"]}
 
     def chatting(self) -> Chats:

@@ -1,4 +1,4 @@
-"""Video over a real link: what the coordinator is told, how it fetches a clip, what it hears again after a gap."""
+"""Video over a real link: reports to the coordinator, the download of a clip, and reports after a gap in the link."""
 
 import asyncio
 import hashlib

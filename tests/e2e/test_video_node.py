@@ -1,5 +1,7 @@
-"""Video on one node: leases, workers, ends of every kind. Clips are made by the real engine from a very small package;
-where a test is about processes and leases, a stand-in says what that engine would say."""
+"""Video on one node: leases, workers, ends of every kind.
+
+The real engine makes the clips from a very small package. Tests of processes and leases use its stand-in.
+"""
 
 import asyncio
 import hashlib
@@ -55,7 +57,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 def events(node: Node, lease: str = "l-1.1") -> list[dict[str, object]]:
-    """Give what the worker of a lease said."""
+    """Return the events of a lease's worker."""
     file = node.folder / "node" / "video" / "leases" / lease / "events.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -201,7 +203,7 @@ PHASES = (Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.
 
 
 def held(phase: Phase) -> dict[str, object]:
-    """Give a job that stays in a phase."""
+    """Return a job that stays in a phase."""
     return {**JOB, "prompt": f"hold={phase}"}
 
 
@@ -327,11 +329,11 @@ async def test_the_end_of_the_node_ends_the_job_first(make: Make):
     assert (await node.ended()).code == "node_stopping"
 
 
-# who may
+# Permissions
 
 
 async def attend(node: Node, *words: str) -> tuple[int, str]:
-    """Attend as somebody would who has these words; give the exit code and what was said."""
+    """Start a worker parent with these arguments; return its exit code and its error output."""
     place = node.folder / "node" / "video" / "leases" / "l-1.1"
     process = await asyncio.create_subprocess_exec(
         sys.executable,

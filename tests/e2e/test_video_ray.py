@@ -1,4 +1,4 @@
-"""A job under a real Ray on its node, and what is left when Ray, the actor or the driver is killed."""
+"""A job under a real Ray on its node, and the processes left when Ray, the actor or the driver is killed."""
 
 import ipaddress
 import os

@@ -46,7 +46,7 @@ def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Pers
 
 
 def begin(person: Person) -> tuple[Started, dict[str, str]]:
-    """Type `cluster up --lan`; return what it printed, by its labels."""
+    """Type `cluster up --lan`; return the printed facts by label."""
     up = person.start("cluster up --lan")
     up.until(r"^Ctrl-C stops it")
     facts = {

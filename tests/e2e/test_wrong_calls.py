@@ -11,7 +11,7 @@ from tests.support.processes import CLI, Pool, environment, pool, until
 pytestmark = pytest.mark.slow
 
 ALONE: tuple[tuple[str, int, str], ...] = (
-    # no coordinator is needed to see what is wrong
+    # these mistakes are found without a coordinator
     ("nods", 2, "did you mean `cluster nodes`?"),
     ("keys", 2, "did you mean `cluster key`?"),
     ("video ls", 2, "did you mean `cluster video list`?"),
