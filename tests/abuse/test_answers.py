@@ -1,4 +1,4 @@
-"""What nodes answer to questions: taken only from the node that was asked, and never more than was asked for."""
+"""Answers of nodes to queries: accepted only from the queried node, and never with more than was requested."""
 
 import asyncio
 import hashlib

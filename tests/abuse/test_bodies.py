@@ -1,5 +1,7 @@
-"""Bodies within 8 MiB, right and wrong, from a client with a key: none holds the loop, and none takes more than eight
-times the longest body."""
+"""Valid and invalid bodies within 8 MiB, from a client with a key.
+
+No body may hold the loop, or take more than eight times the memory of the longest body.
+"""
 
 import asyncio
 import gc

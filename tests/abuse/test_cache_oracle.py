@@ -1,4 +1,5 @@
-"""One key asks what another key has asked, through `cached_tokens`: the prefix cache of a real engine is the oracle."""
+"""One key guesses the prompts of another key through `cached_tokens`, with the prefix cache of a real engine as
+oracle."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +35,7 @@ def letter(word: str) -> Message:
 
 
 def guessed(driver: Driver, scope: str = "") -> str:
-    """Return the word for which most of the prompt was cached: what an attacker takes for the other key's word."""
+    """Return the word with the most cached prompt tokens: an attacker's guess of the other key's word."""
     found = {word: cached(driver, MALLORY, letter(word), scope=scope) for word in WORDS}
     assert len(set(found.values())) == 1 or scope, "no guess differs from another"
     return max(found, key=lambda word: found[word])
@@ -74,7 +75,7 @@ def test_of_a_shared_system_prompt_nothing_behind_it_is_shared(name: str, tiny_m
 
 
 def test_tools_before_a_shared_system_prompt_end_the_sharing(driver: Driver):
-    """What a client puts before or into the system prompt is its own."""
+    """Text of a client before or inside the system prompt is private to its key."""
     system = Message("system", OPENING * 3)
     tools = '[{"type":"function","function":{"name":"secret_tool","parameters":{"type":"object"}}}]'
     for owner in (ALICE, MALLORY):

@@ -1,7 +1,7 @@
-"""The whole cluster port against peers that misbehave: each loses its own connection, with a reason in the log, and
-the stream of an honest node goes on token by token.
+"""The complete cluster port against peers that misbehave.
 
-Enrolment's own abuse is in test_enrolment.py.
+Each loses its own connection, with a reason in the log. The stream of an honest node continues token by token. Abuse of
+enrolment is in test_enrolment.py.
 """
 
 import asyncio
@@ -209,7 +209,7 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every older link count as broken, as after three seconds without a report."""
+    """Count every older link as broken, as after three seconds without a report."""
     monkeypatch.setattr(registry, "LINKED_SECONDS", 0.0)
 
 
@@ -361,7 +361,7 @@ PATHS = ("/api/v1/status", "/api/v1/nodes", "/api/v1/nodes/liar", "/api/v1/model
 
 
 def _printed(answers: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """Give what `cluster nodes` and `cluster node show` print of these answers."""
+    """Return the output of `cluster nodes` and `cluster node show` for these answers."""
     verbs.print_status(answers["/api/v1/status"])
     verbs.print_nodes(answers["/api/v1/nodes"])
     verbs.print_node(answers["/api/v1/nodes/liar"]["node"])
@@ -413,7 +413,7 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
     assert "update macpool on the coordinator" in words.decode()
 
 
-# -- what clients make the coordinator send -----------------------------------------------------
+# -- data that clients make the coordinator send --------------------------------------------------
 
 
 async def test_large_prompts_at_once_cut_no_link(port: Port) -> None:

@@ -1,4 +1,4 @@
-"""One member that floods: its link ends with a reason that it is told and that people see, and nobody else notices."""
+"""A member that floods: its link ends with a reason, sent to the member and shown by the API; other peers are unaffected."""
 
 import asyncio
 from collections.abc import AsyncGenerator

@@ -1,5 +1,7 @@
-"""The HTTP port of a running pool against clients that misbehave: each gets a clear answer or loses its connection, and
-an honest request is served right after, and while, they try."""
+"""The HTTP port of a running pool against clients that misbehave.
+
+Each gets a clear answer or loses its connection. An honest request is served at the same time, and right afterwards.
+"""
 
 import asyncio
 import json
@@ -55,7 +57,7 @@ def patient(running: Pool) -> Iterator[Patient]:
 
 
 async def raw(running: Pool, *parts: bytes, seconds: float = 20.0) -> bytes:
-    """Send bytes, give what comes back until the server closes, or its first whole answer."""
+    """Send bytes; return the received bytes until the server closes, or its first complete answer."""
     reader, writer = await dial(running)
     answer = b""
     try:
@@ -227,7 +229,7 @@ async def streams(running: Pool) -> None:
 
 
 async def _in_two_packets(running: Pool, head: bytes, body: bytes) -> bytes:
-    """Send a body once the server has read the head, as most clients do; return what comes until the server closes."""
+    """Send a body once the server has read the head, as most clients do; return all bytes until the server closes."""
     reader, writer = await dial(running)
     with closing(writer):
         writer.write(head)
@@ -295,7 +297,7 @@ async def test_heads_that_mean_two_things_are_refused(
 
 
 async def test_an_offer_to_upgrade_is_not_taken_and_the_body_is_the_body(running: Pool) -> None:
-    """Read as the next request, the body would pass whatever stands before this port."""
+    """If the body were read as the next request, it would bypass any proxy in front of this port."""
     hidden = request(running, path="/livez", method="GET")
     offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
     answer = await raw(running, request(running, *offer, f"content-length: {len(hidden)}") + hidden, seconds=3)

@@ -1,5 +1,8 @@
-"""A key's limits against one who wants more: a hundred requests at once that end in every way leave nothing running;
-and no key, token or pepper is in anything that the pool writes."""
+"""The limits of a key against a client that tries to exceed them, and secrets in the pool's output.
+
+After a hundred concurrent requests that end in every way, nothing is left running. No key, token or pepper is in any
+file or output of the pool.
+"""
 
 import json
 import socket
@@ -113,7 +116,8 @@ def test_nothing_runs_on_after_a_hundred_requests(served: Served, path: str, end
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_tokens_a_minute_are_not_outrun_by_leaving_early(served: Served, path: str):
-    """Each reads a first word and leaves: what they took is less than what the key may take, and it is counted."""
+    """Each client reads the first bytes and disconnects. Their tokens are counted, and stay below the limit of the
+    key."""
     name, key = limited(served, tokens_per_minute=2000)
     refused = 0
     for _ in range(40):

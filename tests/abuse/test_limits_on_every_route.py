@@ -1,7 +1,7 @@
-"""Every route that a plain key opens, against every limit of a key: held, or with the reason why it does not apply.
+"""Every route that a plain key may use, against every limit of a key: it holds, or a reason says why it does not apply.
 
-`TABLE` has a row for each route and a column for each limit; the routes are those of the OpenAPI document and the
-columns those of `KeyLimits`, so a new one of either fails here until it has its entries.
+`TABLE` has a row for each route and a column for each limit. The routes come from the OpenAPI document and the columns
+from `KeyLimits`. A new route or limit therefore fails here until it has entries.
 """
 
 import json
@@ -163,7 +163,7 @@ def ask(served: Served, operation: str, key: str, model: str = TINY) -> bytes:
 
 
 def asked(served: Served, name: str) -> list[Generate | Count]:
-    """Return what a node was asked to generate or to count."""
+    """Return the Generate and Count frames that a node received."""
     return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | Count)]
 
 
@@ -251,7 +251,7 @@ def test_requests_per_minute(served: Served, route: str):
 
 @pytest.mark.parametrize("route", held("tokens_per_minute"))
 def test_tokens_per_minute(served: Served, route: str):
-    """A prompt of thirty tokens beside one that has taken the minute's."""
+    """Send a prompt of thirty tokens after one that has used up the minute's tokens."""
     key = key_with(served, tokens_per_minute=20)
     assert status(ask(served, "POST /v1/chat/completions", key)) == 200
     assert status(ask(served, route, key)) == 429

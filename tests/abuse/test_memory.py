@@ -1,8 +1,8 @@
-"""The memory of a coordinator under every kind of attack: at most 64 MiB more at its peak, given back within 30 s, and
-the loop held for at most 50 ms meanwhile.
+"""The memory of a coordinator under every kind of attack.
 
-Each attack runs against one coordinator in its own process, one after the other, so that the memory of the attacker is
-not counted, and what one attack leaves behind shows in the next one.
+The limits are 64 MiB more at the peak, released within 30 s, and a loop that is held for at most 50 ms. The attacks run
+one after the other against one coordinator in its own process. The memory of the attacker is therefore not counted, and
+the next attack shows leftovers of the one before.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 MAX_GROWTH_BYTES = 64 * MIB
 MAX_LEFT_BYTES = 24 * MIB
-"""What an allocator may keep of an attack after GIVEN_BACK_SECONDS: pages that are free in part."""
+"""Bytes that an allocator may keep of an attack after GIVEN_BACK_SECONDS: pages that are partly free."""
 GIVEN_BACK_SECONDS = 30.0
 GET = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 

@@ -37,7 +37,7 @@ def alone() -> list[int]:
 
 
 def fill(driver: Driver, count: int) -> list[int]:
-    """Let one key take all rows, with more of its requests waiting."""
+    """Fill all rows with requests of one key, and queue more of them."""
     numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY) for _ in range(count)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers[:ROWS]))
     return numbers
@@ -104,7 +104,7 @@ def test_a_key_with_more_weight_has_more_rows(driver: Driver):
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     give_back()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory

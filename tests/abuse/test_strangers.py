@@ -153,7 +153,7 @@ async def test_a_connection_ends_after_its_answer_when_too_much_was_sent_ahead(r
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_client_that_leaves_is_seen_whatever_it_sent_ahead(running: Pool, more: bytes, path: str):
-    """On the way of the front door and on that of the app."""
+    """Covers the fast path (chat completions) and the ASGI application (completions)."""
     asked: dict[str, Any] = {"model": "scripted-1", "max_tokens": 3000}
     asked |= {"messages": [{"role": "user", "content": "a"}]} if path.endswith("chat/completions") else {"prompt": "a"}
     body, name = json.dumps(asked).encode(), f"leaves-{next(NUMBERS)}"
@@ -183,7 +183,7 @@ async def test_a_body_that_never_begins_ends_after_its_time(running: Pool):
 
 
 async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(running: Pool):
-    """Its length is not announced, so it takes no room before it is long."""
+    """Its length is not announced. It reserves no room until it is long."""
     lines = ("transfer-encoding: chunked", "content-type: application/json")
     slow = [await dial(running) for _ in range(3)]
     for _, writer in slow:

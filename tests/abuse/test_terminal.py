@@ -1,4 +1,4 @@
-"""No command prints what a terminal would obey, whatever the pool's names, messages and logs hold."""
+"""No command prints control sequences that a terminal would obey, for any names, messages and logs of the pool."""
 
 import io
 import json
@@ -132,7 +132,7 @@ def test_no_command_prints_what_a_terminal_obeys(
 
 @click.command()
 def careless() -> None:
-    """Print what other machines say, as a new command might."""
+    """Print texts of other machines, as a new command might."""
     print(ATTACK)
     click.echo(ATTACK, err=True)
     click.secho("fine", fg="red")

@@ -56,7 +56,7 @@ def chat(running: Pool, *lines: str) -> bytes:
 
 
 async def until_closed(dialed: Dialed, seconds: float) -> bytes:
-    """Give what comes until the server closes; TimeoutError when it does not."""
+    """Return all bytes until the server closes; raise TimeoutError if it does not."""
     got = b""
     async with asyncio.timeout(seconds):
         with contextlib.suppress(ConnectionError, ssl.SSLError):
@@ -77,7 +77,7 @@ async def good(running: Pool) -> None:
 
 @pytest.fixture
 async def served_meanwhile(running: Pool) -> AsyncIterator[None]:
-    """Let an honest client ask again and again; it must never wait."""
+    """Send honest requests repeatedly; none may wait."""
     ended = asyncio.Event()
 
     async def ask() -> None:
@@ -197,7 +197,7 @@ SHAPES: dict[str, tuple[bytes, list[int]]] = {
 @pytest.mark.usefixtures("served_meanwhile")
 @pytest.mark.parametrize("name", SHAPES)
 async def test_shapes_within_tls(running: Pool, name: str):
-    """What is understood is answered, what could be understood in two ways is a 4xx, and the connection ends there."""
+    """A valid request is answered. An ambiguous request gets a 4xx, and the connection ends there."""
     sent, wanted = SHAPES[name]
     dialed = await dial(running, context())
     dialed[1].write(sent)

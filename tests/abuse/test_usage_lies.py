@@ -1,4 +1,7 @@
-"""A node that lies in what a request used, and a state that cannot be written: no key is used up, no change is lost."""
+"""A node that lies about the usage of a request, and a state that cannot be written.
+
+A lie uses up no key, and no change is lost.
+"""
 
 import asyncio
 import sqlite3
