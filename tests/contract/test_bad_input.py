@@ -1,4 +1,4 @@
-"""Bad input over a real socket: each is a clear error, and costs nobody else anything."""
+"""Bad input over a real socket: each is a clear error, without a cost for other clients."""
 
 import asyncio
 import json

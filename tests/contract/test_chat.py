@@ -1,4 +1,4 @@
-"""The front door over a real server and a real client library."""
+"""Chat completions through the fast path and the ASGI application, over a real server and a real client library."""
 
 import asyncio
 import contextlib
@@ -552,7 +552,7 @@ def test_the_description_of_these_routes_is_whole():
         "/health",
         "/livez",
     }
-    elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # what answers those has tests of its own
+    elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # these have tests of their own
     assert set(paths) - elsewhere == set(door.dialects) | OLLAMA_PATHS | by_pattern
     text = json.dumps(paths) + json.dumps(schemas)
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:

@@ -1,5 +1,8 @@
-"""The OpenAPI document against the whole application on loopback nodes: whatever is asked, good or bad, the answer is
-one that the document describes (status, content type, body), and never a fault of ours."""
+"""The OpenAPI document against the complete application on loopback nodes.
+
+For any request, valid or not, the document describes the answer (status, content type, body). No answer is an internal
+error.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -23,9 +26,9 @@ from tests.support.whole_pool import OPERATIONS, Served
 
 HELD = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OURS = {501, 503}
-"""Answers above 499 that are no fault: not offered, and no room or nobody there."""
+"""Answers above 499 that are no internal error: not offered, and no room or no node."""
 TRUE = {"true", "1", "on", "t", "y", "yes"}
-"""What the API reads as a boolean that is set."""
+"""Values that the API reads as true."""
 EXAMPLES = 4
 EVERY_CHECK: Any = list(HealthCheck)
 """Of each kind for every operation; the seconds of the suite are bounded, not the imagination."""
@@ -43,7 +46,7 @@ def test_every_operation_is_tried(served: Served):
 
 
 ORDERS = ("POST /api/v1/models/load", "POST /api/v1/models/unload", "POST /api/v1/models/profile")
-"""What a node does and answers after minutes; the nodes here only answer requests."""
+"""Operations that a node carries out and answers after minutes; the nodes here only answer requests."""
 
 
 @pytest.mark.parametrize("kind", list(GenerationMode), ids=lambda kind: str(kind.value))

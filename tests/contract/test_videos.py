@@ -82,7 +82,7 @@ async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return video
 
 
-# what the library does
+# Calls of the library
 
 
 async def test_create_poll_download_delete(tmp_path: Path):
@@ -324,7 +324,7 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
         assert (await http.post("/v1/videos", json=body, headers={"idempotency-key": "x" * 201})).status_code == 400
 
 
-# what cannot be
+# Refusals and errors
 
 
 @pytest.mark.parametrize(
