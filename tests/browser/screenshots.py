@@ -40,7 +40,7 @@ POINTS = 12
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[Pool]:
-    """Give the pool of the pictures."""
+    """Yield the pool of the screenshots."""
     with pool(folder) as made:
         made.up("video.max_steps=1000", "cluster.name=home", "router.queue_seconds=1")
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy=0.2)
@@ -59,7 +59,7 @@ def at_work(folder: Path) -> Iterator[Pool]:
 
 @contextmanager
 def _asked(made: Pool) -> Iterator[None]:
-    """Ask what is answered, what is refused, and something long that goes on."""
+    """Send requests that succeed, requests that are refused, and a long request that continues during the block."""
     direct = DefaultHttpxClient(trust_env=False, timeout=60)
     client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, max_retries=0, http_client=direct)
 
@@ -146,7 +146,7 @@ def _views(page: Page) -> None:
 
 
 def _open(page: Page, view: str) -> None:
-    """Open a view and bring it to what its picture shows."""
+    """Open a view and bring it to the state of its screenshot."""
     go(page, view)
     if view == "Videos":
         page.get_by_role("button", name="Play").click()

@@ -284,7 +284,7 @@ def test_every_view_is_accessible_in_light_and_dark_on_a_phone_and_a_screen(brow
 
 
 def sound(page: Page, what: str) -> None:
-    """Demand that everybody can use what is shown, on a screen of its width."""
+    """Check that the page is accessible and no wider than the screen."""
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")

@@ -1,6 +1,6 @@
-"""Each view of the page shows the values that the API has, and each button sends what it says.
+"""Each view of the page shows the values of the API, and each button sends the right request.
 
-The page's own files run in a real browser; the API is a table of answers, so that every value is known.
+The page's own files run in a real browser. The API is a table of answers, therefore every value is known.
 """
 
 import json
@@ -89,7 +89,7 @@ def load(**values: float | None) -> dict[str, list[float | None]]:
 
 @dataclass
 class Answers:
-    """What the API answers, by method and path, and what it was asked."""
+    """Answers of the API by method and path, and the requests that were sent."""
 
     sections: dict[str, Any] = field(default_factory=dict[str, Any])
     by_path: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -159,7 +159,7 @@ SETTLED = """async () => {
 
 
 def show(page: Page, view: str = "pool") -> None:
-    """Open a view; return when it shows what the API answered."""
+    """Open a view; return when it shows the answer of the API."""
     page.goto(f"{BASE}/#/{view}")
     expect(page.get_by_role("heading", level=2)).to_be_visible()
     page.evaluate(SETTLED)
