@@ -1,7 +1,7 @@
 """`make neuter`: break each guarded property in a copy of the repository and demand that its tests fail.
 
-The tests of a guard must pass as the code stands and fail once it is changed. A guard that no longer applies is an
-error, too. See tests/neuter/guards.py for the guards, and CONTRIBUTING.md.
+The tests of a guard must pass on the unchanged code and fail once it is changed. A guard that no longer applies is also
+an error. tests/neuter/guards.py describes the guards; CONTRIBUTING.md describes the work with them.
 """
 
 import argparse
@@ -31,7 +31,7 @@ GREEN_LIMIT_SECONDS = 900
 SLACK_SECONDS = 5
 """A run with a change may always take this long."""
 SLOWDOWN = 3
-"""A run with a change may take so many times what its start and its tests took before: what hangs costs no more."""
+"""Factor on the time that the start and the tests of a guard took unchanged. It is the limit of a hanging change."""
 BUDGET_SECONDS = 120
 """For the guards of changed files in `make test`."""
 VERIFIED = ROOT / "tests/neuter/verified"
@@ -46,7 +46,7 @@ class Result:
 
     guard: Guard
     wrong: str
-    """What is wrong with it; empty when its tests failed as they must."""
+    """The error of a guard; empty when its tests failed as they must."""
     took: float
     timed_out: bool = False
 
@@ -87,7 +87,7 @@ class Run:
             yield guard
 
     def _check(self, copy: Copy, guard: Guard) -> tuple[str, bool]:
-        """Return what is wrong with a guard, and whether the limit ended its tests."""
+        """Return the error of a guard, and whether its tests were ended by the limit."""
         try:
             text = guard.broken()
         except NotApplicable as error:
@@ -110,7 +110,7 @@ class Run:
         return f"its tests did not run (exit code {outcome.code}): {outcome.last}", False
 
     def _as_it_stands(self, copy: Copy, file: str) -> Outcome:
-        """Run the tests of a file that guards name before anything is changed, once; what fails is tried again."""
+        """Run the guarded tests of a file once on the unchanged code, and failures a second time."""
         with self._lock:
             known = self._green.get(file)
             mine: Future[Outcome] = Future()
@@ -132,7 +132,7 @@ class Run:
 
 
 def _is_part(one: str, test: str) -> bool:
-    """Return whether a test is meant by what a guard names: a file, a function or one of its cases."""
+    """Return whether a guard's name of a file, a function or a case covers this test."""
     return one == test or one.startswith((f"{test}::", f"{test}["))
 
 

@@ -1,7 +1,7 @@
-"""`make mutants`: change the functions of functions.toml with operators and count what their tests notice.
+"""`make mutants`: change the functions of functions.toml with operators and count the mutants that their tests kill.
 
-A change that no test notices has survived. One that nothing can notice stands with its reason in equivalent.toml and is
-left out of the share. An area fails when less than TARGET of its mutants are killed.
+A mutant that no test fails on has survived. A mutant that no test can detect is listed with its reason in
+equivalent.toml and does not count. An area fails when less than TARGET of its mutants are killed.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the mutants of an area."""
+    """Results of the mutants of an area."""
 
     area: Area
     wrong: str

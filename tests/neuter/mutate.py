@@ -1,8 +1,8 @@
 """A pytest session that runs its tests once for each operator mutant of some functions.
 
 `python -m tests.neuter.mutate RESULT OPERATORS FUNCTION… -- TEST…`. The tests are collected once. Each mutant is a fork
-of this process in which the code of the live function is exchanged, and in which only the tests run that call the
-function, the quickest first, until one fails. No file is changed, so tests that start processes cannot notice a mutant.
+of this process in which the code of the live function is replaced. Only the tests that call the function run, the
+quickest first, until one fails. No file is changed; tests that start processes can therefore not detect a mutant.
 """
 
 import ast
@@ -27,7 +27,7 @@ from tests.neuter.syntax import definitions
 from tests.neuter.warm import IMPORTED_BEFORE
 
 LIMIT_SECONDS = 10
-"""A mutant may take this long, besides SLOWDOWN times what its tests took before."""
+"""Time limit of a mutant, in addition to SLOWDOWN times the time of its tests before."""
 SLOWDOWN = 5
 KILLED, SURVIVED, IMPOSSIBLE = 1, 0, 4
 LOOK_SECONDS = 0.002
@@ -119,7 +119,7 @@ class Mutate:
         return True
 
     def _measure(self, session: pytest.Session) -> str:
-        """Find out in a fork which tests call which function and what each takes; return what fails."""
+        """Measure in a fork which tests call which function, and the seconds of each test; return the failures."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:

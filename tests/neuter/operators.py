@@ -1,8 +1,8 @@
-"""Operators: small changes of a function, each of which a test of that function should notice.
+"""Operators: small changes of a function, each of which a test of that function should detect.
 
-They change what decides: comparisons, arithmetic, numbers, conditions, `and` and `or`, minimum and maximum, and they
-remove statements, terms, members of collections, keyword arguments and calls around a value. They leave alone what only
-informs: strings, f-strings, log calls, `raise` messages, annotations and docstrings.
+They change decisions: comparisons, arithmetic, numbers, conditions, `and` and `or`, minimum and maximum. They also
+remove statements, terms, members of collections, keyword arguments and calls around a value. They leave informative
+parts alone: strings, f-strings, log calls, `raise` messages, annotations and docstrings.
 """
 
 import ast
@@ -47,7 +47,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: what stands in a field of a node, and what takes its place."""
+    """One change: the old content of a field of a node, and the new one."""
 
     owner: ast.AST
     field: str
@@ -202,7 +202,7 @@ def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
 
 
 def _is_bound(target: ast.expr, names: Collection[str]) -> bool:
-    """Return whether what is assigned has a value without the assignment."""
+    """Return whether the targets of an assignment have a value without it."""
     if isinstance(target, ast.Tuple):
         return all(_is_bound(one, names) for one in target.elts)
     return target.id in names if isinstance(target, ast.Name) else isinstance(target, ast.Attribute | ast.Subscript)

@@ -12,10 +12,10 @@ from tests.neuter.guards import ROOT
 from tests.neuter.warm import TIMED_OUT
 
 CACHE = ROOT / ".cache"
-"""What tests have made once: a copy need not make it again."""
+"""Files that tests make once. A copy of the repository reuses them."""
 OLDEST = 1_000_000_000
-"""A time before any file was written: a changed file has one of its own, because Python compares times in whole seconds
-to find out whether its compiled code is stale."""
+"""A time before any file was written, given to the files of a copy. Python compares times in whole seconds to find
+stale compiled code; a changed file therefore needs a different time."""
 
 
 @dataclass(frozen=True, slots=True)

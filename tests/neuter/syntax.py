@@ -1,9 +1,9 @@
 """Find a snippet of Python in one function, by its syntax, and replace it.
 
 Comments, quotes and line breaks do not count. A name of the snippet that the function does not know matches any local
-name of it, always the same one, so the snippet still applies after a local variable or a parameter is renamed.
-In a snippet, a name that begins with `_any` stands for any expression and the statement `...` for any statements,
-none included. What they matched is put where the replacement has the same name, or its `...` in the same order.
+name of the function, always the same one. The snippet therefore still applies after a local variable or a parameter is
+renamed. In a snippet, a name that begins with `_any` stands for any expression. The statement `...` stands for any
+statements, none included. Their matches replace the same name in the replacement, or its `...` in the same order.
 """
 
 import ast
@@ -41,7 +41,7 @@ class NotApplicable(Exception):
 
 @dataclass(slots=True)
 class Found:
-    """What names, wildcards and `...` of a snippet stand for."""
+    """Matches of the names, wildcards and `...` of a snippet."""
 
     names: dict[str, str] = field(default_factory=dict[str, str])
     holes: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
@@ -121,7 +121,7 @@ class Scope:
         return list(self._expressions(snippet) if isinstance(snippet, ast.expr) else self._runs(snippet))
 
     def _nodes(self) -> Iterator[ast.AST]:
-        """Walk the definition; for a class or a module without the bodies of what it defines."""
+        """Walk the definition. In a class or a module, skip the bodies of its definitions."""
         whole = isinstance(self.definition, FUNCTIONS)
         waiting = [self.definition]
         while waiting:
@@ -160,7 +160,7 @@ class Scope:
         return isinstance(self.definition, FUNCTIONS) or owner is self.definition
 
     def _same(self, one: object, other: object, found: Found) -> bool:
-        """Compare a part of the snippet with a part of the code, and record what its names stand for."""
+        """Compare a part of the snippet with a part of the code, and record the matches of its names."""
         if isinstance(one, ast.Name) and one.id.startswith(ANY) and isinstance(other, ast.expr):
             held = found.holes.setdefault(one.id, other)
             return ast.dump(held) == ast.dump(other)
@@ -217,8 +217,11 @@ def _is_gap(statement: ast.stmt) -> bool:
 
 
 def _bound(definition: ast.AST) -> set[str]:
-    """Return the names that a function binds, those of its nested functions included; of a class or a module only
-    those of its comprehensions and lambdas, since all others are seen from outside."""
+    """Return the names that a function binds, including those of its nested functions.
+
+    For a class or a module only the names of its comprehensions and lambdas count, because its other names are visible
+    from outside.
+    """
     if isinstance(definition, FUNCTIONS):
         return {name for child in ast.iter_child_nodes(definition) for name in _binds(child)}
     inner = [one for one in ast.walk(definition) if isinstance(one, (ast.Lambda, *COMPREHENSIONS))]
@@ -249,7 +252,7 @@ def _known(tree: ast.Module) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(source: str) -> tuple[ast.Module, frozenset[str]]:
-    """Parse a module, and collect what is known in all of it; guards of one module follow each other."""
+    """Parse a module and collect its names. Results are cached, because guards of one module follow each other."""
     tree = ast.parse(source)
     return tree, frozenset(_known(tree))
 
@@ -303,7 +306,7 @@ def _stores(snippet: Snippet) -> Iterator[str]:
 
 
 class _Filler(ast.NodeTransformer):
-    """Put what the snippet's names, wildcards and gaps stand for into the replacement."""
+    """Insert the matches of the snippet's names, wildcards and gaps into the replacement."""
 
     def __init__(self, found: Found) -> None:
         self._found = found

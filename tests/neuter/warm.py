@@ -2,7 +2,7 @@
 
 Reads one JSON object a line: `{"tests": [...], "limit": seconds, "stop": bool}`. Writes one a line: pytest's exit code,
 TIMED_OUT where the limit passed, the seconds of each test, and the last lines of the output. Nothing of the project is
-imported before the fork, so each run reads the sources as they are. The tests run in the working directory of this
+imported before the fork; each run therefore reads the current sources. The tests run in the working directory of this
 process.
 """
 
@@ -62,7 +62,7 @@ PR_SET_CHILD_SUBREAPER = 36
 
 
 class Seconds:
-    """A plugin that adds up what each test took."""
+    """A plugin that adds up the seconds of each test."""
 
     def __init__(self) -> None:
         self.taken: dict[str, float] = {}
