@@ -1,8 +1,9 @@
 """`python -m tests.clients.agent`: a coding agent's traffic through both official libraries, written to docs/agent.md.
 
-A pool of two nodes with the embedded model, a long system prompt, tools, and many turns: each answer is a call, the
-next request brings everything so far and the call's result. The model knows nothing of code, so every call is asked
-for by name, and the schemas of the tools leave it little to choose: it is the traffic that is shown, not the wit.
+The session has a pool of two nodes with the embedded model, a long system prompt, tools, and many turns. Each answer is
+a call; the next request has the conversation up to the result of that call. The model cannot program. Every call is
+therefore requested by name, and the schemas of the tools leave little choice. The page shows the traffic, not the
+quality of a model.
 """
 
 import json
@@ -119,12 +120,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Folder:
-    """What the tools work on."""
+    """The files that the tools work on."""
 
     files: dict[str, str] = field(default_factory=lambda: dict(FILES))
 
     def run(self, name: str, arguments: dict[str, Any]) -> str:
-        """Do what a call asks for; give what the model is told of it."""
+        """Carry out a call, and return its result for the model."""
         match name:
             case "list_files":
                 return "\n".join(sorted(self.files))
@@ -296,7 +297,7 @@ To see it with your own model, point your agent at the pool ([clients](clients.m
 
 
 def section(title: str, turns: list[Turn], events: list[str]) -> str:
-    """Write what one library's session was like."""
+    """Return the part of the page about one library's session."""
     rows = "\n".join(
         f"| {at} | {one.prompt:,} | {one.cached:,} | {one.written} | {one.first:.2f} s | {one.node} | "
         f"{f'`{one.call}` ' if one.call else 'report '}`{one.said}` |"
@@ -314,7 +315,7 @@ def section(title: str, turns: list[Turn], events: list[str]) -> str:
 
 
 def shortened(event: str) -> str:
-    """Take out what is different each time."""
+    """Remove the parts that differ each time."""
     event = re.sub(r'"(call|chatcmpl|msg|toolu)[-_][A-Za-z0-9_-]+"', r'"\1_…"', event)
     return re.sub(r'"created":\d+', '"created":…', event)
 

@@ -23,7 +23,7 @@ HOPS = {"host", "content-length", "connection", "transfer-encoding", "accept-enc
 
 @dataclass
 class Recorder:
-    """What was said, in order, and how it was answered."""
+    """Requests in their order, and the answers."""
 
     base: str
     port: int = 0

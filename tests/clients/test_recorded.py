@@ -1,6 +1,6 @@
-"""Recorded requests of every client are answered as it needs them, by a real pool over HTTPS, as with `--lan`.
+"""A real pool over HTTPS, as with `--lan`, answers the recorded requests of every client as the client needs.
 
-`make clients` runs those of them that can be installed here, and writes the recordings anew.
+`make clients` runs the clients that can be installed here, and writes the recordings again.
 """
 
 import json
@@ -24,7 +24,7 @@ Exchange = dict[str, Any]
 
 
 def exchanges() -> Iterator[Any]:
-    """Give every recorded request with a name."""
+    """Yield every recorded request with a name."""
     for file in sorted(RECORDED.glob("*.json")):
         for number, one in enumerate(json.loads(file.read_text())):
             yield pytest.param(one, id=f"{file.stem}-{number}")
