@@ -1,4 +1,4 @@
-"""Stories with their logs, and what the production code promises under load, each in less than two seconds."""
+"""Scenarios with their logs, and targets of the production code under load, each in less than two seconds."""
 
 import math
 import os
