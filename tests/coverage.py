@@ -1,7 +1,8 @@
 """`make coverage`: run unit, contract and simulation tests with branch coverage, and compare each room with its floor.
 
-The floors stand in tests/coverage.toml; the report is .test-report/coverage.md. A branch that is taken may still be
-wrong without a red test: docs/mutation.md tells what tests notice. Other arguments than TESTS are pytest's.
+The floors are in tests/coverage.toml; the report is .test-report/coverage.md. A covered branch may still be wrong
+without a failing test: docs/mutation.md reports which changes the tests detect. Other arguments than TESTS are
+pytest's.
 """
 
 import json

@@ -1,13 +1,12 @@
-"""`make test`: run the suite, and try what failed again without hiding why.
+"""`make test`: run the suite, and repeat failed tests without hiding the cause.
 
-A machine that is busy with something else can make a sound test of time fail. At most MAX_SECOND_TRIES test functions
-with MAX_CASES cases in all are tried again: each case alone, and then after the tests that ran before it on its worker,
-in the same order and with the same seeds.
-A test that fails alone is wrong. One that passes alone but not in order depends on what ran before it: wrong, too. Only
-one that passes both ways does not fail the run; it is printed and kept.
+A busy machine can make a correct test of time fail. At most MAX_SECOND_TRIES test functions with MAX_CASES cases in all
+are tried again. Each case runs alone, and then after the tests that ran before it on its worker, in the same order and
+with the same seeds. A test that fails alone is wrong. A test that passes alone but not in order depends on an earlier
+test, and is also wrong. Only a test that passes both ways does not fail the run; it is printed and kept.
 
-.test-report/ keeps the last run (`last.json`), the table of its slowest tests (`slowest.md`) and every failure of all
-runs with its seeds, order and load (`failures.jsonl`). Arguments are pytest's: `python -m tests.suite -n 2 tests/unit`.
+The folder .test-report/ has the last run (`last.json`) and the table of its slowest tests (`slowest.md`). Every failure
+of all runs is in `failures.jsonl` with its seeds, order and load. Arguments are pytest's: `python -m tests.suite -n 2 tests/unit`.
 """
 
 import json
@@ -27,7 +26,7 @@ REPORT = ".test-report"
 MAX_SECOND_TRIES = 2
 MAX_CASES = 6
 BEFORE_SECONDS = 120.0
-"""How much of what ran before a failed test on its worker is run again before it."""
+"""Limit, in seconds of test time, for the earlier tests of a worker that run again before a failed test."""
 SLOWEST = 25
 SOUND = "it passes alone and in its order"
 RED = 1
@@ -35,7 +34,7 @@ RED = 1
 
 
 def run(folder: Path, arguments: Sequence[str], history: str) -> History:
-    """Run pytest in a folder; return what it did."""
+    """Run pytest in a folder; return its history."""
     file = folder / REPORT / history
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.history", "--history", str(file), *arguments]
@@ -68,7 +67,7 @@ def passes(folder: Path, tests: list[str], seed: int | None) -> bool:
 
 
 def again(folder: Path, test: str, first: History, worker: str) -> str:
-    """Try a failed test alone and in its order; return what that shows."""
+    """Run a failed test alone and in its order; return the verdict."""
     if not passes(folder, [test], first.random_seed):
         return "it fails alone, too"
     order = before(first.workers[worker], test)
@@ -78,7 +77,7 @@ def again(folder: Path, test: str, first: History, worker: str) -> str:
 
 
 def keep(folder: Path, first: History, verdicts: dict[str, str]) -> None:
-    """Append failures to failures.jsonl, with seeds, order, load and what the second try showed."""
+    """Append failures to failures.jsonl, with seeds, order, load and the verdict of the second try."""
     with (folder / REPORT / "failures.jsonl").open("a") as kept:
         for one in first.failures:
             order = before(first.workers[one.worker], one.test)[:-1]

@@ -177,7 +177,7 @@ def test_every_path_that_the_command_asks_for_is_documented(built: Application):
 
 
 def _paths(tree: ast.AST) -> Iterator[str]:
-    """Give every literal path of the API below a module, its parameters written as x."""
+    """Yield every literal path of the API below a module, with its parameters written as x."""
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

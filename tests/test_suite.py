@@ -101,7 +101,7 @@ def test_more_than_two_failed_tests_are_not_tried_again(tmp_path: Path, capfd: p
 
 
 def test_an_exit_code_that_a_plugin_sets_last_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As for a skip that is not listed, beside a failure that a second try would forgive."""
+    """As for a skip that is not listed, next to a failure that a second try would forgive."""
     plugin = "def pytest_terminal_summary(terminalreporter):\n    terminalreporter._session.exitstatus = 10\n"
     (tmp_path / "conftest.py").write_text(plugin)
     assert _suite(tmp_path, RIGHT, capfd)[0] == 10

@@ -1,4 +1,5 @@
-"""A member that floods: its link ends with a reason, sent to the member and shown by the API; other peers are unaffected."""
+"""A member that floods: its link ends with a reason, sent to the member and shown by the API. Other peers are
+unaffected."""
 
 import asyncio
 from collections.abc import AsyncGenerator
