@@ -131,7 +131,7 @@ def sample(story: Series, now: float) -> Sample:
 
 
 def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
-    """Play a story; give what held at each look."""
+    """Play a scenario and return the rules that held at each sample."""
     conditions = Conditions()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):

@@ -1,4 +1,4 @@
-"""Where conditions are told to: what is no address, where nothing is sent, and how often it is tried."""
+"""The webhook for conditions: invalid addresses, addresses that are never contacted, order and retries of messages."""
 
 import asyncio
 import json

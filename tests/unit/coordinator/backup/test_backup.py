@@ -188,7 +188,7 @@ def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], None], extra: bytes = b"") -> Path:
-    """Make a backup whose manifest was changed by somebody who also corrected its digest."""
+    """Make a backup with a changed manifest and a matching digest."""
     source = back_up(folder, folder.parent / "forged").file
     with source.open("rb") as opened:
         opened.read(len(archive.MAGIC))

@@ -1,4 +1,4 @@
-"""A restore reads what is a backup of ours, says why it uses nothing else, and is finished after it was broken off."""
+"""A restore reads valid backups, refuses any other file with the reason, and completes after an interruption."""
 
 import hashlib
 import shutil

@@ -28,7 +28,7 @@ def pool() -> Iterator[Served]:
 
 @pytest.fixture
 def run(pool: Served, tmp_path: Path) -> Callable[..., Result]:
-    """Return what runs a verb with the admin key of the pool."""
+    """Return a function that runs a verb with the pool's admin key."""
     (tmp_path / "key").write_text(pool.keys["admin"])
     where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key")]
     return lambda *words: CliRunner(env=CLEAN).invoke(cluster, [*words, *where])

@@ -1,4 +1,4 @@
-"""What a person reads of a node's memory, from what the registry makes of a report."""
+"""The printed memory of a node, computed by the registry from a report."""
 
 import io
 from typing import Any

@@ -127,14 +127,14 @@ def test_time_alone_does_nothing_to_a_quiet_pool() -> None:
 
 
 def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Pool:
-    """Give a pool of one node that has reported."""
+    """Return a pool of one node that has reported."""
     pool = advance(Pool(), node, Enrolled(), at)[0] if enrolled else Pool()
     pool, _ = advance(pool, node, Connected(link, "i"), at)
     return advance(pool, node, Reported(link), at)[0]
 
 
 def both(at: float = 0.0) -> Pool:
-    """Give a pool of two nodes that have reported."""
+    """Return a pool of two nodes that have reported."""
     return Pool({**ready(A, at).members, **ready(B, at).members})
 
 

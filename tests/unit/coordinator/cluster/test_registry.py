@@ -1,5 +1,5 @@
-"""The registry over a real store and authority, without links: who may link, what a restart keeps, what placement is
-given of every event."""
+"""The registry over a real store and authority, without links: permission to link, persistence, and calls of
+placement."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ WALL = 1_700_000_000.0
 
 
 class Placed:
-    """What placement is given, in order."""
+    """Records the calls of placement, in order."""
 
     def __init__(self) -> None:
         self.views: list[ClusterView] = []
@@ -104,7 +104,7 @@ class Coordinator:
         return replace(made, **changes)
 
     def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
-        """Say what a Hello with the node's own certificate is answered."""
+        """Return the answer to a Hello with the node's own certificate."""
         peer = Peer(self.authority.cluster, changes.pop("certificate", node))
         return self.registry.greet(peer, self.store.members[node].serial, self.hello(node, **changes))
 
@@ -119,14 +119,14 @@ class Coordinator:
         return self.registry.pool.members[node].state.value
 
     def seen(self, node: NodeId) -> NodeView:
-        """Give the node as placement saw it last."""
+        """Return the last view of the node that placement got."""
         found = self.placed.views[-1].node(node)
         assert found is not None
         return found
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Wait for what the registry's own clock brings."""
+    """Wait for an effect of the registry's own clock."""
     async with asyncio.timeout(30):
         while not true():  # noqa: ASYNC110  placement has no event for tests
             await asyncio.sleep(0.005)

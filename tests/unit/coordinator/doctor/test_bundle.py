@@ -1,4 +1,4 @@
-"""No secret and no prompt is in a bundle, wherever it was written; what helps is."""
+"""A bundle contains no secret and no prompt from any source, and all helpful facts."""
 
 import json
 import os

@@ -37,7 +37,7 @@ def joined(state: Path) -> None:
 
 
 class Answering:
-    """A coordinator that says what a test wants, by path; 401 for what it was not told."""
+    """A coordinator with answers by path that a test sets; 401 for any other path."""
 
     def __init__(self, state: Path) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
@@ -288,7 +288,7 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
 
 
 def lives(state: Path, coordinator: float) -> Authority:
-    """Make an authority whose coordinator's certificate ends in so many seconds."""
+    """Make an authority whose coordinator's certificate ends in `coordinator` seconds."""
     (state / "cluster.db").touch()
     whole = 90 * DAY
     return Authority(state / "authority", lambda: time.time() - whole + coordinator)
@@ -534,7 +534,7 @@ def test_without_ray_its_ports_are_not_looked_at(tmp_path: Path, monkeypatch: py
 
 
 def free_range(count: int) -> int:
-    """Return the first of so many ports below those that the system gives out, none of which is taken."""
+    """Return the first port of a free range of `count` ports, below those that the system assigns."""
     for first in range(20_000, 30_000, count):
         with ExitStack() as held:
             try:

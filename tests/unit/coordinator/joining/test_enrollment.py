@@ -308,7 +308,7 @@ def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
 
 
 def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> MemberRow:
-    """Let a machine join with a token; return its member."""
+    """Join a machine with a token; return its member."""
     conversation = talk(cluster)
     conversation.receive(START, 0.0)
     (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)

@@ -1,4 +1,4 @@
-"""What a scrape of a running coordinator counts, over its real cluster port, while nodes join, answer and leave."""
+"""Counts in a scrape of a running coordinator, over its real cluster port, while nodes join, answer and leave."""
 
 import asyncio
 import os

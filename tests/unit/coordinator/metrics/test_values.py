@@ -1,4 +1,4 @@
-"""Every series of a scrape has its value. No two fields of a picture have the same number, so a swap is seen."""
+"""Every series of a scrape has its value. All fields of a picture have different numbers, which reveals a swap."""
 
 from dataclasses import replace
 

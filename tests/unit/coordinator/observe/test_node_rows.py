@@ -1,4 +1,4 @@
-"""When a node can answer a request, and what of it is a warning."""
+"""Conditions under which a node can answer a request, and those that are shown as warnings."""
 
 import dataclasses
 from typing import Any

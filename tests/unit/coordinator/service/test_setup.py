@@ -280,7 +280,7 @@ def test_what_cannot_be_installed(tmp_path: Path, arguments: list[str], code: in
     assert calls(tmp_path) == []
 
 
-# what the doctor says of it
+# Checks by the doctor
 
 
 def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):

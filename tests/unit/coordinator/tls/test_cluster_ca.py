@@ -28,7 +28,7 @@ def identity(authority: Authority, folder: Path, node: NodeId = NODE) -> Identit
 
 
 async def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, ssl.SSLObject, ssl.SSLObject | None]:
-    """Connect once and give what the client read and both TLS objects; errors of the client are raised."""
+    """Connect once and return the bytes that the client read and both TLS objects; errors of the client are raised."""
     seen: list[ssl.SSLObject] = []
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

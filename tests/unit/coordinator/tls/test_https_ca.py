@@ -1,4 +1,4 @@
-"""TLS of the endpoint: what its authority can vouch for, and what it cannot."""
+"""TLS of the endpoint: names that its authority can certify, and names that it cannot."""
 
 import asyncio
 import ipaddress
@@ -39,7 +39,7 @@ def endpoint(
 
 
 def verifies(folder: Path, name: str, trusted: str) -> str:
-    """Let a client that trusts an authority shake hands with the certificate; empty when content, else why not."""
+    """Return the reason why a client that trusts an authority rejects the certificate; empty if it accepts."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(folder / "endpoint.pem")
     client = ssl.create_default_context(cadata=trusted)

@@ -1,4 +1,4 @@
-"""The board against anything that may happen in any order, and the stories that it was made for."""
+"""The job table with random events in any order, and with the scenarios that it was made for."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def a_job(number: int, **changes: Any) -> Job:
 
 
 class Story:
-    """A board that events are told to one by one."""
+    """A board, with its events and actions one by one."""
 
     def __init__(self, **rules: Any) -> None:
         self.board = Board(Rules(**rules))
@@ -524,7 +524,7 @@ def check(before: Board, board: Board) -> None:
 
 
 def fenced(before: Board, after: Board, said: Said) -> None:
-    """What is said of a lease that is not a job's newest changes no job."""
+    """Check that a message about a lease that is not a job's newest changes no job."""
     newest = {(job.lease, job.generation, job.node) for job in before.jobs.values() if job.lease}
     if (said.frame.lease, said.frame.generation, said.node) not in newest:
         assert after.jobs == before.jobs
