@@ -14,7 +14,7 @@ from host.log_setup import LONGEST, hide_warnings, log_to_stderr, open_journal, 
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Give logging back as it was."""
+    """Restore the logging configuration."""
     root, before = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     yield
