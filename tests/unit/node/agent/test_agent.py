@@ -1,4 +1,4 @@
-"""How the agent looks for its coordinator, sleeps, wakes, and what it says on a link: reports, answers, goodbyes."""
+"""The agent: its search for a coordinator, sleep and wake-up, and its reports, answers and goodbyes on a link."""
 
 import asyncio
 import os
@@ -51,7 +51,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 ROUNDS = 4
 DIALS = 3
-"""Most connections in one round: to the last address, to prove what was found, to use it."""
+"""Most connections in one round: to the last address, to verify a discovered address, to use it."""
 LEAST_PAUSE = 0.25
 
 
@@ -192,7 +192,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
             await anext(links.ask(NodeId(node), "weather", 100))
 
 
-# linked to a coordinator that says what a test wants, with a real engine process
+# Linked to a scripted coordinator, with a real engine process
 
 
 class Mac:

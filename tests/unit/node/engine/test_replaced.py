@@ -24,7 +24,7 @@ def two(tmp_path: Path, **more: object) -> Driver:
 
 
 def replace(tmp_path: Path, name: str) -> None:
-    """Replace a model's weights by others of the same shapes, as a download does: by another file."""
+    """Replace a model's weights by different ones of the same shapes, in a new file as after a download."""
     file = tmp_path / name / "model.safetensors"
     raw = np.frombuffer(file.read_bytes(), dtype=np.uint8).copy()
     raw[8 + int.from_bytes(raw[:8].tobytes(), "little") + 3 :: 4] ^= 0x80

@@ -43,7 +43,7 @@ QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5, leave=0.
 
 
 class Agent:
-    """What the agent does with a supervisor: keeps every frame that it is handed, decoded."""
+    """The agent's side of a supervisor: keeps every frame, decoded."""
 
     def __init__(self, folder: Path, patience: Patience | None, command: list[str] | None, **settings: object) -> None:
         named = {key if "." in key else f"engine.scripted.{key}": value for key, value in settings.items()}
@@ -315,8 +315,11 @@ def program(text: str) -> list[str]:
 
 
 def engine(folder: Path, text: str) -> list[str]:
-    """A program in the engine's place that has `models` loaded after its Restore, writes what it was told to restore
-    to a file, a line for each of its lives, and does `text` with every frame; `recorder` writes the shared page."""
+    """Return the command of a program in the engine's place.
+
+    After its Restore the program has `models` loaded. It runs `text` for every frame. Each process writes a line to the
+    file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
+    """
     head = f"""
         from node.engine.process.interface import Doing
         from node.engine.process.crash_recorder import Recorder
@@ -362,13 +365,13 @@ def engine(folder: Path, text: str) -> list[str]:
 
 
 def diary(folder: Path) -> list[tuple[str, str]]:
-    """What each life of the engine was told: models to restore, models to keep out."""
+    """Return the orders of each life of the engine: models to restore, models to keep out."""
     lines = (folder / "diary").read_text().splitlines() if (folder / "diary").exists() else []
     return [(models.strip(), bans.strip()) for models, _, bans in (line.partition("|") for line in lines)]
 
 
 async def order(one: Agent, kind: type[Load] | type[Unload], number: int, model: str) -> None:
-    """Give an order and wait until it is done and reported."""
+    """Send an order and wait until it is done and reported."""
     one.supervisor.send(encode(kind(number, model)), kind, number)
     assert isinstance(await one.end(number), Finished)
     await one.until(
@@ -772,8 +775,10 @@ async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(
 
 
 def calls(folder: Path, busy: float, expected: float, lasts: float) -> list[str]:
-    """A program that says it has been in a call for `busy` seconds of `expected`, ignores that it is asked to end, and
-    leaves `lasts` seconds after that; it writes down how it was ended."""
+    """Return the command of a program that reports a call of `busy` seconds, `expected` seconds long.
+
+    The program ignores a Stop and ends after `lasts` seconds. It records how it was ended.
+    """
     return program(f"""
         import signal, threading
         def note(text):
@@ -927,7 +932,7 @@ LEAKY = Patience(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
 
 async def loses(one: Agent, before: int, after: int) -> None:
-    """Kill an engine that has 20 GiB of weights wired; of those so many are left."""
+    """Kill an engine that has 20 GiB of weights wired, and leave `after` bytes wired."""
     supervisor, pid = one.supervisor, one.supervisor.pid
     await one.until(one.armed)
     one.wired = before + 20 * GIB

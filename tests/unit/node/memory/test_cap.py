@@ -269,7 +269,7 @@ def test_nobodys_bytes_and_nobodys_lease_add_nothing_to_the_reach():
 
 
 def test_a_workers_bytes_come_back_only_up_to_its_lease():
-    """A worker within its lease of 36 GiB: what it holds is not free, and is off the ceiling already."""
+    """The bytes of a worker within its lease of 36 GiB are not free, and are already subtracted from the ceiling."""
     for held in (10, 36, 50):
         assert dynamic(5 * GIB, 20 * GIB, worker=held * GIB, lease=36 * GIB) == (25 + min(held, 36)) * GIB
 

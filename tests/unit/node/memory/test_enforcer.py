@@ -1,4 +1,4 @@
-"""The enforcer as a script of readings: what it orders, and when it ends an engine."""
+"""The enforcer with a script of readings: its orders, and when it ends an engine."""
 
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 
@@ -30,7 +30,7 @@ class Run:
     state: State = field(default_factory=State)
 
     def poll(self, gib: float | None = None) -> tuple[Action, ...]:
-        """Read so many GiB in use; the engine answers each order before the next poll, unless it does not."""
+        """Poll with `gib` GiB in use. The engine answers each order before the next poll if `answers` is set."""
         if gib is not None:
             self.memory = replace(self.memory, phys=int(gib * GIB))
         self.now += BUSY
@@ -42,7 +42,7 @@ class Run:
         return actions
 
     def levels(self, *readings: float) -> list[list[Level | str]]:
-        """Poll with each reading; give what was ordered at each."""
+        """Poll with each reading; return the orders of each poll."""
         return [[one.order.level if isinstance(one, Tell) else "end" for one in self.poll(gib)] for gib in readings]
 
 

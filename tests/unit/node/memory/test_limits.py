@@ -37,7 +37,7 @@ with subprocess.Popen([sys.executable, "-c", below], stdin=-1, stdout=-1) as chi
 
 @dataclass
 class SetMachine:
-    """A machine of 128 GiB that reads what it is told to."""
+    """A machine of 128 GiB with readings that a test sets."""
 
     total: int = 128 * GIB
     metal: int | None = 96 * GIB
@@ -219,7 +219,7 @@ def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_tha
 
 
 def told(one: Limiter, phys: int | None = 0) -> list[Limits]:
-    """Poll once; give what was told."""
+    """Poll once; return the limits that were sent."""
     frames: list[Limits] = []
     one.poll(phys, frames.append)
     return frames

@@ -50,8 +50,11 @@ class SeenPoll(Poll):
 
 
 class Node:
-    """What the composition root makes, without a link: machine, limiter, supervisor, poll. `scripted` are settings of
-    the scripted engine, or with `models` its folder is served by the real one."""
+    """The composition root without a link: machine, limiter, supervisor, poll.
+
+    `scripted`: Settings of the scripted engine.
+    `models`: A folder that the real engine serves instead.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What of an ended process's wired memory did not come back."""
+"""Wired memory of an ended process that was not released."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_a_leak(before: int | None, last: int | None, after: int | None, weights
 
 
 def test_what_another_program_wired_meanwhile_is_no_leak_of_an_engine_that_was_at_work():
-    """40 GiB were wired by somebody else; the 40 GiB of the engine came back at its end."""
+    """Another program wired 40 GiB; the 40 GiB of the engine were released at its end."""
     assert missing(before=3, last=83, after=43, weights=40) == 0
 
 

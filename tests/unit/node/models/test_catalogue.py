@@ -1,4 +1,4 @@
-"""Models are found where they lie, described without loading, and what is broken says why."""
+"""Models are found in their folders and described without loading; a broken model has a reason."""
 
 import json
 import os
@@ -435,11 +435,11 @@ def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Pa
     assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)
 
 
-# what a node that runs another version must read in the same way
+# Figures that must be equal in every version
 
 
 def test_the_fingerprint_of_a_folder_is_the_same_in_every_version(tmp_path: Path):
-    """Nodes of two versions compare fingerprints: whoever changes this makes one model into two."""
+    """Nodes of two versions compare fingerprints. A change here makes two models of one."""
     sizes = (("BF16", 5000), ("BF16", 3 * 4096), ("BF16", 3 * 4096 + 64), ("F32", 40000))
     folder = model(tmp_path / "m", weights=safetensors(*sizes))
     (folder / "vocab.txt").write_text("a b c")
@@ -657,7 +657,7 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
             read_header(file)
 
 
-# what is foreseen, in bytes
+# Estimates, in bytes
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 DELTA = {

@@ -1,4 +1,4 @@
-"""The sharer with its file, its clock and its readings, and a node that notes what is asked of it."""
+"""The sharer with its file, its clock and its readings, and a node that records its calls."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from wire.frames import Pause as Order
 
 @dataclass
 class Mac:
-    """What the sharer drives."""
+    """The node that the sharer controls."""
 
     holding: Holds = field(default_factory=Holds)
     acts: list[Act] = field(default_factory=list)
@@ -53,7 +53,7 @@ class Scene:
 
 
 async def started(sharer: Sharer) -> Sharer:
-    """Start it without its loop: a test looks by itself."""
+    """Start the sharer without its loop, because the test calls it directly."""
     await sharer.start()
     await sharer.stop()
     return sharer

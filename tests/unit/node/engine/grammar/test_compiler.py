@@ -1,4 +1,4 @@
-"""What is asked for becomes a grammar or a refusal, and neither takes long, whoever asks."""
+"""A requested format becomes a grammar or a refusal, and neither takes long for any client."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from wire.refusals import Code
 from wire.report import Model
 
 SECONDS = 0.5
-"""What a refusal may take here, on a machine that does other things as well; the benchmark says 0.1."""
+"""Limit in seconds of a refusal here, on a busy machine; the benchmark measures 0.1 s."""
 PROMPT = Prompt((1,), thinking=False)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -35,14 +35,14 @@ def tokenizer() -> Tokenizer:
 
 
 class Asked(Vetting):
-    """A vetting that keeps what it is asked."""
+    """A vetting that records its grammars."""
 
     def __init__(self) -> None:
         super().__init__()
         self.grammars: list[str] = []
 
     def why_not(self, grammar: str) -> str:
-        """See `Vetting`."""
+        """Record the grammar and vet it."""
         self.grammars.append(grammar)
         return super().why_not(grammar)
 
@@ -51,7 +51,7 @@ class Refusing(Vetting):
     """A vetting that finds every grammar too long."""
 
     def why_not(self, grammar: str) -> str:
-        """See `Vetting`."""
+        """Return that the grammar takes too long."""
         return TOO_LONG
 
 

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, on a trained tiny model: what is promised holds, and nobody else notices."""
+"""Answers that follow a grammar, on a trained tiny model: they match it, and other answers do not change."""
 
 import json
 import re
@@ -258,7 +258,7 @@ def test_a_named_call_is_of_that_tool(driver: Driver, name: str):
 
 
 def speaking(folder: Path, parser: str) -> Path:
-    """Give the tiny model, told to write its calls in another format."""
+    """Return a folder with the tiny model, configured for another format of calls."""
     folder.mkdir()
     for file in models.path("llama").iterdir():
         if file.name != "tokenizer_config.json":

@@ -1,4 +1,4 @@
-"""Calls in every format that mlx-lm's parsers read: what a grammar lets through is read as the call that it says."""
+"""Calls in every format that mlx-lm's parsers read: a text that the grammar accepts is parsed as the same call."""
 
 import json
 import pkgutil
@@ -81,7 +81,7 @@ FLATTENED = {"function_gemma"}
 
 
 def tools_for(parser: str) -> dict[str, dict[str, Any]]:
-    """Give what may be called, by name."""
+    """Return the schemas of the tools, by name."""
     return {"read": FLAT, "now": NOTHING} | ({} if parser in FLATTENED else {"edit_all": NESTED})
 
 
@@ -133,7 +133,7 @@ def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, 
     return [(one["name"], json.loads(one["arguments"])) for one in found]
 
 
-# what is meant is let through, and read as it was meant
+# Valid calls are accepted, and parsed with the same values
 
 
 def values(schema: dict[str, Any], strings: st.SearchStrategy[str], defs: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -283,10 +283,10 @@ def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
     check()
 
 
-# whatever is let through is read as a call that keeps to its schema
+# Every accepted text is parsed as a call that matches its schema
 
 HUGE = re.compile(r"\d[eE][+]?0*[1-9]\d{2}")
-"""Numbers beyond what Python's floats hold, which no call can be sent with."""
+"""Numbers beyond Python's floats, which no call can be sent with."""
 FRAGMENTS = [
     "null",
     "NULL",
@@ -331,7 +331,7 @@ FRAGMENTS = [
 
 
 def sentences(matcher: LLMatcher, seeds: range, steps: int = 160) -> Iterator[str]:
-    """Walk through a grammar at random, with a liking for what could be mistaken for something else."""
+    """Yield random sentences of a grammar, with a preference for ambiguous texts."""
     for seed in seeds:
         chance, walk, said = random.Random(seed), matcher.deep_copy(), b""
         for step in range(steps):
@@ -382,7 +382,7 @@ def test_a_template_says_how_calls_are_written():
     assert read("mistral", text) == [("now", {})] * 2
 
 
-# what is wrong is not let through
+# Invalid calls are not accepted
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "another name": ("write", {}),
@@ -447,7 +447,7 @@ def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
         write(Grammar(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one=False)
 
 
-# what cannot be said in a format is refused
+# Schemas that a format cannot express are refused
 
 
 def schema(**properties: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ ENDLESS = Params(temperature=0.0, max_tokens=400, stop=("\0",))
 
 
 def reported(driver: Driver) -> ClusterView:
-    """What the router sees of the engine: its report as it travels."""
+    """Return the router's view of the engine, from an encoded report."""
     snapshot = driver.engine.report(time.monotonic())
     report = Report(1, snapshot.memory, EngineState("mlx", "ready"), snapshot.models, snapshot.acked_seq)
     ((tag, body),) = Splitter().feed(encode(report))
@@ -67,7 +67,7 @@ def driver() -> Driver:
     ],
 )
 def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
-    """The report says how much of the reading is given back at once; what the router sends then is admitted."""
+    """The report has the reusable part of the reading. The engine admits a request that the router placed on it."""
     driver = Driver(models.path("llama"), batch=8)
     for number in range(12):
         driver.answer(f"{number} " + "word " * 120, Params(temperature=0.0, max_tokens=1))
@@ -99,8 +99,8 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
         content = "word " * words
         tokens = tokens_of(driver, content)
         needed = 0
-        for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # the first alone, then around what it needs
-            clear_pool()  # or the gate, which gives it back before a refusal, would take what the router did not send
+        for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # first alone, then around its need
+            clear_pool()  # else the gate would evict pooled buffers for a request that the router did not place
             memory = driver.engine.report(time.monotonic()).memory
             assert memory.current is not None
             driver.take(Limits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))

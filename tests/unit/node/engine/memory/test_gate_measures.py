@@ -1,4 +1,4 @@
-"""What the gate counts for metrics: checks by site, refusals by reason, predicted peaks as shares of the ceiling."""
+"""Counts of the gate for metrics: checks by site, refusals by reason, predicted peaks as shares of the ceiling."""
 
 from node.engine.memory.gate import Gate, Site, Use
 from node.memory.reading import Reading

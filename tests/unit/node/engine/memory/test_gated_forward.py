@@ -46,7 +46,7 @@ def forwards(clock: Later) -> Forwards:
 
 
 def expected(forwards: Forwards, doing: Doing, model: str = "large", own: float = 0.5) -> float:
-    """Make a call; give what it was expected to take beside its own time."""
+    """Make a call and return its expected seconds minus its own time."""
     with forwards.native(doing, model, 1, own) as call:
         assert forwards.call is call
         return call.expected - own
@@ -134,7 +134,7 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
 
 
 class Asked:
-    """A gate's way of asking, over this process's own memory, and what was done to make room."""
+    """Forwards with a gate over this process's own memory, and a record of the steps to make room."""
 
     def __init__(self, room: int, *, makes_room: bool = False, cap: int = 1024 * GIB, guard: bool = True) -> None:
         self.made_room: list[tuple[Site, int]] = []

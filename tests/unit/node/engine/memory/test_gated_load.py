@@ -1,4 +1,4 @@
-"""Loads under the gate: every piece is asked for, a load ends before any answer, and what it read is released."""
+"""Loads under the gate: every piece is checked, a load ends before any answer, and its bytes are released."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """An engine that reads a model in pieces of 2 MiB, beside which an answer of the tiny model runs."""
+    """Return an engine that reads a model in pieces of 2 MiB while the tiny model can answer."""
     monkeypatch.setattr("node.engine.models.loaded_model.TICK", 2 * MIB)
     made = Driver(models.path("llama"), folder, batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
     made.answer("hello", endless(2), model=LLAMA)
@@ -53,7 +53,7 @@ def described(driver: Driver, name: str = "grown") -> Model:
 
 
 def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -> Limits:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
     give_back()
     driver.engine.footprint.forget()  # a height of earlier tests in this process
@@ -65,7 +65,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
 
 
 def begun(driver: Driver, share: float = 0.3, number: int = ORDER) -> None:
-    """Order the load of `grown`, and turn until so much of it is read."""
+    """Order the load of `grown`, and step until more than `share` of it is read."""
     driver.take(Load(number, "grown"))
     driver.until(lambda: described(driver).progress > share)
 

@@ -37,7 +37,7 @@ def driver() -> Driver:
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and promised now."""
+    """Leave `room` bytes above the current footprint and commitments."""
     give_back()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
@@ -192,7 +192,7 @@ def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: bool):
-    """Pooled buffers are memory of the process, too: another program would have to wait for it."""
+    """Pooled buffers are also memory of the process: another program would have to wait for them."""
     first = driver.ask("hello", endless(300)) if decodes else None
     driver.until(lambda: first is None or driver.ids[first, 0])
     give_back()

@@ -29,7 +29,7 @@ def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int
 
 
 def held(canary: Canary, now: float = 0.0) -> float:
-    """Let time pass until it is held; give the time."""
+    """Advance the time until the reserve is held; return the time."""
     end = now + ROOMY + 2 * LOOK
     while not canary.nbytes and now < end:
         canary.tend(now)

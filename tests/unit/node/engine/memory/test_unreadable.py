@@ -19,7 +19,7 @@ from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 BLIND = Limits(8 * GIB, 1, 64 * MIB, UNREADABLE)
-"""What the agent puts in force where it has not been able to read its machine for long."""
+"""The limits of an agent that has not been able to read its machine for long."""
 QUESTION = next(one["prompt"] for one in models.answers() if "system" not in one)
 
 
@@ -54,7 +54,7 @@ def report(driver: Driver) -> EngineReport:
 
 
 def kept(driver: Driver) -> tuple[set[str], int, int]:
-    """What could be given up: models, kept prefixes, the last reserve."""
+    """Return the memory that could be released: models, cached prefixes, the last reserve."""
     here = {model.name for model in report(driver).models if model.loaded}
     return here, driver.engine.reuse.nbytes, driver.engine.canary.nbytes
 
@@ -149,7 +149,7 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
 
 
 def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypatch: pytest.MonkeyPatch):
-    """A limit that is reached is no reason to drop the old while nobody knows whether the new fits."""
+    """Reaching the limit must not evict old entries while the engine cannot know whether the new one fits."""
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     before = two.engine.reuse.nbytes

@@ -1,4 +1,4 @@
-"""What the engine keeps wired: the decision as a table, and the engine over a Metal that only records."""
+"""The wired limit of the engine: the decision as a table, and the engine over a Metal that only records."""
 
 import gc
 import json
@@ -70,7 +70,8 @@ def test_it_is_never_above_metals_limit_and_auto_never_wires_what_is_small(
 
 
 class Recording:
-    """Metal's stand-in: what was set, and what MLX held at that moment; `before` is what other tests left behind."""
+    """A stand-in for Metal: the limits that were set, and MLX's memory at those moments. `before`: leftovers of other
+    tests."""
 
     def __init__(self) -> None:
         gc.collect()

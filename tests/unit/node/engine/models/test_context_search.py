@@ -6,7 +6,7 @@ from node.engine.models.context_search import ATTEMPTS, Settled, diagnosis, sett
 
 
 def run(tokens: int, passing: int, *, search: bool = True) -> tuple[Settled, list[int]]:
-    """Settle where rows of up to `passing` tokens pass; give what was tried, too."""
+    """Settle where rows of up to `passing` tokens pass; return the result and the tried lengths."""
     tried: list[int] = []
     steps = settle(tokens, lambda wanted: tried.append(wanted) or wanted <= passing, search=search)
     while True:

@@ -1,4 +1,4 @@
-"""The profile: a probe under the gate, kept on disk, loaded instead of measured again; and what follows from it."""
+"""The profile: a probe under the gate, kept on disk, loaded instead of measured again; and its effects."""
 
 import json
 import time

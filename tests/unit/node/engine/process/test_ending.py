@@ -134,11 +134,11 @@ SLOW = textwrap.dedent("""
 
     generation.forward = slow
 """)
-"""Forwards of prompts that take so many seconds: native calls, in which Python runs no signal handler."""
+"""Forwards of prompts that take this number of seconds: native calls, during which Python runs no signal handler."""
 
 
 def writes(process: Process) -> None:
-    """Let the engine write a prompt, and wait until it is in the forward."""
+    """Start the prefill of a prompt, and wait until the engine is in the forward."""
     process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), Params(), 0))
     while process.busy().expected > 5:  # its load
         pass
@@ -161,7 +161,7 @@ ENDS = pytest.mark.parametrize("end", [ask_to_stop, cut, terminate])
 
 
 def bound(seconds: float) -> str:
-    """Leave an engine so many seconds at its end."""
+    """Return code that limits the engine's end to `seconds`."""
     return f"child.LEAVE_SECONDS = {seconds}\n"
 
 

@@ -55,7 +55,7 @@ def reserved(driver: Driver) -> int:
 
 
 def tight(driver: Driver, room: int) -> None:
-    """Set limits that leave so many bytes of headroom."""
+    """Set limits that leave `room` bytes of headroom."""
     driver.take(Limits(8 * GIB, 8 * GIB, 0, "static"))
     room_now = driver.engine.report(time.monotonic()).memory.headroom
     assert room_now is not None
@@ -76,14 +76,14 @@ def test_all_text_of_a_request_is_counted():
     everything = 20 + 3 + 4 + 2 + 7 + 3
     assert text_bytes(Count(1, "m", messages, 0, tools="[]")) == everything + 2
     assert text_bytes(Generate(1, 1, "r", "m", messages, Params(), 0, text="text", ids=(1, 2, 3))) == everything + 4 + 3
-    assert text_bytes(Count(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate is counted too
+    assert text_bytes(Count(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate also counts
 
 
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
     assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), Unread)
     long = unread(driver)
     assert READ_FREE < long.need == READ_TOKEN * len(LONG)
-    assert driver.answer(LONG, Params(max_tokens=2))  # and what was read is answered
+    assert driver.answer(LONG, Params(max_tokens=2))  # and the tokenized prompt is answered
 
 
 def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable[..., Path]):
@@ -120,7 +120,7 @@ def test_a_long_prompt_without_room_is_refused_unread(driver: Driver):
     assert refusal.refused.code is Code.NO_ROOM
     assert refusal.refused.numbers is not None
     assert refusal.refused.numbers.estimate == work.need
-    assert refusal.prompt_tokens is None  # nobody counted them
+    assert refusal.prompt_tokens is None  # they were not counted
     assert reserved(driver) == before
     driver.take(ROOMY)
     assert isinstance(driver.end(driver.ask("Hello!", Params(max_tokens=1))), Finished)
@@ -356,7 +356,7 @@ def test_prompts_are_read_in_turns_between_keys(driver: Driver):
 
     def of(key: str, number: int) -> Unread:
         frame: Generate | Count = replace(asked(driver, "Hello!", number), owner=Owner(key))
-        if number % 2:  # counts take their key's turns, too
+        if number % 2:  # counts also take turns of their key
             frame = Count(number, driver.default, frame.messages, 0, owner=Owner(key))
         return Unread(frame, 0, lambda: Read(number, Finished(number, (), 0, 0)))
 

@@ -1,4 +1,5 @@
-"""Several prompts in one forward: answers stay what they are, the gate sees all of it, and a fault stays one's own."""
+"""Several prompts in one forward: answers are unchanged, the gate checks all bytes, and a fault ends only its
+request."""
 
 import json
 import time
@@ -233,7 +234,7 @@ def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list
 
 def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: list[int]):
     joins = driver.gate.checks[Site.JOIN]
-    # what is kept is given back, then it is asked again
+    # cached prefixes are evicted first, then the gate is asked again
     driver.gate.refuses = lambda site, estimate: site is Site.JOIN and driver.gate.checks[site] <= joins + 2
     verbatim(driver, ask(driver, 6))
     assert len(shared) >= 1
@@ -265,7 +266,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
 def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
-    """Neither of those who were read, nor of those who decoded beside them."""
+    """Neither the prefilled requests nor those that decode at the same time lose their answers."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])
     whole: Any = packed_prefill if fault == "write" else DecodeBatch

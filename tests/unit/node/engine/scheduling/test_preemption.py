@@ -63,7 +63,7 @@ def counts(driver: Driver) -> Counts:
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     give_back()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
@@ -83,7 +83,7 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     driver: Driver, alone: dict[str, list[int]], grower: str, victim: str
 ):
     others = [group for group in GROUPS if group not in (grower, victim)]
-    # Only the grower outgrows what was reserved for it; the victim came last, so it loses least.
+    # Only the grower outgrows its reservation. The victim is the newest request, and therefore loses the least work.
     running = [(group, start(driver, group, ANSWER)) for group in others]
     running.append((grower, start(driver, grower, EXPECTED)))
     running.append((victim, start(driver, victim, ANSWER)))
@@ -115,7 +115,8 @@ def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decod
 def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    """The request's other row fails by the break, so the request is gone before the turn comes to its ended row."""
+    """The request's other row fails in the broken batch. The request is therefore gone before its ended row is
+    handled."""
     first, second = endless(LLAMA, ANSWER), Params(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))

@@ -1,4 +1,4 @@
-"""The prefix cache with real models: what a second turn finds, that answers stay what they were, whose memory it is."""
+"""The prefix cache with real models: hits of a second turn, unchanged answers, and accounting of its memory."""
 
 import gc
 import json
@@ -44,7 +44,8 @@ def ended(driver: Driver, number: int) -> Finished:
 
 
 def turns(driver: Driver, first: str, second: str, params: Params) -> tuple[list[list[int]], list[int]]:
-    """Hold a conversation of two turns, the second of them twice; give the ids of the answers and what was cached."""
+    """Run a conversation of two turns, the second of them twice; return the ids of the answers and the cached
+    tokens."""
     messages = (Message("user", first),)
     numbers = [driver.ask(messages=messages, params=params)]
     cached = [ended(driver, numbers[0]).cached_tokens]
@@ -61,7 +62,7 @@ def turns(driver: Driver, first: str, second: str, params: Params) -> tuple[list
 def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
     name: str, params: Params, tiny_model: Callable[..., Path]
 ):
-    """With windows and states that cannot be cut, too: 64 tokens of window, and prompts beyond that."""
+    """Also with windows and states that cannot be cut: a window of 64 tokens, and prompts beyond it."""
     folder = tiny_model(name, trained=name != "qwen3_next")
     driver, fresh = Driver(folder), Driver(folder, prefix_cache="off")
     params = Params(temperature=0.0, max_tokens=40) if params is GREEDY else params
@@ -71,7 +72,7 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
         assert ours == theirs
         assert none == [0, 0, 0]
         prompt = ended(driver, driver.number).prompt_tokens
-        if name != "qwen3_next" or len(first) > 100:  # the noise of an untrained model is not what it is read back as
+        if name != "qwen3_next" or len(first) > 100:  # the text of an untrained model does not tokenize to the same ids
             assert cached[1] >= 19, "the first user's message at least"
         assert prompt - 12 <= cached[2] < prompt, "all but the opening of the answer"
 
@@ -86,7 +87,7 @@ def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
 
 
 def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
-    """What was written is found whatever the sampling was, and told at admission and at the end."""
+    """Generated tokens are found for any sampling, and reported at admission and at the end."""
     first = driver.ask(SHORT[0]["prompt"], Params(temperature=1.5, seed=1, max_tokens=20))
     ended(driver, first)
     second = driver.ask(SHORT[0]["prompt"], GREEDY)
@@ -102,7 +103,8 @@ def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
 
 @pytest.mark.slow
 def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callable[..., Path]):
-    """A system prompt, where states cannot be cut: the second that begins so leaves a snapshot."""
+    """Applies to a system prompt where states cannot be cut. The second request with that beginning stores a
+    snapshot."""
     driver, fresh = (Driver(tiny_model("lfm2"), prefix_cache=size) for size in ("auto", "off"))
     system = Message("system", "You are a careful clerk. " * 20)
     cached: list[int] = []
@@ -144,7 +146,7 @@ def test_n_answers_share_what_was_found(driver: Driver):
 
 
 def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
-    """A short row ends beside a long one: kept lazily, it would keep the whole padded batch."""
+    """A short row ends during a long one. An entry that is not evaluated would keep the whole padded batch."""
     long = driver.ask("word " * 1200, Params(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless()))
     driver.until(lambda: driver.ids[long, 0])
     short = driver.ask(SHORT[0]["prompt"])
@@ -165,7 +167,7 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
 
 
 def endless() -> tuple[tuple[int, float], ...]:
-    """A bias that keeps an answer from ending by itself."""
+    """Return a bias that prevents the end token."""
     return ((json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"], -100.0),)
 
 
@@ -186,14 +188,14 @@ def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
 
 
 def room(driver: Driver, size: int) -> None:
-    """Let `size` bytes of headroom be there above what the engine holds now, its prefix cache included."""
+    """Leave `size` bytes of headroom above the engine's footprint, which includes its prefix cache."""
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(Limits(memory.current + GIB, memory.current + memory.reserved + size, 0, "dynamic"))
 
 
 def fill(driver: Driver, size: int) -> None:
-    """Let the prefix cache hold so many bytes, in a process that holds nothing else that could go meanwhile."""
+    """Fill the prefix cache with `size` bytes, after other memory that could be freed meanwhile has been released."""
     give_back()
     number = 0
     while driver.engine.reuse.nbytes < size:
@@ -257,7 +259,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
-    """300 prompts that nobody has sent before, the cache always full, and room for one request beside it."""
+    """Send 300 new prompts while the cache is always full, with room for one further request."""
     random = Random(3)
     fill(driver, 10 * MIB)
     give_back()
@@ -275,7 +277,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     assert cache.nbytes > MIB, "it stayed in use"
 
 
-# what must not be kept
+# Entries that must not be cached
 
 
 def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):

@@ -1,4 +1,4 @@
-"""What the text engine counts and reports of its requests: usage, timings, reasons, and the gate behind forwards."""
+"""Counts and reports of the text engine about its requests: usage, timings, reasons, and the gate of forwards."""
 
 import json
 import time
@@ -277,7 +277,7 @@ def test_padding_may_waste_what_the_cap_in_force_allows(driver: Driver):
 
 
 def test_prompts_that_are_read_together_are_looked_at_after_their_forward(driver: Driver):
-    """The ceiling lets everything pass, so only the look at the cap after the forward is left."""
+    """The ceiling lets everything pass. Only the check of the cap after the forward can refuse."""
     driver.answer(PLAIN["prompt"])
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(Limits(max(memory.active, memory.phys or 0) - MIB, 8 * GIB, 0, "static"))

@@ -28,7 +28,7 @@ LOOK = '<call>{"name": "look", "arguments": {"at": "x"}}</call>'
 
 
 class Read(NamedTuple):
-    """What a client has in the end, and why the answer ended."""
+    """The complete answer at a client, and its finish reason."""
 
     content: str = ""
     reasoning: str = ""
@@ -322,7 +322,7 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
         assert found[0].reason == ("tool_calls" if told else "stop")
 
 
-# whatever comes
+# Any text
 
 PARTS = st.sampled_from(
     ["<think>", "</think>", "<call>", "</call>", LOOK, "\n", "\n\n", "a", "END", "EN", "D", "<", "é", "{}", "call>"]

@@ -45,7 +45,7 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
 
 
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
-    """The marks of thoughts and calls are words like any others, where no template taught the model to set them."""
+    """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
     library = Driver(models.path("llama")).engine.library
     door, (name,) = Door(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'

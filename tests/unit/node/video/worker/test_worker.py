@@ -1,4 +1,4 @@
-"""What of the worker needs no engine; the rest is driven with the real one in tests/e2e/test_video_node.py."""
+"""Parts of the worker that need no engine. The rest runs with the real engine in tests/e2e/test_video_node.py."""
 
 import errno
 import json

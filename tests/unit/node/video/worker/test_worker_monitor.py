@@ -151,7 +151,7 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
 
 
 def watched(place: Path, process: "subprocess.Popen[bytes]") -> Watch:
-    """Watch a process as the worker of a lease; nobody attends to it."""
+    """Watch a process as the worker of a lease. No worker parent runs."""
     held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
     made = Watch(held, place, Bounds(2**40, 100, 100), 100, 0)
     made.open(lease_files.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
