@@ -294,7 +294,7 @@ def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
 
 
 def drain(queue: AdmissionQueue[str]) -> list[str]:
-    """Let exactly one leave at each wake, as when capacity comes back one request at a time."""
+    """Place exactly one entry at each wake, as when capacity returns one request at a time."""
     order: list[str] = []
     while len(queue):
         free = [True]

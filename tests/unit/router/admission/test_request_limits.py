@@ -1,4 +1,4 @@
-"""What bounds a body before and while it is read."""
+"""Limits of a body before and during reading."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Counts of prompts: who is asked, and what becomes of a node that cannot say."""
+"""Counts of prompts: the choice of the node, and a node that cannot answer."""
 
 import asyncio
 

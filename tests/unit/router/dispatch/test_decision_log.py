@@ -1,4 +1,4 @@
-"""What became of requests, and decisions taken again."""
+"""The history of requests, and replayed decisions."""
 
 from random import Random
 
@@ -93,7 +93,7 @@ def test_the_rings_are_bounded():
     assert history.stories.maxlen == STORIES_KEPT
 
 
-# stories
+# Steps of a request
 
 
 def way(ticket: Ticket) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A node swaps models for a request: what the dispatcher sends, keeps back and says meanwhile."""
+"""A node swaps models for a request: the frames that the dispatcher sends or holds back, and its messages meanwhile."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -129,7 +129,8 @@ async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
 
 
 async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster):
-    """Room is kept for who waits for five seconds, but none where a model would have to leave for it."""
+    """Room is held for a request that has waited five seconds, but not where a model would have to be unloaded for
+    it."""
     slow = mac.settings.swap_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)

@@ -81,7 +81,7 @@ class Cluster:
         self.dispatcher.set_view(ClusterView(tuple(views)))
 
     def seen(self, node: NodeId) -> NodeView:
-        """Return what the dispatcher sees of a node."""
+        """Return the dispatcher's view of a node."""
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
         return view_of(
             report,
@@ -452,7 +452,7 @@ async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
 
 
 async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(one: Cluster):
-    """Its engine can preempt; the same key, or a second request beside a single one, waits for room."""
+    """Its engine can preempt. The same key waits for room; the same holds for a second request next to a single one."""
     held = [one.submit(key="greedy") for _ in range(2)]
     full(one, A)
     waiting = one.submit(key="greedy")
@@ -875,7 +875,7 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
     assert served_by(cluster, "x" * 100) != first
 
 
-# what a key may take
+# Limits of a key
 
 
 async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):

@@ -114,7 +114,7 @@ class World:
         return Picture(nodes, waiting, keys, self.running, self.ledger.turns)
 
     def step(self, seconds: float = 0.0) -> list[model_swaps.Action]:
-        """Let time pass, take a step and carry it out."""
+        """Advance the time, take a step and carry out its actions."""
         if seconds:
             self.picture()
         self.now += seconds
@@ -535,7 +535,7 @@ def test_every_turn_ends(
     room: int,
     data: st.DataObject,
 ):
-    """Whatever the nodes and clients do meanwhile: nothing at all, too."""
+    """Nodes and clients do anything meanwhile, or nothing."""
     world = drawn(nodes, uses, waits, room, set())
     for _ in range(12):
         world.step(data.draw(st.sampled_from([0.25, 5.0, 60.0])))

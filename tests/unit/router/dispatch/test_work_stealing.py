@@ -1,4 +1,4 @@
-"""A node that has its hands free takes over what waits elsewhere."""
+"""An idle node takes over requests that wait on other nodes."""
 
 import dataclasses
 from collections.abc import AsyncIterator

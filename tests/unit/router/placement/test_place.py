@@ -88,7 +88,7 @@ def why(result: Placement | NoPlacement, name: str) -> str:
     return next(candidate.why for candidate in result.candidates if candidate.name == name)
 
 
-# what was read before
+# Cached prompts
 
 LONG = Demand("tiny", 0, 4_000)
 
@@ -718,7 +718,7 @@ LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 
 def waiting(*prompts: Unread) -> Account:
-    """Give the account of a node that has still to read these."""
+    """Return the account of a node that has still to prefill these prompts."""
     return Account(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
 
 
@@ -1111,7 +1111,8 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
 
 
 def gate(one: NodeView, ask: Demand, promised: int) -> bool:
-    """The node's side: the same verdict, on its reading with what is on the way already committed."""
+    """Return the node's decision: the same arithmetic on its own reading, with requests on the way already
+    committed."""
     model = one.models.get("tiny")
     usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
     if model is None or not usable or NOW - one.heard_at > FRESH_SECONDS:

@@ -1,4 +1,4 @@
-"""Answers that go on elsewhere: whatever happens to nodes, a client reads each token once and in order."""
+"""Answers that resume on another node: for any failures of nodes, a client reads each token once and in order."""
 
 import asyncio
 from collections.abc import Callable
@@ -26,7 +26,7 @@ async def two():
 
 
 def say(cluster: Cluster, *tokens: int, choice: int = 0) -> None:
-    """Let the newest attempt say tokens, whose texts are their numbers."""
+    """Send tokens of the newest attempt; their texts are their numbers."""
     for token in tokens:
         cluster.say(lambda number, token=token: Deltas((Delta(number, choice, (token,), ((0, f"{token} "),)),)))
 
@@ -78,7 +78,7 @@ def test_the_rules():
     assert [patience(expected) for expected in (0.0, 5.0, 99.0)] == [SOON, 5.0, LATE]
 
 
-# what goes on
+# Requests that resume
 
 
 @pytest.mark.parametrize("fall", [lose, engine_lost, short_of_memory])
@@ -147,11 +147,11 @@ async def test_the_next_node_is_asked_when_one_refuses_to_go_on():
     cluster.settled()
 
 
-# where it goes on
+# Nodes on which they resume
 
 
 def models(cluster: Cluster, **by_node: Model) -> None:
-    """Give nodes models of their own."""
+    """Set the models of nodes."""
     plain = cluster.seen
 
     def view(node: NodeId):
@@ -414,7 +414,7 @@ async def test_moves_count_as_losses(two: Cluster):
 
 
 async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
-    """Let a node be suspect for so long, in two looks."""
+    """Make a node suspect for `seconds`, in two sweeps."""
     cluster.state[node] = "suspect"
     heard_at = cluster.now
     view = cluster.dispatcher.view
@@ -541,7 +541,7 @@ async def test_refusals_never_open_a_breaker(two: Cluster):
     assert two.dispatcher.breakers.opened == 0
 
 
-# whatever happens
+# Random failures
 
 WORDS = 12
 ACTIONS = ("say", "say", "say", "take", "late", "lose", "return", "engine", "refuse", "move", "drain", "fill", "room")

@@ -1,4 +1,4 @@
-"""Every parser of a body, with bodies nobody has thought of: it never raises, and what it lets through is bounded."""
+"""Every parser of a body, with generated bodies: it never raises, and accepted requests are bounded."""
 
 import json
 import math
