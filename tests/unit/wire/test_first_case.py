@@ -1,5 +1,7 @@
-"""The case that the project began with, replayed: a mixture of experts of 85 GiB on a machine of 128 GiB under a hard
-cap of 107.52 GiB, readings as they were taken. It was over the cap by four long prompts; small ones must go on.
+"""The incident that the project began with, replayed with its readings.
+
+A mixture of experts of 85 GiB ran on a machine of 128 GiB under a hard cap of 107.52 GiB. Four long prompts took it
+over the cap. Small prompts must still be admitted.
 """
 
 import pytest
@@ -38,7 +40,7 @@ def reading(judge: Gate, phys: int, reserved: int = 0) -> Memory:
 
 
 def admit(judge: Gate, ledger: Ledger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
-    """Judge a request as the engine does at the door, and promise it what it needs."""
+    """Check a request as the engine does at admission, and commit its memory."""
     request = Generate(1, 1, "r", "air", (Message("user", "x"),), Params(max_tokens=128), 0, 128)
     shape = preflight.shape_of(request, prompt, 128, MODEL.context)
     cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)

@@ -12,7 +12,7 @@ from wire.link.endpoint import AT_ONCE, GATHER, PATIENCE, Endpoint
 
 
 class Line:
-    """A transport and a loop that do only what the test says."""
+    """A transport and a loop that only a test moves."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -179,7 +179,7 @@ def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(mo
     monkeypatch.setattr(endpoint, "MOST_UNSENT", 2 * len(frame))
     line = Line()
     end = End(line)
-    for _ in range(3):  # what is sent to a peer that reads does not count
+    for _ in range(3):  # frames to a peer that reads do not count
         assert end.send(Ping(1))
         line.run(GATHER)
     end.pause_writing()
