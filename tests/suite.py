@@ -6,7 +6,8 @@ with the same seeds. A test that fails alone is wrong. A test that passes alone 
 test, and is also wrong. Only a test that passes both ways does not fail the run; it is printed and kept.
 
 The folder .test-report/ has the last run (`last.json`) and the table of its slowest tests (`slowest.md`). Every failure
-of all runs is in `failures.jsonl` with its seeds, order and load. Arguments are pytest's: `python -m tests.suite -n 2 tests/unit`.
+of all runs is in `failures.jsonl` with its seeds, order and load. Arguments are pytest's: `python -m tests.suite -n 2
+tests/unit`.
 """
 
 import json

@@ -194,8 +194,9 @@ end
 def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object]) -> int:
     """Run plain requests in `lanes` connections for `seconds` and return the number of answers.
 
-    The program wrk sends the requests, because its own speed does not limit the result. Each request asks for one of the lengths in
-    `tokens`. RuntimeError: an answer was no success (the text has the first one), or wrk is not installed.
+    The program wrk sends the requests, because its own speed does not limit the result. Each request asks for one of
+    the lengths in `tokens`. RuntimeError: an answer was no success (the text has the first one), or wrk is not
+    installed.
     """
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
