@@ -57,14 +57,14 @@ it."""
 
 @pytest.fixture
 def cluster_pool() -> Iterator[Pool]:
-    """An empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
+    """Yield an empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Path]:
-    """`tests.models.path`."""
+    """Return `tests.models.path`."""
     return models.path
 
 

@@ -152,13 +152,13 @@ def request(
 
 
 def message_of(answer: bytes) -> str:
-    """Read the error of any dialect: an answer that is no error has none."""
+    """Return the message of an error in any dialect, empty for any other answer."""
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     return error if isinstance(error, str) else error["message"]
 
 
 def only(served: Served, raw: bytes) -> bytes:
-    """Send a request; give its one answer, which must come soon."""
+    """Send a request; return its only answer, which must arrive soon."""
     began = time.monotonic()
     found = served.ask(raw)
     assert len(found) == 1, found
@@ -486,7 +486,7 @@ def test_long_bodies_are_not_read(served: Served, operation: str):
 
 
 def test_bodies_that_drip(served: Served):
-    """All at once, for each has its own deadline."""
+    """All run at once, because each has its own deadline."""
     began = time.monotonic()
     with ExitStack() as stack:
         dialed = {
@@ -502,7 +502,7 @@ def test_bodies_that_drip(served: Served):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_clients_that_leave_at_once(served: Served, operation: str):
-    """After a part of the head, of the body, and after all of it, without reading."""
+    """They disconnect after a part of the head, after a part of the body, and after all of it, without reading."""
     body = honest(operation) if operation in ASKED else b"{}"
     raw = request(served, operation, body=body)
     for sent in (raw[:30], raw[:-1], raw):
@@ -526,7 +526,7 @@ def test_requests_sent_ahead_are_answered_in_order(served: Served, operation: st
     heads = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", got)]
     assert len(heads) == 4
     assert heads[-1] == 200
-    pause = {429} if "/joins/" in operation else set[int]()  # guesses at codes, these three or those before
+    pause = {429} if "/joins/" in operation else set[int]()  # wrong codes, of these three requests or of earlier ones
     assert len(set(heads[:3]) - pause) <= 1 or operation.startswith("DELETE"), heads
 
 
@@ -582,7 +582,7 @@ LONGEST = 4096
 
 @pytest.mark.parametrize("operation", ASKED)
 def test_values_that_would_hurt(served: Served, operation: str):
-    """Refused at once, or of no effect: no node is ever asked for more than a client may have."""
+    """They are refused at once or have no effect: no node gets a request beyond the limits of a client."""
     node = next(iter(served.cluster.nodes.values()))
     for fields in HOSTILE:
         body = json.dumps({"model": "tiny", **ASKED[operation], **fields}).encode()

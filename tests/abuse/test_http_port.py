@@ -48,7 +48,7 @@ async def still_serves(running: Pool) -> Any:
 
 @pytest.fixture(scope="module")
 def patient(running: Pool) -> Iterator[Patient]:
-    """Those that take as long as a deadline, begun all at once: each test waits for its own."""
+    """Start the requests that last as long as a deadline all at once. Each test then awaits its own."""
     with ThreadPoolExecutor(4) as threads:
         yield {
             one.__name__: threads.submit(asyncio.run, one(running))
@@ -91,7 +91,7 @@ def request(running: Pool, *lines: str, path: str = CHAT, host: str = "127.0.0.1
 
 
 async def ask(running: Pool, *lines: str, body: bytes | None = None, **how: str) -> int:
-    """Send a whole chat; give the status."""
+    """Send a complete chat; return the status."""
     content = json.dumps(QUESTION).encode() if body is None else body
     return status(await raw(running, request(running, f"content-length: {len(content)}", *lines, **how) + content))
 
@@ -362,7 +362,7 @@ async def test_the_end_of_a_body_that_was_refused_unread_is_no_head(running: Poo
         for _ in range(size // part - 1):
             writer.write(b"x" * part)
             await writer.drain()
-        await asyncio.sleep(0.5)  # the rest comes in a read of its own, longer than a head may be
+        await asyncio.sleep(0.5)  # the rest arrives in a separate read, longer than a head may be
         writer.write(b"x" * (part + size % part))
         question = json.dumps(QUESTION).encode()
         writer.write(request(running, f"content-length: {len(question)}") + question)

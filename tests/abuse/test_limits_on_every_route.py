@@ -80,7 +80,7 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /api/push": FIXED,
     "DELETE /api/delete": FIXED,
 }
-"""By route and limit: HELD, or why the limit does not apply."""
+"""By route and limit: HELD, or the reason why the limit does not apply."""
 
 HELLO = [{"role": "user", "content": "hello " * 20}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ VIDEO = VideoState(
 
 @pytest.fixture(scope="module", params=["front", "asgi"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Serve two nodes: `office` has the label, `attic` has not, and each has a model that the other has not."""
+    """Serve two nodes with different models: `office` has the label, `attic` does not."""
     office = LoopbackNode("office", models=(a_model(TINY), a_model(DESK)), labels=frozenset({"office"}))
     attic = LoopbackNode("attic", models=(a_model(TINY), a_model(ATTIC)))
     with whole_pool.served(office, attic, front=request.param == "front", queue_seconds=0.4) as one:
@@ -117,7 +117,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def _show(served: Served) -> None:
-    """Show the same nodes to the routes of the control plane and of videos."""
+    """Set the same nodes for the routes of the control plane and of videos."""
     nodes = served.cluster.dispatcher.view.nodes
     view = ClusterView(
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
@@ -128,7 +128,7 @@ def _show(served: Served) -> None:
 
 @pytest.fixture(autouse=True)
 def restored(served: Served) -> Iterator[None]:
-    """Leave the nodes as they were, and no video behind."""
+    """Restore the nodes, and delete all videos."""
     yield
     for node in served.cluster.nodes.values():
         node.mute, node.memory = False, a_memory()
@@ -169,7 +169,7 @@ def asked(served: Served, name: str) -> list[Generate | Count]:
 
 @contextmanager
 def under_way(served: Served, key: str) -> Iterator[None]:
-    """Keep a stream of this key open meanwhile."""
+    """Keep a stream of this key open during the block."""
     for node in served.cluster.nodes.values():
         node.mute = True
     with socket.create_connection(served.address, timeout=20) as dialed:
@@ -224,7 +224,7 @@ def test_a_wrong_name_is_not_answered_with_one_that_the_key_may_not_use(served: 
 
 @pytest.mark.parametrize("route", held("labels"))
 def test_labels(served: Served, route: str):
-    """Served by the office alone, whose models alone are shown."""
+    """Only the office serves the key, and only its models are listed."""
     key = key_with(served, labels=("office",))
     if route == VIDEOS:
         assert status(ask(served, route, key)) == 200

@@ -44,7 +44,7 @@ FIXED = frozenset(
         "model",
     }
 )
-"""Values that commands look up or calculate with."""
+"""Values that commands use for look-ups or calculations."""
 
 
 def _poisoned(value: Any, name: str = "") -> Any:
@@ -91,7 +91,7 @@ def pool() -> Iterator[Served]:
 
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Poison every answer that a command gets; the paths that were asked for."""
+    """Poison every answer that a command gets; return the requested paths."""
     asked: list[str] = []
     plain = Session.request
 

@@ -66,7 +66,7 @@ async def until_closed(dialed: Dialed, seconds: float) -> bytes:
 
 
 async def good(running: Pool) -> None:
-    """Be an honest client."""
+    """Send an honest request."""
     dialed = await dial(running, context())
     began = time.monotonic()
     dialed[1].write(chat(running, "connection: close"))
@@ -94,12 +94,12 @@ async def served_meanwhile(running: Pool) -> AsyncIterator[None]:
 
 
 HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(32)
-"""A ClientHello that says that 200 bytes follow, and has a fifth of them."""
+"""A ClientHello that announces 200 bytes and has a fifth of them."""
 
 
 @pytest.mark.usefixtures("served_meanwhile")
 async def test_handshakes_that_stall_are_given_up(running: Pool):
-    """Silent ones, half ones, ones that drip, and those after which nothing comes."""
+    """Covers silent handshakes, half ones, slow ones, and those without a request afterwards."""
     began = time.monotonic()
     stalled = [await dial(running, None) for _ in range(200)]
     for _, writer in stalled[50:]:

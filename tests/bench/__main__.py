@@ -29,7 +29,7 @@ from tests.support.processes import CLI, ROOT, environment, pool
 
 
 def bench_memory(folder: Path) -> list[Row]:
-    """Resident memory of coordinator and agent, and growth from request 1,000 to 10,000."""
+    """Measure the resident memory of coordinator and agent, and its growth from request 1,000 to 10,000."""
     with pool(folder) as made:
         ours = two_nodes(made, "step_ms=1")
         asyncio.run(load.plain(ours.base, made.key, 20, 50, 4))
@@ -76,7 +76,7 @@ def _used(process: psutil.Process) -> tuple[float, int]:
 
 
 def bench_help(_: Path) -> list[Row]:
-    """CPU of `cluster --help`."""
+    """Measure the CPU time of `cluster --help`."""
     figures: list[float] = []
     for _round in range(9):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -88,7 +88,7 @@ def bench_help(_: Path) -> list[Row]:
 
 
 def bench_doctor(folder: Path) -> list[Row]:
-    """Time of `cluster doctor` on a machine in no cluster, every check at once."""
+    """Measure `cluster doctor` on a machine in no cluster, with all checks at once."""
     seconds: list[float] = []
     for _round in range(5):
         began = time.monotonic()

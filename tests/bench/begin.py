@@ -89,7 +89,8 @@ def _install(place: Path) -> Path:
 
 
 def _first_token(facts: dict[str, str]) -> float:
-    """Ask several things at once until the node `second` has answered; give when its first token came. 30 s at most."""
+    """Send several requests at once until the node `second` has answered, for 30 s at most; return when its first token
+    came."""
     direct = DefaultHttpxClient(trust_env=False, timeout=30)
     client = OpenAI(base_url=facts["base_url"], api_key=facts["api_key"], http_client=direct, max_retries=5)
     deadline = time.monotonic() + 30
@@ -102,7 +103,7 @@ def _first_token(facts: dict[str, str]) -> float:
 
 
 def _answer(client: OpenAI) -> tuple[str, float]:
-    """Stream one answer; give who gave it and when its first token came."""
+    """Stream one answer; return its node and when its first token came."""
     raw = client.chat.completions.with_raw_response.create(
         model="macpool-tiny", messages=[{"role": "user", "content": HELLO}], stream=True
     )

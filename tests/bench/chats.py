@@ -1,4 +1,5 @@
-"""Streamed chats over raw sockets, the same client for every server: when each event with text came, and the usage."""
+"""Streamed chats over raw sockets: the same client for every server. It records the time of each event with text, and
+the usage."""
 
 import asyncio
 import json
@@ -32,7 +33,7 @@ TEXTS = ("content", "reasoning", "reasoning_content")
 
 @dataclass(slots=True)
 class Chat:
-    """One answer: seconds (monotonic) at which it was asked for and at which each event with text came."""
+    """One answer: seconds (monotonic) of its request and of each event with text."""
 
     asked: float = 0.0
     times: list[float] = field(default_factory=list[float])
@@ -43,7 +44,7 @@ class Chat:
 
     @property
     def first(self) -> float:
-        """Seconds to the first text."""
+        """Return the seconds to the first text."""
         return self.times[0] - self.asked
 
 
@@ -65,7 +66,7 @@ def body(model: str, prompt: str, tokens: int) -> dict[str, object]:
 
 
 async def chat(base: str, key: str, asked: Mapping[str, object], heard: Callable[[], object] | None = None) -> Chat:
-    """Ask, and read to the end; `heard` is called at each text. A cancelled task closes the connection."""
+    """Send a chat and read to the end; `heard` is called at each text. A cancelled task closes the connection."""
     reader, writer = await connect(base)
     seen = Chat(time.monotonic())
     try:
@@ -94,5 +95,5 @@ def _take(seen: Chat, event: Mapping[str, Any], now: float, heard: Callable[[], 
 
 
 async def together(base: str, key: str, bodies: Iterable[Mapping[str, object]]) -> list[Chat]:
-    """Ask everything at once."""
+    """Run all chats at once."""
     return list(await asyncio.gather(*[chat(base, key, one) for one in bodies]))

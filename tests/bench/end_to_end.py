@@ -39,14 +39,14 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One round: seconds that each chat took, and chats a second."""
+    """One round: seconds of each chat, and chats a second."""
 
     took: list[float]
     speed: float
 
 
 def bench_end_to_end(folder: Path) -> list[Row]:
-    """Chats of 16 tokens over 16 connections: p50, p99 and chats a second, a row for each front."""
+    """Measure chats of 16 tokens over 16 connections: p50, p99 and chats a second, a row for each front."""
     if missing():
         return [not_measured("end to end, the same tiny model", "no slower than any other", missing())]
     model = models.EMBEDDED

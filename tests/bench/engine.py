@@ -34,7 +34,7 @@ from tests.support.processes import ROOT, Pool, environment, pool, until
 ROUNDS = 4
 ROWS = 8
 PROMPT_WORDS = 98
-"""With the template around it 108 tokens."""
+"""With the template 108 tokens."""
 LONG_WORDS = 5990
 TURN_WORDS = 1490
 ALONE_WORDS = 1990
@@ -57,14 +57,14 @@ THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server of the model: its base URL, a key, and how the model is called there."""
+    """A server of the model: its base URL, a key, and the name of the model there."""
 
     base: str
     key: str
     model: str
 
     async def chat(self, prompt: str, tokens: int, heard: Callable[[], object] | None = None) -> Chat:
-        """Ask; RuntimeError unless all tokens came, each in an event of its own."""
+        """Send a chat; raise RuntimeError unless all tokens came, each in an event of its own."""
         seen = await chat(self.base, self.key, body(self.model, prompt, tokens), heard)
         if seen.error or not seen.ended or seen.tokens != tokens or len(seen.times) != tokens:
             raise RuntimeError(f"{len(seen.times)} events, {seen.tokens} tokens of {tokens}: {seen.error}")
@@ -85,7 +85,7 @@ def missing() -> str:
 
 @contextmanager
 def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
-    """Start a coordinator and a node as a user would, keys and TLS on, the model loaded."""
+    """Start a coordinator and a node as a user would, with keys and TLS on and the model loaded."""
     os.environ |= THREADS
     with pool(folder) as made:
         made.up()
@@ -110,7 +110,7 @@ def prompts(seed: str, count: int, length: int = PROMPT_WORDS) -> list[str]:
 
 
 def bench_decode(folder: Path) -> list[Row]:
-    """Eight rows decoding, over HTTP, against mlx-lm's own batch in one process."""
+    """Compare eight decoding rows, over HTTP, with mlx-lm's own batch in one process."""
     name, peer = f"{ROWS} rows decoding", "mlx-lm's BatchGenerator"
     if missing():
         return [not_measured(name, f">= 0.95 x {peer}", missing())]
@@ -195,7 +195,7 @@ def _loaded(server: Server, lanes: int, each: int) -> Callable[[int], Load]:
 
 
 def bench_itl(folder: Path) -> list[Row]:
-    """Seven chats decode, a prompt of 6,000 tokens arrives: how far their gaps grow."""
+    """Measure how far the gaps of seven decoding chats grow when a prompt of 6,000 tokens arrives."""
     name, peer = "gap between tokens p99 of 7 chats beside a prompt of 6,000 tokens", "quiet"
     if missing():
         return [not_measured(name, f"<= 3 x {peer}", missing())]
@@ -212,7 +212,7 @@ def bench_itl(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Gaps in seconds, before the long prompt and after it, and until its first token, and how long that took."""
+    """Gaps in seconds, before the long prompt, after it and until its first token, and the seconds to that token."""
 
     quiet: list[float]
     loud: list[float]
@@ -281,7 +281,7 @@ def bench_cancel(folder: Path) -> list[Row]:
 
 
 def _engine(made: Pool) -> psutil.Process:
-    """Find the engine's process below the node."""
+    """Return the engine's process below the node."""
     return next(one for one in made.nodes["one"].children() if "node.engine.process.main" in one.cmdline())
 
 
@@ -297,14 +297,14 @@ async def _chunk_seconds(made: Pool, server: Server, number: int) -> float:
     """Return the mean time of a chunk of a long prompt that runs alone."""
     before = _counts(made)
     (long,) = prompts(f"cancel alone {number}", 1, ALONE_WORDS)
-    seen = await server.chat(long, 2)  # the second token takes a step, and the report of that has all chunks
+    seen = await server.chat(long, 2)  # the second token needs a step, whose report has all chunks
     until(lambda: _counts(made)["steps"] > before["steps"], what="the report of its step")
     return seen.first / max(1, _counts(made)["forwards"] - before["forwards"] - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """How long it took until the memory was back, and how much that was, in bytes."""
+    """Seconds until the memory was released, and its bytes."""
 
     seconds: float
     size: int
@@ -332,7 +332,7 @@ async def _hang_up(server: Server, engine: psutil.Process, after: float, number:
 
 
 def bench_gate(_: Path) -> list[Row]:
-    """One question to the gate of a real engine with eight rows, live readings in it."""
+    """Measure one check of the gate of a real engine with eight rows and live readings."""
     name, target = "gate, per chunk", "<= 30 us"
     if missing():
         return [not_measured(name, target, missing())]
@@ -392,7 +392,7 @@ def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], f
 
 
 def bench_estimate(_: Path) -> list[Row]:
-    """The fitted estimate against MLX's peak, on six architectures, at chunks that the probe did not see."""
+    """Compare the fitted estimate with MLX's peak, on six architectures, at chunks that the probe did not use."""
     name, target = "estimate / measured peak on six architectures", "1.00 to 1.25"
     if missing():
         return [not_measured(name, target, missing())]
@@ -414,7 +414,7 @@ def bench_estimate(_: Path) -> list[Row]:
 
 
 def bench_grammar(_: Path) -> list[Row]:
-    """A step's mask at a vocabulary of 152,000, and how long the worst of the hostile grammars takes to be refused."""
+    """Measure a step's mask at a vocabulary of 152,000, and the time to refuse the worst hostile grammar."""
     step, refusal = "CPU of a step's mask at 151,936 tokens, p99", "hostile grammar refused, the slowest"
     if missing():
         return [not_measured(step, "<= 1.5 ms", missing()), not_measured(refusal, "<= 100 ms", missing())]
@@ -444,7 +444,7 @@ def bench_grammar(_: Path) -> list[Row]:
 
 
 def bench_torture(folder: Path) -> list[Row]:
-    """More than fits, for 90 s under each cap; then the same without the guard, which must pass the cap."""
+    """Run more than fits, for 90 s under each cap; then the same without the guard, which must exceed the cap."""
     name = "torture: cap = rest + {} MiB"
     if missing():
         return [not_measured(name.format(room), "0 over", missing()) for room in ROOMS]
@@ -472,7 +472,7 @@ def bench_torture(folder: Path) -> list[Row]:
 
 
 def bench_steady(folder: Path) -> list[Row]:
-    """Unique prompts, one after the other, with the memory held where each makes something older go."""
+    """Run unique prompts, one after the other, with full memory: each prompt evicts an older prefix."""
     name, target = f"steady state: {STEADY_COUNT} unique prompts near the trip point", "0 refused, 0 over, 0 restarts"
     if missing():
         return [not_measured(name, target, missing())]

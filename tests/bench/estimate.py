@@ -37,7 +37,7 @@ FILL = 500
 
 
 def ratios(resident: Resident, tokens: int, past: int, random: Random) -> tuple[float, float]:
-    """Run one chunk; give predicted peak over measured peak, and estimate over transient."""
+    """Run one chunk; return predicted peak over measured peak, and estimate over transient."""
     ids = [random.randrange(resident.vocabulary) for _ in range(past + tokens)]
     cache = new_cache(resident.model)
     for begin in range(0, past, FILL):
@@ -55,7 +55,7 @@ def ratios(resident: Resident, tokens: int, past: int, random: Random) -> tuple[
 
 
 def main() -> None:
-    """Load each, and try."""
+    """Load each model and measure its chunks."""
     found: dict[str, list[tuple[float, float]]] = {}
     for arch in sys.argv[1:] or ARCHITECTURES:
         driver = Driver(models.path(arch, trained=False), profile="auto", chunk=512)

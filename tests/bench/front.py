@@ -75,7 +75,7 @@ class Cost:
 
 
 def in_rounds(peers: Sequence[Peer], measure: Callable[[Peer], T]) -> list[list[T]]:
-    """Measure all peers in every round, each time another one first; round 0 is not counted."""
+    """Measure all peers in every round, each time in another order; round 0 is not counted."""
     found: list[list[T]] = []
     for number in range(ROUNDS + 1):
         first = number % len(peers)
@@ -94,7 +94,7 @@ def per_event(peer: Peer) -> tuple[Cost, load.Seen]:
 
 
 def per_request(peer: Peer, body: Mapping[str, object]) -> Cost:
-    """Send as many plain requests as go through in one round."""
+    """Send as many plain requests as complete in one round."""
     router, agents = peer.cpu(), peer.agents_cpu()
     try:
         requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
@@ -109,7 +109,7 @@ def _cost(peer: Peer, router: float, agents: float, count: int) -> Cost:
 
 
 def bench_stream(folder: Path) -> list[Row]:
-    """Streamed tokens against nginx and sglang-router; and how long a token is under way, against a node's socket."""
+    """Compare streamed tokens with nginx and sglang-router, and the transit time of a token with a node's socket."""
     with pool(folder) as made, node_kinds(STEP_MS) as kinds, ExitStack() as stack:
         ours = two_nodes(made, f"step_ms={STEP_MS}", "text=clock")
         peers = [
@@ -133,13 +133,13 @@ def bench_stream(folder: Path) -> list[Row]:
 
 
 def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router, as many at once as nodes of 20 ms steps let through."""
+    """Compare plain requests with sglang-router, as many at once as nodes with 20 ms steps allow."""
     name = f"plain request, {2 * STREAMS} at a time, 4 to 12 steps of {STEP_MS} ms"
     return _bodies(folder, STEP_MS, 0.8, {name: hello()})
 
 
 def bench_bodies(folder: Path) -> list[Row]:
-    """Plain requests of three lengths against sglang-router, as many as go through."""
+    """Compare plain requests of three lengths with sglang-router, as many as complete."""
     return _bodies(folder, 1, 1.0, {f"body {name}": make() for name, make in BODIES.items()})
 
 
@@ -231,14 +231,14 @@ def _alone(peer: Peer) -> float:
 
 
 def _node_seconds(made: Pool) -> float:
-    """Return the median over the newest requests of the seconds from sending to the node's last word."""
+    """Return the median seconds from sending a request to the node's last frame, over the newest requests."""
     ended: list[dict[str, Any]] = made.get("/api/v1/requests?last=100")["requests"]
     sent = (next(step["at"] for step in one["steps"] if step["what"] == "sent") for one in ended)
     return statistics.median(one["seconds"] - at for one, at in zip(ended, sent, strict=True))
 
 
 def bench_many(folder: Path) -> list[Row]:
-    """A thousand streams at once through one process."""
+    """Run a thousand streams at once through one process."""
     with pool(folder) as made:
         ours = two_nodes(made, f"step_ms={MANY_STEP_MS}", f"batch={MANY}", "text=clock", "memory=512GiB")
         before = ours.cpu(), ours.agents_cpu()
@@ -294,7 +294,7 @@ def bench_refusing(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How one request ended: its status, how many nodes it was sent to, whether memory numbers came, in seconds."""
+    """End of one request: its status, the number of nodes, whether memory numbers came, and its seconds."""
 
     status: int
     attempts: int

@@ -78,7 +78,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def steps() -> list[list[float]]:
-    """Walk through an answer; give the milliseconds of each step."""
+    """Walk through an answer; return the milliseconds of each step."""
     guide, logits = tokenizer(), mx.random.normal((1, VOCABULARY))
     ids = [*guide.tokenize_str(ANSWER), VOCABULARY - 1]
     found: list[list[float]] = []

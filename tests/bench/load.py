@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 PATIENCE = 30
 """Seconds after which an answer counts as lost."""
 LINGERS = 2.0
-"""Seconds after an answer in which a server closes its connection, or keeps it."""
+"""Seconds after an answer in which a server either closes its connection or keeps it."""
 
 
 @dataclass(slots=True)
@@ -91,7 +91,7 @@ async def _stream(base: str, key: str, tokens: int, seen: Seen) -> None:
 
 
 async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
-    """Run `count` streams of `tokens` tokens side by side."""
+    """Run `count` streams of `tokens` tokens in parallel."""
     seen = Seen()
     began = time.monotonic()
     await asyncio.gather(*[_stream(base, key, tokens, seen) for _ in range(count)])

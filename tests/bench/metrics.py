@@ -23,12 +23,12 @@ TIMES = 200_000
 
 
 def bench_metrics(_: Path) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     return [_scrape(), _per_request(), _per_step()]
 
 
 def _scrape() -> Row:
-    """The coordinator's page over HTTP, and the pages of all nodes as they are written."""
+    """Measure the coordinator's page over HTTP, and the rendering of all nodes' pages."""
     models = tuple(a_model(f"model-{number}") for number in range(MODELS))
     with served(*(LoopbackNode(f"n{number}", models=models) for number in range(NODES))) as pool:
         for number in range(MODELS):
@@ -50,7 +50,7 @@ def _scrape() -> Row:
 
 
 def _per_request() -> Row:
-    """Everything that is counted of a request that is placed at once."""
+    """Measure all counting of a request that is placed at once."""
     counters, node = Counters(), NodeId("n")
 
     def request() -> None:

@@ -89,7 +89,7 @@ class Exchange(asyncio.Protocol):
         self.over()
 
     def over(self) -> None:
-        """An answer has ended."""
+        """Handle the end of an answer."""
         if not self.keeps:
             self.transport.close()
 
@@ -97,7 +97,7 @@ class Exchange(asyncio.Protocol):
         self.transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self.keeps else data)
 
     def gave(self, event: bytes) -> bool:
-        """Take a step; False where it gave nothing to send."""
+        """Take a step; return False if there was nothing to send."""
         self.left -= 1
         if self in self.streams:
             self.chunk(event)
@@ -116,7 +116,7 @@ class Exchange(asyncio.Protocol):
 
 
 def asked_tokens(asked: dict[str, int]) -> int:
-    """Read the length under either of its names: sglang-router renames it."""
+    """Return the length under either of its names: sglang-router renames it."""
     return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 
@@ -144,7 +144,7 @@ async def main(step: float, apart: float) -> None:
 
 
 def sleep_exactly() -> None:
-    """Have this process woken when it wants to be, not up to 50 us later."""
+    """Make the kernel wake this process on time, not up to 50 us later."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_TIMER_SLACK, 1000, 0, 0, 0)
 

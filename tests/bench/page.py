@@ -15,7 +15,7 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-backgroun
 
 
 def bench_page(folder: Path) -> list[Row]:
-    """Time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
+    """Measure the time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")

@@ -13,7 +13,7 @@ SIZE = 100_000_000
 
 
 async def fetch(base: str, key: str) -> tuple[int, float]:
-    """Fetch the log of the node; give bytes and seconds."""
+    """Fetch the log of the node; return bytes and seconds."""
     parts = urlsplit(base)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
     writer.write(

@@ -48,7 +48,7 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if it has some."""
+    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if any."""
 
     name: str
     base: str
@@ -57,16 +57,16 @@ class Peer:
     agents: tuple[psutil.Process, ...] = ()
 
     def cpu(self) -> float:
-        """Return the CPU seconds of its process tree so far, agents not counted."""
+        """Return the CPU seconds of its process tree until now, without agents."""
         return cpu_of([self.process, *self.process.children(recursive=True)])
 
     def agents_cpu(self) -> float:
-        """Return the CPU seconds of its agents so far; their engines do the work of a node, and are not counted."""
+        """Return the CPU seconds of its agents until now, without their engines, which do the work of a node."""
         return cpu_of(self.agents)
 
 
 def cpu_of(processes: Iterable[psutil.Process]) -> float:
-    """Return the CPU seconds that some processes took so far."""
+    """Return the CPU seconds of some processes until now."""
     total = 0.0
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -83,8 +83,11 @@ def free_port() -> int:
 
 @contextmanager
 def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing. With `keeps` they
-    keep connections between two requests, which mlx_lm.server does not."""
+    """Run two mock nodes; return their ports.
+
+    Without steps they answer at once, and stream nothing. With `keeps` they keep connections between two requests,
+    which mlx_lm.server does not.
+    """
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
@@ -104,7 +107,7 @@ def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) 
 
 @contextmanager
 def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run nginx before two nodes. RuntimeError where it is not installed."""
+    """Run nginx in front of two nodes; raise RuntimeError if it is not installed."""
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     if not os.path.exists(program):
         raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
@@ -122,7 +125,7 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 @contextmanager
 def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run sglang-router before two nodes, installed on first use into .bench/."""
+    """Run sglang-router in front of two nodes, installed on first use into .bench/."""
     python = _sglang_python()
     port = free_port()
     with (folder / f"sglang-{port}.log").open("wb") as log:

@@ -24,12 +24,12 @@ CLIENTS = 12
 ROOMS = (20, 32, 48, 64)
 SECONDS = 45.0
 SHORT, LONG = Kind(60, 96, 0.6), Kind(1500, 96, 0.4)
-"""So far apart that rows of both share no batch under these caps."""
+"""Lengths that share no batch under these caps."""
 EXPECTED = 8
 """Tokens reserved for an answer of 96: every row has to grow."""
 ASK_AGAIN, SAMPLE, REST = 0.2, 0.01, 2.0
 LOADED = ("packed", "plain")
-"""Checkpoints that come and go: 8 MiB of fp8 that become 16, and 16 MiB of bf16."""
+"""Checkpoints that are loaded and unloaded: 8 MiB of fp8 that become 16, and 16 MiB of bf16."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Seen:
 
 
 def lay_out_pressure(folder: Path) -> None:
-    """Put the models where the node finds them."""
+    """Write the models into the folder of the node."""
     lay_out(folder)
     fp8(folder / "models" / LOADED[0], layers=1)
     fp8(folder / "models" / LOADED[1], layers=1, packed=False)
@@ -108,7 +108,7 @@ async def _sample(node: Node, seen: Seen, cap: int) -> None:
 
 
 async def _load(node: Node, seen: Seen) -> None:
-    """Load and unload checkpoints, one of them in the middle of its load every second time."""
+    """Load and unload checkpoints, every second time in the middle of the load."""
     turn = 0
     while True:
         turn += 1

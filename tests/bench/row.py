@@ -1,4 +1,4 @@
-"""One measured promise, and how figures become one: medians, and ratios pair by pair."""
+"""One measured target, and its statistics: medians, and ratios of pairs."""
 
 import platform
 import re
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured promise."""
+    """One measured target."""
 
     name: str
     target: str
@@ -70,7 +70,7 @@ def spread(ratios: Sequence[float]) -> str:
 
 
 def in_turn(ours: Callable[[int], T], theirs: Callable[[int], T], rounds: int) -> list[tuple[T, T]]:
-    """Measure both in every round, round 0 not counted, and every second time the peer first."""
+    """Measure both in every round, every second time the peer first; round 0 is not counted."""
     pairs: list[tuple[T, T]] = []
     for number in range(rounds + 1):
         if number % 2:

@@ -26,7 +26,7 @@ DECISIONS = 20_000
 
 
 def bench_small(_: Path) -> list[Row]:
-    """The household and the lab against the clairvoyant."""
+    """Compare the household and the lab with the clairvoyant policy."""
     rows: list[Row] = []
     for name in ("household", "lab"):
         scenario, folder = load(name)
@@ -43,7 +43,7 @@ def bench_small(_: Path) -> list[Row]:
 
 
 def bench_large(_: Path) -> list[Row]:
-    """A thousand mixed nodes, the same with little memory, and five thousand."""
+    """Simulate a thousand mixed nodes, the same with little memory, and five thousand."""
     rows: list[Row] = []
     for name, limit in (("thousand", 0.005), ("tight", 0.02)):
         runs = _all(name)
@@ -111,7 +111,7 @@ def bench_scarce(_: Path) -> list[Row]:
 
 
 def bench_decision(_: Path) -> list[Row]:
-    """One decision among a thousand nodes."""
+    """Measure one decision among a thousand nodes."""
     scenario, _folder = load(str(SCENARIOS / "thousand.toml"))
     loop = VirtualLoop()
     pool = Pool(scenario, [], loop, 1)
@@ -129,7 +129,7 @@ def bench_decision(_: Path) -> list[Row]:
 
 
 def _all(name: str) -> dict[str, Figures]:
-    """Play a scenario under all its policies and show the table."""
+    """Play a scenario under all its policies and print the table."""
     scenario, folder = load(str(SCENARIOS / f"{name}.toml"))
     rows = list(compare(scenario, policies_of(scenario, ()), scenario.seed, folder))
     print(f"{name}: {scenario.about}\n{table(rows)}\n", flush=True)
@@ -137,5 +137,6 @@ def _all(name: str) -> dict[str, Figures]:
 
 
 def bench_simulation(folder: Path) -> list[Row]:
-    """All of it; a quarter of an hour, most of which the peers' rules take among a thousand nodes."""
+    """Run all simulations in a quarter of an hour. Most of the time goes to the peers' policies with a thousand
+    nodes."""
     return [*bench_decision(folder), *bench_small(folder), *bench_scarce(folder), *bench_large(folder)]

@@ -1,4 +1,4 @@
-"""Signs of life while long texts are tokenized, by the shipped engine process, driven over its socket."""
+"""Pings during the tokenization of long texts, with the shipped engine process, driven over its socket."""
 
 import json
 import os
@@ -28,13 +28,13 @@ CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenize
 LIMIT = 0.1
 MOST_SECONDS = 240.0
 TOO_MANY = 2**21
-"""Tokens of an answer that no context holds: a body is refused once it is tokenized, and never prefilled."""
+"""Tokens of an answer that exceeds any context: a body is refused once it is tokenized, and never prefilled."""
 SHORTS = 1000
 """Number of the first short prompt."""
 
 
 class Engine:
-    """An engine process; `answered` has the moment of each pong by nonce, and of each end by request."""
+    """An engine process; `answered` has the time of each pong by nonce, and of each end by request."""
 
     def __init__(self, folder: Path) -> None:
         flat: dict[str, object] = {
@@ -136,7 +136,7 @@ def measure(folder: Path, size: int) -> tuple[list[float], list[float], float]:
 
 
 def lay_out(folder: Path, context: int) -> None:
-    """Put the tiny model where the engine finds it, with this context in tokens (0: its own)."""
+    """Write the tiny model into the folder of the engine, with this context in tokens (0: its own)."""
     source, target = models.path("llama"), folder / "models" / "chat"
     target.mkdir(parents=True)
     for file in source.iterdir():

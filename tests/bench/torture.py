@@ -69,7 +69,7 @@ class Kind:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it is worth."""
+        """Return the tokens of its answers."""
         return self.prompt + self.answer * self.choices
 
 
@@ -133,7 +133,7 @@ class Seen:
 
 
 class Node:
-    """The agent's half without a link: machine, limiter, supervisor, poll, as `node.run` makes them."""
+    """The agent without a link: machine, limiter, supervisor and poll, as in `node.run`."""
 
     def __init__(self, folder: Path, memory: dict[str, object], **mlx: object) -> None:
         flat: dict[str, object] = {
@@ -173,7 +173,7 @@ class Node:
         self._changed.set()
 
     async def start(self) -> None:
-        """Start, and wait until the model is there."""
+        """Start, and wait until the model is loaded."""
         self.poll.start()
         await self.supervisor.start()
         async with asyncio.timeout(HUNG):
@@ -190,12 +190,14 @@ class Node:
         return self.supervisor.phys().phys or 0
 
     async def order(self, kind: type[Load | Unload], model: str) -> Frame:
-        """Send an order about a model, and give its end."""
+        """Send an order about a model, and return its end."""
         return await self._sent(lambda number: kind(number, model))
 
     async def generate(self, kind: Kind, seed: int, model: str = MODEL, expected: int = 0) -> Frame:
-        """Ask for one request of a kind, whose words follow from the seed, and return its end. `expected`: tokens that
-        are reserved for its answer, all of them where 0."""
+        """Send one request of a kind, whose words follow from the seed, and return its end.
+
+        `expected`: tokens that are reserved for its answer, all of them where 0.
+        """
         bias = ((_end_token(), -100.0),)
         params = Params(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
         message = Message("user", f"{seed} " + "word " * (kind.prompt // TOKENS_PER_WORD))
@@ -227,7 +229,7 @@ def _end_token() -> int:
 
 @asynccontextmanager
 async def started(folder: Path, memory: dict[str, object], **mlx: object) -> AsyncGenerator[Node]:
-    """Run a node, its model loaded and warm."""
+    """Run a node with its model loaded and warm."""
     node = Node(folder, memory, **mlx)
     try:
         await node.start()
@@ -238,7 +240,7 @@ async def started(folder: Path, memory: dict[str, object], **mlx: object) -> Asy
 
 
 def lay_out(folder: Path) -> None:
-    """Put two models where the node finds them."""
+    """Write two models into the folder of the node."""
     (folder / "models").mkdir(parents=True, exist_ok=True)
     for name, architecture in ((MODEL, "llama"), (SECOND, "qwen3")):
         (folder / "models" / name).symlink_to(models.path(architecture))
@@ -287,7 +289,7 @@ async def _finished(node: Node, kind: Kind, number: int) -> Finished:
 
 
 async def settled(node: Node) -> int:
-    """Wait until the footprint has stopped falling, and give it."""
+    """Wait until the footprint has stopped falling, and return it."""
     last = node.phys()
     while True:
         await asyncio.sleep(0.5)
@@ -352,7 +354,7 @@ async def _client(node: Node, seen: Seen, asked: Asked, number: int, begun: floa
 
 
 async def _patiently(node: Node, kind: Kind, seed: int) -> str:
-    """Ask until it is done, or refused for good, or patience ends."""
+    """Send a request until it is done, refused for good, or PATIENCE ends."""
     until = time.monotonic() + PATIENCE
     while True:
         end = await node.generate(kind, seed)
@@ -382,7 +384,7 @@ async def _watch(node: Node, seen: Seen, cap: int) -> None:
 
 
 async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
-    """Take memory off the ceiling now and then, as a video job does."""
+    """Lower the ceiling at intervals, as a video job does."""
     while True:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
@@ -397,7 +399,7 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
 
 
 async def _load(node: Node, seen: Seen) -> None:
-    """Load a second model now and then, and unload it again."""
+    """Load and unload a second model at intervals."""
     while True:
         await asyncio.sleep(LOAD_EVERY)
         for kind in (Load, Unload):
@@ -408,7 +410,7 @@ async def _load(node: Node, seen: Seen) -> None:
 
 
 def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> tuple[bool, float, str]:
-    """Return whether a run kept every promise, its share of the oracle's tokens, and all of it in words."""
+    """Return whether a run kept every guarantee, its share of the oracle's tokens, and a summary."""
     mine, best = seen.tokens(until), oracle(seen, costs, room, until)
     share = mine / max(1.0, best)
     outcomes = seen.outcomes()
@@ -467,7 +469,7 @@ def oracle(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> f
 
 
 def filled(requests: Iterable[tuple[int, float]], budget: float) -> float:
-    """Return the most tokens of requests, `(tokens, cost)` each, that a budget pays for, the last of them in part."""
+    """Return the most tokens of requests, `(tokens, cost)` each, within a budget, the last request in part."""
     tokens = 0.0
     for worth, cost in sorted(requests, key=lambda one: one[1] / one[0]):
         if cost >= budget:

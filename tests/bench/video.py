@@ -54,11 +54,11 @@ video = model.generate_video(
 )
 video.save(path=Path(job["out"], "bare.mp4"), overwrite=True)
 """
-"""The engine as its own documentation calls it."""
+"""The engine's command as in its own documentation."""
 
 
 def bench_video(folder: Path) -> list[Row]:
-    """Every row of video."""
+    """Measure every row of video."""
     parts = (bench_lease, bench_clip, bench_beside, bench_chain)
     return [row for number, part in enumerate(parts) for row in part(_place(folder, number))]
 
@@ -295,7 +295,7 @@ def _bare(folder: Path, number: int) -> Iterator[None]:
 
 
 def _chats(one: Chain, number: int) -> float:
-    """Chat for WINDOW seconds in STREAMS lanes; give tokens a second."""
+    """Chat for WINDOW seconds in STREAMS lanes; return tokens a second."""
     return asyncio.run(_chatting(one, Random(number)))
 
 
@@ -323,7 +323,7 @@ async def _chatting(one: Chain, random: Random) -> float:
 
 
 def bench_chain(folder: Path) -> list[Row]:
-    """Every process killed in every phase."""
+    """Kill every process in every phase."""
     cells = [(victim, phase) for phase in PHASES for victim in VICTIMS if phase in RUNNING or victim not in WORKERS]
     with pool(folder) as made, chain(made, PORTS) as one:
         outcomes = [one.kill(victim, phase) for victim, phase in cells]

@@ -34,7 +34,7 @@ OWN: dict[str, Any] = {"id": "k0", "name": "boss", "scopes": ["admin"], "expires
 
 
 def node(name: str = "studio", state: State = State.READY, **changes: Any) -> dict[str, Any]:
-    """Return a node as the API shows it; every size differs."""
+    """Return a node as in the API; every size differs."""
     memory = Memory(
         cap=96 * GIB,
         ceiling=96 * GIB,
@@ -155,7 +155,7 @@ SETTLED = """async () => {
     }
     await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
 }"""
-"""Waits until no further answer of the API has come for a quarter of a second, and two frames were painted."""
+"""Waits until no answer of the API has arrived for a quarter of a second, and two frames were painted."""
 
 
 def show(page: Page, view: str = "pool") -> None:

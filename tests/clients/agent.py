@@ -147,7 +147,7 @@ class Folder:
 
 
 def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
-    """Work through OpenAI's library; `events` gets those of the second turn."""
+    """Run the session with OpenAI's library; `events` gets those of the second turn."""
     client, folder = (
         OpenAI(
             base_url=made.facts["base_url"],
@@ -208,7 +208,7 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
 
 
 def with_anthropic(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
-    """Work through Anthropic's library; `events` gets those of the second turn."""
+    """Run the session with Anthropic's library; `events` gets those of the second turn."""
     client, folder = (
         Anthropic(
             base_url=made.base,
@@ -321,7 +321,7 @@ def shortened(event: str) -> str:
 
 
 def sessions(made: Pool, steps: tuple[str, ...] = STEPS) -> dict[str, tuple[list[Turn], list[str]]]:
-    """Work through each library."""
+    """Run the session with each library."""
     found: dict[str, tuple[list[Turn], list[str]]] = {}
     for name, session in SESSIONS.items():
         events: list[str] = []
@@ -330,7 +330,7 @@ def sessions(made: Pool, steps: tuple[str, ...] = STEPS) -> dict[str, tuple[list
 
 
 def main() -> int:
-    """Make a pool, let the agent work, write the page."""
+    """Start a pool, run the sessions, write the page."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         made.up()
         for name in ("mini", "studio"):

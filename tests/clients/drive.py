@@ -28,7 +28,7 @@ from tests.support.processes import ROOT, Pool, environment, pool
 FOLDER = ROOT / ".cache" / "clients"
 RECORDED = Path(__file__).parent / "recorded"
 WORDS = {"text", "content", "description", "system", "input", "title"}
-"""Where clients say something of their own."""
+"""Fields with texts of the client."""
 KEPT = {"Hello!", ""}
 IDS = {"user_id", "id", "prompt_cache_key", "definition"}
 """Keys whose values name a person, a conversation or a part of it, and grammars, which are as long as texts."""
@@ -142,7 +142,7 @@ def _pool() -> Iterator[Pool]:
 
 
 def main() -> int:
-    """Run all clients that can be run, or those that are named."""
+    """Run all clients that can run here, or the named ones."""
     wanted, bad = set(sys.argv[1:]), 0
     RECORDED.mkdir(exist_ok=True)
     with _pool() as made:

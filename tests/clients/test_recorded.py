@@ -52,7 +52,7 @@ def ask(made: Pool, client: httpx.Client, said: Exchange) -> httpx.Response:
 
 
 def events(text: str) -> list[Any]:
-    """Read server-sent events as strictly as a client: every one is JSON, but for the last of OpenAI's."""
+    """Read server-sent events as strictly as a client: every event is JSON, except the last of OpenAI's."""
     datas = [block.partition("data: ")[2] for block in text.strip().split("\n\n") if not block.startswith(":")]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
 

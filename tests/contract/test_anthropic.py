@@ -1,4 +1,4 @@
-"""`/v1/messages` with Anthropic's own library over a real server, and in the shapes that coding agents send."""
+"""`/v1/messages` with Anthropic's own library over a real server, and in the shapes of coding agents."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ CALL = json.dumps({"index": 0, "id": "call_1", "name": "weather", "arguments": '
 
 
 def spoken(asked: Generate) -> tuple[list[Delta], str]:
-    """Think, say something, call twice, say something else."""
+    """Return an answer with reasoning, text, two calls, and more text."""
     second = CALL.replace("call_1", "call_2")
     pieces = [
         (Channel.REASONING, "let "),

@@ -31,7 +31,7 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
 
 @pytest.fixture(autouse=True, params=["front", "asgi"])
 def by(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run every test through the product's own protocol and through the ASGI app alone: both must say the same."""
+    """Run every test through the product's own protocol and through the ASGI app alone: both must answer the same."""
     before, LoopbackCluster.front = LoopbackCluster.front, request.param == "front"
     yield request.param
     LoopbackCluster.front = before
@@ -216,7 +216,7 @@ async def test_over_the_share_of_one_key_is_a_429():
     assert sorted(answer.status_code for answer in answers) == [200] * 16 + [429]
 
 
-# clients that leave, nodes that die
+# clients that disconnect, nodes that crash
 
 
 async def test_a_client_that_leaves_is_cancelled_at_the_node():

@@ -31,7 +31,7 @@ FEATURES = ("tools", "logprobs", "sampling", "grammar")
 
 @pytest.fixture(autouse=True, params=["front", "asgi"])
 def by(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run every test through the product's own protocol and through the ASGI app alone: both must say the same."""
+    """Run every test through the product's own protocol and through the ASGI app alone: both must answer the same."""
     before, LoopbackCluster.front = LoopbackCluster.front, request.param == "front"
     yield request.param
     LoopbackCluster.front = before
@@ -88,7 +88,7 @@ def call(place: int, city: str) -> tuple[int, str]:
 
 
 def calling(asked: Generate) -> Play:
-    """Think, say something, call twice; a broken call between them."""
+    """Return an answer with reasoning, text and two calls, with a broken call between them."""
     number = asked.request
     return [
         delta

@@ -75,7 +75,7 @@ def test_most_verbs_that_look_are_tried():
 @pytest.mark.parametrize("verb", READING)
 def test_no_color_is_honoured_and_plain_is_plain(verb: str, pool: Served, tmp_path: Path):
     if verb == "doctor":
-        return  # it looks at the machine for seconds: below
+        return  # takes seconds to check the machine: below
     assert COLOUR.search(said(verb, pool, tmp_path, color=True, FORCE_COLOR="1", NO_COLOR="1")) is None
     assert "\x1b" not in said(verb, pool, tmp_path, color=False)
 
@@ -100,7 +100,7 @@ PATIENT = {
     "coordinator/cli/commands/videos.py": "a video on its way to a file, whose progress is the file",
     "coordinator/cli/commands/nodes.py": "a log that is printed as it comes",
 }
-"""Files in which something may last without a sign of life, and why."""
+"""Files in which a call may last without showing progress, and the reasons."""
 
 
 def test_what_lasts_shows_that_it_lives():

@@ -1,4 +1,4 @@
-"""Every generating route over a real socket: bad bodies, slow and leaving clients, and nothing is left behind."""
+"""Every generating route over a real socket: bad bodies, slow clients, disconnects. No resource may be left behind."""
 
 import asyncio
 import contextlib

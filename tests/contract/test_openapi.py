@@ -31,7 +31,7 @@ TRUE = {"true", "1", "on", "t", "y", "yes"}
 """Values that the API reads as true."""
 EXAMPLES = 4
 EVERY_CHECK: Any = list(HealthCheck)
-"""Of each kind for every operation; the seconds of the suite are bounded, not the imagination."""
+"""Examples of each kind for every operation, bounded to limit the duration of the suite."""
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
     method, path = operation.split(" ", 1)
     found = schemathesis.openapi.from_dict(served.document)[path][method]
     if kind is GenerationMode.NEGATIVE and not found.definition.raw.keys() & {"parameters", "requestBody"}:
-        return  # nothing can be wrong with a request that says nothing
+        return  # an empty request cannot be wrong
     session = requests.Session()
     session.trust_env = False
     headers = {"authorization": f"Bearer {served.keys['admin']}"}
@@ -67,7 +67,7 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
         case: Any = data.draw(found.as_strategy(generation_mode=kind))
         named = isinstance(case.body, dict) and isinstance(case.body.get("model"), str)
         if named and operation not in ORDERS and data.draw(st.booleans()):
-            case.body["model"] = "tiny"  # which is there
+            case.body["model"] = "tiny"  # which exists
         if case.query and str(case.query.get("follow")).lower() in TRUE:
             del case.query["follow"]  # such an answer has no end
         answer = case.call(base_url=served.url, session=session, headers=headers, timeout=20)
@@ -91,7 +91,7 @@ def test_what_is_refused_before_it_is_read_is_described(served: Served, path: st
         "length": {"content-length": "99999999"},
     }[wrong]
     if get and wrong in ("origin", "length"):
-        return  # reading is not guarded by the page that asks, and has no body
+        return  # reads have no check of the origin, and no body
     with requests.Session() as session:
         session.trust_env = False
         prepared = requests.Request(method, served.url + path, headers, data=b"{}").prepare()

@@ -50,7 +50,7 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def neutered(folder: Path) -> Path:
-    """Copy the packages, with a gate that is never really asked."""
+    """Copy the packages, with a gate that is never really checked."""
     for package in ("coordinator", "host", "node", "router", "wire"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     gate = folder / "node" / "engine" / "memory" / "gate.py"

@@ -32,7 +32,7 @@ EMPTY = {
     "Failures": "only once a video failed",
     "Pressure": "only where the system has a word for it: macOS, and Linux with pressure stalls",
 }
-"""Panels that may have no data, and why."""
+"""Panels that may have no data, and the reasons."""
 SMALL = (
     "engine.scripted.memory=16GiB",
     "engine.scripted.kv_per_token=16777216",
@@ -41,10 +41,10 @@ SMALL = (
     "engine.scripted.step_ms=10",
     "engine.scripted.tokens=40",
 )
-"""A node with room for a few requests at a time, which refuses those with that word."""
+"""A node with memory for a few requests at a time, which refuses requests with that word."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 RAY_PORTS = 25000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-"""A range of this worker's own: Ray cannot be given any free ones."""
+"""A port range of this worker, because Ray needs a range of ports."""
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def ask(client: httpx.Client, model: str, text: str, *, stream: bool = False) ->
 
 
 def clip(made: Pool, *states: str, **changes: Any) -> None:
-    """Ask for a video, and wait until it is in one of these states."""
+    """Request a video, and wait until it is in one of these states."""
     headers = {"authorization": f"Bearer {made.key}"}
     with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=30) as client:
         job = client.post("/v1/videos", json={**CLIP, **changes}).json()["id"]
@@ -107,7 +107,7 @@ def chosen(board: Board, found: Prometheus) -> dict[str, str]:
 
 
 def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]) -> tuple[int, int]:
-    """Evaluate one query as its panel does; give its series, and its values that are numbers."""
+    """Evaluate one query as its panel does; return its series, and its numeric values."""
     asked = re.sub(r"\$(\w+)", lambda match: values[match[1]], query)
     if panel.kind in (Kind.FIGURE, Kind.TABLE):
         result = found.value(asked)

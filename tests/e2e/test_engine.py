@@ -40,7 +40,7 @@ TRAINED = ("llama", "qwen3", "lfm2")
 NODES = ("studio", "macbook")
 AT_ONCE = 32
 CONTEXT = 32768
-"""Tokens that the tiny models take."""
+"""Context of the tiny models, in tokens."""
 
 
 def write(file: str, text: str) -> Callable[[Path], object]:
@@ -122,7 +122,7 @@ def test_all_that_is_known_by_heart_comes_verbatim_from_both_nodes(zoo: Pool, cl
         answers = list(
             threads.map(lambda way: answer(client, model, way[1], stream=bool(way[0] % 2)), enumerate(asked))
         )
-    for idle in set(NODES) - {node for *_, node in answers}:  # the other one was measured as much faster
+    for idle in set(NODES) - {node for *_, node in answers}:  # the other node was measured as much faster
         (busy,) = set(NODES) - {idle}
         zoo.cli("node", "cordon", busy)
         asked += known
@@ -234,7 +234,7 @@ def test_usage_is_exact_and_the_same_streamed(client: OpenAI) -> None:
 
 
 def test_a_second_turn_is_billed_with_what_was_cached(zoo: Pool, client: OpenAI) -> None:
-    """On one node; the first turn leaves its rows, the second begins with them, streamed or not."""
+    """Runs on one node. The first turn leaves its rows, and the second begins with them, streamed or not."""
     before = zoo.node("studio")["engine"]["cache"]
     with cordoned(zoo, "macbook"):
         first = client.chat.completions.create(model="lfm2", messages=said("Count to thirty."))
@@ -326,7 +326,7 @@ ROOM = 96 * MIB
 """Bytes above an engine at rest. A load needs 64 MiB of them for a moment."""
 MARGIN = 4 * MIB
 CROWD = 4
-"""Answers to a small question that take half of ROOM: 256 tokens each are promised, at 24 KiB the token."""
+"""Answers to a small question that take half of ROOM: 256 tokens each are reserved, at 24 KiB a token."""
 
 
 def claim_a_gigabyte(folder: Path) -> None:
@@ -339,7 +339,7 @@ def claim_a_gigabyte(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def snug(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """One node that may use ROOM more than its engine does at rest, with two models loaded."""
+    """Start one node whose cap is ROOM above its engine at rest, with two models loaded."""
     known, wide = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", known=known, wide=wide)

@@ -40,12 +40,12 @@ from wire.units import MIB
 pytestmark = pytest.mark.slow
 
 SLOW = ("read", "written", "fetched", "left")
-"""Names of the slow model that `victim` and `other` have; `cursed` is on `victim` alone."""
+"""Names of the slow model on `victim` and `other`; only `victim` has `cursed`."""
 LONG = "word " * 600
-"""A prompt that a node reads in a second or two, in several forwards."""
+"""A prompt whose prefill takes a node a second or two, in several forwards."""
 ENDLESS = "word " * 8000
 Answer = tuple[str, int, str]
-"""The text, the attempts, and the node that gave it."""
+"""The text, the attempts, and the node that answered."""
 
 
 def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
@@ -56,7 +56,7 @@ def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
 
 @dataclass(frozen=True)
 class Frozen:
-    """An engine that was stopped while it wrote an answer, the answer to come, and when that was (monotonic)."""
+    """An engine that was stopped during an answer, the future of the answer, and the time of the stop (monotonic)."""
 
     engine: psutil.Process
     answer: Future[Answer]
@@ -107,7 +107,7 @@ class Ward:
 
 @pytest.fixture(scope="module")
 def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
-    """Three nodes; the engine of one is frozen by now, so that the half minute until it is missed is not waited for."""
+    """Start three nodes. One engine is frozen at once, because its detection takes half a minute."""
     known, slow = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
     with (
         tempfile.TemporaryDirectory(prefix="mp-") as folder,
@@ -146,7 +146,8 @@ CRASHED = (500, "engine_crashed", "1")
 
 
 def elsewhere(answer: Answer) -> bool:
-    """Whether it was placed again; `victim` may have been tried once more before it was known to be dead."""
+    """Return whether the request was placed again; `victim` may have been tried once more before its crash was
+    known."""
     return answer[1] in (2, 3) and answer[2] == "other"
 
 

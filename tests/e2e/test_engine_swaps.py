@@ -21,7 +21,7 @@ WEIGHTS = 161 * MIB
 ROOM = WEIGHTS + 64 * MIB + 60 * MIB
 """Bytes above an engine at rest without a model: one model, transient memory of its load, rows for ten answers."""
 TOKENS = 50, 70, 110
-"""Answers of each client: of different lengths, so that the node is never idle."""
+"""Lengths of the answers of each client; they differ, because the node must never be idle."""
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def narrow(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
 
 
 class Traffic:
-    """Clients that ask one model for streams, each the next one as soon as the last has ended."""
+    """Clients that send streams to one model, each the next one as soon as the last has ended."""
 
     def __init__(self, made: Pool, model: str) -> None:
         self._client = api(made)

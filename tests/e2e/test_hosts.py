@@ -34,9 +34,9 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 WINDOW = 10.0
 """Seconds of silence after which a node is lost."""
 WORK = 3.0
-"""Seconds that a loaded machine may add."""
+"""Additional seconds on a loaded machine."""
 CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
-"""How clients ask, without TLS: a context of their own would read all authorities of this machine each time."""
+"""TLS context of clients without TLS, because a new one would read all authorities of this machine each time."""
 VIDEO = ("video.max_steps=1000",)
 
 
@@ -48,7 +48,7 @@ def flat_settings(**more: Any) -> list[str]:
 
 @dataclass
 class Chat:
-    """One streamed chat as its client saw it: the node, the words, why it ended, the seconds of `monotonic`."""
+    """One streamed chat as its client saw it: the node, the words, the end, the seconds of `monotonic`."""
 
     status: int = 0
     node: str = ""
@@ -59,7 +59,7 @@ class Chat:
 
 
 class Lab:
-    """The coordinator's host is the first, nodes live on the second and third, clients on the fourth."""
+    """The coordinator is on the first host, nodes are on the second and third, clients on the fourth."""
 
     def __init__(self, hosts: Hosts, made: Pool, stack: ExitStack) -> None:
         self.hosts = hosts
@@ -120,14 +120,14 @@ class Lab:
         return [line for line in map(json.loads, lines) if line["event"] == event]
 
     def on_client(self, ask: Any) -> Future[Any]:
-        """Run something in the client's network."""
+        """Run a function in the client's network."""
         return self._client.submit(ask)
 
     def chat(self, prompt: int = 5, tokens: int = 10) -> Future[Chat]:
         return self._client.submit(self._chat, prompt, tokens)
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send one request; where it is called from decides from which host."""
+        """Send one request from the host of the calling thread."""
         headers = {"Authorization": f"Bearer {self.pool.key}"}
         return httpx.request(method, self.pool.base + path, headers=headers, **CLIENT, **more)
 
@@ -216,7 +216,7 @@ def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) ->
 
 
 def _states_during_a_cut(lab: Lab, seconds: float, watch: float) -> set[str]:
-    """Cut studio's cable just after a report, so that the silence is as long as the cut, and watch its state."""
+    """Cut studio's cable just after a report, for a silence as long as the cut, and record its states."""
     until(lambda: lab.pool.node("studio")["heard_seconds"] < 0.1, what="a report")
     lab.hosts.cut(lab.hosts[2])
     mend = threading.Timer(seconds, lab.hosts.restore, [lab.hosts[2]])

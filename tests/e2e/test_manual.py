@@ -1,4 +1,4 @@
-"""The manual is typed as it is written: every command and every program of its first pages runs against a real pool."""
+"""Every command and every program of the manual's first pages, run as written against a real pool."""
 
 import os
 import re

@@ -166,7 +166,8 @@ def test_a_sensor_that_fails_for_a_moment_or_for_long_ends_nothing_and_evicts_no
 
 
 def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster_pool: Pool, tmp_path: Path) -> None:
-    """The first time the engine starts again; after the second none is started, because each would have less."""
+    """After the first leak the engine starts again. After the second none is started, because each would have less
+    memory."""
     readings = Readings(tmp_path / "readings", wired=3 * GIB)
     cluster_pool.up()
     process = cluster_pool.join(

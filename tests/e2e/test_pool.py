@@ -126,7 +126,7 @@ def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until
     deaths = 0
 
     def dies() -> bool:
-        """Kill the engine at work, once it is there again."""
+        """Kill the working engine, once it is ready again."""
         nonlocal deaths
         if not cluster_pool.serves("frail"):
             return False
@@ -392,7 +392,7 @@ def identity_of(made: Pool, name: str) -> str:
 
 
 def joined_by_token(made: Pool, name: str) -> Process:
-    """Type the join line on a machine that has an identity already; give the node once it serves."""
+    """Type the join line on a machine that already has an identity; return the node once it serves."""
     command = [
         *CLI,
         "join",

@@ -31,7 +31,7 @@ SUSPECTED = 3.0
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """Two nodes with the same models, loaded and warm."""
+    """Start two nodes with the same models, loaded and warm."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", llama=tiny_model("llama"))
         made.up()
@@ -55,7 +55,7 @@ class Heard:
     last: str = ""
 
     def gap(self, since: float) -> float:
-        """The longest silence in seconds that has an end after this moment."""
+        """Return the longest silence in seconds that ends after this moment."""
         pairs = zip(self.at, self.at[1:], strict=False)
         return max((after - before for before, after in pairs if after >= since), default=0.0)
 
@@ -126,7 +126,7 @@ class Told:
 
 
 def told(made: Pool, go: Callable[[str], object]) -> Told:
-    """Stream STREAMS answers, let the node with the most of them go once all have begun, and hear all to their end."""
+    """Stream STREAMS answers, stop the node with most of them once all have begun, and receive all to their end."""
     chats = [Chat(made, number) for number in range(STREAMS)]
     with side_by_side(STREAMS) as start:
         running = [start(chat.run) for chat in chats]
@@ -180,7 +180,7 @@ def rewriting(pair: Pool, count: int) -> float:
 
 
 def rejoined(pair: Pool, name: str) -> None:
-    """Start a node again that was killed."""
+    """Restart a killed node."""
     until(lambda: pair.node(name)["state"] == "lost", what="it is missed")
     place = pair.folder / "models"
     pair.join(name, *MLX, f"models.folders={place}", "models.preload=llama", "engine.mlx.batch=32", wait=False)

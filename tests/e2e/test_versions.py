@@ -1,4 +1,5 @@
-"""N and N-1 side by side: peers that speak protocol 1 as it was frozen first, and a pool that is upgraded in turns."""
+"""Versions N and N-1 together: peers with protocol 1 as it was first frozen, and a pool that is upgraded node by
+node."""
 
 import asyncio
 import sys
@@ -111,7 +112,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class Load:
-    """Clients that ask again and again, streamed, and note how each answer ended."""
+    """Clients that send streams repeatedly, and record how each answer ended."""
 
     pool: Pool
     ends: list[str] = field(default_factory=list)
@@ -164,7 +165,7 @@ class Load:
 
 
 def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
-    """The coordinator first, then each node, under load, as docs/operations.md says."""
+    """Upgrades the coordinator first, then each node, under load, as in docs/operations.md."""
     pool = cluster_pool
     pool.up("http.drain_seconds=1")
     for name in ("studio", "mini"):

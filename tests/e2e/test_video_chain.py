@@ -1,6 +1,6 @@
 """Every process of the chain that makes a video is killed, in one phase of a job after the other.
 
-The table that is printed is the one of docs/video.md; `python -m tests.bench video` fills all of it.
+The printed table is the one of docs/video.md; `python -m tests.bench video` fills all of it.
 """
 
 import ipaddress
@@ -44,8 +44,8 @@ CELLS = {
         ("gcs_server", "acquiring"),
     ),
 }
-"""Those that cost no minutes. A process that waits twice as long before each of its starts (Ray, its driver, the
-engine) is not killed twice in a row."""
+"""The cases that take no minutes. A process that doubles its wait before each start (Ray, its driver, the engine) is
+not killed twice in a row."""
 
 
 @pytest.mark.parametrize("side", CELLS)

@@ -1,4 +1,4 @@
-"""Disks that are truly full: small file systems of their own, on either side of a video."""
+"""Disks that are really full: small file systems on either side of a video."""
 
 import subprocess
 from collections.abc import Iterator
@@ -39,7 +39,7 @@ def larger(folder: Path, size: int) -> None:
 
 
 def fill(folder: Path) -> Path:
-    """Take all that is left."""
+    """Fill the disk completely."""
     file = folder / "filler"
     with file.open("wb", buffering=0) as filler:
         try:

@@ -63,7 +63,7 @@ def events(node: Node, lease: str = "l-1.1") -> list[dict[str, object]]:
 
 
 def given_back(node: Node, before: int) -> None:
-    """Demand that nothing of a lease is left but its end."""
+    """Check that only the end of a lease is left."""
     assert node.ceiling == before
     assert (node.limiter.leases, node.limiter.worker) == (0, None)
     (state,) = node.lender.states()
@@ -290,7 +290,7 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
 
 
 async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(tmp_path: Path):
-    """Agent and attendant were killed at once, before the agent wrote down who the worker is, and that one hangs."""
+    """Agent and worker parent were killed at once, before the agent recorded the worker, and the worker hangs."""
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220  it is started at once
     settings = flat(worker__environments=str(standin(tmp_path).environments))
     place = tmp_path / "node" / "node" / "video" / "leases"

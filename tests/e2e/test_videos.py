@@ -36,7 +36,7 @@ PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removepr
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Pool]:
-    """A pool with one node and the real engine, up with its Ray."""
+    """Start a pool with one node and the real engine, with its Ray running."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         up(made)
         yield made
@@ -112,7 +112,7 @@ def chats(pool: Pool, client: openai.OpenAI) -> None:
 
 
 def probe(data: bytes, folder: Path) -> dict[str, Any]:
-    """Have ffprobe read a clip, where there is one; else only its first bytes."""
+    """Check a clip with ffprobe, if installed; else only its first bytes."""
     assert data[4:8] == b"ftyp"
     file = folder / "clip.mp4"
     file.write_bytes(data)

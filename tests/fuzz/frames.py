@@ -6,7 +6,7 @@ be encodable again. Views of the pool and rows of the database must have only va
 """
 
 # pyright: reportPrivateUsage=false
-# A connection is put in the place of a linked one, without the certificate and the rate limit of real links.
+# A connection is inserted in place of a linked one, without the certificate and the rate limit of real links.
 
 import asyncio
 import json
@@ -103,7 +103,7 @@ EXTREMES = (
     b"\xce\x7f\xff\xff\xff",
     b"\x00",
 )
-"""Values of msgpack that fit nowhere, or only just."""
+"""Values of msgpack that are invalid everywhere, or at a limit."""
 
 
 def inputs(seed: int, count: int) -> Iterator[bytes]:
@@ -141,7 +141,7 @@ def _mutated(draw: random.Random, frame: bytes) -> bytes:
 
 @dataclass
 class Pipe:
-    """A transport that keeps nothing."""
+    """A transport that discards all data."""
 
     ended: bool = False
     certificate: bytes = b""
@@ -201,7 +201,7 @@ def _decoded(data: bytes, _: Application) -> None:
 
 
 def _linked(data: bytes, made: Application) -> None:
-    """Feed a linked node's connection, behind an honest report."""
+    """Feed a linked node's connection, after an honest report."""
     links = made.registry.links
     connection = Connection(links)
     connection.connection_made(Pipe())
@@ -229,7 +229,7 @@ async def _settled(made: Application, where: str) -> list[str]:
     flushed."""
     await asyncio.sleep(0)
     try:
-        if NODE not in made.registry.pool.members:  # it said that it leaves
+        if NODE not in made.registry.pool.members:  # the node said goodbye
             made.store._denied.clear()
             made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
             made.registry.enrolled(made.store.members[NODE])

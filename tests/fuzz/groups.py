@@ -8,7 +8,7 @@ import tests.fuzz
 
 
 class Group(Protocol):
-    """One reader under mutated input; see `tests.fuzz`."""
+    """One reader under mutated input (`tests.fuzz`)."""
 
     COUNT: int
 

@@ -110,8 +110,8 @@ PIECES = (
 Seen = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 """Method, target, headers, body."""
 _SPACES = re.compile(rb"\A([^\r\n ]+) +([^\r\n ]+) +HTTP/")
-"""Empty lines before a request, and more spaces than one in its first line, are taken (RFC 9112, 2.2 and 3); h11
-refuses them."""
+"""Empty lines before a request, and several spaces in its first line, are accepted (RFC 9112, 2.2 and 3); h11 refuses
+them."""
 HOT = ((b"", b""),)
 """Headers of a request that the fast path answers itself: none are kept."""
 
@@ -158,7 +158,7 @@ def _changed(data: bytes, draw: random.Random) -> bytes:
 
 
 class Transport:
-    """A connection that is written down."""
+    """A connection that records its output."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -268,7 +268,7 @@ def _headers(found: Any) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def strictly(data: bytes) -> Iterator[Seen]:
-    """Read with h11, answering each request so that the next one is read."""
+    """Read with h11, and answer each request, because h11 then reads the next one."""
     while True:
         conn = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
         conn.receive_data(_SPACES.sub(rb"\1 \2 HTTP/", data.lstrip(b"\r\n")))
