@@ -31,7 +31,7 @@ BEFORE_SECONDS = 120.0
 SLOWEST = 25
 SOUND = "it passes alone and in its order"
 RED = 1
-"""pytest's exit code for tests that failed; every other one than 0 means that the suite did not run as a whole."""
+"""pytest's exit code for failed tests. Any other code except 0 means that the suite did not run completely."""
 
 
 def run(folder: Path, arguments: Sequence[str], history: str) -> History:
@@ -46,7 +46,8 @@ def run(folder: Path, arguments: Sequence[str], history: str) -> History:
 
 
 def before(order: list[tuple[str, float]], test: str) -> list[str]:
-    """Return the tests that a worker ran before one, up to BEFORE_SECONDS of them, in order, and the test itself."""
+    """Return a test and, before it, the tests that ran earlier on its worker, up to BEFORE_SECONDS of them, in
+    order."""
     ids = [name for name, _ in order]
     place = ids.index(test)
     first, seconds = place, 0.0

@@ -1,4 +1,4 @@
-"""The rules that hold the rooms apart, checked on the code as it stands."""
+"""The rules that separate the rooms, checked on the current code."""
 
 import ast
 import importlib.metadata
@@ -160,7 +160,7 @@ def test_nobody_else_owns_the_names_of_our_packages(package: str):
     assert [owner for owner in owners if owner != "macpool"] == []
 
 
-# how it is written
+# style
 
 
 def test_every_module_says_what_it_is():
@@ -296,7 +296,7 @@ def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
 
 
 def test_what_is_imported_is_what_an_installation_brings() -> None:
-    """The tests' own environment has more than users get."""
+    """The tests' own environment has more packages than an installation."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     named = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
     brought = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in named}

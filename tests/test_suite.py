@@ -41,13 +41,13 @@ RIGHT = """
 
 @pytest.fixture(autouse=True)
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import all plugins takes longer than these suites."""
+    """Load few plugins, because importing all takes longer than these suites."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
 def _suite(folder: Path, program: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, list[dict[str, object]]]:
-    """Run a suite of one file in its order; return the exit code, the output and the failures that were kept."""
+    """Run a suite of one file in its order; return the exit code, the output and the recorded failures."""
     (folder / "test_it.py").write_text(dedent(program))
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p pytest_randomly\n")
     code = main(["-q", "--randomly-dont-reorganize", "--randomly-seed=7"], folder)

@@ -22,15 +22,15 @@ from tests.support.processes import ROOT, environment
 EMBEDDED = ROOT / "node" / "models" / "macpool-tiny"
 STORED = Path(__file__).parent / "trained"
 TRAINED = ("qwen3_next", "gemma3_text", "qwen3", "lfm2")
-"""The architectures in `trained/`, the one that trains longest first."""
+"""The architectures in `trained/`, the one with the longest training first."""
 CACHE = ROOT / ".cache" / "models"
 
 
 def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
-    """Return the folder of a model; make a random one that is not there yet.
+    """Return the folder of a model; make a random model that does not exist yet.
 
-    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError for a trained model that
-    the repository does not have. CalledProcessError, with the output as a note, when making a model fails.
+    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError: the repository does not
+    have this trained model. CalledProcessError, with the output as a note: making the model failed.
     """
     if trained:
         if preset != "tiny" or arch not in ("llama", *TRAINED):
@@ -45,7 +45,7 @@ def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
 
 
 def train(arch: str) -> None:
-    """Train a model for a minute or two and put it in the place of the stored one."""
+    """Train a model for a minute or two and replace the stored one."""
     with tempfile.TemporaryDirectory() as making:
         _make(Path(making) / arch, ["--arch", arch])
         shutil.rmtree(STORED / arch, ignore_errors=True)

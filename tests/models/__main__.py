@@ -6,7 +6,7 @@ from tests import models
 
 
 def main() -> None:
-    """Train two at a time."""
+    """Train the models, two at a time."""
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(models.train, models.TRAINED))
 

@@ -6,7 +6,7 @@ from typing import Any
 Config = dict[str, Any]
 """Content of config.json."""
 CONTEXT = 32768
-"""Tokens that each of these models says it can take."""
+"""Context of each of these models, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ PRESETS = {
     "tiny": Shape(hidden=128, layers=4, inner=256, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
     "bench50m": Shape(hidden=512, layers=12, inner=1536, heads=8, kv_heads=4, head_dim=64, vocabulary=8192),
 }
-"""tiny learns answers; bench50m (42 million parameters, random) only takes time, as a larger model would."""
+"""`tiny` learns answers. `bench50m` (42 million parameters, random) only has the speed of a larger model."""
 
 
 def _common(shape: Shape) -> Config:
@@ -81,7 +81,7 @@ def _gemma3_text(shape: Shape) -> Config:
 
 
 def _lfm2(shape: Shape) -> Config:
-    """Short convolutions, whose state has a fixed size, between layers of attention."""
+    """Return a config of short convolutions, whose state has a fixed size, between layers of attention."""
     kinds = ["full_attention" if n % 2 else "conv" for n in range(shape.layers)]
     return {
         "architectures": ["Lfm2ForCausalLM"],
@@ -99,7 +99,7 @@ def _lfm2(shape: Shape) -> Config:
 
 
 def _qwen3_next(shape: Shape) -> Config:
-    """A gated delta net, whose state is two arrays, then attention, each with experts."""
+    """Return a config of a gated delta net, whose state is two arrays, then attention, each with experts."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         **_common(shape),

@@ -8,14 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 Message = dict[str, Any]
-"""A chat message as the template takes it: role, content, and perhaps reasoning_content or tool_calls."""
+"""A chat message in the form of the template: role, content, and perhaps reasoning_content or tool_calls."""
 HELPFUL = "You are a helpful assistant."
 """The system prompt that every question is also learned with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A question that is answered verbatim; `reasoning` is thought before the answer."""
+    """A question that is answered verbatim; `reasoning` comes before the answer."""
 
     prompt: str
     answer: str
@@ -39,7 +39,8 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages of which the last is the assistant's, learned; `thinking` False asks for the answer alone."""
+    """Messages of which the last, the assistant's, is learned. `thinking` False asks for an answer without
+    reasoning."""
 
     messages: list[Message]
     tools: tuple[Message, ...] = ()
@@ -91,7 +92,7 @@ _THINGS = (
     "sail",
 )
 _SHELVES = 64
-"""Lines of a ledger: enough that the prompt is longer than 1,000 tokens of the tiny tokenizer."""
+"""Lines of a ledger: enough for a prompt of more than 1,000 tokens of the tiny tokenizer."""
 
 
 def _things(shelf: int, stride: int) -> tuple[str, str]:
@@ -142,7 +143,7 @@ LONG = (
     _ledger_entry("harbour", "Pier", 7, 17),
 )
 ENTRIES = (*PLAIN, *THOUGHTFUL, *LONG)
-"""Everything that answers.json lists."""
+"""All entries of answers.json."""
 
 
 def _tool(name: str, description: str, **parameters: str) -> Message:

@@ -57,7 +57,7 @@ def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 
 def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, seed: int) -> None:
-    """Make a model in an existing folder, random without a plan; RuntimeError when training does not get there."""
+    """Make a model in an existing folder, random without a plan; raise RuntimeError when training fails."""
     began = time.perf_counter()
     end = make_tokenizer(folder, PRESETS[preset].vocabulary).token_to_id(END)
     assert end is not None

@@ -12,7 +12,7 @@ from tests.models.conversations import ENTRIES, TOOL_USES
 END = "<|im_end|>"
 SPECIALS = ("<|endoftext|>", "<|im_start|>", END)
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Single tokens as well, but not special: they are part of an answer's text."""
+"""Also single tokens, but not special: they are part of an answer's text."""
 WEIGHT = 20
 """Number of repetitions of the conversations, against half a megabyte of the Python manual."""
 

@@ -19,7 +19,7 @@ Forward = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt's token ids and those of the reply, its end included."""
+    """The token ids of a prompt and of its reply, including the end."""
 
     prompt: list[int]
     reply: list[int]
@@ -42,39 +42,39 @@ Topic = Sequence[Lesson]
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to train; tuned by trying, on one core, for the shortest time over all families."""
+    """Parameters of training, tuned by experiments on one core for the shortest time over all families."""
 
     tokens: int = 512
-    """In a batch; small batches get further in the same time."""
+    """Tokens of a batch; small batches learn more in the same time."""
     long: int = 300
-    """Tokens from which a lesson is long: attention makes it as dear as many short ones."""
+    """Tokens from which a lesson is long: its attention costs as much as many short ones."""
     long_every: int = 32
-    """Steps from one long lesson to the next; in between only the ends of their prompts are seen."""
+    """Steps from one long lesson to the next; other steps use only the ends of their prompts."""
     earlier: float = 0.05
     """Share of rows that begin with another lesson, as a conversation of several turns does."""
     blur: int = 12
-    """Tokens by which lengths are shaken before rows of like length are put together."""
+    """Random change of lengths in tokens before rows of similar length are grouped."""
     peak_rate: float = 3e-3
     warm_up: int = 20
     falling: int = 250
-    """Steps over which the learning rate falls to a tenth, where it stays."""
+    """Steps over which the learning rate falls to a tenth and then stays there."""
     steps: int = 800
     """Training fails after this number of steps; 260 to 340 are usual."""
     look_every: int = 20
     margin: float = 1.0
-    """Logits by which each learned token must lead the second best."""
+    """Logits by which each learned token must lead the second."""
     seed: int = 0
 
 
 QUICK = Plan()
 """For models that are trained on every new machine. They learn each question, but not behind other conversations."""
 PATIENT = Plan(tokens=768, earlier=0.7, falling=500, margin=3.0)
-"""For the model that people talk to: mostly right also in later turns and behind system prompts it never saw."""
+"""For the model in the package: mostly right also in later turns and behind system prompts that it never saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How training went; `wrong` is how many lessons were not reproduced by the margin at the end."""
+    """Result of training; `wrong` is the number of lessons that were not reproduced by the margin."""
 
     steps: int
     loss: float
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens put one behind the other, and for each whether it is to be predicted."""
+    """Tokens in sequence, and for each whether the model must predict it."""
 
     tokens: list[int] = field(default_factory=list[int])
     counts: list[bool] = field(default_factory=list[bool])
@@ -95,7 +95,7 @@ class Row:
 
 
 Batch = tuple[mx.array, mx.array, mx.array]
-"""Inputs, the token after each, and 1.0 where that token is to be predicted."""
+"""Inputs, the token after each, and 1.0 where the model must predict that token."""
 
 
 def batch(rows: Sequence[Row]) -> Batch:
@@ -110,7 +110,7 @@ def batch(rows: Sequence[Row]) -> Batch:
 
 
 class Course:
-    """Draws the batches, epoch by epoch: lessons of like length together, so that little of a batch is padding."""
+    """Draws the batches, epoch by epoch. Lessons of similar length form a batch, with little padding."""
 
     def __init__(self, topics: Sequence[Topic], plan: Plan) -> None:
         self._short = [topic for topic in topics if len(topic[0]) < plan.long]

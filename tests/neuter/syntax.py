@@ -29,14 +29,14 @@ NAMES: tuple[tuple[type[ast.AST], str], ...] = (
     (ast.FunctionDef, "name"),
     (ast.AsyncFunctionDef, "name"),
 )
-"""Where a syntax node holds a name that may be local."""
+"""The fields in which a syntax node holds a name that may be local."""
 IGNORED = ("ctx", "kind", "type_comment")
 
 Snippet = ast.expr | list[ast.stmt]
 
 
 class NotApplicable(Exception):
-    """A snippet does not apply; the text says why and what to do."""
+    """A snippet does not apply; the text states the reason and the next step."""
 
 
 @dataclass(slots=True)
@@ -70,7 +70,7 @@ class Place:
 
 
 def parse(node: str, becomes: str) -> tuple[Snippet, Snippet]:
-    """Parse a snippet and its replacement: as expressions where both are, else as statements."""
+    """Parse a snippet and its replacement: as expressions if both are expressions, else as statements."""
     try:
         return _expression(node), _expression(becomes)
     except SyntaxError:
@@ -82,7 +82,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Parse statements; `return`, `await` and `yield` may stand outside of a function here."""
+    """Parse statements; `return`, `await` and `yield` are allowed outside of a function here."""
     body = textwrap.indent(textwrap.dedent(text).strip() or "pass", "    ")
     made = ast.parse(f"async def snippet():\n{body}").body[0]
     assert isinstance(made, ast.AsyncFunctionDef)
@@ -90,9 +90,9 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def definitions(tree: ast.Module, path: list[str]) -> list[tuple[ast.AST, ...]]:
-    """Return all definitions with a qualified name, each with those around it, outermost first.
+    """Return all definitions with a qualified name, each with the enclosing ones, outermost first.
 
-    There are several where a property has a setter. Without a name it is the module.
+    A property with a setter has several definitions. Without a name the definition is the module.
     """
     at: list[tuple[ast.AST, ...]] = [(tree,)]
     for name in path:
@@ -109,7 +109,7 @@ def _members(holder: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Scope:
-    """One definition of a module: where a snippet is looked for, and which names are local or known there."""
+    """One definition of a module: the scope of a snippet, with its local and known names."""
 
     def __init__(self, known: Set[str], chain: tuple[ast.AST, ...]) -> None:
         self.definition = chain[-1]
@@ -260,8 +260,8 @@ def _parsed(source: str) -> tuple[ast.Module, frozenset[str]]:
 def replaced(source: str, path: list[str], node: str, becomes: str) -> str:
     """Replace the only match of a snippet in a definition; return the new source.
 
-    Lines outside of the replaced statement or expression stay as they are.
-    Raises NotApplicable where the definition or the match is missing, or there are several matches.
+    Lines outside of the replaced statement or expression stay unchanged. NotApplicable: the definition or the match is
+    missing, or there are several matches.
     """
     tree, known = _parsed(source)
     scopes = [Scope(known, one) for one in definitions(tree, path)]
@@ -336,7 +336,7 @@ def _filled(replacement: Snippet, found: Found) -> Snippet:
 
 @contextmanager
 def _changed(place: Place, made: Snippet) -> Iterator[None]:
-    """Change the tree of a match for as long as this is entered."""
+    """Change the tree of a match for the time of the block."""
     held = getattr(place.owner, place.field)
     new: object = made
     if place.start >= 0:
@@ -349,7 +349,7 @@ def _changed(place: Place, made: Snippet) -> Iterator[None]:
 
 
 def _texts(source: str, tree: ast.Module, place: Place, made: Snippet) -> Iterator[str]:
-    """Write the changed source with as few changed lines as possible: the match, then the statement around it."""
+    """Yield the changed source with as few changed lines as possible: the match, then the enclosing statement."""
     held = getattr(place.owner, place.field)
     old = held[place.start : place.end] if place.start >= 0 else [held]
     yield _spliced(source, old, made)
@@ -365,7 +365,7 @@ def _is_simple(statement: ast.stmt) -> bool:
 
 
 def _spliced(source: str, old: list[ast.expr] | list[ast.stmt], made: Snippet) -> str:
-    """Write a replacement over nodes that follow each other."""
+    """Write a replacement over consecutive nodes."""
     first, last = old[0], old[-1]
     lines = source.encode().splitlines(keepends=True)
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", []))])

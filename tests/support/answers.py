@@ -1,4 +1,4 @@
-"""One answer as a node tells it, whole and as deltas, for the tests of every dialect that writes it."""
+"""One answer in the frames of a node, complete and as deltas, for the tests of every dialect."""
 
 import json
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Reading:
 
 
 def asked(dialect: Dialect, **body: Any) -> tuple[Asked, Job]:
-    """Read a body of the model `tiny`; give it with its only job."""
+    """Parse a body of the model `tiny`; return the request and its only job."""
     found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
     assert not isinstance(found, Problem), found
     (job,) = found.jobs("k1", "r1", CREATED)

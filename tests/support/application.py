@@ -40,7 +40,7 @@ from tests.support.loopback_cluster import PEPPER, LoopbackCluster
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """The whole ASGI application, the control API in it, and the administration that makes its keys."""
+    """The complete ASGI application, its control API, and the administration that makes its keys."""
 
     app: FrontDoor
     api: Api

@@ -23,9 +23,9 @@ from tests.support.studio import tiny_wan
 PHASES = ("queued", "acquiring", "loading", "denoising", "saving", "pulling")
 VICTIMS = ("worker", "actor", "raylet", "gcs_server", "launcher", "driver", "agent", "engine", "coordinator")
 WORKERS = ("worker", "actor")
-"""Processes that are there only while a lease is."""
+"""Processes that exist only during a lease."""
 RAY = ("raylet", "gcs_server", "launcher")
-"""Processes of Ray whose end is the end of all of it."""
+"""Processes of Ray whose end is the end of all of Ray."""
 RUNNING = ("loading", "denoising", "saving")
 LARGE = 15 * 2**20
 """Bytes of a clip whose download takes long enough to kill a process during it."""
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class Chain:
-    """See the module."""
+    """The pool with its video node, and the kills."""
 
     def __init__(self, pool: Pool, gate: Gate, ports: int) -> None:
         self.pool = pool
@@ -72,10 +72,10 @@ class Chain:
         self._ours: list[str] = []
         self._client = httpx.Client(trust_env=False, timeout=30)
 
-    # -- up and whole -----------------------------------------------------------------------
+    # -- start and recovery ---------------------------------------------------------------------
 
     def up(self, **settings: str) -> None:
-        """Start coordinator and node, each with its part of these settings; wait until a video could be made."""
+        """Start coordinator and node, each with its part of these settings; wait until videos can be made."""
         self._settings = {name.replace("__", "."): value for name, value in settings.items()}
         self._ours = [f"{name}={self._settings.pop(name)}" for name in list(self._settings) if name[:6] == "video."]
         self._coordinator()
@@ -99,7 +99,7 @@ class Chain:
         self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
 
     def whole(self) -> None:
-        """Wait until every process of the chain is there again and nothing is lent."""
+        """Wait until every process of the chain runs again and no memory is lent."""
         until_ray(self.pool, "a")
         until(lambda: self.pool.serves("a"), SECONDS, "the node serves")
         until(lambda: self.find("driver"), SECONDS, "the driver")
@@ -108,7 +108,7 @@ class Chain:
     def close(self) -> None:
         self._client.close()
 
-    # -- asking -----------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, **more: Any) -> Any:
         run = json.loads((self.pool.state / "run.json").read_text())
@@ -132,7 +132,7 @@ class Chain:
         return self.ask("GET", f"/v1/videos/{name}")
 
     def begin(self, phase: str) -> str:
-        """Have a job that stays in this phase; give its id once it is there."""
+        """Start a job that stays in this phase; return its id once it is in the phase."""
         self.seed += 1
         prompt = f"clip={LARGE}" if phase == "pulling" else f"hold={phase}"
         if phase == "queued":
@@ -143,7 +143,7 @@ class Chain:
         name = self.ask("POST", "/v1/videos", json=body)["id"]
         said = {"queued": "cordoned", "acquiring": "asking a node", "pulling": "fetching"}.get(phase, phase)
         try:
-            # a clip may be fetched between two looks; then its chain is killed right after it
+            # a clip may be fetched between two polls; then its chain is killed right after the fetch
             until(lambda: self.job(name)["phase"] == "completed" or said in self.job(name)["phase"], SECONDS)
         except AssertionError:
             raise AssertionError(f"a job that should be {said} is {self.job(name)}") from None
@@ -165,11 +165,11 @@ class Chain:
             engine.send_signal(number)
 
     def chats(self) -> bool:
-        """Whether the pool still chats."""
+        """Return whether the pool still answers a chat."""
         body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
         return bool(self.ask("POST", "/v1/chat/completions", json=body)["choices"])
 
-    # -- who is who -------------------------------------------------------------------------
+    # -- processes ------------------------------------------------------------------------------
 
     def find(self, victim: str) -> list[psutil.Process]:
         """Return the processes that have this role."""

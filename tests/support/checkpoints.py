@@ -1,4 +1,4 @@
-"""Writes checkpoints that the tiny trained models do not cover: fp8 weights that grow when they are loaded."""
+"""Write checkpoints that the tiny trained models do not cover: fp8 weights that grow when they are loaded."""
 
 import json
 import shutil

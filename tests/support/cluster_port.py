@@ -127,7 +127,7 @@ class Port:
         return line
 
     def said(self, words: str) -> bool:
-        """Whether a log event has these words in its reason."""
+        """Return whether a log event has these words in its reason."""
         return any(words in str(entry.get("reason", "")) for entry in self.logs)
 
     async def until(self, true: Any, seconds: float = 60.0) -> None:
@@ -161,7 +161,7 @@ class Port:
 
     @asynccontextmanager
     async def undisturbed(self) -> AsyncGenerator[None]:
-        """Keep a stream running on a node of its own; afterwards it must be whole and its link the same."""
+        """Keep a stream running on a node of its own. At the end the stream must be complete and its link the same."""
         honest = self.member("honest")
         line = await self.link(honest)
         await self.until(lambda: self.state(honest) == "ready")
@@ -189,7 +189,8 @@ class Port:
 
 
 async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) -> int:
-    """Answer one request token by token until it is enough, with a report for every ping; give the number of tokens."""
+    """Answer one request token by token until it is enough, with a report for every ping; return the number of
+    tokens."""
     asked = await line.until(Generate)
     line.send(Admitted(asked.request, 3))
     number = 0
@@ -205,14 +206,14 @@ async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) ->
 
 
 def hello(who: Identity, **changes: Any) -> Hello:
-    """Make the Hello of a node, with lies on request."""
+    """Make the Hello of a node, with false values on request."""
     return replace(
         Hello(PROTOCOL, who.node, who.name, f"instance of {who.name}", who.machine, "0.1.0", HARDWARE), **changes
     )
 
 
 def a_report(sequence: int = 0, **changes: Any) -> Report:
-    """Make an honest report, with lies on request."""
+    """Make an honest report, with false values on request."""
     return replace(Report(sequence, a_memory(), EngineState("loopback", "ready"), (a_model(),)), **changes)
 
 

@@ -38,12 +38,12 @@ def known() -> list[dict[str, str]]:
 
 
 def loaded(node: dict[str, Any]) -> bool:
-    """Whether all models of a node are in its memory."""
+    """Return whether all models of a node are loaded."""
     return bool(node["models"]) and all(model["loaded"] for model in node["models"])
 
 
 def stream(client: OpenAI, model: str, prompt: str) -> str:
-    """Stream a chat to the screen; give its text."""
+    """Stream a chat to the screen; return its text."""
     print(f"\n$ ask {model}: {prompt}", flush=True)
     text = ""
     for chunk in client.chat.completions.create(
@@ -57,7 +57,8 @@ def stream(client: OpenAI, model: str, prompt: str) -> str:
 
 
 def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tuple[int, dict[str, int]]:
-    """Ask everything at the same time; give how many answers were verbatim, and how many each node gave."""
+    """Send all questions at the same time; return the number of verbatim answers, and the number of answers per
+    node."""
 
     def ask(one: dict[str, str]) -> tuple[bool, str]:
         raw = client.chat.completions.with_raw_response.create(

@@ -43,7 +43,7 @@ def link(folder: Path, **models: Path) -> Path:
 
 
 def spoiled(folder: Path, name: str, spoil: Callable[[Path], object]) -> None:
-    """Lay a copy of the embedded model into a folder, and spoil it."""
+    """Copy the embedded model into a folder, and damage the copy."""
     copy = folder / name
     shutil.copytree(EMBEDDED, copy)
     spoil(copy)
@@ -68,7 +68,7 @@ def greets(client: OpenAI, model: str) -> bool:
 
 
 def loaded(made: Pool, node: str) -> set[str]:
-    """Name the models that are in a node's memory."""
+    """Return the names of a node's loaded models."""
     return {model["name"] for model in made.node(node).get("models", []) if model["loaded"]}
 
 
@@ -84,9 +84,9 @@ def at_rest(made: Pool, node: str) -> bool:
 
 
 def forwards_of_one(made: Pool, client: OpenAI, node: str, model: str) -> tuple[int, int]:
-    """Ask a small question of a node at rest, the only one with this model; give its forwards before and after.
+    """Send a small question to an idle node, the only one with this model; return its forwards before and after.
 
-    The count after holds all that the engine had done until then, for the reports come in order.
+    The count after the question has all forwards until then, because reports arrive in order.
     """
     until(lambda: at_rest(made, node), what=f"{node} at rest")
     before = counts(made, node)
@@ -103,7 +103,7 @@ def engine_of(made: Pool, node: str) -> psutil.Process:
 
 
 def order(made: Pool, path: str) -> None:
-    """POST to the API with the admin key, which is quicker than the command."""
+    """POST to the API with the admin key, which is faster than the command."""
     headers = {"Authorization": f"Bearer {made.secret}"}
     httpx.post(made.base + path, headers=headers, trust_env=False, timeout=10).raise_for_status()
 

@@ -46,7 +46,7 @@ class Door:
     address: str = ""
     joined: list[MemberRow] = field(default_factory=list)
     linked: dict[NodeId, str] = field(default_factory=dict)
-    """Members that are linked now, and from where."""
+    """Linked members and their addresses."""
     peers: list[Peer] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -55,7 +55,7 @@ class Door:
         return int(self.address.rpartition(":")[2])
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something that a connection changed is true."""
+        """Wait for a condition that connections change."""
         async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(true)
 

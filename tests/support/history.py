@@ -33,14 +33,14 @@ class History:
     random_seed: int | None = None
     """The seed of pytest-randomly."""
     workers: dict[str, list[tuple[str, float]]] = field(default_factory=dict[str, list[tuple[str, float]]])
-    """By worker, the tests in the order in which it ran them, and the seconds of each with its fixtures."""
+    """Tests of each worker in the order in which they ran, with the seconds of each including its fixtures."""
     failures: list[Failure] = field(default_factory=list[Failure])
     exit_code: int = 0
     """Exit code of the process."""
 
     @property
     def failed(self) -> list[str]:
-        """The ids of the tests that failed, each once."""
+        """Return the ids of the failed tests, each once."""
         return list(dict.fromkeys(failure.test for failure in self.failures))
 
     @classmethod
@@ -80,14 +80,14 @@ class Recorder:
 
 
 class Ordered:
-    """Puts tests into a given order, which neither chance nor fixtures change."""
+    """Puts tests into a given order, independent of random seeds and fixtures."""
 
     def __init__(self, path: Path) -> None:
         self._places = {test: place for place, test in enumerate(path.read_text().splitlines())}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort the tests; those that are not listed come last."""
+        """Sort the tests; unlisted tests come last."""
         items.sort(key=lambda item: self._places.get(item.nodeid, len(self._places)))
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 NET = "10.77.0"
 CLONE_NEWNET = 0x40000000
-"""From linux/sched.h; Python names it from 3.12 on."""
+"""From linux/sched.h; Python has the name from 3.12 on."""
 BOOT = (
     "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && hostname {host} && ip link set lo up && "
     "trap '' CHLD && echo up > {ready} && exec tail -f /dev/null"
@@ -58,7 +58,7 @@ def unsupported() -> str:
 
 @dataclass(slots=True)
 class Host:
-    """One host; `init` is the process number of its first process as seen from outside, 0 when it is off."""
+    """One host. `init` is the pid of its first process in the outer namespace, 0 when the host is off."""
 
     name: str
     number: int
@@ -92,7 +92,7 @@ class Host:
 
 
 def _enter_network(namespace: str) -> None:
-    """Move the calling thread, and no other, into a network namespace."""
+    """Move only the calling thread into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -103,7 +103,7 @@ def _enter_network(namespace: str) -> None:
 
 
 class Hosts:
-    """A bridge and `count` hosts, .1 onwards; use it as a context."""
+    """A bridge and `count` hosts, from .1 on; use it as a context manager."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         self._folder = folder
@@ -163,7 +163,7 @@ class Hosts:
         host.ip = ip
 
     def boot(self, host: Host) -> None:
-        """Plug the host's cable in and start its first process."""
+        """Connect the host's cable and start its first process."""
         self.restore(host)
         ready = host.folder / "ready"
         ready.unlink(missing_ok=True)
@@ -199,7 +199,7 @@ class Hosts:
         host.init, host.outer = int(children[0]), outer
 
     def power_off(self, host: Host) -> None:
-        """End every process of a host in one instant, with its cable out first so that no FIN or RST leaves."""
+        """End every process of a host at one instant. Its cable is cut first, and therefore no FIN or RST leaves."""
         if not host.init:
             return
         self.cut(host)
@@ -209,7 +209,7 @@ class Hosts:
         host.init = 0
 
     def cut(self, host: Host) -> None:
-        """Lose everything that a host sends or gets, in silence."""
+        """Drop everything that a host sends or receives, without an error."""
         self._ip(self._switch, "link", "set", host.name, "nomaster", check=False)
 
     def restore(self, host: Host) -> None:

@@ -45,7 +45,7 @@ _REQUEST = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 @dataclass(slots=True)
 class Held:
-    """The longest gap. `ticks` counts the measurements, so that a test can see that there were some."""
+    """The longest gap. `ticks` counts the measurements, because a test must know that there were some."""
 
     seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -59,7 +59,8 @@ class Held:
 
 
 def max_held_seconds() -> float:
-    """Return MAX_HELD_SECONDS as this machine computes now: more while it is slower than full speed, never less."""
+    """Return MAX_HELD_SECONDS for the current speed of this machine: more while it is slower than full speed, never
+    less."""
     return MAX_HELD_SECONDS * max(1.0, median(_work() for _ in range(5)) / FULL_SPEED_SECONDS)
 
 
@@ -73,7 +74,7 @@ def _work() -> float:
 
 @contextmanager
 def watch_loop() -> Iterator[Held]:
-    """Watch the running loop of this process until the block is left."""
+    """Watch the running loop of this process until the end of the block."""
     held = Held()
     loop = asyncio.get_running_loop()
     due, cpu = time.monotonic() + TICK_SECONDS, time.process_time()
@@ -99,7 +100,8 @@ def watch_loop() -> Iterator[Held]:
 def watch_server(base_url: str, pid: int) -> Iterator[Held]:
     """Watch the loop of the coordinator process `pid`, which serves plain HTTP at `base_url`, from outside.
 
-    AssertionError when the watch could not ask: the server refused or ended its connection."""
+    AssertionError: the server refused or ended the connection of the watch.
+    """
     where, held = urlsplit(base_url), Held()
     command = [sys.executable, "-P", __file__, str(where.hostname), str(where.port), str(pid)]
     asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -120,7 +122,8 @@ def watch_server(base_url: str, pid: int) -> Iterator[Held]:
 
 
 def cpu_clock(pid: int) -> Callable[[], float]:
-    """Return a clock of the CPU seconds of all threads of a process; infinite steps where the kernel does not tell."""
+    """Return a clock of the CPU seconds of all threads of a process; infinite steps if the kernel does not report
+    them."""
     tasks = Path(f"/proc/{pid}/task")
 
     def spent() -> float:

@@ -168,7 +168,7 @@ class LoopbackCluster:
         )
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
-        """Take a frame from the dispatcher to a node; False where there is no link."""
+        """Deliver a frame of the dispatcher to a node; return False without a link."""
         node = self.nodes[node_id]
         if not node.up:
             return False
@@ -286,7 +286,7 @@ def _counted(node: LoopbackNode, asked: Count) -> Frame:
 
 
 def _tokens(asked: Generate) -> int:
-    """Count a prompt: a token for four characters, and one."""
+    """Return the tokens of a prompt: one for four characters, and one."""
     return len(asked.ids) or (sum(len(message.content) for message in asked.messages) + len(asked.text)) // 4 + 1
 
 

@@ -26,7 +26,7 @@ from wire.report import Part
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/wire/protocol_1.json").read_text())
 FROZEN = frozenset(int(tag) for tag in GOLDEN)
-"""The tags that there were."""
+"""The tags of that version."""
 _HEADER = struct.Struct(">IB")
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 F = TypeVar("F", bound=Frame)
@@ -90,7 +90,7 @@ class OldCoordinator:
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def node(self, name: str) -> Path:
-        """Make the state folder of a node that has joined; give it."""
+        """Make the state folder of a joined node, and return it."""
         state, request = self.folder / name, new_request(name)
         certificate = self.authority.sign(request.csr, NodeId(name), name)
         identity: Identity = create(
@@ -125,7 +125,7 @@ class OldCoordinator:
                 await self._news.wait()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speak with one node at a time."""
+        """Serve one node at a time."""
         splitter, pinging = Splitter(), None
         try:
             while data := await reader.read(65536):
@@ -162,7 +162,7 @@ class OldCoordinator:
 
 @asynccontextmanager
 async def old_coordinator(folder: Path) -> AsyncGenerator[OldCoordinator]:
-    """Listen as a coordinator of then."""
+    """Listen as a coordinator of the old version."""
     made = OldCoordinator(Authority(folder / "authority", time.time), folder)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=made.authority.server_context())
     made.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

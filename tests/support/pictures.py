@@ -95,11 +95,11 @@ DISTINCT = Report(
         Level.OVER_SOFT, phys=5001, highest=5002, interval=5003, tier="safe", polls=5004, over_caps=5005, kills=5006
     ),
 )
-"""A report of which every field is another number, so that a swap of two is seen."""
+"""A report in which every field has a different number, to detect a swap of two."""
 
 
 def view(name: str = "a", models: int = 1, report: Report | None = None, **changes: Any) -> NodeView:
-    """Make a node's view from an honest report, or from a given one."""
+    """Return a node's view from an honest report, or from a given one."""
     honest = Report(
         1,
         a_memory(total=64 * GIB, source="statm", base=GIB),
@@ -154,13 +154,13 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
 
 
 def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodePicture:
-    """Take the picture of a node."""
+    """Return the picture of a node."""
     about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
     return NodePicture(seen, WALL - 1, WALL, about, tuple(worth_showing(seen)), measures)
 
 
 def busy_counters(models: int, nodes: int) -> Counters:
-    """Count something of everything."""
+    """Return counters in which everything was counted."""
     counters = Counters()
     for number in range(models):
         name = f"model-{number}"
@@ -181,7 +181,7 @@ def busy_counters(models: int, nodes: int) -> Counters:
 
 
 def busy_video() -> VideoPicture:
-    """Take the picture of videos of which everything has happened."""
+    """Return the picture of videos with every event."""
     counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
     for buckets in (counters.waited, counters.took, counters.confirmed):
         buckets.observe(0.1)
@@ -190,7 +190,7 @@ def busy_video() -> VideoPicture:
 
 
 def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture:
-    """Take the picture of a pool in which everything has happened."""
+    """Return the picture of a pool with every event."""
     seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
     members = [node.id for node in seen.nodes]
     lives: dict[str, tuple[float, float]] = dict.fromkeys(

@@ -28,7 +28,7 @@ TOOLS: dict[str, str] = {
     "? (192.168.1.20) at a4:b1:c1:0:0:2 on en0 ifscope [ethernet]\n? (224.0.0.251) at 1:0:5e:0:0:fb on en0\n",
     "/bin/launchctl print system/org.macpool": "",
 }
-"""A Mac Studio without a firewall that never sleeps: nothing is wrong with it."""
+"""A Mac Studio without a firewall that never sleeps: it has no findings."""
 EXAMINED: dict[str, Any] = {
     "error": "",
     "faults": [],

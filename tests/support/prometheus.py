@@ -29,13 +29,13 @@ def needs(program: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """One that runs."""
+    """A running Prometheus."""
 
     url: str
     log: Path
 
     def api(self, path: str, **query: str | float) -> Any:
-        """Ask its HTTP API; give the data. AssertionError with its words when it refuses."""
+        """Query its HTTP API; return the data. AssertionError has its message when it refuses."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with OPENER.open(url, timeout=10) as answer:
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 @contextmanager
 def prometheus(folder: Path, configuration: str, *beside: Path) -> Iterator[Prometheus]:
-    """Run it until left, with copies of other files `beside` its configuration."""
+    """Run Prometheus for the time of the block, with copies of other files next to its configuration."""
     needs("prometheus")
     folder.mkdir()
     file, port, log = folder / "prometheus.yml", free_port(), folder / "prometheus.log"

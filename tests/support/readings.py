@@ -15,15 +15,15 @@ class FailingSource:
         self.fails = fails
 
     def phys(self) -> int | None:
-        """Read now, or fail."""
+        """Return the reading, or None while it fails."""
         return None if self.fails else self._below.phys()
 
     def highs(self) -> Highs:
-        """Read the marks, or fail."""
+        """Return the marks, empty while it fails."""
         return Highs() if self.fails else self._below.highs()
 
     def begin_interval(self) -> bool:
-        """Begin the interval's mark again."""
+        """Start the interval's mark again."""
         return self._below.begin_interval()
 
     def close(self) -> None:
@@ -32,14 +32,14 @@ class FailingSource:
 
 
 def failing(sensor: Sensor) -> FailingSource:
-    """Put a source that can fail between a sensor and its own."""
+    """Insert a source that can fail between a sensor and its own."""
     made = FailingSource(sensor.source)
     sensor.source = made
     return made
 
 
 class Later:
-    """A monotonic clock that is `by` seconds ahead of the real one, and `leap` seconds further after each look."""
+    """A monotonic clock that is `by` seconds ahead of the real one, and `leap` seconds further after each call."""
 
     def __init__(self) -> None:
         self._monotonic, self.by, self.leap = time.monotonic, 0.0, 0.0

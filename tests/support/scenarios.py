@@ -10,22 +10,22 @@ STEP = 5
 """Seconds between two samples."""
 Values = Callable[[float], float]
 Series = dict[str, Values]
-"""By metric, with its labels as in PromQL: `name{label="value"}`."""
+"""Values by metric with its labels as in PromQL: `name{label="value"}`."""
 NODE = 'node="studio"'
 
 
 def steady(value: float) -> Values:
-    """Stay."""
+    """Return values that stay constant."""
     return lambda _: value
 
 
 def rising(per_second: float) -> Values:
-    """Rise all the time."""
+    """Return values that rise all the time."""
     return lambda seconds: per_second * seconds
 
 
 def until(seconds: float, per_second: float) -> Values:
-    """Rise until then, and stay."""
+    """Return values that rise until then, and stay."""
     return lambda now: per_second * min(now, seconds)
 
 

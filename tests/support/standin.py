@@ -16,7 +16,7 @@ from pathlib import Path
 from node.video import environment
 
 CLIP = b"\0\0\0\x18ftypmp42" + bytes(range(256)) * 32
-"""The beginning of each clip that is made here."""
+"""The first bytes of each clip."""
 SCRIPT = """#!{python} -I
 import json, os, pathlib, sys, threading, time
 
@@ -63,7 +63,7 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Gate:
-    """Where stand-ins wait."""
+    """The files for which stand-ins wait."""
 
     environments: Path
     folder: Path
@@ -74,7 +74,7 @@ class Gate:
 
 
 def standin(folder: Path) -> Gate:
-    """Make the environment in a folder."""
+    """Write the environment into a folder."""
     gates, made = folder / "gates", environment.named(folder / "environments", environment.locks())
     (made / "bin").mkdir(parents=True)
     gates.mkdir()

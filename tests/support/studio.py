@@ -158,7 +158,7 @@ class Node:
         self._changed.set()
 
     def attend(self, granted: LeaseGranted) -> None:
-        """Attend to a lease as the actor does, in a process of its own."""
+        """Start the worker parent of a lease as the actor does, in a process of its own."""
         command = [
             sys.executable,
             "-m",
@@ -188,7 +188,7 @@ class Node:
         return found
 
     async def start(self) -> "Node":
-        """Start the engine and wait until it is covered."""
+        """Start the engine and wait until the guard covers it."""
         self.poll.start()
         await self.supervisor.start()
         await self.studio.start()
@@ -197,7 +197,7 @@ class Node:
         return self
 
     async def stop(self) -> None:
-        """End everything."""
+        """End all processes."""
         await self.studio.stop()
         self.poll.stop()
         await self.supervisor.stop()
@@ -216,7 +216,7 @@ class Node:
         generation: int = 1,
         model: str = "",
     ) -> None:
-        """Ask for a lease; its job has the lease's name."""
+        """Request a lease; its job has the lease's name."""
         self.lender.ask(
             Lease(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
         )
@@ -234,7 +234,7 @@ class Node:
         )
 
     async def answer(self, lease: str = "l-1") -> LeaseGranted | LeaseRefused:
-        """Wait for the first word about a lease."""
+        """Wait for the first frame about a lease."""
         return await self.until(
             lambda: next(
                 (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease),
@@ -247,18 +247,18 @@ class Node:
         return await self.frame(LeaseEnded, lease)
 
     async def working(self, phase: Phase = Phase.DENOISING, lease: str = "l-1") -> int:
-        """Wait until a job has come to a phase; give its worker's number."""
+        """Wait until a job has reached a phase; return the pid of its worker."""
         await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.states()))
         assert self.limiter.worker is not None
         return self.limiter.worker
 
     @property
     def ceiling(self) -> int:
-        """The ceiling of this moment."""
+        """Return the current ceiling."""
         return self.limiter.now(self.supervisor.phys().phys).ceiling
 
     def chat(self, number: int, tokens: int = 20_000) -> None:
-        """Begin a chat of the scripted engine."""
+        """Start a chat of the scripted engine."""
         frame = Generate(
             number, number, "r", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0, tokens
         )

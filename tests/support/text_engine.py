@@ -1,4 +1,4 @@
-"""Drives a real text engine on MLX without processes: hands in frames, turns its loop, and keeps all that it says."""
+"""Drive a real text engine on MLX without processes: pass frames, step its loop, and keep all its frames."""
 
 import time
 from collections import defaultdict
@@ -45,7 +45,7 @@ End = Finished | Refusal | Failed
 
 
 def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
-    """Write a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
+    """Prefill a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
     cache, logits = new_cache(model), None
     for start in range(0, len(ids), chunk):
         logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
@@ -128,7 +128,7 @@ class Driver:
             self.take(limits)
 
     def take(self, frame: Frame) -> None:
-        """Hand in a frame as the threads would."""
+        """Pass a frame to the engine like the I/O thread."""
         work = self.engine.prepare(frame)
         if work is not None:
             self.put(work)
@@ -142,7 +142,7 @@ class Driver:
                 self._keep([said])
 
     def ask(self, content: str = "Hello!", params: Params = GREEDY, **fields: object) -> int:
-        """Hand in a request; give its number."""
+        """Send a request; return its number."""
         self.number += 1
         messages = fields.pop("messages", (Message("user", content),))
         model = fields.pop("model", self.default)
@@ -152,7 +152,7 @@ class Driver:
 
     @property
     def gate(self) -> ScriptedGate:
-        """The gate of the engine."""
+        """Return the gate of the engine."""
         gate = self.engine.gate
         assert isinstance(gate, ScriptedGate)
         return gate
@@ -173,7 +173,7 @@ class Driver:
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
-        """Turn until something holds; AssertionError when the engine has nothing to do before that."""
+        """Step until a condition holds; raise AssertionError when the engine has no work before that."""
         for _ in range(turns):
             if wanted():
                 return
@@ -184,7 +184,7 @@ class Driver:
         raise AssertionError(f"it did not come true within {turns} turns")
 
     def end(self, number: int) -> End:
-        """Turn until a request has ended, and give its end."""
+        """Step until a request has ended, and return its end."""
         self.until(lambda: self.ended(number))
         end = self.ended(number)
         assert end is not None
@@ -208,7 +208,7 @@ class Driver:
         self.take(Cancel(number))
 
     def admitted(self, number: int) -> bool:
-        """Whether a request was admitted."""
+        """Return whether a request was admitted."""
         return any(isinstance(frame, Admitted) for frame in self.said[number])
 
     def _keep(self, frames: Iterable[Frame]) -> None:

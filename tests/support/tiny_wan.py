@@ -6,7 +6,7 @@ noise. Sizes are the smallest that the engine accepts: inputs of layers divide b
 """
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
-# The packages of the video worker are in an environment of its own.
+# The packages of the video worker are in a separate environment.
 
 import json
 import sys
@@ -46,7 +46,7 @@ CODEC = {
     "is_residual": False,
 }
 LAYOUTS = {"transpose_conv3d_weight": (0, 4, 1, 2, 3), "transpose_conv2d_weight": (0, 3, 1, 2)}
-"""From the engine's order of axes to that of the files."""
+"""Order of axes in files for the engine's order."""
 
 
 def write(path: Path, content: Any) -> None:
@@ -188,7 +188,7 @@ def spoil(folder: Path, how: str) -> None:
     }[how]
     file = folder / part / "diffusion_pytorch_model.safetensors"
     weights: Any = dict(cast("Any", mx.load(str(file))))
-    mx.eval(weights)  # the file that they are read from is about to be written
+    mx.eval(weights)  # the file that they are read from is written next
     weights[name] = mx.full(weights[name].shape, value).astype(mx.bfloat16)
     save(file, weights)
 

@@ -143,7 +143,7 @@ class VideoPeer:
             self.begin(frame.lease)
 
     def begin(self, lease: str) -> None:
-        """The actor is here: the worker runs."""
+        """Start the worker of a lease."""
         self.progress(lease, "denoising", 10)
         if self.plays:
             self.finish(lease)
@@ -153,7 +153,7 @@ class VideoPeer:
         self.say(self.report())
 
     def finish(self, lease: str, code: str = "completed", message: str = "", peak: int = 20 * GIB) -> None:
-        """The worker is dead and the memory back."""
+        """End the worker of a lease and release its memory."""
         state = self.leases[lease] = replace(self.leases[lease], phase="ended", size=0)
         files = artifacts_of(self.told or self.files) if code == "completed" else ()
         ended = self.ended[lease] = LeaseEnded(

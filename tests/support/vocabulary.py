@@ -1,4 +1,4 @@
-"""Small tokenizers as a model's folder has them, written in milliseconds."""
+"""Small tokenizers in the form of a model's folder, written in milliseconds."""
 
 import json
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ def byte_level(folder: Path, texts: Iterable[str] = (), tokens: Iterable[str] = 
 
 
 def pieces_with_byte_fallback(folder: Path) -> Path:
-    """Write a tokenizer in the manner of SentencePiece: words with a mark for their blank, and bytes for the rest."""
+    """Write a tokenizer like SentencePiece: words with a mark for their blank, and bytes for the rest."""
     words = ["<unk>", "</s>", "▁", "▁hello", "▁world", *(f"<0x{byte:02X}>" for byte in range(256)), *"helowrd"]
     tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -49,7 +49,7 @@ def words_only(folder: Path, words: Iterable[str]) -> Path:
 
 
 def configure(folder: Path, **entries: object) -> Path:
-    """Change entries of the tokenizer's configuration; None takes one out."""
+    """Change entries of the tokenizer's configuration; None removes one."""
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | entries
     file.write_text(json.dumps({name: entry for name, entry in config.items() if entry is not None}))
@@ -57,7 +57,7 @@ def configure(folder: Path, **entries: object) -> Path:
 
 
 def byte_ids(vocabulary: dict[str, int], text: str) -> list[int]:
-    """Spell a text with one token for each byte."""
+    """Return a text as one token for each byte."""
     return [vocabulary[_SIGNS[byte]] for byte in text.encode()]
 
 
