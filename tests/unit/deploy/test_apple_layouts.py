@@ -93,7 +93,7 @@ def standin(folder: Path, name: str) -> str:
 
 @pytest.fixture
 def calls(tmp_path: Path) -> dict[str, Any]:
-    """The calls of libSystem as System declares them."""
+    """Return the calls of libSystem as `System` declares them."""
     return calls_of(System() if sys.platform == "darwin" else System(standin(tmp_path, "libproc_standin")))
 
 

@@ -25,7 +25,7 @@ KEY = new_key(b"pepper", "x", ["infer"], created=0.0)[1]
 TOKEN = str(new_token(b"ca"))
 
 
-# shapes
+# forms of secrets
 
 
 @pytest.mark.parametrize(

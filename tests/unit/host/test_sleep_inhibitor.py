@@ -23,7 +23,7 @@ while os.getppid() == int(sys.argv[2]):
 
 
 def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 3600.0)  # it is terminated, and not waited for
+    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 3600.0)  # it is terminated without waiting for it
     awake = Awake(SLEEPER)
     awake.hold(False)
     assert not awake.held

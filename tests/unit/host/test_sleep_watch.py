@@ -32,7 +32,7 @@ class Clocks:
 
 
 class Told(NoNotice):
-    """A system that tells of a sleep when the test does."""
+    """A system that announces a sleep when the test does."""
 
     stopped = False
 

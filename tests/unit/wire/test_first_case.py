@@ -25,7 +25,7 @@ def of(gib: float) -> int:
 
 CAP, MARGIN, SPIKED, RESTING = of(107.52), of(12.0), of(97.655), of(88.0)
 KV = Kv(per_token=46 * 2 * 8 * 128 * 2, step=256)
-"""46 layers, 8 heads of 128 for keys and as many for values, two bytes each."""
+"""46 layers, 8 heads of 128 for keys and the same for values, two bytes each."""
 MODEL = Model("air", "f", True, of(85.0), KV.per_token, context=131072, kv_step=KV.step)
 
 

@@ -1,4 +1,4 @@
-"""Every rule holds when it should and rests when it should, for Prometheus and for the coordinator alike."""
+"""Every rule holds and stops holding as its scenario says, for Prometheus and for the coordinator."""
 
 import json
 import re

@@ -187,7 +187,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing of a client that left."""
+        """Suppress the traceback of a client that disconnected."""
 
 
 @contextmanager
@@ -269,7 +269,7 @@ async def test_attempts_are_bounded_and_the_path_is_in_no_log():
 
 
 async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, Any]]]:
-    """Deliver one message to answers that come in turn, then one that is taken; return attempts and log."""
+    """Deliver one message to a server with these answers, then an accepting one; return attempts and log."""
     asked, over = list[bytes](), asyncio.Event()
     loop = asyncio.get_running_loop()
 

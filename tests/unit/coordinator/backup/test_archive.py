@@ -31,7 +31,7 @@ MADE = Manifest(
 
 
 class Slow:
-    """A source that gives three bytes at a time."""
+    """A source that returns three bytes at a time."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)

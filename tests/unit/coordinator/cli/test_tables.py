@@ -1,4 +1,5 @@
-"""Tables on a terminal of 80, 120 and 200 columns, with 2, 12 and 40 models: whole names and states, nothing cut."""
+"""Tables on a terminal of 80, 120 and 200 columns, with 2, 12 and 40 models: complete names and states, no
+truncation."""
 
 import os
 import re

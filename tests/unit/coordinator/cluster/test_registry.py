@@ -56,7 +56,7 @@ class Placed:
 
 
 class Coordinator:
-    """One start of a coordinator over a state folder, with every member that the store has."""
+    """One run of a coordinator over a state folder, with every member of the store."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Store(folder)
@@ -79,7 +79,7 @@ class Coordinator:
         self.registry.placing = self.placed
 
     async def stop(self) -> None:
-        """End this start, with everything on the disk."""
+        """End this run, with all state on the disk."""
         await self.store.flush()
         self.close()
 
@@ -109,7 +109,7 @@ class Coordinator:
         return self.registry.greet(peer, self.store.members[node].serial, self.hello(node, **changes))
 
     def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
-        """Link a node; give the link's number."""
+        """Link a node; return the link's number."""
         number = self.registry.linked(node, self.hello(node, **changes))
         if report:
             self.registry.received(node, number, a_report())
@@ -484,7 +484,7 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     assert start().store.members[studio].serial == after
 
 
-# for people
+# for users
 
 
 async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(start: Callable[[], Coordinator]):

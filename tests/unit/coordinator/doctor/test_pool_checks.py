@@ -1,4 +1,4 @@
-"""Checks of a machine's place in a pool: against a coordinator that answers on loopback, real certificates and logs."""
+"""Checks of a machine's place in a pool, with a coordinator on loopback, real certificates and logs."""
 
 import json
 import socket
@@ -55,7 +55,7 @@ class Answering:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Print nothing."""
+                """Suppress the log of requests."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
@@ -147,7 +147,7 @@ def test_the_identity_names_node_and_cluster(tmp_path: Path):
 
 
 def silent(here: Here) -> Here:
-    """Return a machine whose own modules do not answer."""
+    """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> Said | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
@@ -180,7 +180,7 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
 def dialling(
     state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
 ) -> tuple[Here, list[Any]]:
-    """Return a Mac, and the addresses that are dialled from it."""
+    """Return a Mac, and the addresses to which it connects."""
     here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
 
     def dial(host: str, port: int) -> int:
@@ -492,7 +492,7 @@ def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
 
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a distribution called ray first on the path: only its version is read."""
+    """Put a distribution called ray first on the path, because only its version is read."""
     folder = tmp_path / "site" / "ray-9.9.9.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n")

@@ -51,7 +51,7 @@ def with_token(cluster: Cluster, csr: bytes, name: str = "studio", machine: str 
 
 
 def pending(cluster: Cluster, now: float = 0.0) -> tuple[Conversation, str]:
-    """Bring a conversation to where it waits for a person."""
+    """Advance a conversation to the decision of an administrator."""
     conversation, csr = talk(cluster, now), new_request("air").csr
     (authority,) = conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrolAuthority)
@@ -211,7 +211,8 @@ def test_names_are_made_unique() -> None:
 
 
 def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: Cluster) -> None:
-    """Its node, cordon, labels and permission for videos; its former certificate is denied and the audit says how."""
+    """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
+    how."""
     first = talk(cluster)
     first.receive(START, 0.0)
     (enrolled,) = first.receive(with_token(cluster, new_request("studio").csr), 0.0)
@@ -319,7 +320,7 @@ def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> Membe
 def asking(
     cluster: Cluster, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
 ) -> tuple[Conversation, list[Frame]]:
-    """Ask to join with a code; return the conversation and its answer."""
+    """Send a join request with a code; return the conversation and its answer."""
     conversation, csr = talk(cluster), csr or new_request("air").csr
     conversation.receive(EnrolStart(PROTOCOL, commitment(opening, csr)), 0.0)
     return conversation, conversation.receive(Enrol(csr, "air", machine, HARDWARE, opening=opening), 0.0)

@@ -59,7 +59,7 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
 
 
 async def chosen(port: Port) -> str:
-    """Return the name of the node that has the one request."""
+    """Return the name of the node with the request."""
     dispatcher = port.application.dispatcher
     await port.until(lambda: [ticket for ticket in dispatcher.under_way() if ticket.node])
     return dispatcher.under_way()[0].node_name

@@ -101,7 +101,7 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
 
 
 def test_a_row_of_a_node_has_every_value_in_its_place():
-    """Every number of the report differs, so that a field cannot show another."""
+    """Every number of the report differs, because a swap of two fields must fail."""
     pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))

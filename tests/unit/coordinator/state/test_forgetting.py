@@ -1,4 +1,4 @@
-"""A node that is gone for good leaves nothing behind, wherever things are kept by node."""
+"""A removed node leaves no data in any structure that is kept by node."""
 
 import asyncio
 from collections.abc import Iterator

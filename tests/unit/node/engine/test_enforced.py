@@ -49,7 +49,7 @@ def loaded(driver: Driver) -> set[str]:
 
 
 def three(folder: Path) -> Driver:
-    """Three models of which the first is pinned, used in their order."""
+    """Return an engine with three models of which the first is pinned, used in their order."""
     for name in ("a", "b", "c"):
         (folder / name).symlink_to(models.path("llama"))
     driver = Driver(folder, preload=("a",), prefix_cache="off")

@@ -1,4 +1,4 @@
-"""The text engine with real models: admission, the gate before every forward, faults that stay where they are."""
+"""The text engine with real models: admission, the gate before every forward, faults without side effects."""
 
 import json
 import time
@@ -100,7 +100,7 @@ def small(driver: Driver, room: int) -> Limits:
 
 
 def forwards(driver: Driver) -> Callable[[], int]:
-    """Count the forwards that the engine begins from now on."""
+    """Count the forwards of the engine from now on."""
     begun: list[Doing] = []
     begin = driver.recorder.begin
 
@@ -455,7 +455,7 @@ def test_before_the_first_limits_nothing_is_begun():
 
 
 def copy_of(folder: Path, **files: bytes | None) -> Path:
-    """A model's folder with some of its files replaced (None: left out)."""
+    """Return a copy of a model's folder with some files replaced (None: left out)."""
     source = models.path("llama")
     folder.mkdir()
     for file in source.iterdir():
@@ -465,7 +465,7 @@ def copy_of(folder: Path, **files: bytes | None) -> Path:
 
 
 def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
-    """Else a machine at rest would be known by its last crowd."""
+    """Otherwise the speed of an idle machine would be that of its last full batch."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
@@ -532,7 +532,7 @@ def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Dr
 
 def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     one, two = copy_of(tmp_path / "one"), copy_of(tmp_path / "two")
-    driver = Driver(one.parent, prefix_cache="off")  # which would go before any model
+    driver = Driver(one.parent, prefix_cache="off")  # which would be released before any model
     numbers = [driver.ask(SHORT[0]["prompt"], model=name) for name in (one.name, two.name)]
     for number in numbers:
         driver.end(number)

@@ -1,4 +1,4 @@
-"""A model whose files are replaced on disk: the loaded one answers as itself until it is idle, then it is unloaded."""
+"""A model whose files are replaced on disk: the loaded one keeps answering until it is idle, then it is unloaded."""
 
 import shutil
 import time
@@ -39,7 +39,7 @@ def _every_ping_scans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scan(driver: Driver) -> None:
-    """Scan as a sign of life does, when the last scan was long ago."""
+    """Scan the catalogue with a ping, as happens when the last scan is old."""
     driver.take(Ping(1))
 
 

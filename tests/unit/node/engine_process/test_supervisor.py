@@ -1,4 +1,4 @@
-"""The supervisor with the real engine process, and with small programs in its place where that cannot misbehave."""
+"""The supervisor with the real engine process, and with small programs in its place for faults."""
 
 import asyncio
 import os
@@ -301,7 +301,7 @@ async def test_a_child_that_answers_nothing_at_all_is_hung_and_replaced(agent: C
 
 
 def program(text: str) -> list[str]:
-    """A small program in the engine's place: `line` is its socket, `child` the real module."""
+    """Return the command of a small program in the engine's place: `line` is its socket, `child` the real module."""
     head = """
         import os, socket, sys, time
         from node.engine.process import main as child
@@ -395,7 +395,7 @@ LEAKS = """
         report()
 """
 NEVER = Patience(first=600.0, longest=600.0)
-"""After a death there would be no other engine within the test."""
+"""After a crash no new engine would start during the test."""
 
 
 def recycled(one: Agent) -> bool:
@@ -758,7 +758,7 @@ DEAF = """
     line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
     time.sleep(60)
 """
-"""Takes no notice of the end of its socket, nor of SIGTERM."""
+"""Ignores the end of its socket and SIGTERM."""
 
 
 @pytest.mark.slow
@@ -892,7 +892,7 @@ async def test_a_child_that_ends_is_not_ready_again_whatever_it_reports(agent: C
 
 @pytest.mark.slow
 async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Callable[..., Agent]):
-    """The forward in flight returns, the model is given back, and no signal was needed."""
+    """The running forward returns, the model is released, and no signal was needed."""
     slow = """
         import os, time
         from node.engine.scheduling import scheduler as generation
@@ -926,7 +926,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     assert said.index("the forward returned") < said.index("model unloaded")
 
 
-# wired memory that does not come back
+# wired memory that is not released
 
 LEAKY = Patience(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
@@ -940,7 +940,7 @@ async def loses(one: Agent, before: int, after: int) -> None:
     assert pid is not None
     child = supervisor.child
     assert child is not None
-    child.wired.last = one.wired  # as its next look would
+    child.wired.last = one.wired  # as at its next poll
     os.kill(pid, signal.SIGKILL)
     one.wired = after
     await one.until(lambda: supervisor.state.restarts > deaths and supervisor.pid != pid)

@@ -321,11 +321,11 @@ GUESSED = Bounds(128 * GIB, 100 * GIB)
         (GUESSED, None, 100),
         (GUESSED, Device(107 * GIB), 107),
         (GUESSED, Device(90 * GIB), 90),
-        # A person set a limit: the device's figure follows it, and neither is ever exceeded.
+        # A user set a limit: the device's figure follows it, and neither is ever exceeded.
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(112 * GIB, 112 * GIB), 112),
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(110 * GIB, 112 * GIB), 110),
         (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB, 60 * GIB), 60),
-        # It was set, changed or removed since the device was asked: the lower counts.
+        # The limit was set, changed or removed after the device was read: the lower figure counts.
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(107 * GIB), 107),
         (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB), 60),
         (GUESSED, Device(112 * GIB, 112 * GIB), 100),

@@ -19,7 +19,7 @@ CAP = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
 
 @dataclass
 class Run:
-    """One engine after another, polled every quarter of a second."""
+    """Consecutive engines, polled every quarter of a second."""
 
     engine: int | None = 1
     memory: Memory = CAP

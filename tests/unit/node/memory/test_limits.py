@@ -1,4 +1,4 @@
-"""The limiter over a machine whose every reading a test can set."""
+"""The limiter over a machine with settable readings."""
 
 import subprocess
 import sys
@@ -196,7 +196,7 @@ def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_e
 def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges():
     @dataclass
     class FailingMachine(SetMachine):
-        """A machine whose RAM can be read only at every second time."""
+        """A machine whose RAM can be read only every second time."""
 
         reads: int = 0
 

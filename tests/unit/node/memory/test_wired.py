@@ -7,7 +7,7 @@ from wire.units import GIB
 
 
 def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
-    """All in GiB."""
+    """Return the missing memory; all values in GiB."""
     size = [None if one is None else one * GIB for one in (before, last, after)]
     return Wired(size[0], size[1], weights * GIB).missing(size[2]) // GIB
 
@@ -60,7 +60,7 @@ def test_little_is_no_leak_however_small_the_model():
 
 
 def lost(leaks: Leaks, before: int, after: int) -> int:
-    """End a process with 40 GiB of weights; all in GiB."""
+    """End a process with 40 GiB of weights; all values in GiB."""
     return leaks.add(Wired(before * GIB, None, 40 * GIB), after * GIB) // GIB
 
 

@@ -45,7 +45,7 @@ LLAMA = {
 
 
 def safetensors(*extents: tuple[str, int]) -> bytes:
-    """Return a file of tensors, each given by its type and its bytes, which count up."""
+    """Return a file of tensors, each with this type and number of bytes, which count up."""
     at, header = 0, dict[str, Any](__metadata__={"format": "mlx"})
     for number, (dtype, size) in enumerate(extents):
         header[f"w{number}"] = {"dtype": dtype, "shape": [size], "data_offsets": [at, at + size]}
@@ -312,7 +312,7 @@ def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
 
 
 def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Path):
-    """LM Studio keeps publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
+    """LM Studio has publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
     (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF").mkdir(parents=True)
     (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF" / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
     snapshot = tmp_path / "hub" / "models--unsloth--gemma-GGUF" / "snapshots" / "aaa"
@@ -529,7 +529,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
     assert EMBEDDED.name in known, "nothing else can be served"
 
 
-# where models lie
+# folders of models
 
 
 def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):

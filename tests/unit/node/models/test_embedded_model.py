@@ -23,7 +23,7 @@ FILES = {
     "tokenizer_config.json",
 }
 LIMIT = 5_000_000
-"""Bytes of weights that a package may bring."""
+"""Largest bytes of weights in a package."""
 
 
 @cache

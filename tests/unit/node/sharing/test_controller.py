@@ -37,7 +37,7 @@ class Mac:
 
 @dataclass
 class Scene:
-    """A sharer whose clock and readings a test sets."""
+    """A sharer with a settable clock and settable readings."""
 
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)

@@ -23,7 +23,8 @@ MODEL = "wan"
 
 
 def settings(folder: Path, **more: object) -> dict[str, Any]:
-    """Settings of a node with one video package, the stand-in's environment and a pretended Mac of 128 GiB."""
+    """Return the settings of a node with one video package, the stand-in's environment and a pretended Mac of 128
+    GiB."""
     environments = folder / "environments"
     return {
         "engine.kind": "scripted",
@@ -53,7 +54,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 def kinds(node: Node, lease: str = "l-1") -> list[type]:
-    """List the frames about a lease in their order."""
+    """Return the kinds of the frames about a lease in their order."""
     return [type(frame) for frame in node.frames if getattr(frame, "lease", "") == lease]
 
 

@@ -180,7 +180,7 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
 
 
 def moving() -> AdmissionQueue[str]:
-    """Make a line of one key in which two leave each second, ten that wait are left."""
+    """Make a queue of one key that loses two entries a second; ten entries are left."""
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(16):
         offer(queue, str(number))
@@ -192,7 +192,7 @@ def moving() -> AdmissionQueue[str]:
 
 
 def taken(queue: AdmissionQueue[str], patience: float) -> int:
-    """Offer until one is refused; give how many of the key wait then."""
+    """Offer entries until one is refused; return the number of the key's queued entries."""
     for number in range(LEAST_LIMIT):
         refused = queue.offer(f"new {number}", "k", 1, 3.0, 3.0 + patience, 2)
         if isinstance(refused, Refused):

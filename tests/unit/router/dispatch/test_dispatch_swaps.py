@@ -28,7 +28,7 @@ def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) ->
 
 
 def has(cluster: Cluster, *names: str, loading: str = "") -> None:
-    """All nodes have these models of 12 GiB loaded, of 22 that they may use, and report it."""
+    """Report these models of 12 GiB as loaded on all nodes, which may use 22 GiB."""
     cluster.models = tuple(
         a_model(name, weights=12 * GIB, loaded=name in names, loading=name == loading) for name in ("one", "two")
     )
@@ -38,7 +38,7 @@ def has(cluster: Cluster, *names: str, loading: str = "") -> None:
 
 
 def passes(cluster: Cluster, seconds: float) -> None:
-    """Time passes, with reports and sweeps."""
+    """Advance the time, with reports and sweeps."""
     for _ in range(int(seconds / SWEEP_SECONDS)):
         cluster.now += SWEEP_SECONDS
         cluster.report()
@@ -53,7 +53,7 @@ def pair(*nodes: str, **settings: object) -> Cluster:
 
 @pytest.fixture
 async def mac() -> AsyncIterator[Cluster]:
-    """One node with model one, which answers a request."""
+    """Yield one node with model one, which answers a request."""
     cluster = pair(A)
     ask(cluster, "one")
     yield cluster
@@ -173,7 +173,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     cluster = pair(A, B)
     first, second = ask(cluster, "one"), ask(cluster, "one")
     assert (first.node, second.node) == (A, B)
-    for ticket in (first, first, second):  # the first is nearer to its end
+    for ticket in (first, first, second):  # the first is closer to its end
         cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
     ask(cluster, "two", "bob")
     passes(cluster, LEAST_SLICE + 1)

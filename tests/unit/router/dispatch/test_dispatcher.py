@@ -41,7 +41,7 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
 class Cluster:
-    """A dispatcher whose clock and nodes are moved by hand."""
+    """A dispatcher with a manual clock and manual nodes."""
 
     def __init__(self, *nodes: NodeId, **settings: object) -> None:
         self.now = 100.0
@@ -119,7 +119,7 @@ class Cluster:
         self.say(lambda number: Finished(number, ("stop",), 25, 3))
 
     def settled(self) -> None:
-        """Nothing is left of anything."""
+        """Check that no request, reservation or queue entry is left."""
         self.dispatcher.ledger.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
@@ -833,7 +833,7 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     cluster.settled()
 
 
-# where a prompt was read before
+# cached prompts
 
 
 async def test_a_short_prompt_goes_anywhere(two: Cluster):
@@ -972,7 +972,7 @@ async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two
     assert {node for node, _ in two.generates()} == {B}
 
 
-# taking a node away
+# loss of a node
 
 
 async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Cluster):

@@ -1,4 +1,4 @@
-"""When a node swaps models: the rules of `router.dispatch.model_swaps`, one by one and in thousands of drawn views."""
+"""The rules of `router.dispatch.model_swaps` for swaps of models, one by one and in thousands of generated views."""
 
 from collections.abc import Iterable
 
@@ -136,7 +136,7 @@ class World:
 
 
 def busy() -> World:
-    """One node with memory for one of two models; a request runs on model a and another waits for model b."""
+    """Return one node with memory for one of two models: a request runs on model a, another waits for model b."""
     world = World("a", "b")
     world.node(N1, "a")
     world.runs(N1, "a")
@@ -403,7 +403,7 @@ def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
     assert isinstance(asked, Ask)
 
 
-# pictures
+# views
 
 
 def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> Ticket:
@@ -467,7 +467,7 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     }
 
 
-# drawn pictures
+# generated views
 
 NAMES = "abcde"
 drawn_nodes = st.lists(st.sets(st.sampled_from(NAMES), max_size=3), min_size=1, max_size=3)

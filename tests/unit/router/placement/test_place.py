@@ -378,7 +378,7 @@ def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
     assert refused(decide(away, node("plain"), ask=ask)).code is Code.NOT_READY
 
 
-# models that are not in memory
+# models that are not loaded
 
 
 def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever():
@@ -433,7 +433,8 @@ def test_the_kernels_and_the_profile_of_a_load_are_left_when_its_weights_are_rea
 def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     prefill: float, decode: float, load: float, tokens: int, spare: int, seed: int, extra: int
 ):
-    """Two nodes of one kind, one request after the other. The warm one has just enough room, the cold one a lot."""
+    """Nodes of one kind, one request after the other. The warm one has just enough memory, the cold ones have much
+    more."""
     ask = Demand("tiny", 0, tokens)
     model = a_model(prefill_speed=prefill, decode_speed=decode)
     need = request_need(model, tokens, ask.output_on(model, tokens))
@@ -814,7 +815,7 @@ def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
     assert picks == {"a", "b"}
 
 
-# why there is none
+# reasons of a refusal
 
 
 def test_an_unknown_model_is_a_404_that_names_near_ones():
@@ -1126,7 +1127,7 @@ def gate(one: NodeView, ask: Demand, promised: int) -> bool:
 
 
 class Worst:
-    """A policy that loves the node with the least room."""
+    """A policy that prefers the node with the least room."""
 
     def score(self, candidate, request):
         return (candidate.headroom or 0,)

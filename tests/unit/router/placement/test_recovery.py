@@ -359,7 +359,7 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
     cluster.settled()
 
 
-# moving
+# migration
 
 
 async def test_a_node_that_drains_is_emptied_and_nobody_notices(two: Cluster):
@@ -548,7 +548,7 @@ ACTIONS = ("say", "say", "say", "take", "late", "lose", "return", "engine", "ref
 
 
 class Story:
-    """Three nodes that write the same answer, and everything that may happen to them."""
+    """Three nodes that generate the same answer, and all events that may happen to them."""
 
     def __init__(self) -> None:
         self.cluster = Cluster(A, B, C)

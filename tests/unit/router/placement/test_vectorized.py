@@ -1,4 +1,4 @@
-"""Placement by arrays: as placement itself decides, only sooner."""
+"""Placement by arrays: the same decisions as placement itself, but faster."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""Whose turn it is where several wait."""
+"""The choice of the next key where several wait."""
 
 from collections import Counter
 

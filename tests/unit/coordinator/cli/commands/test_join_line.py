@@ -1,4 +1,4 @@
-"""How a token gets to a new Mac: through a pipe or a file, never as an argument that every user of it could read."""
+"""Transfer of a token to a new Mac: through a pipe or a file, never as an argument that every user could read."""
 
 import os
 from pathlib import Path

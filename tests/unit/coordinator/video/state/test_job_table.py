@@ -437,7 +437,7 @@ def test_nothing_follows_an_end():
                 moved(a_job(1, state=state), other)
 
 
-# anything in any order
+# random events in any order
 
 LEASES = st.integers(1, 6).map(lambda number: f"lease_{number}")
 NODES = st.sampled_from(["a", "b"])

@@ -48,7 +48,7 @@ class Asked(Vetting):
 
 
 class Refusing(Vetting):
-    """A vetting that finds every grammar too long."""
+    """A vetting that refuses every grammar as too long."""
 
     def why_not(self, grammar: str) -> str:
         """Return that the grammar takes too long."""
@@ -114,7 +114,7 @@ HOSTILE = {
 def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
     name: str, tokenizer: Tokenizer, grammars: Grammars, asked: Asked
 ):
-    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start
+    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
     begun = time.perf_counter()
     with pytest.raises(Unfit) as found:
         grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one=False)

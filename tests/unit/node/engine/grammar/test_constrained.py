@@ -106,7 +106,7 @@ def test_a_thought_that_the_prompt_opens_or_closes(driver: Driver):
 
 
 def test_a_thought_does_not_end_the_answer(driver: Driver):
-    """A wish for an ending within the thought is not granted: the answer would be none."""
+    """A bias for the end token has no effect within the reasoning, because the answer would be empty."""
     (eos,) = driver.tokenizer().eos
     params = bound(SCHEMA, logit_bias=((eos, 12.0),), max_tokens=200)
     number = driver.ask(THINK["prompt"], params)

@@ -75,9 +75,9 @@ VALID = {
     name: Draft202012Validator(schema) for name, schema in (("read", FLAT), ("edit_all", NESTED), ("now", NOTHING))
 }
 DIFFERENT = sorted(set(FORMS) - {"laguna", "longcat"})
-"""Formats of which no other is the same."""
+"""Formats that all differ from each other."""
 FLATTENED = {"function_gemma"}
-"""Formats that have no objects and lists as arguments."""
+"""Formats without objects and lists as arguments."""
 
 
 def tools_for(parser: str) -> dict[str, dict[str, Any]]:
@@ -114,7 +114,7 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
 
 
 def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, Any]]:
-    """Read an answer as the engine does."""
+    """Parse an answer as the engine does."""
     how, tools = calling(parser), written(tools_for(parser))
     known = json.loads(as_read(parser, tools_of(tools, "")) or tools)
     calls = Calls("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
@@ -201,7 +201,7 @@ PIECES = st.sampled_from(
 
 
 def strings(parser: str) -> st.SearchStrategy[str]:
-    """Texts that the format can write: without blanks at their ends, as most parsers drop them."""
+    """Return texts that the format can express: without blanks at their ends, because most parsers drop them."""
     without = "}" if parser in FLATTENED else "\0"
     texts = st.lists(PIECES, max_size=6).map(lambda parts: "".join(parts).strip().replace(without, ""))
     return texts.filter(lambda text: text.lower() != "null" and text == text.strip())
@@ -222,7 +222,7 @@ def braced(value: Any, quote: str) -> str:
 
 
 def rendered(parser: str, name: str, arguments: dict[str, Any], tools: dict[str, dict[str, Any]]) -> str:
-    """Write a call, without its markers, as models of the format do."""
+    """Return a call, without its markers, as models of the format generate it."""
     if parser == "pythonic":
         return f"{name}({', '.join(f'{key}={plain(one)}' for key, one in arguments.items())})"
     if parser in ("gemma4", "function_gemma"):
@@ -254,7 +254,7 @@ def _type(argument: Argument | None, text: bool) -> str:
 
 
 def answer(parser: str, calls: list[tuple[str, dict[str, Any]]], tools: dict[str, dict[str, Any]] | None = None) -> str:
-    """Write calls as models of the format do; `tools` instead of those that the grammar knows."""
+    """Return calls as models of the format generate them; `tools` replaces those of the grammar."""
     start, end = calling(parser).markers
     bodies = [rendered(parser, *call, tools or tools_for(parser)) for call in calls]
     if parser == "pythonic":
@@ -337,7 +337,7 @@ def sentences(matcher: LLMatcher, seeds: range, steps: int = 160) -> Iterator[st
         for step in range(steps):
             if walk.is_accepting() and chance.random() < 0.5:
                 break
-            walk.compute_bitmask()  # as every step of an answer does: it gives the lexer its fuel
+            walk.compute_bitmask()  # as in every step of an answer: it resets the lexer's fuel
             forced = walk.compute_ff_bytes()
             following = [forced] if forced else [one.encode() for one in chance.sample(FRAGMENTS, len(FRAGMENTS))]
             if not forced and step > steps // 3:
@@ -371,7 +371,7 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
     assert said > 15
 
 
-# the two ways in which Mistral's models write calls, by their templates
+# the two forms of calls of Mistral's models, by their templates
 
 
 def test_a_template_says_how_calls_are_written():
@@ -538,7 +538,7 @@ def test_text_without_marks_is_all_text_but_that():
     check()
 
 
-# calls that no grammar holds to
+# calls without a grammar
 
 
 OPTIONAL = {
@@ -609,7 +609,7 @@ def test_no_tools_are_so_strange_that_anything_raises(found: object):
     assert all(len(one) == 2 for one in ways(tools))
 
 
-# marks that are tokens of the model's own
+# marks that are single tokens of the model
 
 MARKS: dict[str, tuple[str, ...]] = {
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -657,7 +657,7 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
     assert (found, reason) == (["read", "now"], "tool_calls")
 
 
-# schemas that mean nothing
+# invalid schemas
 
 KEYWORDS = (
     "type",

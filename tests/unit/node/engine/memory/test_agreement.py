@@ -1,4 +1,4 @@
-"""Where the router says "fits" the node's gate agrees on the same reading: through a live engine's encoded report."""
+"""If the router says "fits", the node's gate agrees on the same reading, through a live engine's encoded report."""
 
 import time
 
@@ -89,7 +89,7 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
-    """One long row and two short ones decode; then requests come that the router has judged by the report."""
+    """One long row and two short ones decode. Then requests arrive that the router has judged by the report."""
     driver.take(Limits(2**33, 2**33, 0, "static"))
     running = [driver.ask("word " * size, ENDLESS) for size in (300, 1, 2)]
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
@@ -119,7 +119,10 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
                 assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
                 assert answer.refused.numbers is not None
                 assert verdict.refused.numbers is not None
-                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # a long one may not be read
+                asked = (
+                    verdict.refused.numbers.estimate,
+                    reading_bytes(len(content)),
+                )  # or refused before tokenization
                 assert answer.refused.numbers.estimate in asked, "the same arithmetic"
                 needed = needed or verdict.refused.numbers.estimate
     assert verdicts == [False, False, True, True] * 4

@@ -15,7 +15,7 @@ from wire.units import GIB, MIB
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    """Return memory of earlier tests: an array in buffers that MLX kept would change neither count nor footprint."""
+    """Release memory of earlier tests: an array in buffers that MLX kept would change neither count nor footprint."""
     give_back()
 
 

@@ -1,4 +1,4 @@
-"""How long a native call is expected to take, that none begins once the process ends, and how the gate is asked."""
+"""Expected seconds of native calls, no new call once the process ends, and the checks of the gate."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
 
 def new_forwards(clock: Later | None = None) -> Forwards:
-    """Make forwards of an engine that holds both models and gives nothing back."""
+    """Make forwards of an engine that holds both models and releases nothing."""
     return Forwards(
         Recorder(),
         Footprint(GIB, lambda: 0),
@@ -90,7 +90,7 @@ def test_each_model_rests_for_itself(forwards: Forwards, clock: Later):
 
 
 def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch):
-    """The clock of all deadlines stands still then, another one does not."""
+    """The clock of all deadlines stops during sleep, another clock continues."""
     made = new_forwards()
     expected(made, Doing.PREFILL)
     read, goes_on = time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)

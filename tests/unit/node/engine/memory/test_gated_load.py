@@ -29,7 +29,7 @@ def endless(tokens: int) -> Params:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds `grown`, 46 MiB in fp8 and 91 MiB loaded."""
+    """Return a folder with `grown`: 46 MiB in fp8, 91 MiB loaded."""
     fp8(tmp_path / "grown")
     return tmp_path
 
@@ -56,7 +56,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
     """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
     give_back()
-    driver.engine.footprint.forget()  # a height of earlier tests in this process
+    driver.engine.footprint.forget()  # a recent peak of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
     limits = Limits(cap, now.current + now.reserved + room, margin, "static")

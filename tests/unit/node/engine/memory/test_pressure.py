@@ -1,6 +1,6 @@
-"""The text engine where memory is short: chunks shrink, prompts wait, the newest gives way and comes back.
+"""The text engine with little memory: chunks shrink, prompts wait, the newest request is preempted and returns.
 
-The memory is made short by moving the ceiling, against the readings of this process.
+The tests lower the ceiling relative to the readings of this process.
 """
 
 import json
@@ -50,7 +50,7 @@ def counts(driver: Driver) -> Counts:
 
 
 def row(driver: Driver, tokens: int) -> int:
-    """Bytes of a row."""
+    """Return the bytes of a row."""
     return padded(Group(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
 
 
@@ -133,7 +133,7 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
     assert not any(isinstance(driver.ended(number), Failed) for number in numbers)
     assert driver.ended(numbers[0]) is None, "the oldest stays"
     refused = driver.engine.gate.refusals[Site.PREFLIGHT]
-    driver.until(lambda: driver.engine.gate.refusals[Site.PREFLIGHT] > refused)  # it asks before it comes back
+    driver.until(lambda: driver.engine.gate.refusals[Site.PREFLIGHT] > refused)  # it checks the gate before it returns
     squeeze(driver, 64 * MIB)
     for number, expected in zip(numbers, alone, strict=True):
         assert isinstance(driver.end(number), Finished)
@@ -175,7 +175,7 @@ def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Dri
 
 
 def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
-    """One request whose promise holds stays, so that those which give way wait for it, however many do."""
+    """One request whose reservation suffices stays. All preempted requests wait for it."""
     stays = driver.ask("hello", endless(400), expected=400)
     numbers = [driver.ask(one["prompt"], endless(300), expected=16) for one in SHORT[:2]]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))

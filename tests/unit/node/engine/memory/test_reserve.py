@@ -1,4 +1,4 @@
-"""The last reserve: really held, counted, first to go, and back when there has been room for long."""
+"""The last reserve: really held, counted, released first, and held again after there has been room for long."""
 
 import os
 import time

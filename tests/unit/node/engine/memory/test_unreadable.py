@@ -1,4 +1,4 @@
-"""The text engine where its memory cannot be read: it starts nothing new, and gives up nothing for it."""
+"""The text engine while its memory cannot be read: it starts no new work, and releases nothing for that."""
 
 import json
 import time
@@ -36,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Driver:
-    """Two idle models, kept prefixes, the last reserve."""
+    """Return an engine with two idle models, cached prefixes, and the last reserve."""
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(models.path("llama"))
     driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")

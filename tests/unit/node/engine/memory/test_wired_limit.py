@@ -42,7 +42,7 @@ PAGE = 16 * 1024
         ("auto", 31.99, 40, 0),
         ("auto", 0, 107.52, 0),
         ("auto", 110, 107.52, 107.52),
-        ("auto", 85, 0, 0),  # no Metal here
+        ("auto", 85, 0, 0),  # without Metal
         ("on", 1, 107.52, 1),
         ("on", 0, 107.52, 0),
         ("on", 110, 107.52, 107.52),
@@ -91,7 +91,7 @@ class Recording:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., tuple[Driver, Recording]]:
-    """An engine over two models, a and b, that is on Metal as far as it knows."""
+    """Return an engine over two models, a and b, that believes that it runs on Metal."""
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(models.path("llama"))
 

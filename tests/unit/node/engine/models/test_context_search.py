@@ -1,4 +1,4 @@
-"""The longest row: it is held against a reading, 5 % less at a time, and the failure names the knobs."""
+"""The longest row: it is compared with a reading, 5 % less at a time, and the failure names the settings."""
 
 import pytest
 

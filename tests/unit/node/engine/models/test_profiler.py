@@ -32,7 +32,7 @@ def loaded(folder: Path, **more: object) -> Driver:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the profile of the model on this machine."""
+    """Return a folder with the profile of the model on this machine."""
     folder = tmp_path_factory.mktemp("profiles")
     loaded(folder)
     return folder

@@ -1,4 +1,4 @@
-"""The end of an engine process: no call begins, the one in flight returns, the memory comes back, in bounded time."""
+"""The end of an engine process: no call begins, the running one returns, memory is released, in bounded time."""
 
 import socket
 import subprocess
@@ -28,7 +28,8 @@ WAIT = 30.0
 
 
 def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
-    """Two models, one being measured, a third being loaded; rows that decode, a prompt half written, kept prefixes."""
+    """Two models, one of them in a sweep, a third being loaded; decoding rows, a partly prefilled prompt, cached
+    prefixes."""
     for name in ("a", "b", "c"):
         (tmp_path / name).symlink_to(models.path("llama"))
     give_back()
@@ -57,7 +58,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
 
 
 class Process:
-    """A real engine process with models, and the agent's end of its socket. `patch` is run in it first."""
+    """A real engine process with models, and the agent's end of its socket. `patch` runs in the process first."""
 
     def __init__(self, folder: Path, patch: str = "") -> None:
         self.bound = WAIT
@@ -87,7 +88,7 @@ class Process:
                 yield decode(tag, body)
 
     def busy(self) -> Pong:
-        """Ping until a native call is under way."""
+        """Send pings until a native call is running."""
         for nonce in range(10_000):
             self.send(Ping(nonce))
             pong = next(frame for frame in self.frames() if isinstance(frame, Pong))
@@ -96,7 +97,7 @@ class Process:
         raise AssertionError("no call was ever under way")
 
     def code(self) -> tuple[int, float]:
-        """Wait for the end; give the exit code and how long it took."""
+        """Wait for the end; return the exit code and the seconds."""
         begun = time.monotonic()
         return self.child.wait(WAIT), time.monotonic() - begun
 

@@ -1,4 +1,4 @@
-"""Every registered kind × every route: a kind whose gate does not stand in the way fails here."""
+"""Every registered kind × every route: a kind whose gate does not check a route fails here."""
 
 import pytest
 

@@ -92,7 +92,7 @@ class Watch:
         return guard
 
     def module(self, patch: pytest.MonkeyPatch, module: ModuleType, prefix: str = "") -> int:
-        """Watch a module's public functions; give their number."""
+        """Watch a module's public functions; return their number."""
         found = {name: one for name, one in vars(module).items() if callable(one) and not isinstance(one, type)}
         for name, one in found.items():
             if not name.startswith("_"):
@@ -100,7 +100,7 @@ class Watch:
         return len(found)
 
     def methods(self, patch: pytest.MonkeyPatch, kind: type) -> int:
-        """Watch a class's methods and operators; give their number."""
+        """Watch a class's methods and operators; return their number."""
         found = {name: one for name, one in vars(kind).items() if callable(one) and name not in SPARED}
         for name, one in found.items():
             patch.setattr(kind, name, self.guarded(f"{kind.__name__}.{name}", one))
@@ -149,7 +149,7 @@ class Io:
         self.hand_in(request)
 
     def until(self, wanted: Callable[[Frame], object]) -> Frame:
-        """Wait for a frame, giving signs of life meanwhile."""
+        """Wait for a frame, and send pings meanwhile."""
         deadline = time.monotonic() + 40.0
         while time.monotonic() < deadline:
             assert self.thread.is_alive()

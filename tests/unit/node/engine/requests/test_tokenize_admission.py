@@ -104,7 +104,7 @@ def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
     assert reserved(driver) == before + work.need
     assert driver.engine.report(time.monotonic()).waiting == 1
     done = work.read()
-    assert reserved(driver) == before + work.need  # the thread that reads promises nothing and ends nothing
+    assert reserved(driver) == before + work.need  # the tokenizing thread commits nothing and ends nothing
     driver.put(done)
     driver.end(9)
     assert reserved(driver) == before
@@ -273,7 +273,7 @@ def test_the_same_request_is_read_once(driver: Driver):
 
 
 def large_vocabulary(source: Path, folder: Path) -> Path:
-    """A model's folder with a tokenizer of 60,000 tokens instead of its own."""
+    """Return a model's folder with a tokenizer of 60,000 tokens in place of its own."""
     shutil.copytree(source, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     chance, model = random.Random(1), tokenizer["model"]
@@ -334,7 +334,8 @@ MEASURE = textwrap.dedent("""
 
 
 def measured(folder: Path, seed: int) -> list[tuple[str, int, int, int]]:
-    """Read prompts in a process of their own: kind, characters, bytes promised and taken, by the system's own mark."""
+    """Tokenize prompts in a separate process; return kind, characters, reserved bytes and used bytes by the system's
+    mark."""
     command = [sys.executable, "-c", MEASURE, str(folder), str(seed)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [tuple(row) for row in json.loads(run.stdout.splitlines()[-1])]

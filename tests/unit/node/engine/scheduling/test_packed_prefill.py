@@ -32,7 +32,7 @@ LIKE = "How are you today, number {}?"
 
 
 class Steady(Pace):
-    """A pace that measures nothing: on a busy machine a measured one leaves no time for a second prompt."""
+    """A constant pace, because a measured pace on a busy machine leaves no time for a second prompt."""
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
         """Ignore a measurement."""
@@ -299,7 +299,7 @@ def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
 
 
 def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
-    """A crash in it is no single request's."""
+    """A crash in a shared forward is no single request's fault."""
     begun: list[tuple[Doing, int]] = []
     begin = driver.recorder.begin
 
@@ -332,7 +332,7 @@ def test_hybrids_and_windows_are_read_one_by_one(arch: str, tiny_model: Callable
     "arch", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3", "qwen3_moe"))]
 )
 def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[..., Any]):
-    """Of one length and of several, into an empty batch and into one that decodes already."""
+    """Covers prompts of one length and of several, into an empty batch and into a decoding one."""
     model: TextModel = load_model(tiny_model(arch, trained=arch != "qwen3_moe"))[0]
     lengths = {"a": 40, "b": 37, "c": 40, "d": 3, "e": 300, "f": 300}
     prompts = {

@@ -1,7 +1,8 @@
-"""Preemption with several batches: two length groups of one model and a second model, any of which grows or gives way.
+"""Preemption with several batches: two length groups of one model and a second model, any of which grows or is
+preempted.
 
-Growing a row may preempt the last row of another batch, which is then gone in the middle of a decode turn. `Driver`
-checks the rules of the bookkeeping after every turn.
+Growing a row may preempt the last row of another batch. That batch then disappears in the middle of a decode turn.
+`Driver` checks the invariants of the engine's accounts after every turn.
 """
 
 import itertools
@@ -28,8 +29,7 @@ EOS = {
     for path in (models.path("llama"), models.path("qwen3"))
 }
 GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
-"""Name of a group to its model and prompt. Rows so far apart in length share no batch where padding may waste
-nothing."""
+"""Model and prompt of each group. Rows with such different lengths share no batch if no padding is allowed."""
 ANSWER, EXPECTED = 140, 70
 
 
@@ -39,7 +39,7 @@ def endless(model: str, tokens: int) -> Params:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """The tokens of each group's answer on an engine with room."""
+    """Return the tokens of each group's answer on an engine with room."""
     driver = Driver(models.path("llama"), models.path("qwen3"), batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
     found: dict[str, list[int]] = {}
     for group, (model, prompt, _) in GROUPS.items():

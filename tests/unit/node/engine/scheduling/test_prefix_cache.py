@@ -78,7 +78,7 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
 
 
 def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
-    """The case that ends mlx_lm.server: an exact hit leaves it with an empty prompt."""
+    """An exact hit leaves an empty prompt; it ends mlx_lm.server."""
     numbers = [driver.ask(SHORT[0]["prompt"]) for _ in range(3)]
     numbers += [driver.ask(SHORT[0]["prompt"]) for _ in range(2) if ended(driver, numbers[0])]
     ends = [ended(driver, number) for number in numbers]
@@ -120,7 +120,7 @@ def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callab
 
 
 def test_prompts_that_decode_lend_their_beginning(driver: Driver):
-    """Eight requests with one long beginning at once: the first writes it for all that come after it."""
+    """The second request reuses the beginning of the first, which still decodes."""
     system = Message("system", "You are a careful clerk. " * 60)
     first = driver.ask(messages=(system, Message("user", "Hello!")), params=Params(max_tokens=200, temperature=1.0))
     driver.until(lambda: driver.ids[first, 0])
@@ -339,7 +339,7 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
 
 
 def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
-    """Between admission and the first chunk, and within the question to the gate itself."""
+    """The prefix is evicted between admission and the first chunk, and during the check of the gate itself."""
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]

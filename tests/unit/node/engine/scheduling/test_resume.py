@@ -75,7 +75,7 @@ def end_of(driver: Driver, number: int) -> Finished:
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every chunk that any engine writes."""
+    """Return a list of the tokens of every chunk that any engine prefills."""
     written: list[int] = []
     plain = Resident.prefilled
 

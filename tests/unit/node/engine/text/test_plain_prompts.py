@@ -1,4 +1,4 @@
-"""Prompts without a template, counts without an answer, which stop string it was, one call and no more."""
+"""Prompts without a template, counts without an answer, reported stop strings, and the limit of one call."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -107,7 +107,7 @@ def test_thoughts_are_counted():
     for token in range(len(pieces)):
         made.feed(token)
     made.finish("stop")
-    assert made.thought == 3  # the mark that opens belongs to them, the one that closes does not
+    assert made.thought == 3  # the opening mark counts as reasoning, the closing one does not
 
 
 def test_the_tokens_of_a_call_are_no_thought():

@@ -12,7 +12,7 @@ from node.video.worker import worker
 
 
 class Config:
-    """An engine's config class as old versions have it: fewer arguments than later ones take."""
+    """An engine's config class in an old version: it has fewer arguments than later ones."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ def test_failures_have_names():
 
 
 class Metal:
-    """MLX as a Mac's: it refuses a wired limit above its own."""
+    """MLX on a Mac: it refuses a wired limit above its own."""
 
     def __init__(self, info: dict[str, int] | None = None) -> None:
         self.set: dict[str, int] = {}

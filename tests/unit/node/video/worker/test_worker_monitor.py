@@ -147,7 +147,7 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     assert process.wait(30) == -9
 
 
-# the folder between agent and attendant
+# the folder between agent and worker parent
 
 
 def watched(place: Path, process: "subprocess.Popen[bytes]") -> Watch:

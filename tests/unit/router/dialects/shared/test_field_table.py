@@ -252,7 +252,7 @@ TOLD = {
     ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
     ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
 }
-"""Honoured by taking the one value that they may have, or by giving it back with the answer."""
+"""Fields that count as supported because their only value is accepted, or because the answer repeats them."""
 PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
 
 

@@ -104,7 +104,7 @@ def test_keys_of_an_object_are_bounded(keys: int, message: str):
 
 
 def nested(depth: int) -> object:
-    """Make lists and objects in turn, one in the other."""
+    """Make alternating lists and objects, one inside the other."""
     value: object = 0
     for level in range(depth):
         value = {"a": value, "b": 1} if level % 2 else [1, value]
