@@ -280,19 +280,19 @@ SESSIONS = {"openai": with_openai, "anthropic": with_anthropic}
 HEAD = """# A coding agent's traffic
 <!-- Written by `python -m tests.clients.agent`. Do not edit. -->
 
-What an agent sends is mostly what it has sent before: a long system prompt, its tools, and a conversation that grows
-by a call and a result each turn. Here one works through both official libraries, streaming, on a pool of two nodes with
-the model that comes along (`macpool-tiny`, on a Linux machine's CPU, busy with other things). That model knows nothing
-of code, so each call is asked for by name (`tool_choice`), with strict tools; the report at the end, for which they
-are put away, is held to a JSON schema. What there is to see:
+Most of an agent's request repeats the one before: a long system prompt, tools, and a conversation. Each turn adds a
+call and its result. This page shows one session through each official library, streamed, on a pool of two nodes. The
+model is `macpool-tiny` from the package, on the CPU of a busy Linux machine. That model cannot program. Each call is
+therefore requested by name (`tool_choice`), with strict tools. The report at the end has no tools and follows a JSON
+schema. The tables show:
 
-- every turn's prompt, and how much of it was read from the [prefix cache](models.md#the-prefix-cache) instead of being
-  computed: all but the end, from the second turn on;
-- the conversation stays on the Mac that knows it (`prompt_cache_key` here, `x-session-id` there); only the report,
-  whose prompt differs for want of the tools, may go anywhere;
-- a call comes in one piece when it is finished, with arguments that keep to their schema.
+- The prompt tokens of every turn, and how many of them came from the [prefix cache](models.md#the-prefix-cache). From
+  the second turn on these are all but the end.
+- The conversation stays on the Mac that has its prefix (`prompt_cache_key` here, `x-session-id` there). Only the report
+  may go to any Mac, because its prompt has no tools and differs.
+- A call is sent in one piece when it is complete, with arguments that match its schema.
 
-To see it with your own model, point your agent at the pool ([clients](clients.md)) and look at `cluster explain`.
+To see the same with your own model, point your agent at the pool ([clients](clients.md)) and run `cluster explain`.
 """
 
 
@@ -307,10 +307,10 @@ def section(title: str, turns: list[Turn], events: list[str]) -> str:
     shown = "\n".join(shortened(event) for event in events)
     return (
         f"\n## Through `{title}`\n"
-        "| turn | prompt tokens | of them from the cache | written | first event after | Mac | answer |\n"
+        "| turn | prompt tokens | cached tokens | generated tokens | first event after | Mac | answer |\n"
         f"|---|---|---|---|---|---|---|\n{rows}\n\n"
-        f"{prompt:,} tokens of prompts, of which {100 * cached // prompt} % came from the cache.\n"
-        f"\nThe second turn as its events came, identifiers shortened:\n\n```\n{shown}\n```\n"
+        f"{prompt:,} prompt tokens, of which {100 * cached // prompt} % came from the cache.\n"
+        f"\nThe events of the second turn, with shortened identifiers:\n\n```\n{shown}\n```\n"
     )
 
 

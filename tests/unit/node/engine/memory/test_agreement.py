@@ -119,10 +119,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
                 assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
                 assert answer.refused.numbers is not None
                 assert verdict.refused.numbers is not None
-                asked = (
-                    verdict.refused.numbers.estimate,
-                    reading_bytes(len(content)),
-                )  # or refused before tokenization
+                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # before or at tokenization
                 assert answer.refused.numbers.estimate in asked, "the same arithmetic"
                 needed = needed or verdict.refused.numbers.estimate
     assert verdicts == [False, False, True, True] * 4
