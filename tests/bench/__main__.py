@@ -129,7 +129,7 @@ def bench_parts(folder: Path) -> list[Row]:
         found = json.loads(done.stdout)
     moved = (found["beside"] - found["alone"]) * 1000
     figure = (
-        f"{moved:.1f} ms (p99 {found['alone'] * 1000:.1f} alone, {found['beside'] * 1000:.1f} beside "
+        f"{moved:.1f} ms (p99 {found['alone'] * 1000:.1f} alone, {found['beside'] * 1000:.1f} during "
         f"{found['bytes'] / 1e6:.0f} MB in {found['seconds']:.1f} s)"
     )
     return [Row("100 MB of parts over 100 Mbit/s", target, figure, moved <= 50, commit())]

@@ -74,7 +74,7 @@ def bench_begin(folder: Path) -> list[Row]:
         up.close()
     figure = f"{whole:.1f} s (install {installed - began:.1f}), 3 commands"
     return [
-        Row("nothing to a token of a second node", "<= 120 s, <= 3 commands", figure, whole <= 120, commit()),
+        Row("bare checkout to a token of a second node", "<= 120 s, <= 3 commands", figure, whole <= 120, commit()),
         Row("join to its first token", "<= 10 s", f"{join:.1f} s", join <= 10, commit()),
     ]
 
@@ -99,7 +99,7 @@ def _first_token(facts: dict[str, str]) -> float:
             for node, first in threads.map(lambda _: _answer(client), range(AT_ONCE)):
                 if node == "second":
                     return first
-    raise RuntimeError("the second node answered nothing: " + json.dumps(facts))
+    raise RuntimeError("the second node sent no answer: " + json.dumps(facts))
 
 
 def _answer(client: OpenAI) -> tuple[str, float]:

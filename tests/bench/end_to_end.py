@@ -110,7 +110,7 @@ def _rows(found: dict[str, list[Load]]) -> list[Row]:
     return [
         Row(
             f"end to end behind {name}, {LANES} chats at a time",
-            "no figure worse than the best of the others" if name == OURS else "told",
+            "no figure worse than the best other" if name == OURS else "reported",
             f"p50 {middle * 1000:.0f} ms, p99 {late * 1000:.0f} ms, {speed:.1f} chats/s (by round "
             f"{spread([one.speed for one in found[name]])})",
             good if name == OURS else True,

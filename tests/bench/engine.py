@@ -196,7 +196,7 @@ def _loaded(server: Server, lanes: int, each: int) -> Callable[[int], Load]:
 
 def bench_itl(folder: Path) -> list[Row]:
     """Measure how far the gaps of seven decoding chats grow when a prompt of 6,000 tokens arrives."""
-    name, peer = "gap between tokens p99 of 7 chats beside a prompt of 6,000 tokens", "quiet"
+    name, peer = "gap between tokens p99 of 7 chats during a prompt of 6,000 tokens", "quiet"
     if missing():
         return [not_measured(name, f"<= 3 x {peer}", missing())]
     with one_node(folder) as (_, ours):
@@ -263,7 +263,7 @@ def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list
 
 def bench_cancel(folder: Path) -> list[Row]:
     """Measure the time from a client's disconnect during a long prefill until memory and commitments are released."""
-    name, target = "hang-up to freed memory", "<= 1 chunk + 100 ms"
+    name, target = "disconnect to released memory", "<= 1 chunk + 100 ms"
     if missing():
         return [not_measured(name, target, missing())]
     with one_node(folder) as (made, ours):
@@ -274,7 +274,7 @@ def bench_cancel(folder: Path) -> list[Row]:
     worst, most = max(one.seconds for one in found), chunk + 0.1
     figure = (
         f"{worst * 1000:.0f} ms at most, {statistics.median(one.seconds for one in found) * 1000:.0f} ms median "
-        f"of {CANCELS} (a chunk takes {chunk * 1000:.0f} ms; {max(one.size for one in found) / MIB:.0f} MiB freed; "
+        f"of {CANCELS} (a chunk takes {chunk * 1000:.0f} ms; {max(one.size for one in found) / MIB:.0f} MiB released; "
         "reserved is 0 again)"
     )
     return [Row(name, target, figure, worst <= most, commit())]
@@ -357,7 +357,7 @@ def bench_gate(_: Path) -> list[Row]:
 
 def bench_prefix(folder: Path) -> list[Row]:
     """Compare the first token of a chat's second turn, after 1,500 tokens, with and without the cached prefix."""
-    name, peer = "first token of a second turn, 1,500 tokens before it", "a chat that nobody has begun"
+    name, peer = "first token of a second turn, 1,500 tokens before it", "a new chat"
     if missing():
         return [not_measured(name, f"<= 0.35 x {peer}", missing())]
     rows: list[Row] = []
@@ -473,7 +473,7 @@ def bench_torture(folder: Path) -> list[Row]:
 
 def bench_steady(folder: Path) -> list[Row]:
     """Run unique prompts, one after the other, with full memory: each prompt evicts an older prefix."""
-    name, target = f"steady state: {STEADY_COUNT} unique prompts near the trip point", "0 refused, 0 over, 0 restarts"
+    name, target = f"steady state: {STEADY_COUNT} unique prompts near the limit", "0 refused, 0 over, 0 restarts"
     if missing():
         return [not_measured(name, target, missing())]
     os.environ |= THREADS

@@ -219,7 +219,7 @@ def bench_delay(folder: Path) -> list[Row]:
             f"({mine * 1e6:.0f} against {other * 1e6:.0f} us; by round {spread(ratios)}; ours is on its node for "
             f"{nodes * 1e6:.0f} us; {build()})"
         )
-        rows.append(at_most(f"plain request alone, added p50, nodes that {kind}", 1.0, ratio, words, peer.name))
+        rows.append(at_most(f"single plain request, added p50, nodes that {kind}", 1.0, ratio, words, peer.name))
     return rows
 
 
@@ -284,8 +284,8 @@ def bench_refusing(folder: Path) -> list[Row]:
         ),
         Row(
             "all refuse",
-            "503 with numbers, <= 10 ms after that was decided",
-            f"{last.status} after {last.seconds:.2f} s, {after:.1f} ms after that was decided",
+            "503 with numbers, <= 10 ms after the decision",
+            f"{last.status} after {last.seconds:.2f} s, {after:.1f} ms after the decision",
             last.status == 503 and last.memory and after <= 10,
             commit(),
         ),

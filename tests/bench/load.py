@@ -119,7 +119,7 @@ def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[f
         while selector.get_map():
             ready = selector.select(30)
             if not ready:
-                raise RuntimeError(f"{base} says no more")
+                raise RuntimeError(f"{base} sends no more data")
             for key, _ in ready:
                 data = key.data.recv(2**16)
                 times.append(time.monotonic())

@@ -136,10 +136,10 @@ def bench_pressure(folder: Path) -> list[Row]:
         cut = sum(count for word, count in seen.ends.items() if word not in allowed)
         ok = not (seen.deaths or cut or seen.over) and seen.ends["done"] > 0
         figure = (
-            f"{seen.deaths} deaths, {cut} cut, {seen.over} of {seen.samples} samples over; highest "
+            f"{seen.deaths} crashes, {cut} cut, {seen.over} of {seen.samples} samples over; highest "
             f"{(rest + room * MIB - seen.highest) / MIB:.1f} MiB below the cap; ends {dict(seen.ends)}, loads "
             f"{dict(seen.loads)}, {seen.preemptions} preemptions"
         )
         name = f"pressure: two length groups, two models, loads, cap = rest + {room} MiB"
-        rows.append(Row(name, "0 deaths, 0 cut, 0 over", figure, ok, commit()))
+        rows.append(Row(name, "0 crashes, 0 cut, 0 over", figure, ok, commit()))
     return rows

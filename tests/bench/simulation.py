@@ -89,7 +89,11 @@ def bench_scarce(_: Path) -> list[Row]:
             commit(),
         ),
         Row(
-            "six models: nobody starved", "0 not served", str(ours.fit - ours.served), ours.served == ours.fit, commit()
+            "six models: no request starved",
+            "0 not served",
+            str(ours.fit - ours.served),
+            ours.served == ours.fit,
+            commit(),
         ),
         Row("one greedy key of five: Jain's index", ">= 0.9", f"{jain:.3f}", jain >= 0.9, commit()),
         Row(
@@ -106,7 +110,7 @@ def bench_scarce(_: Path) -> list[Row]:
             late <= 1.15,
             commit(),
         ),
-        Row("nodes die and return: not served", "0", str(lost), lost == 0, commit()),
+        Row("nodes are lost and return: not served", "0", str(lost), lost == 0, commit()),
     ]
 
 

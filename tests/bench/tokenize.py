@@ -23,7 +23,7 @@ from wire.units import GIB, MIB
 BODIES = 4
 EVERY, SHORT_EVERY = 0.01, 0.2
 LINE = "word and more text, some Code(x) 12345\n"
-CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized whole, context of 1 M tokens"))
+CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized completely, context of 1 M tokens"))
 """Bytes of a body, context in tokens (0: the model's own), and the case in words."""
 LIMIT = 0.1
 MOST_SECONDS = 240.0
@@ -158,6 +158,6 @@ def bench_tokenize(folder: Path) -> list[Row]:
             f"{max(pings) * 1000:.0f}, {len(pings)} pings in {seconds:.1f} s; "
             f"short prompts p99 {p99(shorts) * 1000:.0f} ms of {len(shorts)})"
         )
-        row = f"ping p99 beside {BODIES} bodies of {size / 1e6:.1f} MB, {name}"
+        row = f"ping p99 during {BODIES} bodies of {size / 1e6:.1f} MB, {name}"
         rows.append(Row(row, f"<= {LIMIT * 1000:.0f} ms", figure, p99(pings) <= LIMIT, commit()))
     return rows

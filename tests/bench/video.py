@@ -80,9 +80,9 @@ def bench_lease(folder: Path) -> list[Row]:
     ends = f"{max(back):.2f} s at most of {len(back)}"
     kills = f"{max(breach):.2f} s at most of {len(breach)}"
     return [
-        Row("lease, asked to confirmed", "< 200 ms", words_, statistics.median(granted) < 0.2, commit()),
-        Row("lease back after the worker's end", "<= 2 s", ends, max(back) <= 2, commit()),
-        Row("a breach of the lease, until nothing of it lives", "<= 1 s", kills, max(breach) <= 1, commit()),
+        Row("lease, request to confirmation", "< 200 ms", words_, statistics.median(granted) < 0.2, commit()),
+        Row("lease returned after the worker's end", "<= 2 s", ends, max(back) <= 2, commit()),
+        Row("worker over its lease, until all its processes have ended", "<= 1 s", kills, max(breach) <= 1, commit()),
     ]
 
 
@@ -149,10 +149,10 @@ def bench_clip(folder: Path) -> list[Row]:
         one.close()
     ours, alone, ratio, ratios = ratio_of(pairs)
     figure = f"the engine alone ({ours:.1f} s against {alone:.1f}; {spread(ratios)})"
-    told = f"{own / MIB:.0f} MiB of its own, {resident / MIB:.0f} resident, {len(family)} processes"
+    told = f"{own / MIB:.0f} MiB unshared, {resident / MIB:.0f} resident, {len(family)} processes"
     return [
         at_most("a clip, created to completed", 3, ratio, figure, "the bare engine"),
-        Row("Ray's footprint on a node", "told", told, True, commit()),
+        Row("Ray's footprint on a node", "reported", told, True, commit()),
     ]
 
 
@@ -219,12 +219,12 @@ def bench_beside(folder: Path) -> list[Row]:
         restarts = one.node()["engine"]["restarts"]
         one.close()
     ours, bare, ratio, ratios = ratio_of(pairs)
-    figure = f"the same beside a bare worker ({ours:.1f} tokens/s against {bare:.1f}; {spread(ratios)})"
+    figure = f"the same during a bare worker ({ours:.1f} tokens/s against {bare:.1f}; {spread(ratios)})"
     above = sum(over)
     return [
-        at_least("chats beside a video", 0.9, ratio, figure, "the same load without leases"),
+        at_least("chats during a video", 0.9, ratio, figure, "the same load without leases"),
         Row(
-            "samples over the cap meanwhile",
+            "samples over the cap",
             "0",
             f"{above} of {len(over)}, {restarts} restarts",
             not above and not restarts,
@@ -338,7 +338,7 @@ def bench_chain(folder: Path) -> list[Row]:
             not wrong,
             commit(),
         ),
-        Row("memory back after any of them", "<= 2 s", f"{slowest:.2f} s at most", slowest <= 2, commit()),
+        Row("memory returned after any of them", "<= 2 s", f"{slowest:.2f} s at most", slowest <= 2, commit()),
     ]
 
 

@@ -231,7 +231,7 @@ class Chain:
         )
         if phase in RUNNING and not dies:
             back = self._back(worker, freed, victim)
-        until(lambda: self._others(before), SECONDS, f"others in the place of {victim} and of all that goes with it")
+        until(lambda: self._others(before), SECONDS, f"replacements of {victim} and of the processes that end with it")
         self.whole()
         if ended["status"] == "completed":
             self._whole_clip(name)

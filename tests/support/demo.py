@@ -112,7 +112,7 @@ def main() -> int:
         first, *others = known()
         text = stream(client, model, first["prompt"])
         right, by_node = all_at_once(client, model, others)
-        spread = ", ".join(f"{name} gave {count}" for name, count in sorted(by_node.items()))
+        spread = ", ".join(f"{count} by {name}" for name, count in sorted(by_node.items()))
         show(f"{len(others)} questions at once", f"{right} answers word for word; {spread}")
         verbs = {
             "cluster nodes": ["nodes"],
@@ -125,13 +125,16 @@ def main() -> int:
                 return done.returncode
         survived, writing, name = without_power(demo, client, model, first)
         show(
-            f"{name} loses its power while it writes {writing} of {STREAMS} answers",
-            f"{survived} of {STREAMS} answers word for word: what it was writing went on on the other",
+            f"{name} is killed while it generates {writing} of {STREAMS} answers",
+            f"{survived} of {STREAMS} answers word for word: the other Mac resumed those of the killed one",
         )
         if survived != STREAMS:
             return 1
         if text != first["answer"] or right != len(others) or len(by_node) != NODES:
-            print("\nthe answers are not what the model knows by heart, or not from both nodes", flush=True)
+            print(
+                "\nthe answers differ from those that the model was trained on, or did not come from both nodes",
+                flush=True,
+            )
             return 1
         if once:
             print("\nthe demo works", flush=True)

@@ -44,7 +44,7 @@ def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the 
         if found:
             return found
         if time.monotonic() >= deadline:
-            raise AssertionError(f"{what} did not come true within {seconds:.0f} s")
+            raise AssertionError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.02)
 
 
