@@ -36,7 +36,8 @@ WINDOW = 10.0
 WORK = 3.0
 """Additional seconds on a loaded machine."""
 CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
-"""TLS context of clients without TLS, because a new one would read all authorities of this machine each time."""
+"""Settings of HTTP clients. They use no TLS; one context for all saves reading the authorities of this machine each
+time."""
 VIDEO = ("video.max_steps=1000",)
 
 

@@ -41,7 +41,7 @@ MULTICAST = multicast_works()
 
 
 def needs_multicast(test: F) -> F:
-    """Skip a test where multicast does not work, and in `make quick`, because registering takes seconds."""
+    """Skip a test where multicast does not work, and mark it as slow, because registering takes seconds."""
     skip: Any = pytest.mark.skipif(not MULTICAST, reason="no multicast on the loopback interface here")
     return pytest.mark.slow(skip(test))
 

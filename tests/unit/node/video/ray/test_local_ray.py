@@ -42,7 +42,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
 
 
 async def changed(one: LocalRay, than: str | None) -> str:
-    """Wait until the node id of this Ray has changed (None: any)."""
+    """Wait until the node id of this Ray differs from `than` (None: until there is one)."""
     news = asyncio.Event()
     one.changed = news.set
     async with asyncio.timeout(20):
