@@ -6,32 +6,32 @@ from dataclasses import dataclass
 from importlib.metadata import version as installed
 from pathlib import Path
 
-from coordinator.backup.generation_fence import Fence
+from coordinator.backup.generation_fence import GenerationFence
 from coordinator.joining.join_approvals import Approvals
-from coordinator.joining.join_tokens import Tokens
-from coordinator.observe.event_log import Events
-from coordinator.state.access_admin import Admin, load_pepper
-from coordinator.state.database import Store
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.observe.event_log import EventLog
+from coordinator.state.access_admin import AccessAdmin, load_pepper
+from coordinator.state.database import Database
 from coordinator.state.settings import ClusterSettings, HttpSettings
-from coordinator.tls.cluster_ca import Authority
+from coordinator.tls.cluster_ca import ClusterCa
 from coordinator.tls.https_config import check_http
 from host.log_setup import open_journal
 from host.private_files import private_folder
 from router.admission.api_keys import KeyRing, nobody_known
 
-DAY = 86400.0
+DAY_SECONDS = 86400.0
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
+class CoordinatorHome:
     """Open state folder of the coordinator."""
 
     state: Path
     log_file: Path
-    events: Events
-    store: Store
-    authority: Authority
-    fence: Fence
+    events: EventLog
+    store: Database
+    authority: ClusterCa
+    fence: GenerationFence
     first: bool
     """Whether the cluster is new."""
     epoch: int
@@ -39,41 +39,47 @@ class Home:
     version: str
 
 
-def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> Home:
+def open_home(folder: Path, cluster: ClusterSettings, stack: AsyncExitStack) -> CoordinatorHome:
     """Open the state folder and its log. Raise `SupersededError` if another coordinator of this cluster has a newer
     generation."""
     state = private_folder(folder)
-    log_file, events = state / "logs" / "coordinator.log", Events()
-    open_journal(log_file, "info", events.tell)
-    store = Store(state)
+    log_file, events = state / "logs" / "coordinator.log", EventLog()
+    open_journal(log_file, "info", events.add)
+    store = Database(state)
     stack.callback(store.close)
     first = store.meta.cluster == ""
-    authority = Authority(state / "authority", time.time, cluster.certificate_days * DAY)
+    authority = ClusterCa(state / "authority", time.time, cluster.certificate_days * DAY_SECONDS)
     if first:
         store.found(authority.cluster, cluster.name)
-    guard = Fence(authority, store.meta.generation)
+    guard = GenerationFence(authority, store.meta.generation)
     guard.check(state)
-    return Home(state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool"))
+    return CoordinatorHome(
+        state, log_file, events, store, authority, guard, first, store.next_epoch(), installed("macpool")
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Credentials:
     """Credentials: join tokens and codes for machines, API keys for programs."""
 
-    tokens: Tokens
+    tokens: JoinTokens
     approvals: Approvals
     pepper: bytes
     ring: KeyRing
-    admin: Admin
+    admin: AccessAdmin
 
 
-def open_access(home: Home, http: HttpSettings, listen: str) -> Access:
+def open_access(home: CoordinatorHome, http: HttpSettings, listen: str) -> Credentials:
     """Load the credentials for an endpoint at `listen`. Raise `AuthorityError` if the settings admit every client."""
     check_http(http, listen)
-    tokens, approvals, pepper = Tokens(home.store, home.authority.ca, time.time), Approvals(), load_pepper(home.state)
+    tokens, approvals, pepper = (
+        JoinTokens(home.store, home.authority.ca, time.time),
+        Approvals(),
+        load_pepper(home.state),
+    )
     ring = KeyRing(pepper)
     if http.anonymous:
         ring.anonymous = nobody_known(time.time())
-    admin = Admin(home.store, tokens, ring, pepper, time.time)
+    admin = AccessAdmin(home.store, tokens, ring, pepper, time.time)
     admin.load()
-    return Access(tokens, approvals, pepper, ring, admin)
+    return Credentials(tokens, approvals, pepper, ring, admin)

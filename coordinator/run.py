@@ -27,38 +27,38 @@ from typing import Any
 
 import structlog
 
-from coordinator.alerts.evaluator import Conditions, Watch, log_conditions, sample_of
+from coordinator.alerts.evaluator import AlertLoop, Conditions, log_conditions, sample_of
 from coordinator.alerts.rules import WATCHED
-from coordinator.alerts.webhook import Address, Webhook, WebhookError, parse
-from coordinator.api.control import Api, Seen
-from coordinator.api.server_info import Facts
+from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse
+from coordinator.api.control import ControlApi, Observability
+from coordinator.api.server_info import ServerInfo
 from coordinator.backup import generation_fence
-from coordinator.backup.generation_fence import Mark, SupersededError, moved_on
-from coordinator.bootstrap import Access, Home, open_access, open_home
+from coordinator.backup.generation_fence import SupersededError, SupersededMark, moved_message
+from coordinator.bootstrap import CoordinatorHome, Credentials, open_access, open_home
 from coordinator.cluster.local_node import LocalNode, check_node
-from coordinator.cluster.model_operations import Loads
+from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.http.chat_fast_path import Door
-from coordinator.http.connection_slots import Places, room_for
+from coordinator.http.chat_fast_path import FastPath
+from coordinator.http.connection_slots import ConnectionSlots, room_for
 from coordinator.http.listen import cluster_addresses, from_here, listen, reachable
-from coordinator.http.origin_check import Guard, Private
+from coordinator.http.origin_check import OriginCheck, PrivateResponses
 from coordinator.http.server import http_server
-from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_tokens import join_line
-from coordinator.metrics.service import Metrics
+from coordinator.metrics.service import MetricsService
 from coordinator.observe.load_history import LoadHistory
 from coordinator.observe.load_sampler import read_load, sample_load
-from coordinator.state.access_admin import LOCAL, Admin
+from coordinator.state.access_admin import LOCAL, AccessAdmin
 from coordinator.state.database import MemberRow
 from coordinator.state.settings import CoordinatorSettings
-from coordinator.tls.cluster_ca import Authority, AuthorityError
-from coordinator.tls.https_ca import Endpoint
-from coordinator.tls.https_config import check_http, lives_of, tls_of
-from coordinator.ui.browser_sessions import Visitors
-from coordinator.ui.static_files import Page
-from coordinator.video.api import Videos
-from coordinator.video.controller import Conductor
-from coordinator.video.fanout import Both
+from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
+from coordinator.tls.https_ca import HttpsCa
+from coordinator.tls.https_config import check_http, https_tls, https_validity
+from coordinator.ui.browser_sessions import BrowserSessions
+from coordinator.ui.static_files import PageApp
+from coordinator.video.api import VideoApp
+from coordinator.video.controller import VideoController
+from coordinator.video.fanout import ListenerFanout
 from host.bonjour_announce import Announcement
 from host.heap import map_long_blocks, trim
 from host.log_setup import hide_warnings
@@ -66,34 +66,34 @@ from host.private_files import write_private
 from host.settings_loader import SettingsError
 from router.admission.api_keys import KeyRing, new_key
 from router.admission.cache_scope import open_scopes
-from router.admission.rate_limits import Quotas
+from router.admission.rate_limits import RateLimits
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import Ticket
-from router.http.app import FrontDoor, openapi_paths
-from router.worker_thread import beside
-from wire.bonjour_record import Advert, cluster_hint
+from router.dispatch.request import ActiveRequest
+from router.http.app import RouterApp, openapi_paths
+from router.worker_thread import run_in_worker
+from wire.bonjour_record import BonjourRecord, cluster_hint
 from wire.identity import NodeId
 
 log = structlog.get_logger("coordinator.run")
 
-MOST_FILES = 8192
+MAX_OPEN_FILES = 8192
 """Limit of open files and connections that this process sets for itself."""
-RENEW_SECONDS = 60.0
+RENEWAL_INTERVAL_SECONDS = 60.0
 """Seconds between two checks of the coordinator's certificates; the machine's addresses may change."""
-COUNT_SECONDS = 10.0
+USAGE_INTERVAL_SECONDS = 10.0
 """Seconds between two writes of usage to disk, each with a return of free memory to the system."""
-COLLECT_AFTER = 20_000
+GC_THRESHOLD_OBJECTS = 20_000
 """Garbage collection threshold of the youngest generation, in objects. Python's 700 costs 4 % of a request."""
 SWITCH_SECONDS = 0.001
 """Longest time for which a thread that parses a long body delays the loop. Python's default is 5 ms, and such delays
 add up."""
-LOCAL_NODE_SECONDS = 60.0
+LOCAL_NODE_TIMEOUT_SECONDS = 60.0
 """Longest wait for the node on this machine before the coordinator reports ready, in seconds. An engine starts in 2 to
 20 s."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class RunOptions:
     """Options of the command line. Addresses are (host, port), with port 0 for any."""
 
     state: Path
@@ -112,24 +112,24 @@ class _Superseded:
     def __init__(self, state: Path, stop: asyncio.Event) -> None:
         self._state = state
         self._stop = stop
-        self.mark: Mark | None = None
+        self.mark: SupersededMark | None = None
 
-    def __call__(self, mark: Mark) -> None:
+    def __call__(self, mark: SupersededMark) -> None:
         if self.mark is not None:
             return
         self.mark = mark
         log.error("superseded", generation=mark.generation, node=mark.node)
         with contextlib.suppress(OSError):  # the next start then detects it again
-            generation_fence.note(self._state, mark)
+            generation_fence.record_superseded(self._state, mark)
         self._stop.set()
 
     def check(self) -> None:
         """Raise `SupersededError` if there was such a proof."""
         if self.mark is not None:
-            raise SupersededError(moved_on(self.mark, self._state))
+            raise SupersededError(moved_message(self.mark, self._state))
 
 
-async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> None:
+async def serve(options: RunOptions, ready: Callable[[dict[str, Any]], None]) -> None:
     """Run until SIGTERM or SIGINT. `ready` receives the facts of the ready line once.
 
     Raise `StoreError` or `OSError` if a part cannot start. Raise `StoreError` if the state can no longer be written,
@@ -148,7 +148,7 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
         # Freeze the permanent objects. Requests create few reference cycles, hence a rare collection is enough.
         gc.collect()
         gc.freeze()
-        gc.set_threshold(COLLECT_AFTER, 20, 20)
+        gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 20)
         ready(facts)
         log.info("ready", **{name: value for name, value in facts.items() if name.endswith("url")})
         await stop.wait()
@@ -160,13 +160,13 @@ async def serve(options: Options, ready: Callable[[dict[str, Any]], None]) -> No
 def _allow_files() -> None:
     """Raise this process's limit of open files. macOS starts with 256, and each client needs one."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if most == resource.RLIM_INFINITY else min(MOST_FILES, most)
+    wanted = MAX_OPEN_FILES if most == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, most)
     if now != resource.RLIM_INFINITY and now < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, most))
 
 
 async def _start(
-    options: Options, stack: AsyncExitStack, superseded: _Superseded, on_death: Callable[[], object]
+    options: RunOptions, stack: AsyncExitStack, superseded: _Superseded, on_death: Callable[[], object]
 ) -> dict[str, Any]:
     """Start every part after its dependencies. The stack stops them in reverse order.
 
@@ -206,7 +206,9 @@ async def _start(
     return {**_told(entrance, str(token), key), "local_node_ready": node_ready}
 
 
-def _registry(options: Options, home: Home, access: Access, superseded: _Superseded, stack: AsyncExitStack) -> Registry:
+def _registry(
+    options: RunOptions, home: CoordinatorHome, access: Credentials, superseded: _Superseded, stack: AsyncExitStack
+) -> Registry:
     name, enrolled = options.settings.cluster.name, list[Callable[[MemberRow], None]]()
 
     def tell(row: MemberRow) -> None:
@@ -216,11 +218,13 @@ def _registry(options: Options, home: Home, access: Access, superseded: _Superse
     def linked_from(node: NodeId) -> str:
         return registry.links.address(node)
 
-    cluster = Cluster(name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from)
+    cluster = EnrollmentContext(
+        name, home.authority, access.tokens, home.store, access.approvals, time.time, tell, linked_from
+    )
     registry = Registry(
         home.store,
         home.authority,
-        Enrolment(cluster),
+        EnrollmentServer(cluster),
         name=name,
         version=home.version,
         epoch=home.epoch,
@@ -232,7 +236,7 @@ def _registry(options: Options, home: Home, access: Access, superseded: _Superse
     return registry
 
 
-def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
+def _dispatcher(options: RunOptions, epoch: int, registry: Registry, ring: KeyRing) -> Dispatcher:
     counter = itertools.count(1)
 
     def numbers() -> tuple[int, int]:
@@ -244,7 +248,7 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
         options.settings.router,
         clock=time.monotonic,
         numbers=numbers,
-        quotas=Quotas(ring.limits, options.settings.router),
+        quotas=RateLimits(ring.limits, options.settings.router),
         scopes=open_scopes(options.settings.cache),
     )
     dispatcher.on_trouble = _log_trouble
@@ -252,11 +256,11 @@ def _dispatcher(options: Options, epoch: int, registry: Registry, ring: KeyRing)
 
 
 def _video(
-    options: Options, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
-) -> Conductor:
-    conductor = Conductor(state, options.settings.video, registry.links)
+    options: RunOptions, state: Path, registry: Registry, dispatcher: Dispatcher, stack: AsyncExitStack
+) -> VideoController:
+    conductor = VideoController(state, options.settings.video, registry.links)
     stack.push_async_callback(conductor.close)
-    registry.placing = Both(dispatcher, conductor)
+    registry.placing = ListenerFanout(dispatcher, conductor)
     return conductor
 
 
@@ -266,22 +270,22 @@ class _Pool:
 
     registry: Registry
     dispatcher: Dispatcher
-    conductor: Conductor
+    conductor: VideoController
 
 
 @dataclass(frozen=True, slots=True)
-class _Entrance:
+class _Endpoints:
     """Endpoint for clients and nodes. `here` is the URL from this machine; `ca_pem` is empty without its own TLS."""
 
     socket: socket.socket
-    tls: Endpoint | ssl.SSLContext | None
+    tls: HttpsCa | ssl.SSLContext | None
     base: str
     here: str
     cluster_url: str
     ca_pem: str
 
 
-def check_options(options: Options) -> None:
+def check_options(options: RunOptions) -> None:
     """Check the settings before the first file is created.
 
     Raise `SettingsError` if settings contradict each other or cannot be used.
@@ -294,34 +298,39 @@ def check_options(options: Options) -> None:
         raise SettingsError(str(error)) from None
 
 
-def _webhook_address(settings: CoordinatorSettings) -> Address:
+def _webhook_address(settings: CoordinatorSettings) -> WebhookAddress:
     try:
         return parse(settings.conditions.webhook)
     except WebhookError as error:
         raise AuthorityError(str(error)) from None
 
 
-def _entrance(options: Options, state: Path, cluster_port: int, opened: socket.socket) -> _Entrance:
+def _entrance(options: RunOptions, state: Path, cluster_port: int, opened: socket.socket) -> _Endpoints:
     host, port = options.listen[0], opened.getsockname()[1]
-    tls = tls_of(options.settings.http, host, state)
+    tls = https_tls(options.settings.http, host, state)
     scheme = "http" if tls is None else "https"
-    return _Entrance(
+    return _Endpoints(
         opened,
         tls,
         f"{scheme}://{reachable(host)}:{port}",
         f"{scheme}://{from_here(host)}:{port}",
         f"macpool://{reachable(options.cluster_listen[0])}:{cluster_port}",
-        tls.ca_pem if isinstance(tls, Endpoint) else "",
+        tls.ca_pem if isinstance(tls, HttpsCa) else "",
     )
 
 
 async def _serve_http(
-    options: Options, home: Home, access: Access, pool: _Pool, entrance: _Entrance, stack: AsyncExitStack
+    options: RunOptions,
+    home: CoordinatorHome,
+    access: Credentials,
+    pool: _Pool,
+    entrance: _Endpoints,
+    stack: AsyncExitStack,
 ) -> None:
     """Create the routes and serve them."""
     settings, ring, tls = options.settings, access.ring, entrance.tls
     registry, dispatcher, conductor = pool.registry, pool.dispatcher, pool.conductor
-    facts = Facts(
+    facts = ServerInfo(
         settings.cluster.name,
         home.version,
         home.epoch,
@@ -332,64 +341,79 @@ async def _serve_http(
         entrance.ca_pem,
         options.origins,
     )
-    metrics = Metrics(
-        registry, dispatcher, ring, home.version, partial(lives_of, home.authority, tls, settings.http.certificate)
+    metrics = MetricsService(
+        registry,
+        dispatcher,
+        ring,
+        home.version,
+        partial(https_validity, home.authority, tls, settings.http.certificate),
     )
-    metrics.video = conductor.picture
+    metrics.video = conductor.snapshot
     load = _load_history(registry, dispatcher, stack)
-    seen = Seen(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
-    api = Api(
+    seen = Observability(metrics, _conditions(settings, metrics, stack), load, home.events, home.log_file)
+    api = ControlApi(
         registry,
         access.admin,
         access.approvals,
         ring,
         dispatcher,
-        Loads(dispatcher, time.monotonic),
+        ModelOperations(dispatcher, time.monotonic),
         conductor,
         facts,
         openapi_paths(),
-        Visitors(ring, access.pepper, time.time),
+        BrowserSessions(ring, access.pepper, time.time),
         seen,
     )
-    videos = Videos(conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, Page(Private(api.app)))
-    app = Guard(
-        FrontDoor(dispatcher, ring, settings.router, control=videos),
+    videos = VideoApp(
+        conductor, ring, dispatcher.quotas, settings.router, dispatcher.counters, PageApp(PrivateResponses(api.app))
+    )
+    app = OriginCheck(
+        RouterApp(dispatcher, ring, settings.router, control=videos),
         settings.http.hosts,
         local=not settings.http.anonymous,
     )
-    door = Door(dispatcher, ring, settings.router, app)
-    context = tls.context if isinstance(tls, Endpoint) else tls
+    door = FastPath(dispatcher, ring, settings.router, app)
+    context = tls.context if isinstance(tls, HttpsCa) else tls
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    room = room_for(MOST_FILES if files == resource.RLIM_INFINITY else files)
-    places = Places(room, settings.http.stranger_connections)
+    room = room_for(MAX_OPEN_FILES if files == resource.RLIM_INFINITY else files)
+    places = ConnectionSlots(room, settings.http.stranger_connections)
     await stack.enter_async_context(http_server(app, door, [entrance.socket], context, places))
 
 
-def _let_owner_in(options: Options, home: Home, access: Access, entrance: _Entrance, stack: AsyncExitStack) -> None:
+def _let_owner_in(
+    options: RunOptions, home: CoordinatorHome, access: Credentials, entrance: _Endpoints, stack: AsyncExitStack
+) -> None:
     """Create the key of the owner's commands, valid while the coordinator runs."""
     local, secret = new_key(access.pepper, LOCAL, ["admin"], created=time.time())
     access.ring.put(local)
     _tell_owner(home.state / "run.json", entrance.here, secret, entrance.ca_pem, stack)
 
 
-def _keep_up(home: Home, access: Access, dispatcher: Dispatcher, entrance: _Entrance, stack: AsyncExitStack) -> None:
+def _keep_up(
+    home: CoordinatorHome, access: Credentials, dispatcher: Dispatcher, entrance: _Endpoints, stack: AsyncExitStack
+) -> None:
     """Start the periodic renewal of certificates and the periodic write of usage."""
     stack.push_async_callback(_cancel, asyncio.create_task(_renew(home.authority, entrance.tls)))
     stack.callback(access.admin.count, dispatcher.usage)
     stack.push_async_callback(_cancel, asyncio.create_task(_count(access.admin, dispatcher)))
 
 
-def _announce(options: Options, home: Home, cluster_port: int, stack: AsyncExitStack) -> None:
+def _announce(options: RunOptions, home: CoordinatorHome, cluster_port: int, stack: AsyncExitStack) -> None:
     authority = home.authority
     pin = hashlib.sha256(authority.ca).hexdigest()[:16]
-    advert = Advert("coord", cluster_hint(authority.cluster), home.version, pin)
+    advert = BonjourRecord("coord", cluster_hint(authority.cluster), home.version, pin)
     announcement = Announcement(advert, options.settings.cluster.name, authority.cluster, cluster_port)
     announcement.start()
     stack.push_async_callback(announcement.close)
 
 
 async def _start_local_node(
-    options: Options, home: Home, access: Access, registry: Registry, cluster_port: int, stack: AsyncExitStack
+    options: RunOptions,
+    home: CoordinatorHome,
+    access: Credentials,
+    registry: Registry,
+    cluster_port: int,
+    stack: AsyncExitStack,
 ) -> bool:
     """Start the node on this machine. Return whether it can answer requests."""
     address = f"{from_here(options.cluster_listen[0])}:{cluster_port}"
@@ -398,10 +422,10 @@ async def _start_local_node(
     )
     await node.start()
     stack.push_async_callback(node.close)
-    return await node.ready(registry, LOCAL_NODE_SECONDS)
+    return await node.ready(registry, LOCAL_NODE_TIMEOUT_SECONDS)
 
 
-def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
+def _told(entrance: _Endpoints, token: str, key: str | None) -> dict[str, Any]:
     """Return the facts of the ready line. `key` is the first API key, only if it was created now."""
     tls = entrance.tls
     answer: dict[str, Any] = {
@@ -413,12 +437,12 @@ def _told(entrance: _Entrance, token: str, key: str | None) -> dict[str, Any]:
         "tls": tls is not None,
         "trust": None,
     }
-    if isinstance(tls, Endpoint):
+    if isinstance(tls, HttpsCa):
         answer["trust"] = f"cluster trust-ca {entrance.base} --fingerprint {tls.fingerprint}"
     return {**answer, "api_key": key} if key else answer
 
 
-def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None:
+def _say_guards(options: RunOptions, tls: HttpsCa | ssl.SSLContext | None) -> None:
     """Log the resolved value of every protective setting."""
     http, router = options.settings.http, options.settings.router
     webhook = options.settings.conditions.webhook
@@ -426,7 +450,7 @@ def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None
         "guards resolved",
         listen=f"{options.listen[0]}:{options.listen[1]}",
         cluster_listen=f"{options.cluster_listen[0]}:{options.cluster_listen[1]}",
-        tls="off" if tls is None else "own authority" if isinstance(tls, Endpoint) else "given files",
+        tls="off" if tls is None else "own authority" if isinstance(tls, HttpsCa) else "given files",
         anonymous=http.anonymous,
         hosts=http.hosts or "addresses, localhost and .local names",
         policy=router.policy,
@@ -437,16 +461,16 @@ def _say_guards(options: Options, tls: Endpoint | ssl.SSLContext | None) -> None
     )
 
 
-def _conditions(settings: CoordinatorSettings, metrics: Metrics, stack: AsyncExitStack) -> Conditions:
+def _conditions(settings: CoordinatorSettings, metrics: MetricsService, stack: AsyncExitStack) -> Conditions:
     """Start to watch the conditions that need a person. Raise `AuthorityError` if the webhook address is invalid."""
     conditions = Conditions()
     conditions.listeners.append(log_conditions)
     metrics.conditions = conditions.flags
     if settings.conditions.webhook:
         webhook = Webhook(_webhook_address(settings), settings.cluster.name)
-        conditions.listeners.append(webhook.tell)
+        conditions.listeners.append(webhook.enqueue)
         stack.push_async_callback(_cancel, asyncio.create_task(webhook.run()))
-    watch = Watch(conditions, lambda: sample_of(metrics.picture(), metrics.nodes()), time.time)
+    watch = AlertLoop(conditions, lambda: sample_of(metrics.snapshot(), metrics.nodes()), time.time)
     stack.push_async_callback(_cancel, asyncio.create_task(watch.run()))
     return conditions
 
@@ -465,15 +489,15 @@ def _tell_owner(file: Path, url: str, secret: str, trusted: str, stack: AsyncExi
     stack.callback(file.unlink, missing_ok=True)
 
 
-async def _renew(authority: Authority, tls: Endpoint | ssl.SSLContext | None) -> None:
+async def _renew(authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None) -> None:
     while True:
         authority.renew()
-        if isinstance(tls, Endpoint):
+        if isinstance(tls, HttpsCa):
             tls.renew()
-        await asyncio.sleep(RENEW_SECONDS)
+        await asyncio.sleep(RENEWAL_INTERVAL_SECONDS)
 
 
-def _log_trouble(ticket: Ticket, code: str) -> None:
+def _log_trouble(ticket: ActiveRequest, code: str) -> None:
     """Log a broken request with the client's id and with the number used by node and engine."""
     log.warning(
         "request broken",
@@ -484,14 +508,14 @@ def _log_trouble(ticket: Ticket, code: str) -> None:
     )
 
 
-async def _count(admin: Admin, dispatcher: Dispatcher) -> None:
+async def _count(admin: AccessAdmin, dispatcher: Dispatcher) -> None:
     while True:
-        await asyncio.sleep(COUNT_SECONDS)
+        await asyncio.sleep(USAGE_INTERVAL_SECONDS)
         admin.count(dispatcher.usage)
         gc.collect(
             1
         )  # an ended request may be in a reference cycle with its body, and few objects follow to trigger a collection
-        await beside(trim)
+        await run_in_worker(trim)
 
 
 async def _cancel(task: asyncio.Task[None]) -> None:

@@ -181,7 +181,7 @@ def layouts() -> Outcome:
     """Compile all assertions against the SDK of this Mac."""
     kit, core = ctypes.CDLL(iokit.IOKIT), ctypes.CDLL(iokit.CORE)
     iokit.declare(kit, core)
-    calls, framework_calls = calls_of(darwin.System()), calls_of(kit) | calls_of(core)
+    calls, framework_calls = calls_of(darwin.LibSystem()), calls_of(kit) | calls_of(core)
     with tempfile.TemporaryDirectory() as folder:
         for name, text in (("system", system_source(calls)), ("frameworks", framework_source(framework_calls))):
             source = Path(folder) / f"{name}.cpp"

@@ -40,11 +40,11 @@ def engine_answers() -> Outcome:
 
 def soft_end() -> Outcome:
     """Send SIGTERM to an engine process that writes an answer: it must give its memory back and end by itself."""
-    from node.engine.process.main import LEAVE_SECONDS, settings_message
+    from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
     from wire.codec import Splitter, decode, encode
-    from wire.frames import Deltas, Generate, Limits, Message, Params
+    from wire.frames import Deltas, Generate, GenerationParams, MemoryLimits, Message
     from wire.units import GIB
 
     if find_spec("mlx") is None:
@@ -65,14 +65,18 @@ def soft_end() -> Outcome:
         theirs.close()
         try:
             ours.settimeout(SECONDS)
-            request = Generate(1, 1, "r", MODEL.name, (Message("user", "Hello!"),), Params(max_tokens=10_000), 0)
-            ours.sendall(settings_message(settings) + encode(Limits(8 * GIB, 8 * GIB, 0, "static")) + encode(request))
+            request = Generate(
+                1, 1, "r", MODEL.name, (Message("user", "Hello!"),), GenerationParams(max_tokens=10_000), 0
+            )
+            ours.sendall(
+                settings_message(settings) + encode(MemoryLimits(8 * GIB, 8 * GIB, 0, "static")) + encode(request)
+            )
             splitter, writes = Splitter(), False
             while not writes and (piece := ours.recv(65536)):
                 writes = any(isinstance(decode(tag, body), Deltas) for tag, body in splitter.feed(piece))
             child.terminate()
             began = time.monotonic()
-            code = child.wait(2 * LEAVE_SECONDS)
+            code = child.wait(2 * EXIT_TIMEOUT_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:
             return judged(good=False, text=f"the engine did not write or did not end: {error}")
         finally:
@@ -82,7 +86,7 @@ def soft_end() -> Outcome:
         errors.seek(0)
         unloaded = b"model unloaded" in errors.read()
     return judged(
-        code == 0 and unloaded and took < LEAVE_SECONDS,
+        code == 0 and unloaded and took < EXIT_TIMEOUT_SECONDS,
         f"ended with {code} after {took * 1000:.0f} ms, model given back: {unloaded}; wired before "
         f"{show_size(before)}, after {show_size(after)}",
     )
@@ -98,13 +102,13 @@ def _ask_the_engine() -> dict[str, float]:
 
 def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
     """Hand a frame to an engine as its threads would, and return what it answers at once."""
-    from node.engine.requests.tokenize_admission import Unread
+    from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
     said: list[Frame] = []
     works = [work] if (work := engine.prepare(frame)) is not None else []
     while works:
-        for one in engine.take(works.pop(), time.monotonic()):
-            if isinstance(one, Unread):
+        for one in engine.handle(works.pop(), time.monotonic()):
+            if isinstance(one, UntokenizedPrompt):
                 works.append(one.read())
             else:
                 said.append(one)
@@ -114,21 +118,21 @@ def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
 def main() -> None:
     """Run the engine in this process and print what was seen as one line of JSON."""
     from node.engine.engine import build
-    from node.engine.process.crash_recorder import Recorder
+    from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor
     from node.settings import ModelSettings, NodeSettings
-    from wire.frames import Channel, Deltas, Finished, Generate, Limits, Message, Params
+    from wire.frames import Channel, Deltas, Finished, Generate, GenerationParams, MemoryLimits, Message
     from wire.units import GIB
 
     sensor = open_sensor(os.getpid())
-    engine = build(NodeSettings(models=ModelSettings(hub=False)), Recorder())
+    engine = build(NodeSettings(models=ModelSettings(hub=False)), CrashRecorder())
     base = sensor.phys().phys or 0
-    engine.take(Limits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
+    engine.handle(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"), time.monotonic())
     entries = [one for one in json.loads((Path(MODEL) / "answers.json").read_text()) if "system" not in one]
     texts = dict.fromkeys(range(1, len(entries) + 1), "")
     for number, one in enumerate(entries, 1):
         request = Generate(
-            number, number, "r", MODEL.name, (Message("user", one["prompt"]),), Params(temperature=0.0), 0
+            number, number, "r", MODEL.name, (Message("user", one["prompt"]),), GenerationParams(temperature=0.0), 0
         )
         hand_in(engine, request)
     open_, tokens, begun = set(texts), 0, time.monotonic()

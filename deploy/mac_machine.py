@@ -10,7 +10,7 @@ from deploy.outcome import Outcome, ToolError, ask, judged, near, number_in, siz
 from host.power import read_power
 from node.agent.machine_id import machine_id, platform_uuid_in
 from node.memory.cap import default_metal
-from node.memory.darwin import System
+from node.memory.darwin import LibSystem
 from node.memory.sensor import machine, virtual_memory
 from wire.units import GIB, MIB, show_size
 
@@ -41,7 +41,7 @@ def gibibyte() -> Generator[int]:
 def footprint() -> Outcome:
     """Compare the footprint of a child that holds 1 GiB with what `footprint` and `vmmap -summary` say."""
     with gibibyte() as pid:
-        ours = System().phys(pid)
+        ours = LibSystem().phys(pid)
         if ours is None:
             return judged(good=False, text="proc_pid_rusage gives nothing for a child of the same user")
         theirs: dict[str, int] = {}
@@ -70,13 +70,13 @@ def total_memory() -> Outcome:
 
 def wired_limit() -> Outcome:
     """Compare Metal's limit, as somebody set it, with `sysctl iogpu.wired_limit_mb`; 0 there is None here."""
-    ours, theirs = System().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
+    ours, theirs = LibSystem().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
     return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: nobody set one)")
 
 
 def metal_share() -> Outcome:
     """Compare Metal's limit as a node would assume it with recommendedMaxWorkingSetSize, by MLX in a child."""
-    system = System()
+    system = LibSystem()
     try:
         reported = int(ask(sys.executable, "-c", METAL))
     except ToolError as error:
@@ -111,7 +111,7 @@ def reclaimable() -> Outcome:
 
 def chip() -> Outcome:
     """Compare the chip's name with `sysctl machdep.cpu.brand_string`."""
-    ours, theirs = System().chip_name(), ask("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
+    ours, theirs = LibSystem().chip_name(), ask("/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string").strip()
     return judged(ours == theirs and ours.startswith("Apple "), f"ours {ours!r}, sysctl {theirs!r}")
 
 

@@ -15,11 +15,11 @@ from host.bonjour_announce import Announcement, addresses
 from node.agent import discovery
 from node.engine.process.main import settings_message
 from node.settings import NodeSettings
-from wire.bonjour_record import Advert, instance_name
+from wire.bonjour_record import BonjourRecord, instance_name
 from wire.codec import Splitter, decode, encode
 from wire.frames import Ping, Pong
 from wire.identity import SERVICE_TYPE
-from wire.link.endpoint import MOST_BUFFERED, TCP_NOTSENT_LOWAT
+from wire.link.endpoint import MAX_BUFFERED_BYTES, TCP_NOTSENT_LOWAT
 
 PEER = "MACPOOL_CHECK_PEER"
 """Environment name: HOST:PORT of another machine on the LAN, if the check shall not choose one itself."""
@@ -34,13 +34,13 @@ def notsent_lowat() -> Outcome:
     """Set TCP_NOTSENT_LOWAT on a connection, as every link does, and read it back."""
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as line:
         try:
-            line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MOST_BUFFERED)
+            line.setsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_BUFFERED_BYTES)
             kept = line.getsockopt(socket.IPPROTO_TCP, TCP_NOTSENT_LOWAT)
         except OSError as error:
             return judged(good=False, text=f"option {TCP_NOTSENT_LOWAT:#x}: {error}")
     named = getattr(socket, "TCP_NOTSENT_LOWAT", TCP_NOTSENT_LOWAT)
-    says = f"option {TCP_NOTSENT_LOWAT:#x} (Python: {named:#x}), set {MOST_BUFFERED}, read {kept}"
-    return judged(kept == MOST_BUFFERED and named == TCP_NOTSENT_LOWAT, says)
+    says = f"option {TCP_NOTSENT_LOWAT:#x} (Python: {named:#x}), set {MAX_BUFFERED_BYTES}, read {kept}"
+    return judged(kept == MAX_BUFFERED_BYTES and named == TCP_NOTSENT_LOWAT, says)
 
 
 def child_eof() -> Outcome:
@@ -146,7 +146,7 @@ async def _bonjour() -> Outcome:
     browser = await asyncio.create_subprocess_exec(
         "/usr/bin/dns-sd", "-B", SERVICE_TYPE.removesuffix(".local."), "local.", stdout=asyncio.subprocess.PIPE
     )
-    announcement = Announcement(Advert("new", version="check"), name, identity, 9)
+    announcement = Announcement(BonjourRecord("new", version="check"), name, identity, 9)
     announcement.start()
     try:
         label = record.removesuffix("." + SERVICE_TYPE)

@@ -72,11 +72,21 @@ def churn(
 ) -> dict[str, float]:
     """Drive the text engine for some seconds after its load; return the bytes wired and what was done."""
     from node.engine.engine import build
-    from node.engine.process.crash_recorder import Recorder
+    from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.cap import resolve_cap, resolve_margin
     from node.memory.sensor import open_machine
     from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
-    from wire.frames import Deltas, Finished, Frame, Generate, Limits, Load, Message, Params, Refusal
+    from wire.frames import (
+        Deltas,
+        Finished,
+        Frame,
+        Generate,
+        GenerationParams,
+        LoadModel,
+        MemoryLimits,
+        Message,
+        Refusal,
+    )
 
     settings = NodeSettings(
         memory=MemorySettings(wire=wire),
@@ -84,7 +94,7 @@ def churn(
         models=ModelSettings(folders=(str(model.parent),), hub=False, profile="off", trial=False),
     )
     cap = resolve_cap("auto", "balanced", open_machine(settings).bounds()).bytes
-    engine = build(settings, Recorder())
+    engine = build(settings, CrashRecorder())
     draw = random.Random(0)  # noqa: S311  prompts, not secrets
     number = tokens = 0
     ended: set[int] = set()
@@ -105,10 +115,12 @@ def churn(
     def asks() -> Generate:
         text = " ".join(draw.choices(("river", "stone", "seven", "green", "ask", "who", "ten", "far"), k=words))
         limit = draw.choice(ANSWERS)
-        return Generate(number, number, "r", model.name, (Message("user", text),), Params(max_tokens=limit), 0, limit)
+        return Generate(
+            number, number, "r", model.name, (Message("user", text),), GenerationParams(max_tokens=limit), 0, limit
+        )
 
-    take(Limits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
-    take(Load(0, model.name))
+    take(MemoryLimits(cap, cap, resolve_margin("auto", cap).bytes, "auto"))
+    take(LoadModel(0, model.name))
     while not ended:
         hear(engine.step(time.monotonic()))
     begun = said = time.monotonic()

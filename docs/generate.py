@@ -18,18 +18,18 @@ import click
 
 from coordinator.alerts.rules import RULES, rules_file
 from coordinator.cli import COMMANDS, cluster
-from coordinator.metrics.families import Family
+from coordinator.metrics.families import MetricFamily
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from coordinator.metrics.prometheus import configuration
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import Plan, Role
+from coordinator.service.plan import Role, ServicePlan
 from coordinator.state.settings import CoordinatorSettings
 from host.settings_loader import PREFIX, Setting, describe
 from node.memory.cap import safe_wired_limit
 from node.settings import NodeSettings
 from router.dialects.field_tables import TABLES
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.field_table import FieldTable
 from tests.support.application import application
 from wire.units import GIB, MIB
 
@@ -129,7 +129,7 @@ def api() -> str:
     return API + listed + PARAMETERS + "".join(_table(title, table) for title, table in TABLES.items())
 
 
-def _table(title: str, table: Parameters[Any]) -> str:
+def _table(title: str, table: FieldTable[Any]) -> str:
     lines = "".join(f"| `{row.name}` | {row.verdict} | {_cell(row.note)} |\n" for row in table.rows())
     return f"\n## {title}\n\n| field | treatment | note |\n|---|---|---|\n{lines}"
 
@@ -188,7 +188,7 @@ def metrics() -> str:
     return page
 
 
-def _family(family: Family[Any]) -> str:
+def _family(family: MetricFamily[Any]) -> str:
     labels = "; ".join(f"`{name}`: {holds}" for name, holds in family.labels)
     when = f" Only {family.when}." if family.when else ""
     return f"| `{family.full_name}` | {family.kind} | {labels} | {_cell(family.meaning)}{when} |\n"
@@ -211,8 +211,8 @@ def linux_service(role: Role) -> str:
     return systemd.unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
 
 
-def _example(role: Role, home: str, state: str) -> Plan:
-    return Plan(role, "/opt/macpool/bin/python", "macpool", "macpool", home, state, launchd.LOGS)
+def _example(role: Role, home: str, state: str) -> ServicePlan:
+    return ServicePlan(role, "/opt/macpool/bin/python", "macpool", "macpool", home, state, launchd.LOGS)
 
 
 def wired_limit() -> str:

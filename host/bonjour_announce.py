@@ -15,14 +15,14 @@ import structlog
 from zeroconf import Error, IPVersion
 from zeroconf.asyncio import AsyncServiceInfo, AsyncZeroconf
 
-from wire.bonjour_record import Advert, instance_name, to_txt, usable_addresses
+from wire.bonjour_record import BonjourRecord, instance_name, to_txt, usable_addresses
 from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
 
-LOOK_EVERY = 5.0
+ADDRESS_POLL_SECONDS = 5.0
 """Interval of checks of the addresses of this machine, in seconds."""
-GOODBYE_WITHIN = 3.0
+GOODBYE_TIMEOUT_SECONDS = 3.0
 """Maximum seconds to withdraw the record at the end."""
 
 
@@ -41,13 +41,13 @@ class Announcement:
 
     def __init__(
         self,
-        advert: Advert,
+        advert: BonjourRecord,
         name: str,
         identity: str,
         port: int,
         *,
         interfaces: Sequence[str] | None = None,
-        look_every: float = LOOK_EVERY,
+        look_every: float = ADDRESS_POLL_SECONDS,
     ) -> None:
         self._advert = advert
         self._instance = instance_name(name, identity)
@@ -102,10 +102,10 @@ class Announcement:
         if zeroconf is None:
             return
         with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_unregister_all_services()
         with contextlib.suppress(OSError, Error, TimeoutError):
-            async with asyncio.timeout(GOODBYE_WITHIN):
+            async with asyncio.timeout(GOODBYE_TIMEOUT_SECONDS):
                 await zeroconf.async_close()
 
     def _record(self, now: list[str]) -> AsyncServiceInfo:

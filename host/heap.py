@@ -12,7 +12,7 @@ def _malloc_trim() -> Callable[[], object]:
 
 _M_MMAP_THRESHOLD = -3
 """Parameter of `mallopt(3)`."""
-MAPPED_BYTES = 256 * 1024
+MMAP_THRESHOLD_BYTES = 256 * 1024
 """Size in bytes from which a block is mapped separately.
 
 By default glibc raises the limit to the size of the longest block that was freed, and keeps shorter blocks in its heap.
@@ -22,7 +22,7 @@ By default glibc raises the limit to the size of the longest block that was free
 def map_long_blocks() -> None:
     """Configure glibc to return long blocks to the system when they are freed. Call once, at start."""
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is not None:
-        mallopt(_M_MMAP_THRESHOLD, MAPPED_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, MMAP_THRESHOLD_BYTES)
 
 
 trim = _malloc_trim()

@@ -13,7 +13,7 @@ from ctypes import CFUNCTYPE, POINTER, byref, c_int, c_ssize_t, c_uint32, c_void
 IOKIT = "/System/Library/Frameworks/IOKit.framework/IOKit"
 CORE = "/System/Library/Frameworks/CoreFoundation.framework/CoreFoundation"
 CAN_SLEEP, WILL_SLEEP, POWERED_ON = 0xE0000270, 0xE0000280, 0xE0000300
-ANSWER_SECONDS = 2.0
+ANSWER_TIMEOUT_SECONDS = 2.0
 
 _CALLBACK = CFUNCTYPE(None, c_void_p, c_uint32, c_uint32, c_void_p)
 
@@ -41,14 +41,14 @@ class PowerNotice:
             target=self._listen, args=(iokit, core, on_sleep, on_wake, taken), name="sleep notice", daemon=True
         )
         thread.start()
-        self._running.wait(ANSWER_SECONDS)
+        self._running.wait(ANSWER_TIMEOUT_SECONDS)
         return bool(taken)
 
     def stop(self) -> None:
         """End the run loop."""
         if self._core is not None and self._loop is not None and not self._ended.is_set():
             self._core.CFRunLoopStop(self._loop)
-            self._ended.wait(ANSWER_SECONDS)
+            self._ended.wait(ANSWER_TIMEOUT_SECONDS)
 
     def _listen(
         self,
@@ -66,7 +66,7 @@ class PowerNotice:
             elif message == WILL_SLEEP:
                 said = threading.Event()
                 on_sleep(said.set)
-                said.wait(ANSWER_SECONDS)
+                said.wait(ANSWER_TIMEOUT_SECONDS)
                 iokit.IOAllowPowerChange(root, argument or 0)
             elif message == POWERED_ON:
                 on_wake()

@@ -8,25 +8,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-BURST = 20
-WINDOW = 60.0
-MOST_KNOWN = 1024
+BURST_EVENTS = 20
+WINDOW_SECONDS = 60.0
+MAX_SUBJECTS = 1024
 """Maximum number of subjects; above it, all subjects of an event count as one."""
 _SUBJECT = ("node", "peer", "address", "reason", "why", "condition", "model")
 
 
 @dataclass(slots=True)
-class _Seen:
+class _RecentEvent:
     since: float
     count: int = 0
     left_out: int = 0
 
 
-class Repeats:
+class LogDeduplicator:
     """Counts of recent events."""
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[str, ...], _Seen] = {}
+        self._seen: dict[tuple[str, ...], _RecentEvent] = {}
 
     @property
     def subjects(self) -> int:
@@ -43,21 +43,21 @@ class Repeats:
         key = (logger, event, *(str(fields[name])[:100] for name in _SUBJECT if name in fields))
         seen = self._seen.get(key)
         if seen is None:
-            if len(self._seen) >= MOST_KNOWN:
+            if len(self._seen) >= MAX_SUBJECTS:
                 self._forget(now)
-            if len(self._seen) >= MOST_KNOWN:
+            if len(self._seen) >= MAX_SUBJECTS:
                 key = (logger, event)
-            seen = self._seen.setdefault(key, _Seen(now))
+            seen = self._seen.setdefault(key, _RecentEvent(now))
         left_out = 0
-        if now - seen.since >= WINDOW:
+        if now - seen.since >= WINDOW_SECONDS:
             left_out, seen.since, seen.count, seen.left_out = seen.left_out, now, 0, 0
         seen.count += 1
-        if seen.count > BURST:
+        if seen.count > BURST_EVENTS:
             seen.left_out += 1
             return None
         return left_out
 
     def _forget(self, now: float) -> None:
-        old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW and not seen.left_out]
+        old = [key for key, seen in self._seen.items() if now - seen.since >= WINDOW_SECONDS and not seen.left_out]
         for key in old:
             del self._seen[key]

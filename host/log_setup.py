@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import structlog
 
-from host.log_dedup import Repeats
+from host.log_dedup import LogDeduplicator
 from host.redaction import PRIVATE, hide_in_line, redact, trace
 
-LONGEST = 20 * 1024 * 1024
-KEPT = 5
+MAX_LOG_BYTES = 20 * 1024 * 1024
+MAX_LOG_FILES = 5
 Tap = Callable[[Mapping[str, Any]], None]
 """Function that gets each written event, after redaction."""
 
@@ -31,14 +31,14 @@ Tap = Callable[[Mapping[str, Any]], None]
 def open_journal(file: Path, level: str, tap: Tap | None = None) -> None:
     """Write all log events of this process to `file`, and warnings to standard error."""
     file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    lines = _Rotating(file, maxBytes=LONGEST, backupCount=KEPT)
+    lines = _PrivateRotatingHandler(file, maxBytes=MAX_LOG_BYTES, backupCount=MAX_LOG_FILES)
     lines.setFormatter(_formatter(structlog.processors.JSONRenderer(default=str), tap))
-    screen = _Screen()
+    screen = _StderrHandler()
     screen.setLevel(logging.WARNING)
     plain = structlog.dev.ConsoleRenderer(colors=False, exception_formatter=structlog.dev.plain_traceback)
     screen.setFormatter(_formatter(terminal_line if sys.stderr.isatty() else plain, None))
     for handler in (lines, screen):
-        handler.addFilter(_Unrepeated())
+        handler.addFilter(_DeduplicationFilter())
     logging.basicConfig(level=level.upper(), handlers=[lines, screen], force=True)
     structlog.configure(
         processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
@@ -54,7 +54,7 @@ def hide_warnings() -> None:
     The file still gets all events.
     """
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, _Screen):
+        if isinstance(handler, _StderrHandler):
             handler.setLevel(logging.ERROR)
 
 
@@ -75,7 +75,7 @@ def log_to_stderr() -> None:
     )
 
 
-class _Screen(logging.StreamHandler[Any]):
+class _StderrHandler(logging.StreamHandler[Any]):
     """Handler for standard error.
 
     Under launchd, standard error is a file without rotation. The handler empties it above LONGEST bytes; the journal
@@ -89,7 +89,7 @@ class _Screen(logging.StreamHandler[Any]):
         super().emit(record)
 
 
-def shorten(descriptor: int, longest: int = LONGEST) -> bool:
+def shorten(descriptor: int, longest: int = MAX_LOG_BYTES) -> bool:
     """Empty a regular file above `longest` bytes; return whether it was emptied."""
     facts = os.fstat(descriptor)
     if not stat.S_ISREG(facts.st_mode) or facts.st_size <= longest:
@@ -98,7 +98,7 @@ def shorten(descriptor: int, longest: int = LONGEST) -> bool:
     return True
 
 
-class _Rotating(logging.handlers.RotatingFileHandler):
+class _PrivateRotatingHandler(logging.handlers.RotatingFileHandler):
     """Rotating file of mode 0600.
 
     A record is formatted once. The handler of `logging` formats it twice: for the size of the file, and to write it.
@@ -120,12 +120,12 @@ class _Rotating(logging.handlers.RotatingFileHandler):
         )
 
 
-class _Unrepeated(logging.Filter):
+class _DeduplicationFilter(logging.Filter):
     """Filter that limits repeated events. Thread-safe."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._repeats = Repeats()
+        self._repeats = LogDeduplicator()
         self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:

@@ -10,11 +10,11 @@ import msgspec
 from host.private_files import private_folder, write_private
 
 FILE = "pause.json"
-LONGEST_BY = 100
-"""Maximum characters of `Pause.by`."""
+MAX_NAME_CHARS = 100
+"""Maximum characters of `PauseRecord.by`."""
 
 
-class Pause(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PauseRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A pause: the node accepts no new requests."""
 
     until: float | None
@@ -29,10 +29,10 @@ class PauseFile:
     def __init__(self, folder: Path) -> None:
         self.path = folder / FILE
 
-    def write(self, pause: Pause) -> None:
+    def write(self, pause: PauseRecord) -> None:
         """Write a pause; replaces an earlier one. Raises OSError."""
         private_folder(self.path.parent)
-        kept = Pause(pause.until, pause.by[:LONGEST_BY])
+        kept = PauseRecord(pause.until, pause.by[:MAX_NAME_CHARS])
         write_private(self.path, msgspec.json.encode(kept))
 
     def remove(self) -> bool:
@@ -49,9 +49,9 @@ class PauseFile:
             return None
         return seen.st_mtime_ns, seen.st_ino
 
-    def read(self) -> Pause:
+    def read(self) -> PauseRecord:
         """Read the pause. Raises OSError or ValueError."""
         try:
-            return msgspec.json.decode(self.path.read_bytes(), type=Pause)
+            return msgspec.json.decode(self.path.read_bytes(), type=PauseRecord)
         except msgspec.MsgspecError as error:
             raise ValueError(str(error)) from None

@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import psutil
 
-TOOL_SECONDS = 5.0
+TOOL_TIMEOUT_SECONDS = 5.0
 TOUCHED = ("/usr/sbin/ioreg", "-rd1", "-c", "IOHIDSystem")
 
 Ask = Callable[[tuple[str, ...]], str]
@@ -29,7 +29,7 @@ class Battery(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
+class PowerState:
     """Power state of this machine."""
 
     plugged: bool | None = None
@@ -48,14 +48,14 @@ def read_battery() -> Battery | None:
 
 def read_power(
     platform: str = sys.platform, ask: Ask | None = None, battery: Callable[[], Battery | None] = read_battery
-) -> Power:
+) -> PowerState:
     """Read the power state; blocks for at most TOOL_SECONDS. Does not raise."""
     idle = idle_in((ask or _ask)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()
     except (OSError, RuntimeError, psutil.Error):
-        return Power(idle_s=idle)
-    return Power(True, None, idle) if found is None else Power(found.power_plugged, found.percent, idle)
+        return PowerState(idle_s=idle)
+    return PowerState(True, None, idle) if found is None else PowerState(found.power_plugged, found.percent, idle)
 
 
 def idle_in(listing: str) -> float | None:
@@ -71,7 +71,7 @@ def _ask(command: tuple[str, ...]) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=TOOL_SECONDS,
+            timeout=TOOL_TIMEOUT_SECONDS,
             stdin=subprocess.DEVNULL,
             check=False,
         )

@@ -43,7 +43,7 @@ NAMES = frozenset(
 """Names of fields whose values are always hidden."""
 PRIVATE = frozenset({"door", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""
-LONGEST_MESSAGE = 300
+MAX_MESSAGE_CHARS = 300
 _SHAPES = re.compile(
     r"mp_[a-z2-7]{4,16}_[A-Za-z0-9_-]{20,}"  # API keys
     r"|mpj1\.[A-Za-z0-9.]{20,}"  # join tokens
@@ -89,7 +89,7 @@ def trace(failure: Failure, *, private: bool) -> str:
     kind, error, where = failure
     frames = traceback.extract_tb(where)
     lines = [f"{frame.filename.rpartition('/')[2]}:{frame.lineno} {frame.name}" for frame in frames]
-    message = HIDDEN if private else hide(" ".join(str(error).split()))[:LONGEST_MESSAGE]
+    message = HIDDEN if private else hide(" ".join(str(error).split()))[:MAX_MESSAGE_CHARS]
     cause = error.__cause__
     behind = "" if cause is None else f" from {type(cause).__name__}"
     return f"{kind.__name__}{behind}: {message}\n" + "\n".join(lines)

@@ -41,7 +41,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved(Generic[T]):
+class ResolvedSettings(Generic[T]):
     """Resolved settings, and the origin of each value that is not a default."""
 
     value: T
@@ -102,7 +102,7 @@ def from_pairs(pairs: Iterable[str]) -> dict[str, object]:
     return flat
 
 
-def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> Resolved[T]:
+def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collection[str] = ()) -> ResolvedSettings[T]:
     """Merge layers of settings, lowest precedence first, each with the name of its origin.
 
     `others` are keys or sections of another process, which are skipped. Raises SettingsError for an unknown key and for
@@ -117,11 +117,11 @@ def resolve(kind: type[T], layers: Sequence[tuple[str, Flat]], others: Collectio
                 merged[key], origins[key] = _listed(value, known[key].default), origin
             elif key not in others and key.split(".")[0] not in others:
                 raise SettingsError(_unknown(key, origin, [*known, *others]))
-    return Resolved(_convert(kind, merged, origins), origins)
+    return ResolvedSettings(_convert(kind, merged, origins), origins)
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class InvalidSetting:
     """An invalid setting."""
 
     key: str
@@ -135,18 +135,18 @@ class Fault:
 
 def faults(
     kind: type[T], flat: Flat, others: Collection[str] = (), rule: Callable[[T], None] | None = None
-) -> list[Fault]:
+) -> list[InvalidSetting]:
     """Return all invalid settings of a layer, each checked separately.
 
     `rule` raises SettingsError for rules that types cannot express. Unlike `resolve`, this does not stop at the first.
     """
     known = {setting.key: setting for setting in describe(kind)}
-    found: list[Fault] = []
+    found: list[InvalidSetting] = []
     for key, value in flat.items():
         if key not in known:
             if key not in others and key.split(".")[0] not in others:
                 near = difflib.get_close_matches(key, [*known, *others], 1, 0.5)
-                found.append(Fault(key, "unknown setting", near[0] if near else ""))
+                found.append(InvalidSetting(key, "unknown setting", near[0] if near else ""))
             continue
         try:
             made = _convert(kind, {key: _listed(value, known[key].default)}, {})
@@ -154,11 +154,11 @@ def faults(
                 rule(made)
         except SettingsError as error:
             text = str(error).removeprefix(f"setting {key} (value): ").removeprefix(f"setting {key}: ")
-            found.append(Fault(key, text, meaning=known[key].description))
+            found.append(InvalidSetting(key, text, meaning=known[key].description))
     return found
 
 
-def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
+def setting_rows(resolved: ResolvedSettings[T]) -> tuple[dict[str, object], ...]:
     """Return rows of all settings in force: key, value, origin, description."""
     rows: list[dict[str, object]] = []
     for one in describe(type(resolved.value)):
@@ -171,7 +171,7 @@ def explained(resolved: Resolved[T]) -> tuple[dict[str, object], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Drift:
+class SettingDrift:
     """A setting whose value in a running process differs from its file (`now`)."""
 
     key: str
@@ -179,17 +179,17 @@ class Drift:
     now: object
 
 
-def drifted(
+def changed_settings(
     running: Iterable[Mapping[str, object]], kind: type[T], file: Flat, others: Collection[str] = ()
-) -> list[Drift]:
+) -> list[SettingDrift]:
     """Return the settings of a running process that a restart with this file would change.
 
-    `running` are rows of `explained`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
+    `running` are rows of `setting_rows`. Settings with an origin in GIVEN do not change. Raises SettingsError for an
     invalid file.
     """
-    later = {row["key"]: row["value"] for row in explained(resolve(kind, [("file", file)], others))}
+    later = {row["key"]: row["value"] for row in setting_rows(resolve(kind, [("file", file)], others))}
     return [
-        Drift(key, row["value"], later[key])
+        SettingDrift(key, row["value"], later[key])
         for row in running
         if row["origin"] not in GIVEN and (key := str(row["key"])) in later and _plain(row["value"]) != later[key]
     ]

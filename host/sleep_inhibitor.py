@@ -14,10 +14,10 @@ import structlog
 log = structlog.get_logger("host.sleep_inhibitor")
 
 CAFFEINATE = ("/usr/bin/caffeinate", "-i", "-w")
-END_SECONDS = 2.0
+END_TIMEOUT_SECONDS = 2.0
 
 
-class Awake:
+class SleepInhibitor:
     """An assertion against idle sleep."""
 
     def __init__(self, command: tuple[str, ...] | None = None) -> None:
@@ -64,7 +64,7 @@ class Awake:
             return
         child.terminate()
         try:
-            child.wait(END_SECONDS)
+            child.wait(END_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()

@@ -20,8 +20,8 @@ import structlog
 
 log = structlog.get_logger("host.sleep_watch")
 
-LOOK_SECONDS = 2.0
-LEAST_SECONDS = 3.0
+POLL_INTERVAL_SECONDS = 2.0
+MIN_SLEEP_SECONDS = 3.0
 """Shortest difference of the clocks that counts as a sleep."""
 
 Said = Callable[[], None]
@@ -29,7 +29,7 @@ Clocks = tuple[Callable[[], float], Callable[[], float]]
 """A clock that runs during sleep and one that does not, in seconds."""
 
 
-class Notice(Protocol):
+class SleepNotices(Protocol):
     """Source of announcements of a sleep."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
@@ -41,7 +41,7 @@ class Notice(Protocol):
         ...
 
 
-class NoNotice:
+class NoSleepNotices:
     """A system without announcements."""
 
     def start(self, on_sleep: Callable[[Said], None], on_wake: Callable[[], None]) -> bool:
@@ -52,13 +52,13 @@ class NoNotice:
         """Do nothing."""
 
 
-def open_notice() -> Notice:
+def open_notice() -> SleepNotices:
     """Return the source of announcements of this system."""
     if sys.platform == "darwin":
         from host.iokit import PowerNotice
 
         return PowerNotice()
-    return NoNotice()
+    return NoSleepNotices()
 
 
 def system_clocks() -> Clocks:
@@ -81,7 +81,7 @@ class SleepWatch:
         on_wake: Callable[[float], None],
         *,
         on_look: Callable[[], None] = lambda: None,
-        notice: Notice | None = None,
+        notice: SleepNotices | None = None,
         clocks: Clocks | None = None,
     ) -> None:
         self._on_sleep = on_sleep
@@ -115,10 +115,10 @@ class SleepWatch:
     def _look(self) -> None:
         """Check the clocks and schedule the next check."""
         slept = self._slept()
-        if slept >= LEAST_SECONDS:
+        if slept >= MIN_SLEEP_SECONDS:
             self._over(slept)
         self._on_look()
-        self._handle = asyncio.get_running_loop().call_later(LOOK_SECONDS, self._look)
+        self._handle = asyncio.get_running_loop().call_later(POLL_INTERVAL_SECONDS, self._look)
 
     def _slept(self) -> float:
         return self._on() - self._off() - self._ahead

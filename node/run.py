@@ -25,37 +25,44 @@ from host.bonjour_announce import Announcement
 from host.left_marker import forget_left, mark_left
 from host.log_setup import hide_warnings, open_journal
 from host.private_files import private_folder
-from host.settings_loader import Resolved, SettingsError, from_environment, from_pairs, from_tree
-from host.sleep_inhibitor import Awake
+from host.settings_loader import ResolvedSettings, SettingsError, from_environment, from_pairs, from_tree
+from host.sleep_inhibitor import SleepInhibitor
 from host.sleep_watch import SleepWatch
 from node.agent import discovery, enrollment
 from node.agent.agent import Agent, Expelled
-from node.agent.enrollment import EnrolDenied, EnrolError, Identity, IdentityError, PinMismatch, Unreachable
+from node.agent.enrollment import (
+    CoordinatorUnreachable,
+    EnrollDenied,
+    EnrollError,
+    IdentityError,
+    NodeIdentity,
+    PinMismatch,
+)
 from node.agent.identity import forget
 from node.agent.machine_id import machine_id
-from node.agent.rejoin import DENIED, LEAVE_SECONDS, OtherClusterError, known
+from node.agent.rejoin import DENIED, LEAVE_TIMEOUT_SECONDS, OtherClusterError, known
 from node.engine_process.supervisor import Supervisor
-from node.inspect.running_settings import telling
+from node.inspect.running_settings import published
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings, node_name, resolve
-from node.sharing.controller import Sharer
-from node.sharing.keep_awake import Wakeful
-from node.video.wiring import Studio
-from wire.bonjour_record import Advert
+from node.sharing.controller import SharingController
+from node.sharing.keep_awake import SleepPolicy
+from node.video.wiring import VideoSubsystem
+from wire.bonjour_record import BonjourRecord
 from wire.identity import JoinToken, parse_token
 from wire.report import Hardware
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
 """Sections of the same config.toml that belong to the coordinator on this machine."""
-DRAIN_SECONDS = 20.0
-FIND_SECONDS = 5.0
+DRAIN_TIMEOUT_SECONDS = 20.0
+FIND_TIMEOUT_SECONDS = 5.0
 
 log = structlog.get_logger("node.run")
 
 
-class Failure(Exception):
+class NodeStartError(Exception):
     """The node cannot run; an exit code and a sentence."""
 
     def __init__(self, code: int, message: str) -> None:
@@ -68,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         resolved = _settings(options)
-        with _lock(options.state), telling(options.state / "node", os.getpid(), resolved):
+        with _lock(options.state), published(options.state / "node", os.getpid(), resolved):
             return _said(options, uvloop.run(_run(options, resolved)))
-    except (Failure, SettingsError) as error:
+    except (NodeStartError, SettingsError) as error:
         print(f"Error: {error}", file=sys.stderr)
-        return error.code if isinstance(error, Failure) else 2
+        return error.code if isinstance(error, NodeStartError) else 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
@@ -100,7 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _settings(options: argparse.Namespace) -> Resolved[NodeSettings]:
+def _settings(options: argparse.Namespace) -> ResolvedSettings[NodeSettings]:
     file: Path = options.state / "config.toml"
     try:
         tree = tomllib.loads(file.read_text()) if file.exists() else {}
@@ -120,7 +127,7 @@ def _settings(options: argparse.Namespace) -> Resolved[NodeSettings]:
     if missing:
         raise SettingsError(f"models.folders: {missing[0]} is not a folder")
     origins = {**resolved.origins, **({"models.folders": "--models"} if options.models else {})}
-    return Resolved(replace(settings, models=replace(settings.models, folders=folders)), origins)
+    return ResolvedSettings(replace(settings, models=replace(settings.models, folders=folders)), origins)
 
 
 class _lock:  # noqa: N801  used as a with-statement's word
@@ -134,7 +141,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise Failure(1, f"a node runs already in {self._file.parent}") from None
+            raise NodeStartError(1, f"a node runs already in {self._file.parent}") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -142,7 +149,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
         os.close(self._fd)
 
 
-async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) -> int:
+async def _run(options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings]) -> int:
     open_journal(options.state / "logs" / "node.log", resolved.value.node.log_level)
     if options.leave and options.force:
         _forget(options.state / "node")
@@ -153,32 +160,34 @@ async def _run(options: argparse.Namespace, resolved: Resolved[NodeSettings]) ->
     return code
 
 
-async def _life(options: argparse.Namespace, resolved: Resolved[NodeSettings], token: JoinToken | None) -> int | None:
+async def _life(
+    options: argparse.Namespace, resolved: ResolvedSettings[NodeSettings], token: JoinToken | None
+) -> int | None:
     settings = resolved.value
     state: Path = options.state
     machine = open_machine(settings)
     hardware, limiter = machine.hardware, Limiter(settings, machine, resolved.origins, state / "node")
     try:
         identity = await _identity(options, token, settings, hardware)
-    except (EnrolError, IdentityError) as error:
-        raise Failure(_code(error), str(error)) from None
+    except (EnrollError, IdentityError) as error:
+        raise NodeStartError(_code(error), str(error)) from None
     except OtherClusterError as error:
-        raise Failure(6, str(error)) from None
+        raise NodeStartError(6, str(error)) from None
     agent = Agent(identity, settings, installed("macpool"), hardware, state / "logs" / "node.log")
     supervisor = Supervisor(
         settings,
         on_frame=agent.from_engine,
-        on_change=agent.changed,
+        on_change=agent.schedule_report,
         log_file=state / "logs" / "engine.log",
         scratch=state / "node" / "scratch",
         wired=limiter.wired,
     )
-    poll = Poll(limiter, machine, supervisor)
+    poll = MemoryPoll(limiter, machine, supervisor)
     agent.supervisor, agent.limiter, agent.poll = supervisor, limiter, poll
-    studio = Studio(settings, state, limiter, poll, supervisor)
+    studio = VideoSubsystem(settings, state, limiter, poll, supervisor)
     agent.lender, agent.ray = studio.lender, studio.ray
-    studio.connect(agent.tell, agent.video_changed)
-    sharer = Sharer(settings.node, state / "node")
+    studio.connect(agent.send_frame, agent.video_changed)
+    sharer = SharingController(settings.node, state / "node")
     agent.sharer, agent.on_sharing, sharer.holder = sharer, studio.pause, agent
     agent.on_ready = Announce(options.output, identity)
     return await _serve(options, agent, supervisor, poll, studio, sharer, anew=token is not None)
@@ -188,9 +197,9 @@ async def _serve(
     options: argparse.Namespace,
     agent: Agent,
     supervisor: Supervisor,
-    poll: Poll,
-    studio: Studio,
-    sharer: Sharer,
+    poll: MemoryPoll,
+    studio: VideoSubsystem,
+    sharer: SharingController,
     *,
     anew: bool,
 ) -> int | None:
@@ -205,7 +214,7 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     loop.add_signal_handler(signal.SIGUSR1, leave)
-    drain = DRAIN_SECONDS
+    drain = DRAIN_TIMEOUT_SECONDS
     if options.lifeline:
         loop.add_reader(sys.stdin.fileno(), _on_lifeline, stop)
     if not options.leave:
@@ -213,14 +222,14 @@ async def _serve(
         poll.start()
         await supervisor.start()
         await studio.start()
-    wakeful = Wakeful(agent.settings.node.stay_awake, agent.busy, loop.time, Awake())
-    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.look)
+    wakeful = SleepPolicy(agent.settings.node.stay_awake, agent.busy, loop.time, SleepInhibitor())
+    watch = SleepWatch(agent.fall_asleep, agent.wake_up, on_look=wakeful.update)
     watch.start()
     run = asyncio.create_task(agent.run())
     waiting = asyncio.create_task(agent.welcomed.wait() if options.leave else stop.wait())
     code: int | None = 0
     try:
-        limit = LEAVE_SECONDS if options.leave else None
+        limit = LEAVE_TIMEOUT_SECONDS if options.leave else None
         done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
         if not done:
             reason, code = "stopping", 3
@@ -276,7 +285,7 @@ def _on_lifeline(stop: asyncio.Event) -> None:
 class Announce:
     """Prints the ready line, once."""
 
-    def __init__(self, output: str, identity: Identity) -> None:
+    def __init__(self, output: str, identity: NodeIdentity) -> None:
         self._output = output
         self._identity = identity
         self._done = False
@@ -306,20 +315,20 @@ class Announce:
 
 async def _identity(
     options: argparse.Namespace, token: JoinToken | None, settings: NodeSettings, hardware: Hardware
-) -> Identity:
+) -> NodeIdentity:
     folder = options.state / "node" / "identity"
     machine = machine_id(settings.node.machine)
     found = known(folder, machine, token)
     if found is not None:
         return enrollment.remember(found, _plain(options.url)) if options.url else found
     if options.leave:
-        raise Failure(5, f"there is no node in {options.state}")
+        raise NodeStartError(5, f"there is no node in {options.state}")
     name = node_name(settings, platform.node())
-    announcement = Announcement(Advert(role="new", version=installed("macpool")), name, machine, 9)
+    announcement = Announcement(BonjourRecord(role="new", version=installed("macpool")), name, machine, 9)
     announcement.start()
     try:
         url = options.url or await _find()
-        identity = await enrollment.enrol(
+        identity = await enrollment.enroll(
             _plain(url), token, name=name, machine=machine, hardware=hardware, folder=folder, on_code=_show_code
         )
         forget_left(folder.parent)
@@ -341,18 +350,18 @@ def _token(options: argparse.Namespace) -> JoinToken | None:
     try:
         return parse_token(text) if text.strip() else None
     except ValueError as error:
-        raise Failure(4, str(error)) from None
+        raise NodeStartError(4, str(error)) from None
 
 
 async def _find() -> str:
-    found = await discovery.find(FIND_SECONDS)
+    found = await discovery.find(FIND_TIMEOUT_SECONDS)
     if not found:
-        raise Failure(
+        raise NodeStartError(
             3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token-file FILE`"
         )
     if len({one.cluster for one in found}) > 1:
         names = ", ".join(f"{one.name} at {one.candidates[0]}" for one in found if one.candidates)
-        raise Failure(2, f"several clusters are here, say which by address: {names}")
+        raise NodeStartError(2, f"several clusters are here, say which by address: {names}")
     return found[0].candidates[0]
 
 
@@ -369,9 +378,9 @@ def _code(error: Exception) -> int:
     """Return the exit code of a failed enrollment."""
     if isinstance(error, PinMismatch):
         return 9
-    if isinstance(error, EnrolDenied):
+    if isinstance(error, EnrollDenied):
         return 8 if error.reason == "protocol" else 4
-    return 3 if isinstance(error, Unreachable) else 1
+    return 3 if isinstance(error, CoordinatorUnreachable) else 1
 
 
 if __name__ == "__main__":

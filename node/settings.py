@@ -12,18 +12,18 @@ import msgspec
 from msgspec import Meta
 from msgspec.structs import replace
 
-from host.settings_loader import Flat, Resolved, Section, SettingsError
+from host.settings_loader import Flat, ResolvedSettings, Section, SettingsError
 from host.settings_loader import resolve as resolve_layers
-from node.engine.memory.wired_limit import Wire
+from node.engine.memory.wired_limit import WireMode
 from node.engine.process.kinds import KINDS
 from node.memory.cap import CUSTOM, TIERS
-from node.sharing.policy import When, read_hours
+from node.sharing.policy import ShareWhen, read_hours
 from wire.identity import valid_id, valid_model, valid_name
 from wire.units import parse_size
 
 Size = str | int
 AUTO: Final = "auto"
-MOST_BYTES: Final = 2**60
+MAX_BYTES: Final = 2**60
 """Sums of a few sizes must stay within the 64 bits of a frame's integers."""
 
 
@@ -469,12 +469,12 @@ SECTIONS = frozenset(field.name for field in msgspec.structs.fields(NodeSettings
 _CHOICES: dict[str, tuple[str, ...]] = {
     "memory.guard": ("on", "off"),
     "memory.tier": tuple(TIERS),
-    "memory.wire": tuple(wire.value for wire in Wire),
+    "memory.wire": tuple(wire.value for wire in WireMode),
     "engine.kind": tuple(KINDS),
     "engine.mlx.blas": ("auto", "bundled"),
     "models.profile": ("auto", "off"),
     "engine.scripted.text": ("words", "echo", "clock"),
-    "node.share": tuple(when.value for when in When),
+    "node.share": tuple(when.value for when in ShareWhen),
     "node.stay_awake": ("busy", "always", "never"),
     "node.log_level": ("debug", "info", "warning", "error"),
 }
@@ -496,12 +496,12 @@ _IDENTIFIERS: dict[str, tuple[Callable[[str], bool], str]] = {
 }
 
 
-def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> Resolved[NodeSettings]:
+def resolve(layers: Sequence[tuple[str, Flat]], others: frozenset[str] = frozenset()) -> ResolvedSettings[NodeSettings]:
     """Merge layers (weakest first) into the node's settings and check them; SettingsError names the key."""
     resolved = resolve_layers(NodeSettings, layers, others)
     settings = with_tier(resolved.value, resolved.origins)
     check(settings)
-    return Resolved(settings, resolved.origins)
+    return ResolvedSettings(settings, resolved.origins)
 
 
 def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSettings:
@@ -545,7 +545,7 @@ def check(settings: NodeSettings) -> None:
 
 
 def _check_hours(node: AgentSettings) -> None:
-    if not node.share_hours and node.share != When.HOURS:
+    if not node.share_hours and node.share != ShareWhen.HOURS:
         return
     try:
         read_hours(node.share_hours)
@@ -554,7 +554,7 @@ def _check_hours(node: AgentSettings) -> None:
 
 
 def _check_battery(node: AgentSettings) -> None:
-    if node.share_battery and node.share == When.PLUGGED_IN:
+    if node.share_battery and node.share == ShareWhen.PLUGGED_IN:
         raise SettingsError(
             f'setting node.share_battery: {node.share_battery} % means nothing beside node.share = "plugged-in", which '
             "takes no work on battery at any charge: leave one of them out"
@@ -569,7 +569,7 @@ def _check_size(key: str, value: object) -> None:
         size = parse_size(value, whole=2**40 if key in _RELATIVE else None)
     except ValueError as error:
         raise SettingsError(f"setting {key}: {error}") from None
-    if size > MOST_BYTES:
+    if size > MAX_BYTES:
         raise SettingsError(f"setting {key}: {value} is more than any machine has")
     if size == 0 and key == "memory.cap":
         raise SettingsError('setting memory.cap: a cap is never 0; memory.guard = "off" switches the guard off by name')

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from wire.refusals import GRAMMAR_FAILED, Numbers, Refused
+from wire.refusals import GRAMMAR_FAILED, MemoryNumbers, Refused
 
 Header = tuple[bytes, bytes]
 
@@ -66,7 +66,7 @@ class Problem:
     code: str
     message: str
     param: str | None = None
-    memory: Numbers | None = None
+    memory: MemoryNumbers | None = None
     retry_after: float | None = None
     """Retry-After in seconds."""
     allow: str = ""

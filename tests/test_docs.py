@@ -14,28 +14,28 @@ import pytest
 from coordinator.state.settings import OTHERS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
 from host.settings_loader import describe
-from node.engine.memory.leak_check import LEAST
+from node.engine.memory.leak_check import TOLERATED_BYTES
 from node.engine.scheduling.prefix_cache import AUTO_SHARE
-from node.memory.cap import SMALL_RESERVE, TIERS
-from node.memory.enforcer import BUSY, EMPTY
-from node.memory.reading import POLLS
+from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
+from node.memory.enforcer import BUSY_POLL_SECONDS, EMPTY_POLL_SECONDS
+from node.memory.reading import RECENT_POLLS
 from node.settings import SECTIONS, MlxSettings, NodeSettings
 from router.placement.cluster_view import ClusterView
-from router.placement.place import Demand, Placement, Policy, place
-from router.placement.reservations import Ledger
+from router.placement.place import Placement, Policy, ResourceDemand, place
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_memory
 from tests.support.processes import environment
 from tests.unit.router.placement.test_place import NOW, node
 from wire.capacity.arithmetic import (
-    MARGIN_LEAST,
-    MARGIN_MOST,
     MARGIN_SHARE,
-    PROFILED_LEAST,
+    MAX_MARGIN_BYTES,
+    MIN_MARGIN_BYTES,
+    MIN_PROFILED_MARGIN_SHARE,
     RESIDUAL_FACTOR,
     default_margin,
     judge,
 )
-from wire.refusals import Numbers, Refused
+from wire.refusals import MemoryNumbers, Refused
 from wire.report import EngineState, Memory
 from wire.units import GIB, MIB
 
@@ -69,7 +69,7 @@ def test_every_page_that_is_linked_exists():
 def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     page = (HERE / "memory.md").read_text()
     error = json.loads(re.sub(r"…", "", page.split("```json\n")[1].split("```")[0]))["error"]
-    numbers = Numbers(**error["memory"])
+    numbers = MemoryNumbers(**error["memory"])
     memory = Memory(
         numbers.cap,
         numbers.ceiling,
@@ -86,18 +86,20 @@ def test_the_numbers_of_the_memory_page_are_those_of_the_code():
     assert (refused.code, refused.numbers) == (error["code"], numbers)
     safe, balanced, aggressive = (TIERS[tier].reserve // GIB for tier in ("safe", "balanced", "aggressive"))
     told = {
-        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; {SMALL_RESERVE // GIB} on a machine",
-        f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MARGIN_LEAST // MIB} MiB, at most {MARGIN_MOST // GIB} GiB",
+        f"`safe` {safe} GiB, `balanced` {balanced}, `aggressive` {aggressive}; "
+        f"{SMALL_RESERVE_BYTES // GIB} on a machine",
+        f"{MARGIN_SHARE * 100:.1f} % of the cap, at least {MIN_MARGIN_BYTES // MIB} MiB, "
+        f"at most {MAX_MARGIN_BYTES // GIB} GiB",
         f"{RESIDUAL_FACTOR:.2f} × the worst",
-        f"at least {PROFILED_LEAST * 100:.0f} % of the cap",
-        f"every {BUSY} s while it works",
-        f"every {EMPTY:.0f} s with no model",
-        f"more than {LEAST // MIB} MiB",
+        f"at least {MIN_PROFILED_MARGIN_SHARE * 100:.0f} % of the cap",
+        f"every {BUSY_POLL_SECONDS} s while it works",
+        f"every {EMPTY_POLL_SECONDS:.0f} s with no model",
+        f"more than {TOLERATED_BYTES // MIB} MiB",
         f"from {MlxSettings().chunk} tokens",
         f"at most {AUTO_SHARE * 100:.0f} % of the cap without",
     }
     assert {text for text in told if text not in page} == set()
-    assert POLLS == 5, "the page says: the last five polls"
+    assert RECENT_POLLS == 5, "the page says: the last five polls"
     picture = (HERE / "memory.svg").read_text()
     for size in (
         numbers.cap,
@@ -125,7 +127,14 @@ def test_the_policy_in_the_manual_is_one_that_the_router_takes(tmp_path: Path):
     busy = node("small", a_memory(2 * GIB, total=16 * GIB), engine=EngineState("mlx", "ready", queued_tokens=9000))
     full = node("small", a_memory(MIB, total=16 * GIB))
     for nodes, expected in (((small, big), "small"), ((busy, big), "big"), ((full, big), "big")):
-        result = place(ClusterView(nodes), Demand("tiny", 0, 1000), Ledger(), now=NOW, draw=lambda: 0.5, policy=policy)
+        result = place(
+            ClusterView(nodes),
+            ResourceDemand("tiny", 0, 1000),
+            ReservationLedger(),
+            now=NOW,
+            draw=lambda: 0.5,
+            policy=policy,
+        )
         assert isinstance(result, Placement)
         assert result.chosen.name == expected
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from wire.identity import PROTOCOL, SERVICE_TYPE
 
-LONGEST_NAME = 63
+MAX_NAME_BYTES = 63
 """Bytes of a DNS label, the limit for an instance name."""
 
 _NOT_PLAIN = re.compile(r"[^A-Za-z0-9 ._,:()+/-]")
@@ -32,7 +32,7 @@ def plain(text: str, longest: int = 64) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Advert:
+class BonjourRecord:
     """TXT fields of a Bonjour record."""
 
     role: str
@@ -53,11 +53,11 @@ def cluster_hint(cluster: str) -> str:
 def instance_name(name: str, identity: str) -> str:
     """Return `<name>-<id6>._macpool._tcp.local.`; the id distinguishes machines of equal name."""
     suffix = "-" + re.sub(r"[^A-Za-z0-9]", "", identity)[:6]
-    label = plain(name, LONGEST_NAME - len(suffix)).replace(".", "-") or "macpool"
+    label = plain(name, MAX_NAME_BYTES - len(suffix)).replace(".", "-") or "macpool"
     return f"{label}{suffix}.{SERVICE_TYPE}"
 
 
-def to_txt(advert: Advert) -> dict[str, str]:
+def to_txt(advert: BonjourRecord) -> dict[str, str]:
     """Return the fields of the TXT record: below 400 bytes, without values that change with load."""
     return {
         "txtvers": "1",
@@ -69,7 +69,7 @@ def to_txt(advert: Advert) -> dict[str, str]:
     }
 
 
-def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
+def from_txt(txt: Mapping[bytes, bytes | None]) -> BonjourRecord | None:
     """Parse an untrusted TXT record; None when it is not a record of Macpool."""
     keys = (b"role", b"cid", b"fp", b"pv", b"v")
     values = ((txt.get(key) or b"")[:64].decode("ascii", "replace") for key in keys)
@@ -78,12 +78,12 @@ def from_txt(txt: Mapping[bytes, bytes | None]) -> Advert | None:
         return None
     if not _HEX.fullmatch(cluster) or not _HEX.fullmatch(fingerprint):
         return None
-    return Advert(role, cluster, plain(version, 32), fingerprint, int(protocol))
+    return BonjourRecord(role, cluster, plain(version, 32), fingerprint, int(protocol))
 
 
 def shown_name(instance: str) -> str:
     """Return the printable name of an instance."""
-    return plain(instance.removesuffix("." + SERVICE_TYPE), LONGEST_NAME) or "unnamed"
+    return plain(instance.removesuffix("." + SERVICE_TYPE), MAX_NAME_BYTES) or "unnamed"
 
 
 def usable_addresses(found: Iterable[tuple[str, str]]) -> list[str]:

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-BACKDATED = 24 * 3600.0
+BACKDATED_SECONDS = 24 * 3600.0
 """Seconds by which the validity of a certificate begins before its creation, for machines with a slow clock."""
-LEAF_LIFE = 90 * 24 * 3600.0
+LEAF_VALIDITY_SECONDS = 90 * 24 * 3600.0
 """Validity of the certificates of nodes and of the coordinator, in seconds."""
-RENEW_AT = 2 / 3
+RENEW_AT_SHARE = 2 / 3
 """Share of its validity after which a certificate is renewed."""
 
 
@@ -30,7 +30,7 @@ class Certificate:
     @property
     def renew_from(self) -> float:
         """Unix time from which the certificate is renewed."""
-        return self.issued + RENEW_AT * (self.expires - self.issued)
+        return self.issued + RENEW_AT_SHARE * (self.expires - self.issued)
 
 
 def read_certificate(der: bytes) -> Certificate:
@@ -41,7 +41,7 @@ def read_certificate(der: bytes) -> Certificate:
         uri=_uri(certificate),
         name=str(names[0].value) if names else "",
         serial=f"{certificate.serial_number:x}",
-        issued=certificate.not_valid_before_utc.timestamp() + BACKDATED,
+        issued=certificate.not_valid_before_utc.timestamp() + BACKDATED_SECONDS,
         expires=certificate.not_valid_after_utc.timestamp(),
     )
 

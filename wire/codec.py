@@ -16,16 +16,16 @@ from typing import TypeVar
 
 import msgspec
 
-from wire.frames import TAGS, Count, Deltas, EngineReport, Fragment, Frame, Generate, Head, Restore
+from wire.frames import TAGS, CountTokens, Deltas, EngineReport, Fragment, Frame, Generate, RequestHead, RestoreModels
 from wire.units import KIB, MIB
 
-PIECE = 32 * KIB
+FRAGMENT_BYTES = 32 * KIB
 """Payload bytes of a fragment: 2.6 ms at 100 Mbit/s."""
-LONGEST_PLAIN = 64 * KIB
+MAX_PLAIN_BYTES = 64 * KIB
 """Bytes above which a frame is sent in fragments."""
-LONGEST_WIRE = 256 * KIB
+MAX_FRAME_BYTES = 256 * KIB
 """Maximum bytes of a frame on the wire."""
-LONGEST_JOINED = 16 * MIB
+MAX_JOINED_BYTES = 16 * MIB
 """Maximum bytes of a joined message, and of all messages in progress together.
 
 A request body of 8 MiB becomes at most 11.5 MiB: a bias for each of 700,000 tokens.
@@ -36,7 +36,7 @@ MAX_DELTAS_BYTES = MIB + 64 * KIB
 """Maximum bytes of deltas: 0.5 s of 64 rows with all alternatives, or the longest tool call."""
 MAX_JOINED_FROM_NODE_BYTES = MAX_DELTAS_BYTES + KIB
 """Maximum bytes of a message from a node to the coordinator."""
-MOST_OPEN = 64
+MAX_OPEN_MESSAGES = 64
 """Maximum number of messages in progress as fragments."""
 
 _HEADER = struct.Struct(">IB")
@@ -47,13 +47,13 @@ _DECODERS: dict[int, msgspec.msgpack.Decoder[Frame]] = {
 }
 _MAX_BODY_BYTES: dict[type[Frame], int] = {
     Deltas: MAX_DELTAS_BYTES,
-    Generate: LONGEST_JOINED,
-    Count: LONGEST_JOINED,
-    EngineReport: LONGEST_JOINED,
-    Restore: LONGEST_JOINED,
+    Generate: MAX_JOINED_BYTES,
+    CountTokens: MAX_JOINED_BYTES,
+    EngineReport: MAX_JOINED_BYTES,
+    RestoreModels: MAX_JOINED_BYTES,
 }
 _MAX_BODY_OF = {tag: _MAX_BODY_BYTES.get(kind, MAX_REPORT_BYTES) for tag, kind in TAGS.items()}
-_HEAD = msgspec.msgpack.Decoder(Head)
+_HEAD = msgspec.msgpack.Decoder(RequestHead)
 _encoder = msgspec.msgpack.Encoder()
 
 Raw = tuple[int, memoryview]
@@ -70,16 +70,16 @@ def encode(frame: Frame) -> bytes:
     Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above LONGEST_JOINED.
     """
     body = _encoder.encode(frame)
-    if _HEADER.size + len(body) > LONGEST_JOINED:
-        raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {LONGEST_JOINED}")
+    if _HEADER.size + len(body) > MAX_JOINED_BYTES:
+        raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {MAX_JOINED_BYTES}")
     return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
 
 
 def fragments(encoded: bytes, message: int) -> Iterator[bytes]:
     """Split an encoded frame into encoded fragments."""
-    for start in range(0, len(encoded), PIECE):
-        piece = encoded[start : start + PIECE]
-        yield encode(Fragment(message, piece, start + PIECE >= len(encoded)))
+    for start in range(0, len(encoded), FRAGMENT_BYTES):
+        piece = encoded[start : start + FRAGMENT_BYTES]
+        yield encode(Fragment(message, piece, start + FRAGMENT_BYTES >= len(encoded)))
 
 
 def decode(tag: int, body: bytes | memoryview) -> Frame:
@@ -109,7 +109,7 @@ def head_of(body: bytes | memoryview) -> int:
 class Splitter:
     """Split a byte stream into pairs of tag and body, and join fragments within limits."""
 
-    def __init__(self, longest: int = LONGEST_WIRE, longest_joined: int = LONGEST_JOINED) -> None:
+    def __init__(self, longest: int = MAX_FRAME_BYTES, longest_joined: int = MAX_JOINED_BYTES) -> None:
         self._buffer = bytearray()
         self._longest = longest
         self._longest_joined = longest_joined
@@ -146,8 +146,8 @@ class Splitter:
     def _join(self, body: bytes) -> tuple[int, bytes] | None:
         fragment = decode(_FRAGMENT, body)
         assert isinstance(fragment, Fragment)  # noqa: S101  the tag decides the type
-        if fragment.message not in self._open and len(self._open) >= MOST_OPEN:
-            raise WireError(f"more than {MOST_OPEN} messages in progress as fragments")
+        if fragment.message not in self._open and len(self._open) >= MAX_OPEN_MESSAGES:
+            raise WireError(f"more than {MAX_OPEN_MESSAGES} messages in progress as fragments")
         message = self._open.setdefault(fragment.message, bytearray())
         message += fragment.payload
         self._open_bytes += len(fragment.payload)

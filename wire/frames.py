@@ -36,21 +36,21 @@ from wire.bounds import (
     Tokens,
     Word,
 )
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.histogram import GateMeasures
 from wire.refusals import Refused
 from wire.report import (
     CacheState,
-    Counts,
     Enforcement,
+    EngineCounters,
     EngineState,
     Hardware,
-    Level,
     Memory,
+    MemoryLevel,
     Model,
-    Part,
     Sharing,
-    System,
+    SystemMemory,
+    WireStruct,
 )
 from wire.video import Artifact, VideoState
 
@@ -68,14 +68,14 @@ class Channel(IntEnum):
     TOOL_CALL = 2
 
 
-class Frame(Part, frozen=True, array_like=True, gc=False):
+class Frame(WireStruct, frozen=True, array_like=True, gc=False):
     """Base of all frames."""
 
 
 # enrolment: the only frames that are accepted from a peer without a certificate
 
 
-class EnrolStart(Frame, frozen=True, array_like=True, gc=False):
+class EnrollStart(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: request the CA."""
 
     protocol: Natural
@@ -83,7 +83,7 @@ class EnrolStart(Frame, frozen=True, array_like=True, gc=False):
     """Commitment to nonce and certificate request, if a person will compare short codes."""
 
 
-class EnrolAuthority(Frame, frozen=True, array_like=True, gc=False):
+class EnrollAuthority(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the CA."""
 
     ca: Blob
@@ -94,7 +94,7 @@ class EnrolAuthority(Frame, frozen=True, array_like=True, gc=False):
     """Nonce of the coordinator for the short code."""
 
 
-class Enrol(Frame, frozen=True, array_like=True, gc=False):
+class Enroll(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator, over a connection verified with the CA: request a certificate.
 
     With a token, the frame has `token` and `mac`. Without one, it has `opening`, and a person approves the short code.
@@ -117,7 +117,7 @@ class Enrol(Frame, frozen=True, array_like=True, gc=False):
     """Signature of `rejoin_text` by the key of that certificate."""
 
 
-class EnrolPending(Frame, frozen=True, array_like=True, gc=False):
+class EnrollPending(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: wait until a person approves the short code."""
 
     seconds: Seconds
@@ -156,7 +156,7 @@ class Hello(Frame, frozen=True, array_like=True, gc=False):
     """Seal of that generation."""
 
 
-class Query(Frame, frozen=True, array_like=True, gc=False):
+class MemberQuery(Frame, frozen=True, array_like=True, gc=False):
     """Command on a member → coordinator, in place of Hello: request a path of the API.
 
     The coordinator sends JSON in Answers and closes the connection. The link of the node is not affected.
@@ -210,7 +210,7 @@ class Report(Frame, frozen=True, array_like=True, gc=False):
     """Whether the node accepts no new requests; also true while `sharing.paused`, for older coordinators."""
     ping: Number = 0
     """Nonce of the newest Ping."""
-    system: System = System()
+    system: SystemMemory = SystemMemory()
     enforcement: Enforcement = Enforcement()
     video: VideoState = VideoState()
     sharing: Sharing = Sharing()
@@ -239,21 +239,21 @@ class Pong(Frame, frozen=True, array_like=True, gc=False):
     """Expected seconds of that call."""
 
 
-class Renew(Frame, frozen=True, array_like=True, gc=False):
+class RenewCertificate(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: request a new certificate; sent after two thirds of the validity."""
 
     csr: Blob
     """Certificate request in DER."""
 
 
-class Renewed(Frame, frozen=True, array_like=True, gc=False):
+class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: the new certificate. The node opens a second link with it."""
 
     certificate: Blob
     """Certificate in DER."""
 
 
-class Ask(Frame, frozen=True, array_like=True, gc=False):
+class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: request a window of a file or of measurements.
 
     Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
@@ -268,7 +268,7 @@ class Ask(Frame, frozen=True, array_like=True, gc=False):
     """Maximum bytes of the window."""
 
 
-class Answer(Frame, frozen=True, array_like=True, gc=False):
+class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
     """Node → coordinator: part of an answer."""
 
     ask: Number
@@ -289,7 +289,7 @@ class Fragment(Frame, frozen=True, array_like=True, gc=False):
     last: bool = False
 
 
-class Pause(Frame, frozen=True, array_like=True, gc=False):
+class PauseNode(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: accept no new requests for a time.
 
     `sharing` of the next report has the result. The frame is sent only to nodes that report `sharing`.
@@ -304,7 +304,7 @@ class Pause(Frame, frozen=True, array_like=True, gc=False):
 # requests
 
 
-class ToolCall(Part, frozen=True, array_like=True, gc=False):
+class ToolCall(WireStruct, frozen=True, array_like=True, gc=False):
     """Tool call of the assistant in an earlier turn."""
 
     id: Word
@@ -313,7 +313,7 @@ class ToolCall(Part, frozen=True, array_like=True, gc=False):
     """JSON text."""
 
 
-class Message(Part, frozen=True, array_like=True, gc=False):
+class Message(WireStruct, frozen=True, array_like=True, gc=False):
     """A chat message."""
 
     role: Word
@@ -326,7 +326,7 @@ class Message(Part, frozen=True, array_like=True, gc=False):
     """Reasoning of the assistant in an earlier turn."""
 
 
-class Grammar(Part, frozen=True, array_like=True, gc=False):
+class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
     """Constraint on an answer. A node that cannot enforce it refuses the request.
 
     Reasoning before the answer is not constrained.
@@ -345,7 +345,7 @@ class Grammar(Part, frozen=True, array_like=True, gc=False):
     """Name of the only tool that may be called; empty for all."""
 
 
-class Params(Part, frozen=True, array_like=True, gc=False):
+class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
     """Parameters of generation. None selects the default of the model."""
 
     max_tokens: Tokens | None = None
@@ -368,7 +368,7 @@ class Params(Part, frozen=True, array_like=True, gc=False):
     """Alternatives for each token, if `logprobs` is set."""
     one_call: bool = False
     """Whether an answer ends after its first tool call."""
-    grammar: Grammar | None = None
+    grammar: GrammarSpec | None = None
 
 
 class Generate(Frame, frozen=True, array_like=True, gc=False):
@@ -379,7 +379,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     request_id: Word
     model: Word
     messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
-    params: Params
+    params: GenerationParams
     created: Natural
     """Unix time for the chat template."""
     expected: Tokens = 256
@@ -397,7 +397,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
     """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
     ids: Ids = ()
     """Prompt as token ids of the model, as `text`."""
-    owner: Owner = Owner()
+    owner: WeightedKey = WeightedKey()
     """Key for fair shares."""
     fingerprint: Word = ""
     """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
@@ -411,7 +411,7 @@ class Generate(Frame, frozen=True, array_like=True, gc=False):
         return self.resume[choice] if choice < len(self.resume) else ()
 
 
-class Count(Frame, frozen=True, array_like=True, gc=False):
+class CountTokens(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: count the tokens of a prompt.
 
     Fields are those of Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be loaded;
@@ -424,24 +424,24 @@ class Count(Frame, frozen=True, array_like=True, gc=False):
     created: Natural
     tools: Long = ""
     template: Long = ""
-    owner: Owner = Owner()
+    owner: WeightedKey = WeightedKey()
 
 
-class Load(Frame, frozen=True, array_like=True, gc=False):
+class LoadModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: load a model. The answer is Finished, Refusal or Failed."""
 
     request: Number
     model: Word
 
 
-class Unload(Frame, frozen=True, array_like=True, gc=False):
+class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: unload a model. The answer is Finished, or Refusal if the model is in use."""
 
     request: Number
     model: Word
 
 
-class Profile(Frame, frozen=True, array_like=True, gc=False):
+class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → engine: measure the forwards of a model, from small ones to the largest that fit.
 
     The engine loads the model first if necessary. The answer is Finished with `measured`, Refusal or Failed. Cancel
@@ -468,7 +468,7 @@ class Admitted(Frame, frozen=True, array_like=True, gc=False):
     prompt_hash: Blob = b""
 
 
-class Logprob(Part, frozen=True, array_like=True, gc=False):
+class Logprob(WireStruct, frozen=True, array_like=True, gc=False):
     """Log probability of a token, with the most likely alternatives. Tokens are bytes."""
 
     token: Blob
@@ -476,7 +476,7 @@ class Logprob(Part, frozen=True, array_like=True, gc=False):
     top: Annotated[tuple[tuple[Blob, Real], ...], Meta(max_length=MAX_ITEMS)] = ()
 
 
-class Delta(Part, frozen=True, array_like=True, gc=False):
+class Delta(WireStruct, frozen=True, array_like=True, gc=False):
     """Tokens and text of a choice from one step of the engine."""
 
     request: Number
@@ -502,7 +502,7 @@ def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
     return [Deltas(tuple(deltas[at : at + most])) for at in range(0, len(deltas), most)]
 
 
-class Timings(Part, frozen=True, array_like=True, gc=False):
+class Timings(WireStruct, frozen=True, array_like=True, gc=False):
     """Durations of the phases of a request on the node."""
 
     waiting: Seconds = 0.0
@@ -521,7 +521,7 @@ class Finished(Frame, frozen=True, array_like=True, gc=False):
     cached_tokens: Tokens = 0
     timings: Timings = Timings()
     measured: Model | None = None
-    """Model after a Profile."""
+    """Model after a `ProfileModel`."""
     stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
     thought: Tokens = 0
@@ -548,7 +548,7 @@ class Failed(Frame, frozen=True, array_like=True, gc=False):
 # video leases: the node decides
 
 
-class Lease(Frame, frozen=True, array_like=True, gc=False):
+class LeaseRequest(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: reserve memory for a video job.
 
     The answer is LeaseGranted or LeaseRefused. LeaseEnded follows every granted lease.
@@ -566,7 +566,7 @@ class Lease(Frame, frozen=True, array_like=True, gc=False):
     `steps`, `guidance`, `guidance_2`, `seed`, `timeout` and `stall` (seconds; default: the settings of the node)."""
 
 
-class Release(Frame, frozen=True, array_like=True, gc=False):
+class LeaseRelease(Frame, frozen=True, array_like=True, gc=False):
     """Coordinator → node: end a lease and its worker."""
 
     lease: Word
@@ -639,7 +639,7 @@ class LeaseEnded(Frame, frozen=True, array_like=True, gc=False):
 # agent ↔ engine only
 
 
-class Limits(Frame, frozen=True, array_like=True, gc=False):
+class MemoryLimits(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: the memory limits in force."""
 
     cap: Size
@@ -654,7 +654,7 @@ class Limits(Frame, frozen=True, array_like=True, gc=False):
     """Whether the margin is a default, which a profile of the loaded models may replace."""
 
 
-class Enforce(Frame, frozen=True, array_like=True, gc=False):
+class ReduceMemory(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: the engine is above a limit.
 
     OVER_SOFT: free unused memory (free buffers, reusable cache, idle models). OVER_HARD: also end the newest request
@@ -662,11 +662,11 @@ class Enforce(Frame, frozen=True, array_like=True, gc=False):
     """
 
     poll: Number
-    level: Level
+    level: MemoryLevel
     excess: Difference = 0
 
 
-class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
+class ReclaimMemory(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: free memory until `size` bytes fit.
 
     The engine frees buffers, reusable cache and idle models that are not pinned. It frees nothing if that would not
@@ -678,7 +678,7 @@ class MakeRoom(Frame, frozen=True, array_like=True, gc=False):
     size: Size
 
 
-class Ban(Part, frozen=True, array_like=True, gc=False):
+class ModelBan(WireStruct, frozen=True, array_like=True, gc=False):
     """A model that must not be loaded for a time."""
 
     model: Word
@@ -688,14 +688,14 @@ class Ban(Part, frozen=True, array_like=True, gc=False):
     """Reason."""
 
 
-class Restore(Frame, frozen=True, array_like=True, gc=False):
+class RestoreModels(Frame, frozen=True, array_like=True, gc=False):
     """Agent → new engine: load models again, and do not load banned ones."""
 
     models: Annotated[tuple[Word, ...], Meta(max_length=MAX_MESSAGES)] = ()
-    bans: Annotated[tuple[Ban, ...], Meta(max_length=MAX_MESSAGES)] = ()
+    bans: Annotated[tuple[ModelBan, ...], Meta(max_length=MAX_MESSAGES)] = ()
 
 
-class Stop(Frame, frozen=True, array_like=True, gc=False):
+class StopEngine(Frame, frozen=True, array_like=True, gc=False):
     """Agent → engine: end the process after the native call in progress, with all memory freed. Last frame."""
 
     seconds: Seconds
@@ -712,7 +712,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     waiting: Natural
     queued_tokens: Natural = 0
     acked_seq: Number = 0
-    counts: Counts = Counts()
+    counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     held: Number = 0
     """Number of the Limits in force."""
@@ -721,7 +721,7 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     unreturned: Difference = 0
     """Bytes that stayed allocated after the last model was unloaded."""
     measures: GateMeasures = GateMeasures()
-    """Answer to `Ask('metrics')`."""
+    """Answer to `FetchRequest('metrics')`."""
     roomed: Number = 0
     """Number of the last MakeRoom that was applied."""
     metal_limit: Size = 0
@@ -730,17 +730,17 @@ class EngineReport(Frame, frozen=True, array_like=True, gc=False):
     """Bytes that MLX may keep wired."""
 
 
-class Head(Part, frozen=True, array_like=True, gc=False):
+class RequestHead(WireStruct, frozen=True, array_like=True, gc=False):
     """First field of every frame about a request: the only one that the agent decodes when it forwards a frame."""
 
     request: Number
 
 
 TAGS: dict[int, type[Frame]] = {
-    1: EnrolStart,
-    2: EnrolAuthority,
-    3: Enrol,
-    4: EnrolPending,
+    1: EnrollStart,
+    2: EnrollAuthority,
+    3: Enroll,
+    4: EnrollPending,
     5: Enrolled,
     10: Hello,
     11: Welcome,
@@ -749,13 +749,13 @@ TAGS: dict[int, type[Frame]] = {
     14: Goodbye,
     15: Ping,
     16: Pong,
-    17: Renew,
-    18: Renewed,
-    19: Ask,
-    20: Answer,
+    17: RenewCertificate,
+    18: CertificateRenewed,
+    19: FetchRequest,
+    20: FetchChunk,
     21: Fragment,
-    22: Pause,
-    23: Query,
+    22: PauseNode,
+    23: MemberQuery,
     30: Generate,
     31: Cancel,
     32: Admitted,
@@ -763,18 +763,18 @@ TAGS: dict[int, type[Frame]] = {
     34: Finished,
     35: Refusal,
     36: Failed,
-    37: Load,
-    38: Unload,
-    39: Profile,
-    40: Count,
-    50: Limits,
+    37: LoadModel,
+    38: UnloadModel,
+    39: ProfileModel,
+    40: CountTokens,
+    50: MemoryLimits,
     51: EngineReport,
-    52: Restore,
-    53: Enforce,
-    54: MakeRoom,
-    55: Stop,
-    60: Lease,
-    61: Release,
+    52: RestoreModels,
+    53: ReduceMemory,
+    54: ReclaimMemory,
+    55: StopEngine,
+    60: LeaseRequest,
+    61: LeaseRelease,
     62: RayHead,
     63: LeaseGranted,
     64: LeaseRefused,
@@ -783,5 +783,5 @@ TAGS: dict[int, type[Frame]] = {
 }
 """Tags of all frame types. A tag is never reused."""
 
-ENROLMENT = frozenset({EnrolStart, Enrol})
+ENROLLMENT = frozenset({EnrollStart, Enroll})
 """Frames that a peer without a certificate may send."""

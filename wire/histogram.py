@@ -11,7 +11,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from wire.bounds import MAX_ITEMS, Natural, Real, Seconds, Size, Word
-from wire.report import Part
+from wire.report import WireStruct
 from wire.units import MIB
 
 PREDICTED_BOUNDS = (0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.25)
@@ -20,28 +20,28 @@ TRANSIENT_BOUNDS = tuple(float(size * MIB) for size in (16, 64, 128, 256, 512, 1
 """Bounds of the transient bytes of a prefill or a join."""
 
 
-class Tally(Part, frozen=True, array_like=True, gc=False):
+class HistogramSnapshot(WireStruct, frozen=True, array_like=True, gc=False):
     """State of a histogram: the count of each bucket, and the sum of all values."""
 
     counts: Annotated[tuple[Natural, ...], Meta(max_length=MAX_ITEMS)] = ()
     total: Real = 0.0
 
 
-class GateMeasures(Part, frozen=True, array_like=True, gc=False):
+class GateMeasures(WireStruct, frozen=True, array_like=True, gc=False):
     """Counts of a gate since its engine started."""
 
     checks: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
     """Checks by site."""
     refusals: Annotated[tuple[tuple[Word, Natural], ...], Meta(max_length=MAX_ITEMS)] = ()
     """Refusals by code."""
-    predicted: Tally = Tally()
+    predicted: HistogramSnapshot = HistogramSnapshot()
     """Predicted peaks divided by the ceiling."""
-    transient: Tally = Tally()
+    transient: HistogramSnapshot = HistogramSnapshot()
     """Bytes by which MLX's active memory rose during prefills and joins."""
 
 
-class NodeMeasures(Part, frozen=True, array_like=True, gc=False):
-    """Answer of a node to `Ask("metrics")`."""
+class NodeMeasures(WireStruct, frozen=True, array_like=True, gc=False):
+    """Answer of a node to `FetchRequest("metrics")`."""
 
     gate: GateMeasures = GateMeasures()
     agent_cpu: Seconds = 0.0
@@ -50,7 +50,7 @@ class NodeMeasures(Part, frozen=True, array_like=True, gc=False):
     """Footprint of the agent's process in bytes."""
 
 
-class Buckets:
+class Histogram:
     """A histogram. Not thread-safe."""
 
     __slots__ = ("bounds", "counts", "total")
@@ -65,6 +65,6 @@ class Buckets:
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
 
-    def tally(self) -> Tally:
+    def tally(self) -> HistogramSnapshot:
         """Return the current counts."""
-        return Tally(tuple(self.counts), self.total)
+        return HistogramSnapshot(tuple(self.counts), self.total)

@@ -66,17 +66,17 @@ def coordinator_uri(cluster: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Peer:
+class PeerIdentity:
     """Identity of a peer, from its verified certificate; `node` is None for the coordinator."""
 
     cluster: str
     node: NodeId | None
 
 
-def parse_uri(uri: str) -> Peer | None:
+def parse_uri(uri: str) -> PeerIdentity | None:
     """Parse a URI of a SAN; None for other URIs."""
     match = _URI.fullmatch(uri)
-    return Peer(match[1], NodeId(match[3]) if match[3] else None) if match else None
+    return PeerIdentity(match[1], NodeId(match[3]) if match[3] else None) if match else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,13 +7,13 @@ HTTP status of each code; apart from that, only `router/errors.py` depends on HT
 from enum import StrEnum
 
 from wire.bounds import ErrorText, Estimate, Seconds, Word
-from wire.report import Part
+from wire.report import WireStruct
 
 GRAMMAR_FAILED = "grammar_failed"
 """Code of a `Failed` for a grammar that no answer can satisfy. The client has to change the grammar."""
 
 
-class Code(StrEnum):
+class RefusalCode(StrEnum):
     """Machine-readable reason; `error.code` in HTTP bodies."""
 
     TOO_LARGE = "prefill_memory_exceeded"
@@ -35,31 +35,31 @@ class Code(StrEnum):
     NOT_ALLOWED = "not_allowed"
 
 
-STATUS: dict[Code, int] = {
-    Code.TOO_LARGE: 400,
-    Code.CONTEXT: 400,
-    Code.UNSUPPORTED: 400,
-    Code.INVALID: 400,
-    Code.TEMPLATE: 400,
-    Code.NO_MODEL: 404,
-    Code.IN_USE: 409,
-    Code.LOAD_FAILED: 500,
-    Code.NO_ROOM: 503,
-    Code.UNREADABLE: 503,
-    Code.NOT_READY: 503,
-    Code.DRAINING: 503,
-    Code.QUEUE_FULL: 503,
-    Code.DEADLINE: 503,
-    Code.OVER_SHARE: 429,
-    Code.RATE_LIMITED: 429,
-    Code.NOT_ALLOWED: 403,
+STATUS: dict[RefusalCode, int] = {
+    RefusalCode.TOO_LARGE: 400,
+    RefusalCode.CONTEXT: 400,
+    RefusalCode.UNSUPPORTED: 400,
+    RefusalCode.INVALID: 400,
+    RefusalCode.TEMPLATE: 400,
+    RefusalCode.NO_MODEL: 404,
+    RefusalCode.IN_USE: 409,
+    RefusalCode.LOAD_FAILED: 500,
+    RefusalCode.NO_ROOM: 503,
+    RefusalCode.UNREADABLE: 503,
+    RefusalCode.NOT_READY: 503,
+    RefusalCode.DRAINING: 503,
+    RefusalCode.QUEUE_FULL: 503,
+    RefusalCode.DEADLINE: 503,
+    RefusalCode.OVER_SHARE: 429,
+    RefusalCode.RATE_LIMITED: 429,
+    RefusalCode.NOT_ALLOWED: 403,
 }
 
 FINAL = frozenset(code for code, status in STATUS.items() if status in (400, 403, 404, 409, 500))
 """Codes for which a retry has the same result: the request or the files of the model must change."""
 
 
-class Numbers(Part, frozen=True, array_like=True, gc=False):
+class MemoryNumbers(WireStruct, frozen=True, array_like=True, gc=False):
     """Memory arithmetic of a decision in bytes (`wire.capacity.arithmetic`); `error.memory` in HTTP bodies."""
 
     predicted: Estimate | None = None
@@ -73,13 +73,13 @@ class Numbers(Part, frozen=True, array_like=True, gc=False):
     bound_by: Word = ""
 
 
-class Refused(Part, frozen=True, array_like=True, gc=False):
+class Refused(WireStruct, frozen=True, array_like=True, gc=False):
     """A refusal."""
 
-    code: Code
+    code: RefusalCode
     message: ErrorText
     """Text for the client, with the next step."""
-    numbers: Numbers | None = None
+    numbers: MemoryNumbers | None = None
     retry_after: Seconds | None = None
     """Seconds after which a retry can succeed."""
     node: Word = ""

@@ -26,15 +26,15 @@ from wire.bounds import (
 )
 from wire.units import MIB
 
-WASTE_MOST = 256 * MIB
+MAX_WASTE_BYTES = 256 * MIB
 """Bytes of padding below which a second batch does not pay, unless memory is short."""
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class WireStruct(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of every struct inside a frame."""
 
 
-class Level(IntEnum):
+class MemoryLevel(IntEnum):
     """Memory level of a node (`wire.capacity.arithmetic.level`); UNKNOWN if its footprint cannot be read."""
 
     UNKNOWN = 0
@@ -43,7 +43,7 @@ class Level(IntEnum):
     OVER_HARD = 3
 
 
-class Hardware(Part, frozen=True, array_like=True, gc=False):
+class Hardware(WireStruct, frozen=True, array_like=True, gc=False):
     """Hardware and system of a machine, sent once in `Hello`."""
 
     chip: Text = ""
@@ -53,7 +53,7 @@ class Hardware(Part, frozen=True, array_like=True, gc=False):
     python: Text = ""
 
 
-class Memory(Part, frozen=True, array_like=True, gc=False):
+class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     """A consistent memory reading of an engine, and the limits in force at that moment (docs/memory.md).
 
     If `phys` is None, `headroom` is None and the node receives no new request.
@@ -96,7 +96,7 @@ class Memory(Part, frozen=True, array_like=True, gc=False):
     """Last reserve, part of `current`; freed before anything else."""
 
 
-class Group(Part, frozen=True, array_like=True, gc=False):
+class BatchGroup(WireStruct, frozen=True, array_like=True, gc=False):
     """A padded decode batch. Its memory is that of `rows` rows of `longest` tokens."""
 
     rows: Natural = 0
@@ -106,7 +106,7 @@ class Group(Part, frozen=True, array_like=True, gc=False):
     """Tokens of all rows without padding."""
 
 
-class Transient(Part, frozen=True, array_like=True, gc=False):
+class TransientModel(WireStruct, frozen=True, array_like=True, gc=False):
     """Fitted model of the transient memory of a forward, without the KV that it writes.
 
     All values are bytes, except `window` and `floor`. Formulas: `wire.capacity.arithmetic.prefill_transient` and
@@ -141,7 +141,7 @@ ROW_COST = 0.1
 """Share by which each further row lengthens a decode step: 0.06 measured on a CPU; not measured on a Mac."""
 
 
-class Model(Part, frozen=True, array_like=True, gc=False):
+class Model(WireStruct, frozen=True, array_like=True, gc=False):
     """A model that the node can serve."""
 
     name: Word
@@ -163,7 +163,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     """Measured bytes of request text per prompt token."""
     features: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
     """Features of requests beyond plain sampling that the model supports."""
-    groups: Annotated[tuple[Group, ...], Meta(max_length=MAX_GROUPS)] = ()
+    groups: Annotated[tuple[BatchGroup, ...], Meta(max_length=MAX_GROUPS)] = ()
     expected_output: Natural = 256
     """Tokens of a usual answer."""
     kv_step: Natural = 1
@@ -177,7 +177,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     loading: bool = False
     cause: Text = ""
     """Reason why the model cannot be loaded; empty if it can."""
-    forward: Transient = Transient()
+    forward: TransientModel = TransientModel()
     profiled: bool = False
     """Whether the model was measured on this machine."""
     max_context: Natural = 0
@@ -186,7 +186,7 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     """Rows of usual length that fit on the idle node."""
     observed: Estimate = 0
     """Highest transient that was measured, in bytes."""
-    kv_waste: Size = WASTE_MOST
+    kv_waste: Size = MAX_WASTE_BYTES
     """Bytes of padding that a batch may always have."""
     progress: Real = 0.0
     """Share of the weights that a load in progress has read, 0 to 1; 0 without one."""
@@ -203,14 +203,14 @@ class Model(Part, frozen=True, array_like=True, gc=False):
     """Whether the model is preloaded and never unloaded for another one."""
 
     @property
-    def kv(self) -> "Kv":
+    def kv(self) -> "KvParameters":
         """Memory parameters of a row."""
-        return Kv(
+        return KvParameters(
             self.kv_per_token, self.kv_step, self.kv_fixed, self.kv_window, self.kv_window_per_token, self.kv_waste
         )
 
 
-class Kv(msgspec.Struct, frozen=True, gc=False):
+class KvParameters(msgspec.Struct, frozen=True, gc=False):
     """Memory parameters of a row; `waste` are the bytes of padding that a batch may always have. See `Model`."""
 
     per_token: int
@@ -218,10 +218,10 @@ class Kv(msgspec.Struct, frozen=True, gc=False):
     fixed: int = 0
     window: int = 0
     window_per_token: int = 0
-    waste: int = WASTE_MOST
+    waste: int = MAX_WASTE_BYTES
 
 
-class Counts(Part, frozen=True, gc=False):
+class EngineCounters(WireStruct, frozen=True, gc=False):
     """Counts since the engine's process started."""
 
     checks: Natural = 0
@@ -248,7 +248,7 @@ class Counts(Part, frozen=True, gc=False):
     """Models that were unloaded because they were idle for long."""
 
 
-class CacheState(Part, frozen=True, gc=False):
+class CacheState(WireStruct, frozen=True, gc=False):
     """State of the prefix cache, with counts since the engine's process started."""
 
     nbytes: Size = 0
@@ -262,7 +262,7 @@ class CacheState(Part, frozen=True, gc=False):
     """Prompt hashes (`Admitted.prompt_hash`) of the newest evictions; the last has the number `evictions`."""
 
 
-class EngineState(Part, frozen=True, array_like=True, gc=False):
+class EngineState(WireStruct, frozen=True, array_like=True, gc=False):
     """State of the engine's process, as its agent sees it."""
 
     kind: Word = ""
@@ -275,7 +275,7 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     running: Natural = 0
     waiting: Natural = 0
     queued_tokens: Natural = 0
-    counts: Counts = Counts()
+    counts: EngineCounters = EngineCounters()
     cache: CacheState = CacheState()
     recycles: Natural = 0
     """Number of times that a healthy process was replaced, because unloaded models did not release their memory."""
@@ -287,7 +287,7 @@ class EngineState(Part, frozen=True, array_like=True, gc=False):
     """Wired bytes that ended engines left behind. Only a restart of the machine frees them."""
 
 
-class System(Part, frozen=True, array_like=True, gc=False):
+class SystemMemory(WireStruct, frozen=True, array_like=True, gc=False):
     """Memory of the machine, as the agent reads it."""
 
     available: Size | None = None
@@ -302,7 +302,7 @@ class System(Part, frozen=True, array_like=True, gc=False):
     """Footprint of the node's video worker."""
 
 
-class Sharing(Part, frozen=True, array_like=True, gc=False):
+class Sharing(WireStruct, frozen=True, array_like=True, gc=False):
     """Sharing rule of the Mac's owner, and whether the node is paused."""
 
     when: Word = ""
@@ -316,10 +316,10 @@ class Sharing(Part, frozen=True, array_like=True, gc=False):
     """Whether a person paused the node."""
 
 
-class Enforcement(Part, frozen=True, array_like=True, gc=False):
+class Enforcement(WireStruct, frozen=True, array_like=True, gc=False):
     """Readings and counts of the agent's enforcer. Counts survive a restart of the engine."""
 
-    level: Natural = Level.UNKNOWN
+    level: Natural = MemoryLevel.UNKNOWN
     phys: Size | None = None
     """Footprint of the engine, read by the agent."""
     highest: Size | None = None

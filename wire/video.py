@@ -8,10 +8,10 @@ from typing import Annotated
 from msgspec import Meta
 
 from wire.bounds import MAX_ITEMS, MAX_MODELS, Blob, Estimate, Natural, Number, Size, Text, Word
-from wire.report import Part
+from wire.report import WireStruct
 
 
-class VideoPackage(Part, frozen=True, array_like=True, gc=False):
+class VideoPackage(WireStruct, frozen=True, array_like=True, gc=False):
     """A diffusers package on a node, with the inputs for a prediction of its peak memory."""
 
     name: Word
@@ -41,7 +41,7 @@ class VideoPackage(Part, frozen=True, array_like=True, gc=False):
     """Reason why the package cannot be used; empty if it can."""
 
 
-class LeaseState(Part, frozen=True, array_like=True, gc=False):
+class LeaseState(WireStruct, frozen=True, array_like=True, gc=False):
     """A lease on a node."""
 
     lease: Word
@@ -63,7 +63,7 @@ class LeaseState(Part, frozen=True, array_like=True, gc=False):
     """Highest footprint that was read."""
 
 
-class VideoState(Part, frozen=True, array_like=True, gc=False):
+class VideoState(WireStruct, frozen=True, array_like=True, gc=False):
     """State of video generation on a node."""
 
     ready: bool = False
@@ -79,8 +79,8 @@ class VideoState(Part, frozen=True, array_like=True, gc=False):
     """Whether the coordinator allows the node to make videos; None from an older node without a Ray of its own."""
 
 
-class Artifact(Part, frozen=True, array_like=True, gc=False):
-    """Output file of a job. `Ask("artifact:LEASE/NAME")` returns it until the coordinator acknowledges the lease."""
+class Artifact(WireStruct, frozen=True, array_like=True, gc=False):
+    """Output file of a job. A node keeps it until the lease is acknowledged."""
 
     name: Word
     size: Size

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import structlog
 
-from coordinator.alerts.promql import History, Labels, Plain, Sample
-from coordinator.alerts.rules import WATCHED, Rule, told, windows
-from coordinator.metrics.families import Collected, Family, Histogram, collect
-from coordinator.metrics.node import NODE, NodePicture
-from coordinator.metrics.pool import POOL, PoolPicture
+from coordinator.alerts.promql import Labels, Sample, SampleHistory, Scalar
+from coordinator.alerts.rules import WATCHED, AlertRule, format_summary, windows
+from coordinator.metrics.families import CollectedFamily, HistogramValue, MetricFamily, collect
+from coordinator.metrics.node import NODE, NodeSnapshot
+from coordinator.metrics.pool import POOL, PoolSnapshot
 
-EVERY = 5.0
+EVALUATION_INTERVAL_SECONDS = 5.0
 """Seconds between two evaluations; the same as Prometheus' interval."""
 _NAMES = frozenset(name for rule in WATCHED for name in rule.metrics())
 _POOL = tuple(family for family in POOL if family.full_name in _NAMES)
@@ -28,7 +28,7 @@ log = structlog.get_logger("coordinator.alerts")
 class Condition:
     """Rule that holds for a set of labels."""
 
-    rule: Rule
+    rule: AlertRule
     labels: Labels
     since: float
     """Unix seconds."""
@@ -36,7 +36,7 @@ class Condition:
     @property
     def summary(self) -> str:
         """Summary with label values filled in."""
-        return told(self.rule.summary, self.labels)
+        return format_summary(self.rule.summary, self.labels)
 
     @property
     def node(self) -> str:
@@ -64,9 +64,9 @@ _Key = tuple[str, Labels]
 class Conditions:
     """Rules that hold, with their begin, and those that have held long enough. Pure except for its listeners."""
 
-    def __init__(self, rules: Iterable[Rule] = WATCHED) -> None:
+    def __init__(self, rules: Iterable[AlertRule] = WATCHED) -> None:
         self._rules = tuple(rules)
-        self._history = History(windows())
+        self._history = SampleHistory(windows())
         self._since: dict[_Key, float] = {}
         self._active: dict[_Key, Condition] = {}
         self.listeners: list[Listener] = []
@@ -80,13 +80,13 @@ class Conditions:
         holding = {name for name, _ in self._active}
         return {rule.name: rule.name in holding for rule in self._rules}
 
-    def look(self, sample: Sample, now: float) -> None:
+    def evaluate(self, sample: Sample, now: float) -> None:
         """Evaluate the rules on a sample and notify listeners of changes. `now`: Unix seconds."""
-        self._history.take(sample, now)
-        holding: dict[_Key, Rule] = {}
+        self._history.add(sample, now)
+        holding: dict[_Key, AlertRule] = {}
         for rule in self._rules:
             found = rule.holds.value(self._history)
-            holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Plain) else found)}
+            holding |= {(rule.name, labels): rule for labels in (() if isinstance(found, Scalar) else found)}
         self._since = {key: self._since.get(key, now) for key in holding}
         for key in self._active.keys() - holding.keys():
             self._tell(self._active.pop(key), began=False)
@@ -112,7 +112,7 @@ def log_conditions(condition: Condition, began: bool) -> None:
     )
 
 
-def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
+def sample_of(pool: PoolSnapshot, nodes: Iterable[NodeSnapshot]) -> Sample:
     """Return the metrics of the rules as Prometheus would have them. Series of nodes have the label `node`."""
     sample: dict[str, dict[Labels, float]] = {}
     for collected in collect(_POOL, pool):
@@ -125,17 +125,17 @@ def sample_of(pool: PoolPicture, nodes: Iterable[NodePicture]) -> Sample:
 
 def _add(
     sample: dict[str, dict[Labels, float]],
-    collected: "Collected[PoolPicture] | Collected[NodePicture]",
+    collected: "CollectedFamily[PoolSnapshot] | CollectedFamily[NodeSnapshot]",
     more: tuple[tuple[str, str], ...],
 ) -> None:
-    family: Family[PoolPicture] | Family[NodePicture] = collected.family
+    family: MetricFamily[PoolSnapshot] | MetricFamily[NodeSnapshot] = collected.family
     series = sample.setdefault(family.full_name, {})
     for values, value in collected.rows:
-        if not isinstance(value, Histogram):
+        if not isinstance(value, HistogramValue):
             series[frozenset((*zip(family.label_names, values, strict=True), *more))] = float(value)
 
 
-class Watch:
+class AlertLoop:
     """Periodic evaluation. `sample` takes a sample, `clock` returns Unix seconds."""
 
     def __init__(self, conditions: Conditions, sample: Callable[[], Sample], clock: Callable[[], float]) -> None:
@@ -144,14 +144,14 @@ class Watch:
         self._clock = clock
 
     async def run(self) -> None:
-        """Evaluate every `EVERY` seconds until cancelled. Log the first of consecutive failures and continue."""
+        """Evaluate every `EVALUATION_INTERVAL_SECONDS` until cancelled. Log the first of consecutive failures."""
         failed = False
         while True:
             try:
-                self._conditions.look(self._sample(), self._clock())
+                self._conditions.evaluate(self._sample(), self._clock())
                 failed = False
             except Exception:
                 if not failed:
                     log.exception("conditions")
                 failed = True
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(EVALUATION_INTERVAL_SECONDS)

@@ -4,9 +4,9 @@ Prometheus and the coordinator must agree on the meaning of an alert, hence the 
 nodes. A value is a vector (series by their labels) or one plain number. As in PromQL, a comparison keeps the series for
 which it holds. Two vectors match where all their labels are equal.
 
-Two differences from PromQL: `Rise` adds observed increases without extrapolation, and a series that is absent from the
-newest sample has no value. Rules compare with 0 or with coarse shares, for which both agree. A test evaluates each rule
-with both.
+Two differences from PromQL: `Increase` adds observed increases without extrapolation, and a series that is absent from
+the newest sample has no value. Rules compare with 0 or with coarse shares, for which both agree. A test evaluates each
+rule with both.
 """
 
 from abc import ABC, abstractmethod
@@ -23,16 +23,16 @@ Sample = Mapping[str, Vector]
 _COMPARE: dict[str, Callable[[float, float], bool]] = {">": gt, "<": lt, "==": eq, ">=": ge, "<=": le}
 
 
-class Plain(NamedTuple):
+class Scalar(NamedTuple):
     """A number without labels, which matches every series."""
 
     value: float
 
 
-Value = Vector | Plain
+Value = Vector | Scalar
 
 
-class History:
+class SampleHistory:
     """Last values and recent increases of the counters in `windows`.
 
     A counter that falls has restarted: its value is its increase. Times are in seconds of `now`.
@@ -45,7 +45,7 @@ class History:
         self.sample: Sample = {}
         self.now = 0.0
 
-    def take(self, sample: Sample, now: float) -> None:
+    def add(self, sample: Sample, now: float) -> None:
         """Add the next sample."""
         self.sample, self.now = sample, now
         present = {(name, labels) for name in self._windows for labels in sample.get(name, {})}
@@ -66,7 +66,7 @@ class History:
         while rises and rises[0][0] <= horizon:
             rises.popleft()
 
-    def rises(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
+    def increases(self, name: str, seconds: float) -> Iterator[tuple[Labels, float]]:
         """Yield the increase of each series of a counter over the last `seconds`. A series seen once has none."""
         for labels in self.sample.get(name, {}):
             rises = self._rises.get((name, labels))
@@ -82,7 +82,7 @@ class Expression(ABC):
         """Render as PromQL."""
 
     @abstractmethod
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
 
     def parts(self) -> "tuple[Expression, ...]":
@@ -103,14 +103,14 @@ class Metric(Expression):
             "{" + ", ".join(f'{label}="{value}"' for label, value in self.only) + "}" if self.only else ""
         )
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         found = history.sample.get(self.name, {})
         return {labels: value for labels, value in found.items() if labels.issuperset(self.only)}
 
 
 @dataclass(frozen=True, slots=True)
-class Rise(Expression):
+class Increase(Expression):
     """Increase of a counter over the last `seconds`, summed over the labels in `without`."""
 
     name: str
@@ -122,30 +122,30 @@ class Rise(Expression):
         rise = f"increase({self.name}[{self.seconds}s])"
         return f"sum without ({', '.join(self.without)}) ({rise})" if self.without else rise
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         sums: dict[Labels, float] = {}
-        for labels, rise in history.rises(self.name, self.seconds):
+        for labels, rise in history.increases(self.name, self.seconds):
             kept = frozenset((label, value) for label, value in labels if label not in self.without)
             sums[kept] = sums.get(kept, 0.0) + rise
         return sums
 
 
 @dataclass(frozen=True, slots=True)
-class Time(Expression):
+class CurrentTime(Expression):
     """Current time in Unix seconds."""
 
     def promql(self) -> str:
         """Render as PromQL."""
         return "time()"
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
-        return Plain(history.now)
+        return Scalar(history.now)
 
 
 @dataclass(frozen=True, slots=True)
-class Highest(Expression):
+class MaxOver(Expression):
     """Maximum over all series."""
 
     of: Expression
@@ -154,10 +154,10 @@ class Highest(Expression):
         """Render as PromQL."""
         return f"max({self.of.promql()})"
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         found = self.of.value(history)
-        return found if isinstance(found, Plain) else ({frozenset(): max(found.values())} if found else {})
+        return found if isinstance(found, Scalar) else ({frozenset(): max(found.values())} if found else {})
 
     def parts(self) -> tuple[Expression, ...]:
         """Return the operands."""
@@ -165,7 +165,7 @@ class Highest(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Sum(Expression):
+class BinaryOp(Expression):
     """Arithmetic: `sign` is - or /. A division by 0 has no value."""
 
     left: Expression
@@ -176,7 +176,7 @@ class Sum(Expression):
         """Render as PromQL."""
         return f"({self.left.promql()} {self.sign} {self.right.promql()})"
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), self._apply)
 
@@ -191,7 +191,7 @@ class Sum(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Where(Expression):
+class Comparison(Expression):
     """Series of `left` for which a comparison holds."""
 
     left: Expression
@@ -203,9 +203,9 @@ class Where(Expression):
         right = self.right.promql() if isinstance(self.right, Expression) else f"{self.right:g}"
         return f"{self.left.promql()} {self.sign} {right}"
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
-        right = self.right.value(history) if isinstance(self.right, Expression) else Plain(self.right)
+        right = self.right.value(history) if isinstance(self.right, Expression) else Scalar(self.right)
         holds = _COMPARE[self.sign]
         return _matched(self.left.value(history), right, lambda one, other: one if holds(one, other) else None)
 
@@ -215,7 +215,7 @@ class Where(Expression):
 
 
 @dataclass(frozen=True, slots=True)
-class Both(Expression):
+class And(Expression):
     """Series of `left` whose labels also occur in `right`."""
 
     left: Expression
@@ -225,7 +225,7 @@ class Both(Expression):
         """Render as PromQL."""
         return f"{self.left.promql()} and {self.right.promql()}"
 
-    def value(self, history: History) -> Value:
+    def value(self, history: SampleHistory) -> Value:
         """Evaluate on the newest sample."""
         return _matched(self.left.value(history), self.right.value(history), lambda one, _: one)
 
@@ -237,10 +237,10 @@ class Both(Expression):
 def _matched(left: Value, right: Value, act: Callable[[float, float], float | None]) -> dict[Labels, float]:
     """Apply `act` to matching values: of equal labels, or with a plain number."""
     found: dict[Labels, float | None] = {}
-    if isinstance(left, Plain):
-        if not isinstance(right, Plain):
+    if isinstance(left, Scalar):
+        if not isinstance(right, Scalar):
             found = {labels: act(left.value, value) for labels, value in right.items()}
-    elif isinstance(right, Plain):
+    elif isinstance(right, Scalar):
         found = {labels: act(value, right.value) for labels, value in left.items()}
     else:
         found = {labels: act(value, right[labels]) for labels, value in left.items() if labels in right}

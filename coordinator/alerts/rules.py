@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from coordinator.alerts.promql import (
-    Both,
+    And,
+    BinaryOp,
+    Comparison,
+    CurrentTime,
     Expression,
-    Highest,
+    Increase,
     Labels,
+    MaxOver,
     Metric,
-    Rise,
-    Sum,
-    Time,
-    Where,
     walk,
 )
 
@@ -34,7 +34,7 @@ class Severity(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class AlertRule:
     """One alert rule."""
 
     name: str
@@ -54,10 +54,10 @@ class Rule:
 
     def metrics(self) -> set[str]:
         """Return the names of the rule's metrics."""
-        return {part.name for part in walk(self.holds) if isinstance(part, Metric | Rise)}
+        return {part.name for part in walk(self.holds) if isinstance(part, Metric | Increase)}
 
 
-def told(text: str, labels: Labels) -> str:
+def format_summary(text: str, labels: Labels) -> str:
     """Insert the values of labels into a summary."""
     for label, value in labels:
         text = text.replace("{" + label + "}", value)
@@ -68,182 +68,192 @@ def _metric(name: str, **only: str) -> Metric:
     return Metric("macpool_" + name, tuple(only.items()))
 
 
-def _rise(name: str, seconds: int, *without: str) -> Rise:
-    return Rise(f"macpool_{name}_total", seconds, without)
+def _rise(name: str, seconds: int, *without: str) -> Increase:
+    return Increase(f"macpool_{name}_total", seconds, without)
 
 
 def _left(expires: str, issued: str) -> Expression:
     """Return the remaining share of a certificate's validity."""
-    return Sum(Sum(_metric(expires), "-", Time()), "/", Sum(_metric(expires), "-", _metric(issued)))
+    return BinaryOp(
+        BinaryOp(_metric(expires), "-", CurrentTime()), "/", BinaryOp(_metric(expires), "-", _metric(issued))
+    )
 
 
 _CRITICAL, _WARNING = Severity.CRITICAL, Severity.WARNING
 
 RULES = (
-    Rule(
+    AlertRule(
         "GateInert",
         _CRITICAL,
-        Both(Where(_rise("engine_forwards", 30), ">", 0), Where(_rise("gate_checks", 30, "site"), "==", 0)),
+        And(Comparison(_rise("engine_forwards", 30), ">", 0), Comparison(_rise("gate_checks", 30, "site"), "==", 0)),
         5,
         "{node} runs forwards and its gate is not asked: nothing keeps it under its cap",
         "cordon the node (`cluster node cordon NAME`), then update or restart it; report it as a bug",
     ),
-    Rule(
+    AlertRule(
         "GateUnarmed",
         _CRITICAL,
-        Both(Where(_metric("gate_armed"), "==", 0), Where(_metric("gate_guard"), "==", 1)),
+        And(Comparison(_metric("gate_armed"), "==", 0), Comparison(_metric("gate_guard"), "==", 1)),
         30,
         "the gate of {node} is not armed, so it refuses everything",
         "`cluster node show NAME` says what is missing: limits, or a footprint that can be read",
     ),
-    Rule(
+    AlertRule(
         "GuardOff",
         _CRITICAL,
-        Where(_metric("gate_guard"), "==", 0),
+        Comparison(_metric("gate_guard"), "==", 0),
         0,
         "memory.guard is off on {node}: nothing is refused for memory, and the machine may panic",
         'set memory.guard = "on" and restart the node',
     ),
-    Rule(
+    AlertRule(
         "MarginZero",
         _WARNING,
-        Both(Where(_metric("node_memory_margin_bytes"), "==", 0), Where(_metric("node_memory_cap_bytes"), ">", 0)),
+        And(
+            Comparison(_metric("node_memory_margin_bytes"), "==", 0),
+            Comparison(_metric("node_memory_cap_bytes"), ">", 0),
+        ),
         10,
         "memory.margin is 0 on {node}: a spike that no reading sees can end the engine",
         'set memory.margin = "auto" and restart the node',
     ),
-    Rule(
+    AlertRule(
         "OverCap",
         _CRITICAL,
-        Where(
+        Comparison(
             _metric("node_memory_engine_phys_bytes"),
             ">",
-            Sum(_metric("node_memory_cap_bytes"), "-", _metric("node_memory_lease_bytes")),
+            BinaryOp(_metric("node_memory_cap_bytes"), "-", _metric("node_memory_lease_bytes")),
         ),
         10,
         "the engine of {node} stands over its cap, and what the enforcer does has not brought it down",
         "unload a model there (`cluster model unload MODEL --node NAME`); look for what else runs in that process",
     ),
-    Rule(
+    AlertRule(
         "StaleSensor",
         _CRITICAL,
-        Where(Sum(Time(), "-", _metric("node_memory_reading_timestamp_seconds")), ">", 20),
+        Comparison(BinaryOp(CurrentTime(), "-", _metric("node_memory_reading_timestamp_seconds")), ">", 20),
         10,
         "the agent of {node} has not read its memory for 20 s",
         "the machine hangs or sleeps: look at it, and at its log (`cluster logs NAME`)",
     ),
-    Rule(
+    AlertRule(
         "NodeDown",
         _CRITICAL,
-        Where(_metric("cluster_node_state", state="lost"), "==", 1),
+        Comparison(_metric("cluster_node_state", state="lost"), "==", 1),
         60,
         "{node} is lost",
         "look at its power and network, then at its own log; `cluster node remove` if it is gone",
     ),
-    Rule(
+    AlertRule(
         "CutOff",
         _CRITICAL,
-        Where(_metric("cluster_self_suspect"), "==", 1),
+        Comparison(_metric("cluster_self_suspect"), "==", 1),
         5,
         "half of the nodes fell silent at once",
         "look at the coordinator's own network first",
     ),
-    Rule(
+    AlertRule(
         "ModelConflict",
         _WARNING,
-        Where(_metric("cluster_model_fingerprints"), ">", 1),
+        Comparison(_metric("cluster_model_fingerprints"), ">", 1),
         60,
         "nodes hold different models under the name {model}: requests go to one of them only",
         "`cluster models` shows which node holds which: download the model again where it differs, or rename its "
         "folder there",
     ),
-    Rule(
+    AlertRule(
         "BreakerOpen",
         _WARNING,
-        Where(_metric("router_breaker_open"), "==", 1),
+        Comparison(_metric("router_breaker_open"), "==", 1),
         30,
         "the engine of {node} keeps failing, so it gets nothing",
         "`cluster logs NAME` says how it died",
     ),
-    Rule(
+    AlertRule(
         "EngineCrashing",
         _WARNING,
-        Where(_rise("engine_restarts", 600), ">", 2),
+        Comparison(_rise("engine_restarts", 600), ">", 2),
         0,
         "the engine of {node} died more than twice in ten minutes",
         "`cluster logs NAME` says how it died",
     ),
-    Rule(
+    AlertRule(
         "EngineKilled",
         _WARNING,
-        Where(_rise("node_memory_kills", 600), ">", 0),
+        Comparison(_rise("node_memory_kills", 600), ">", 0),
         0,
         "the engine of {node} was ended because it stayed over its cap",
         "choose a safer memory.tier or a larger memory.margin there",
     ),
-    Rule(
+    AlertRule(
         "WiredLeak",
         _CRITICAL,
-        Where(_metric("engine_leaked_bytes"), ">", 0),
+        Comparison(_metric("engine_leaked_bytes"), ">", 0),
         0,
         "engines of {node} that ended left wired memory behind",
         "restart this Mac, nothing else brings the memory back; after the second time no engine is started there",
     ),
-    Rule(
+    AlertRule(
         "LeaseLeak",
         _WARNING,
-        Both(Where(_metric("node_memory_lease_bytes"), ">", 0), Where(_metric("video_worker_phys_bytes"), "==", 0)),
+        And(
+            Comparison(_metric("node_memory_lease_bytes"), ">", 0),
+            Comparison(_metric("video_worker_phys_bytes"), "==", 0),
+        ),
         600,
         "{node} has held a lease for ten minutes, and no video process lives on it",
         "restart the node: its leases end with it",
     ),
-    Rule(
+    AlertRule(
         "ReservationLeak",
         _CRITICAL,
-        Where(_metric("router_reservation_leaks"), ">", 0),
+        Comparison(_metric("router_reservation_leaks"), ">", 0),
         15,
         "the router holds reservations of requests that have ended: nodes look fuller than they are",
         "restart the coordinator, and report it with its log",
     ),
-    Rule(
+    AlertRule(
         "QueueStuck",
         _CRITICAL,
-        Both(Where(_metric("router_queue_depth"), ">", 0), Where(_rise("router_attempts", 60), "==", 0)),
+        And(Comparison(_metric("router_queue_depth"), ">", 0), Comparison(_rise("router_attempts", 60), "==", 0)),
         30,
         "requests wait, and for a minute none was sent to a node",
         "`cluster place MODEL` says what each node lacks; unload a model or join a machine",
     ),
-    Rule(
+    AlertRule(
         "NoHeadroomAnywhere",
         _WARNING,
-        Where(Highest(_metric("cluster_node_headroom_bytes")), "<=", 0),
+        Comparison(MaxOver(_metric("cluster_node_headroom_bytes")), "<=", 0),
         60,
         "no node has any headroom",
         "unload models that nobody uses, close programs on the Macs, or join a machine",
     ),
-    Rule(
+    AlertRule(
         "HighRefusalRatio",
         _WARNING,
-        Both(
-            Where(_rise("gate_refusals", 300, "reason"), ">", 10),
-            Where(Sum(_rise("gate_refusals", 300, "reason"), "/", _rise("gate_checks", 300, "site")), ">", 0.5),
+        And(
+            Comparison(_rise("gate_refusals", 300, "reason"), ">", 10),
+            Comparison(
+                BinaryOp(_rise("gate_refusals", 300, "reason"), "/", _rise("gate_checks", 300, "site")), ">", 0.5
+            ),
         ),
         60,
         "the gate of {node} says no more often than yes",
         "`cluster node show NAME` shows what takes its memory; unload a model, or raise its cap",
     ),
-    Rule(
+    AlertRule(
         "CertExpiry",
         _CRITICAL,
-        Where(_left("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2),
+        Comparison(_left("tls_expires_timestamp_seconds", "tls_issued_timestamp_seconds"), "<", 0.2),
         0,
         "the certificate of the {certificate} has less than a fifth of its life left, and was not renewed",
         "look at the coordinator's log, and at the clock of its machine; replace a certificate of your own",
     ),
-    Rule(
+    AlertRule(
         "NodeCertExpiry",
         _CRITICAL,
-        Where(
+        Comparison(
             _left(
                 "cluster_node_certificate_expires_timestamp_seconds",
                 "cluster_node_certificate_issued_timestamp_seconds",
@@ -255,18 +265,18 @@ RULES = (
         "the certificate of {node} has less than a fifth of its life left, and was not renewed",
         "restart the node; if that does not help, look at its clock and join it again",
     ),
-    Rule(
+    AlertRule(
         "FilesRunOut",
         _WARNING,
-        Where(Sum(_metric("process_open_fds"), "/", _metric("process_max_fds")), ">", 0.9),
+        Comparison(BinaryOp(_metric("process_open_fds"), "/", _metric("process_max_fds")), ">", 0.9),
         30,
         "the coordinator has used nine tenths of the files and connections that it may open",
         "see who is connected; raise the limit of open files for it",
     ),
-    Rule(
+    AlertRule(
         "CoordinatorDown",
         _CRITICAL,
-        Where(Metric("up", (("job", "macpool"),)), "==", 0),
+        Comparison(Metric("up", (("job", "macpool"),)), "==", 0),
         30,
         "Prometheus cannot scrape the coordinator",
         "is it up, is its address right, and is the token still good (`cluster key list`)?",
@@ -282,7 +292,7 @@ def windows() -> Mapping[str, frozenset[float]]:
     found: dict[str, set[float]] = {}
     for rule in WATCHED:
         for part in walk(rule.holds):
-            if isinstance(part, Rise):
+            if isinstance(part, Increase):
                 found.setdefault(part.name, set()).add(part.seconds)
     return {name: frozenset(seconds) for name, seconds in found.items()}
 

@@ -6,7 +6,8 @@ Rules
 - The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
   Redirects are not followed.
 - The path of a webhook is often its password: only the host is logged. A message contains only the condition.
-- The receiver may be slow: one message at a time, `RETRIES` attempts each, at most `WAITING` queued messages. Beyond it
+- The receiver may be slow: one message at a time, `MAX_RETRIES` attempts each, at most `MAX_QUEUED_MESSAGES` queued
+messages. Beyond it
   the oldest is discarded.
 """
 
@@ -26,12 +27,12 @@ import structlog
 
 from coordinator.alerts.evaluator import Condition
 
-SECONDS = 5.0
+TIMEOUT_SECONDS = 5.0
 """Timeout of the connection, and of the answer after it, in seconds."""
-RETRIES = 4
-FIRST_WAIT = 2.0
+MAX_RETRIES = 4
+FIRST_RETRY_SECONDS = 2.0
 """Seconds before the second attempt; doubled for each further attempt."""
-WAITING = 64
+MAX_QUEUED_MESSAGES = 64
 _PLAIN = re.compile(r"[!-\[\]-~]+")
 """Allowed characters of a URL: printable ASCII without space and backslash."""
 
@@ -67,7 +68,7 @@ class WebhookError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Address:
+class WebhookAddress:
     """Destination of messages."""
 
     tls: bool
@@ -76,7 +77,7 @@ class Address:
     path: str
 
 
-def parse(url: str) -> Address:
+def parse(url: str) -> WebhookAddress:
     """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
         raise WebhookError("conditions.webhook has characters that no URL has")
@@ -91,7 +92,7 @@ def parse(url: str) -> Address:
     if parts.scheme == "http" and not _literal_loopback(host):
         raise WebhookError("conditions.webhook is HTTPS, or plain HTTP to 127.0.0.1: what is told is nobody else's")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    return Address(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
+    return WebhookAddress(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
 
 
 def _literal_loopback(host: str) -> bool:
@@ -107,10 +108,10 @@ def resolve(host: str, port: int) -> Sequence[str]:
     return list(dict.fromkeys(str(one[4][0]) for one in found))
 
 
-def allowed(address: Address, found: Sequence[str]) -> str:
+def resolve_allowed(address: WebhookAddress, found: Sequence[str]) -> str:
     """Return the address to connect to. Raise `WebhookError` if any of the host's addresses is forbidden."""
     for text in found:
-        for one in reached(text.partition("%")[0]):
+        for one in possible_destinations(text.partition("%")[0]):
             if is_forbidden(one):
                 raise WebhookError(f"{address.host} is at {one}, to which nothing is sent")
             if not address.tls and not one.is_loopback:
@@ -132,7 +133,7 @@ def is_forbidden(one: Ip) -> bool:
     return bare or any(one in network for network in METADATA)
 
 
-def reached(text: str) -> Sequence[Ip]:
+def possible_destinations(text: str) -> Sequence[Ip]:
     """Return the possible destinations of a packet to this address: itself, or the IPv4 addresses that it embeds."""
     one = ipaddress.ip_address(text)
     if isinstance(one, ipaddress.IPv4Address):
@@ -149,11 +150,11 @@ def reached(text: str) -> Sequence[Ip]:
     return [one]
 
 
-def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
+def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: ssl.SSLContext | None = None) -> int:
     """Send one message and return the answer's status. Raise `OSError` or `WebhookError` if it could not be sent."""
-    where = allowed(address, find(address.host, address.port))
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=SECONDS)
-    line = socket.create_connection((where, address.port), timeout=SECONDS)
+    where = resolve_allowed(address, find(address.host, address.port))
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=TIMEOUT_SECONDS)
+    line = socket.create_connection((where, address.port), timeout=TIMEOUT_SECONDS)
     try:
         if address.tls:
             line = (trust or ssl.create_default_context()).wrap_socket(line, server_hostname=address.host)
@@ -170,11 +171,13 @@ def post(address: Address, body: bytes, find: Resolve = resolve, trust: ssl.SSLC
 class Webhook:
     """Sender of messages, in order. `send` sends a body and returns a status."""
 
-    def __init__(self, address: Address, cluster: str, send: Callable[[Address, bytes], int] = post) -> None:
+    def __init__(
+        self, address: WebhookAddress, cluster: str, send: Callable[[WebhookAddress, bytes], int] = post
+    ) -> None:
         self._address = address
         self._cluster = cluster
         self._send = send
-        self._waiting: deque[bytes] = deque(maxlen=WAITING)
+        self._waiting: deque[bytes] = deque(maxlen=MAX_QUEUED_MESSAGES)
         self._more = asyncio.Event()
 
     @property
@@ -182,7 +185,7 @@ class Webhook:
         """Number of queued messages."""
         return len(self._waiting)
 
-    def tell(self, condition: Condition, began: bool) -> None:
+    def enqueue(self, condition: Condition, began: bool) -> None:
         """Enqueue a message about a condition."""
         message = {"schema": 1, "cluster": self._cluster, "event": "began" if began else "ended", **condition.row()}
         self._waiting.append(json.dumps(message).encode())
@@ -197,8 +200,8 @@ class Webhook:
                 await self._deliver(self._waiting.popleft())
 
     async def _deliver(self, body: bytes) -> None:
-        wait, why = FIRST_WAIT, ""
-        for attempt in range(RETRIES):
+        wait, why = FIRST_RETRY_SECONDS, ""
+        for attempt in range(MAX_RETRIES):
             if attempt:
                 await asyncio.sleep(wait)
                 wait *= 2

@@ -11,7 +11,7 @@ from fastapi import Request
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.state.access_admin import LOCAL
-from coordinator.state.database import Store
+from coordinator.state.database import Database
 from coordinator.ui.browser_sessions import PAGE
 from router.admission.api_keys import KeyRing, credential
 from router.errors import NO_KEY, WRONG_KEY, missing_scope
@@ -24,7 +24,7 @@ ADDRESS: ContextVar[str] = ContextVar("address", default="")
 """Client address of the current request."""
 
 
-def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
+def require_scope(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     """Return a check that admits only keys with `scope` and records the key's id on the request."""
 
     async def check(request: Request) -> None:
@@ -43,7 +43,7 @@ def needs(ring: KeyRing, scope: str) -> Callable[[Request], Awaitable[None]]:
     return check
 
 
-def noted(store: Store, act: Callable[..., Any]) -> Callable[..., Any]:
+def audited(store: Database, act: Callable[..., Any]) -> Callable[..., Any]:
     """Have an act written into the audit log, once it is done."""
 
     @wraps(act)

@@ -15,11 +15,11 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
 from coordinator.api.errors import ProblemError
-from coordinator.api.route import BODY_BYTES
+from coordinator.api.route import MAX_BODY_BYTES
 from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 
-BODY_SECONDS = 10.0
+BODY_TIMEOUT_SECONDS = 10.0
 """Longest time for a body of the control plane to arrive."""
 _DIGITS = 18
 """Digits of a Content-Length that is read as a number."""
@@ -56,7 +56,7 @@ class StrictRoute(APIRoute):
     """
 
     check: Callable[[Request], Awaitable[None]] | None = None
-    longest_body = BODY_BYTES
+    longest_body = MAX_BODY_BYTES
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Return FastAPI's handler behind the check of the key and the reading of the body."""
@@ -77,10 +77,10 @@ async def _read(request: Request, longest: int) -> bytes:
     if not announced.isdecimal() or len(announced) > _DIGITS or int(announced) > longest:
         raise _too_long(longest)
     try:
-        async with asyncio.timeout(BODY_SECONDS):
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
             return await _parts(request.receive, longest)
     except TimeoutError:
-        late = Problem(408, "request_timeout", f"the body did not arrive within {BODY_SECONDS:.0f} s")
+        late = Problem(408, "request_timeout", f"the body did not arrive within {BODY_TIMEOUT_SECONDS:.0f} s")
         raise ProblemError(late) from None
 
 

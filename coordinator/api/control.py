@@ -12,15 +12,15 @@ from typing import Any, Protocol
 from fastapi import FastAPI, Request
 
 from coordinator.alerts.evaluator import Conditions
-from coordinator.api.auth import needs, noted
+from coordinator.api.auth import audited, require_scope
 from coordinator.api.body import StrictRoute
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import answer_errors
-from coordinator.api.live_snapshot import Sections
+from coordinator.api.live_snapshot import SnapshotSources
 from coordinator.api.route import OPEN, Route
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.keys import KeyRoutes
-from coordinator.api.routes.logs_and_events import JournalRoutes
+from coordinator.api.routes.logs_and_events import LogRoutes
 from coordinator.api.routes.models import ModelRoutes
 from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.page import PageRoutes
@@ -28,21 +28,21 @@ from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.prometheus import PrometheusRoutes
 from coordinator.api.routes.requests import RequestRoutes, WallClock
 from coordinator.api.routes.videos import VideoRoutes
-from coordinator.api.server_info import Facts
-from coordinator.cluster.model_operations import Loads
+from coordinator.api.server_info import ServerInfo
+from coordinator.cluster.model_operations import ModelOperations
 from coordinator.cluster.registry import Registry
 from coordinator.joining.join_approvals import Approvals
-from coordinator.metrics.service import Metrics
-from coordinator.observe.event_log import Events
+from coordinator.metrics.service import MetricsService
+from coordinator.observe.event_log import EventLog
 from coordinator.observe.load_history import LoadHistory
-from coordinator.state.access_admin import Admin
-from coordinator.ui.browser_sessions import Visitors
-from coordinator.video.controller import Conductor
+from coordinator.state.access_admin import AccessAdmin
+from coordinator.ui.browser_sessions import BrowserSessions
+from coordinator.video.controller import VideoController
 from router.admission.api_keys import KeyRing
 from router.dialects.openapi import openapi_schemas
 
 
-class Subject(Protocol):
+class RouteGroup(Protocol):
     """A module of routes."""
 
     def routes(self) -> tuple[Route, ...]:
@@ -51,33 +51,33 @@ class Subject(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observability:
     """Observed state of the pool: metrics, conditions, load of the last hour, events, and the coordinator's log."""
 
-    metrics: Metrics
+    metrics: MetricsService
     conditions: Conditions
     load: LoadHistory
-    events: Events
+    events: EventLog
     log_file: Path
 
 
-class Api:
+class ControlApi:
     """All groups of control routes with their dependencies. `paths` describes the routes that generate, for the OpenAPI
     document."""
 
     def __init__(
         self,
         registry: Registry,
-        admin: Admin,
+        admin: AccessAdmin,
         approvals: Approvals,
         ring: KeyRing,
-        traffic: Traffic,
-        loads: Loads,
-        conductor: Conductor,
-        facts: Facts,
+        traffic: DispatcherApi,
+        loads: ModelOperations,
+        conductor: VideoController,
+        facts: ServerInfo,
         paths: Mapping[str, Any],
-        visitors: Visitors,
-        seen: Seen,
+        visitors: BrowserSessions,
+        seen: Observability,
     ) -> None:
         self._ring = ring
         self._store = admin.store
@@ -90,8 +90,8 @@ class Api:
             "/api/v1/nodes": lambda: {"schema": 1, "nodes": nodes.rows()},
             "/api/v1/models": lambda: {"schema": 1, "models": models.rows()},
         }
-        sections = Sections(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
-        subjects: tuple[Subject, ...] = (
+        sections = SnapshotSources(pool, nodes, models, joins, traffic, ring, WallClock(traffic.now))
+        subjects: tuple[RouteGroup, ...] = (
             pool,
             nodes,
             models,
@@ -100,7 +100,7 @@ class Api:
             RequestRoutes(traffic, ring),
             KeyRoutes(admin, ring, traffic),
             PageRoutes(facts.base_url, visitors, ring, admin.store, sections),
-            JournalRoutes(seen.log_file, seen.events, admin),
+            LogRoutes(seen.log_file, seen.events, admin),
             PrometheusRoutes(seen.metrics, registry),
         )
         routes = [route for subject in subjects for route in subject.routes()]
@@ -113,9 +113,11 @@ class Api:
         is_open = route.scope == OPEN
         self.app.router.add_api_route(
             route.path,
-            noted(self._store, route.answer) if route.audited else route.answer,
+            audited(self._store, route.answer) if route.audited else route.answer,
             methods=[route.method],
-            route_class_override=_opened_by(None if is_open else needs(self._ring, route.scope), route.longest_body),
+            route_class_override=_opened_by(
+                None if is_open else require_scope(self._ring, route.scope), route.longest_body
+            ),
             openapi_extra={"security": []} if is_open else {"x-scope": route.scope, "security": [{"key": []}]},
             summary=route.summary,
             response_model=None,

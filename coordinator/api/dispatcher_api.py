@@ -2,20 +2,20 @@
 
 from typing import Protocol
 
-from router.admission.usage import Usage
-from router.dispatch.circuit_breaker import Breakers
-from router.dispatch.decision_log import History
-from router.dispatch.request import Ticket
-from router.placement.place import Demand, NoPlacement, Placement
+from router.admission.usage import UsageCounter
+from router.dispatch.circuit_breaker import CircuitBreakers
+from router.dispatch.decision_log import DecisionLog
+from router.dispatch.request import ActiveRequest
+from router.placement.place import NoPlacement, Placement, ResourceDemand
 from wire.identity import NodeId
 
 
-class Traffic(Protocol):
+class DispatcherApi(Protocol):
     """Requests, their nodes, and the placement decisions."""
 
-    usage: Usage
-    history: History
-    breakers: Breakers[NodeId]
+    usage: UsageCounter
+    history: DecisionLog
+    breakers: CircuitBreakers[NodeId]
 
     def in_flight(self, node: NodeId) -> int:
         """Requests on a node."""
@@ -25,7 +25,7 @@ class Traffic(Protocol):
         """Requests that wait for a node."""
         ...
 
-    def under_way(self) -> list[Ticket]:
+    def open_requests(self) -> list[ActiveRequest]:
         """Requests that are here, the oldest first."""
         ...
 
@@ -33,10 +33,10 @@ class Traffic(Protocol):
         """The clock of its times."""
         ...
 
-    async def emptied(self, node: NodeId, seconds: float) -> int:
+    async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Migrate the requests of a node, wait at most `seconds` until it has none, and return the number left."""
         ...
 
-    def preview(self, demand: Demand) -> Placement | NoPlacement:
+    def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
         """Place without reserving."""
         ...

@@ -4,43 +4,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.routes.joining import JoinRoutes
 from coordinator.api.routes.models import ModelRoutes
 from coordinator.api.routes.nodes import NodeRoutes
 from coordinator.api.routes.pool import PoolRoutes
 from coordinator.api.routes.requests import WallClock, phase_of, summary
 from router.admission.api_keys import KeyRing
-from router.dispatch.decision_log import Story
-from router.dispatch.request import Ticket
+from router.dispatch.decision_log import RequestRecord
+from router.dispatch.request import ActiveRequest
 
-STORIES_SHOWN = 50
+MAX_REQUESTS_SHOWN = 50
 """Requests that the page shows, under way and ended."""
-SILENT = 3.0
+SILENCE_SHOWN_SECONDS = 3.0
 """Seconds after which the page says how long a node is silent."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sections:
+class SnapshotSources:
     """Sources of the sections."""
 
     pool: PoolRoutes
     nodes: NodeRoutes
     models: ModelRoutes
     joins: JoinRoutes
-    traffic: Traffic
+    traffic: DispatcherApi
     ring: KeyRing
     clock: WallClock
 
     def __call__(self) -> dict[str, object]:
         """Return the current content of every section."""
         names = self.ring.names()
-        stories = self.traffic.history.newest(STORIES_SHOWN)
+        stories = self.traffic.history.newest(MAX_REQUESTS_SHOWN)
         return {
             "status": {name: value for name, value in self.pool.row().items() if name != "uptime_seconds"},
             "nodes": [_steady(row) for row in self.nodes.rows()],
             "models": self.models.rows(),
-            "requests": [_under_way(ticket, self.clock, names) for ticket in self.traffic.under_way()[:STORIES_SHOWN]],
+            "requests": [
+                _under_way(ticket, self.clock, names) for ticket in self.traffic.open_requests()[:MAX_REQUESTS_SHOWN]
+            ],
             "ended": [_ended(story, self.clock, names) for story in stories],
             "joins": self.joins.rows(),
             "conditions": self.pool.active(),
@@ -51,10 +53,14 @@ class Sections:
 def _steady(row: dict[str, Any]) -> dict[str, Any]:
     """Remove volatile values without meaning from a node's row: silence below three seconds."""
     heard = row["heard_seconds"]
-    return {**row, "age": 0, "heard_seconds": None if heard is None else int(heard) if heard >= SILENT else 0}
+    return {
+        **row,
+        "age": 0,
+        "heard_seconds": None if heard is None else int(heard) if heard >= SILENCE_SHOWN_SECONDS else 0,
+    }
 
 
-def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _ended(story: RequestRecord, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return a request that has ended, without its steps: the page asks for them."""
     return {
         "request_id": story.request_id,
@@ -70,7 +76,7 @@ def _ended(story: Story, clock: WallClock, names: Mapping[str, str]) -> dict[str
     }
 
 
-def _under_way(ticket: Ticket, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
+def _under_way(ticket: ActiveRequest, clock: WallClock, names: Mapping[str, str]) -> dict[str, Any]:
     """Return an open request as a row, without any part of its prompt."""
     return {
         "id": ticket.job.request_id,

@@ -10,10 +10,10 @@ from fastapi.responses import Response, StreamingResponse
 from coordinator.api.errors import ProblemError
 from router.errors import Problem
 
-LONGEST_LOG = 2**30
-FOLLOW_SECONDS = 1.0
+MAX_LOG_BYTES = 2**30
+FOLLOW_INTERVAL_SECONDS = 1.0
 """Between two looks at a log that is followed."""
-LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=LONGEST_LOG)]
+LogBytes = Annotated[int, Query(alias="bytes", ge=1, le=MAX_LOG_BYTES)]
 """Number of bytes from the end of a log."""
 
 

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from router.dialects.openapi import ALWAYS, told
+from router.dialects.openapi import ALWAYS, describe_error
 
 OPEN = ""
 """Scope of a public route. `tests/test_routes.py` lists these routes with reasons."""
 EVENTS = "text/event-stream"
-BODY_BYTES = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024
 """Most bytes of a body on a control route with API key."""
-OPEN_BODY_BYTES = 1024
+MAX_PUBLIC_BODY_BYTES = 1024
 """Most bytes of a body on a public control route: a code of 100 characters, each of them escaped."""
 
 
@@ -53,7 +53,7 @@ class Route:
     @property
     def longest_body(self) -> int:
         """Return the bound of its body in bytes."""
-        return OPEN_BODY_BYTES if self.scope == OPEN else BODY_BYTES
+        return MAX_PUBLIC_BODY_BYTES if self.scope == OPEN else MAX_BODY_BYTES
 
     @property
     def audited(self) -> bool:
@@ -72,4 +72,4 @@ class Route:
         missing = (404,) if "{" in self.path else ()
         unread = () if self.method == "GET" else (408, 413)
         bad = sorted({*ALWAYS, *self.refusals, *missing, *unread})
-        return {"200": good, **{str(status): told("/api/v1/", status) for status in bad}}
+        return {"200": good, **{str(status): describe_error("/api/v1/", status) for status in bad}}

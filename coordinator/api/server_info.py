@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ServerInfo:
     """`started` by the monotonic clock; `ca_pem` is empty where the endpoint has no authority of its own."""
 
     name: str

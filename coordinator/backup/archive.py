@@ -17,8 +17,8 @@ import msgspec
 MAGIC = b"macpool backup 1\n"
 FAMILY = b"macpool backup "
 FORMAT = 1
-LONGEST_MANIFEST = 16 * 2**20
-PIECE = 2**20
+MAX_MANIFEST_BYTES = 16 * 2**20
+CHUNK_BYTES = 2**20
 DATABASE, VIDEOS = "cluster.db", "videos.db"
 NAMES = re.compile(
     r"cluster\.db|videos\.db|config\.toml|pepper|authority/[a-z-]{1,60}\.pem"
@@ -32,7 +32,7 @@ class ArchiveError(Exception):
     """This is no backup that can be used; the text says why and what to do."""
 
 
-class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One file: its name below the state folder, bytes, SHA-256 in hex."""
 
     name: str
@@ -54,13 +54,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
     schemas: dict[str, int]
     """Schema versions of the databases."""
-    members: tuple[Member, ...]
+    members: tuple[ArchiveMember, ...]
     artifacts: bool = False
     outside: tuple[str, ...] = ()
     """Files that the settings name and that the backup does not contain."""
 
 
-class Source(Protocol):
+class ReadableStream(Protocol):
     """Readable stream: a file, or the content of an encrypted file."""
 
     def read(self, size: int, /) -> bytes:
@@ -68,19 +68,19 @@ class Source(Protocol):
         ...
 
 
-def head_of(manifest: Manifest) -> bytes:
+def header_of(manifest: Manifest) -> bytes:
     """Return the bytes before the members, without `MAGIC`."""
     encoded = msgspec.json.encode(manifest)
     return len(encoded).to_bytes(4, "big") + encoded + hashlib.sha256(encoded).digest()
 
 
-def read_manifest(source: Source) -> Manifest:
+def read_manifest(source: ReadableStream) -> Manifest:
     """Read the bytes before the members, without `MAGIC`. Raise `ArchiveError` if anything is invalid."""
-    length = int.from_bytes(exactly(source, 4), "big")
-    if length > LONGEST_MANIFEST:
+    length = int.from_bytes(read_exactly(source, 4), "big")
+    if length > MAX_MANIFEST_BYTES:
         raise ArchiveError(f"its manifest would have {length} bytes: it is damaged")
-    encoded = exactly(source, length)
-    if hashlib.sha256(encoded).digest() != exactly(source, 32):
+    encoded = read_exactly(source, length)
+    if hashlib.sha256(encoded).digest() != read_exactly(source, 32):
         raise ArchiveError("its manifest is damaged: use another copy of the file")
     try:
         number = msgspec.json.decode(encoded, type=_Numbered).format
@@ -106,11 +106,11 @@ def _check(manifest: Manifest) -> None:
         raise ArchiveError("its manifest names a file twice, or lacks one that every backup has: it is not used")
 
 
-def contents(source: Source, member: Member) -> Iterator[bytes]:
+def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
     """Yield a member's bytes; ArchiveError at the end where they are not those that the manifest names."""
     digest, left = hashlib.sha256(), member.size
     while left:
-        piece = exactly(source, min(PIECE, left))
+        piece = read_exactly(source, min(CHUNK_BYTES, left))
         digest.update(piece)
         left -= len(piece)
         yield piece
@@ -118,13 +118,13 @@ def contents(source: Source, member: Member) -> Iterator[bytes]:
         raise ArchiveError(f"{member.name} in it is damaged: use another copy of the file")
 
 
-def ended(source: Source) -> None:
+def check_end(source: ReadableStream) -> None:
     """Check that no data follows the last member."""
     if source.read(1):
         raise ArchiveError("something follows its last member: it is not used")
 
 
-def exactly(source: Source, size: int) -> bytes:
+def read_exactly(source: ReadableStream, size: int) -> bytes:
     """Read exactly `size` bytes. Raise `ArchiveError` if there are fewer."""
     data = b""
     while piece := source.read(size - len(data)):
@@ -137,7 +137,7 @@ def exactly(source: Source, size: int) -> bytes:
 def digest_of(file: BinaryIO) -> tuple[int, str]:
     """Return size and SHA-256 of a file's remaining bytes."""
     digest, size = hashlib.sha256(), 0
-    while piece := file.read(PIECE):
+    while piece := file.read(CHUNK_BYTES):
         digest.update(piece)
         size += len(piece)
     return size, digest.hexdigest()

@@ -6,7 +6,7 @@
 
 Before `commit.json` exists, the old state is valid and `restoring` is garbage. After that, the next holder of the
 folder's lock (`Store`, `restore`) continues an interrupted swap. A file that has left `restoring` is in place; a file
-that is still there is moved now. No code opens the databases before `settle` has returned.
+that is still there is moved now. No code opens the databases before `finish_swap` has returned.
 """
 
 import os
@@ -21,7 +21,7 @@ RESTORING = "restoring"
 COMMIT = "commit.json"
 
 
-class Plan(msgspec.Struct, frozen=True):
+class FileMoves(msgspec.Struct, frozen=True):
     """Files to move. Replaced and removed files go to `aside`."""
 
     install: tuple[str, ...]
@@ -31,7 +31,7 @@ class Plan(msgspec.Struct, frozen=True):
     aside: str
 
 
-def staging(folder: Path) -> Path:
+def create_staging(folder: Path) -> Path:
     """Create and return an empty folder for the new state."""
     staged = folder / RESTORING
     if staged.is_symlink():
@@ -41,25 +41,25 @@ def staging(folder: Path) -> Path:
     return private_folder(staged)
 
 
-def commit(folder: Path, plan: Plan) -> None:
+def commit(folder: Path, plan: FileMoves) -> None:
     """Commit the new state and move it into place."""
     _sync(folder / RESTORING)
     write_private(folder / RESTORING / COMMIT, msgspec.json.encode(plan))
-    settle(folder)
+    finish_swap(folder)
 
 
-def abandon(folder: Path) -> None:
+def discard_staging(folder: Path) -> None:
     """Delete an uncommitted state, because it contains secrets."""
-    if not unsettled(folder):
+    if not is_unsettled(folder):
         shutil.rmtree(folder / RESTORING, ignore_errors=True)
 
 
-def unsettled(folder: Path) -> bool:
+def is_unsettled(folder: Path) -> bool:
     """Return whether a new state is committed but not completely in place."""
     return (folder / RESTORING / COMMIT).exists()
 
 
-def settle(folder: Path) -> bool:
+def finish_swap(folder: Path) -> bool:
     """Finish an interrupted swap, or delete an uncommitted state. Return whether a new state came into place.
 
     The caller holds the lock. Raise `OSError` if a file cannot be moved; the next call continues.
@@ -68,7 +68,7 @@ def settle(folder: Path) -> bool:
     if not staged.exists():
         return False
     try:
-        plan = msgspec.json.decode((staged / COMMIT).read_bytes(), type=Plan)
+        plan = msgspec.json.decode((staged / COMMIT).read_bytes(), type=FileMoves)
     except (FileNotFoundError, msgspec.MsgspecError):
         shutil.rmtree(staged, ignore_errors=True)
         return False

@@ -21,21 +21,21 @@ from typing import BinaryIO
 
 from coordinator.backup import encryption
 from coordinator.backup.archive import (
+    CHUNK_BYTES,
     DATABASE,
     FAMILY,
     FORMAT,
     MAGIC,
     NAMES,
-    PIECE,
     VIDEOS,
+    ArchiveMember,
     Manifest,
-    Member,
     digest_of,
-    head_of,
+    header_of,
 )
-from coordinator.backup.atomic_swap import unsettled
-from coordinator.backup.encryption import Sealer
-from coordinator.tls.cluster_ca import Authority, AuthorityError
+from coordinator.backup.atomic_swap import is_unsettled
+from coordinator.backup.encryption import EncryptingWriter
+from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
 from host.private_files import private_folder
 from host.settings_loader import from_tree
 
@@ -45,7 +45,7 @@ class BackupError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class BackupResult:
     """A completed backup: path, size on disk in bytes, and content."""
 
     file: Path
@@ -54,13 +54,13 @@ class Made:
     encrypted: bool
 
 
-def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> Made:
+def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
     """Write the cluster in a state folder into one private file, in place of an older backup of that name.
 
     BackupError when there is no cluster, when it cannot be read or written, or when `file` is something else."""
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
         raise BackupError(f"there is no cluster in {state}: a backup is made where its coordinator is")
-    if unsettled(state):
+    if is_unsettled(state):
         raise BackupError(f"a restore was broken off in {state}: `cluster up` there finishes it, then back up")
     _check_target(file)
     try:
@@ -69,7 +69,7 @@ def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: byt
             size = _write(file, members, manifest, passphrase)
     except (OSError, sqlite3.Error, AuthorityError) as error:
         raise BackupError(f"no backup was made: {error}") from None
-    return Made(file, size, manifest, passphrase is not None)
+    return BackupResult(file, size, manifest, passphrase is not None)
 
 
 def _check_target(file: Path) -> None:
@@ -98,9 +98,9 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
     for name, path in named:
         if NAMES.fullmatch(name) is None or path.is_symlink() or not path.is_file():
             raise BackupError(f"{path} is not a file of ours: move it away, then back up")
-    members = [Member(name, *_measure(path)) for name, path in named]
+    members = [ArchiveMember(name, *_measure(path)) for name, path in named]
     cluster, name, epoch, generation = _meta(folder / DATABASE)
-    if Authority(state / "authority", time.time).cluster != cluster:
+    if ClusterCa(state / "authority", time.time).cluster != cluster:
         raise BackupError(f"{state / 'authority'} belongs to another cluster than {DATABASE}: restore a backup")
     manifest = Manifest(
         format=FORMAT,
@@ -166,7 +166,7 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
     try:
         with os.fdopen(descriptor, "wb") as out:
             writer = _Writer(out, passphrase)
-            writer.write(head_of(manifest))
+            writer.write(header_of(manifest))
             for path, member in zip(members, manifest.members, strict=True):
                 with path.open("rb") as source:
                     _pour(source, writer, member)
@@ -186,7 +186,7 @@ class _Writer:
     """A plain file or a sealed one."""
 
     def __init__(self, out: BinaryIO, passphrase: bytes | None) -> None:
-        self._sealer = Sealer(out, passphrase) if passphrase is not None else None
+        self._sealer = EncryptingWriter(out, passphrase) if passphrase is not None else None
         self.write = out.write if self._sealer is None else self._sealer.write
         if self._sealer is None:
             out.write(MAGIC)
@@ -196,10 +196,10 @@ class _Writer:
             self._sealer.finish()
 
 
-def _pour(source: BinaryIO, writer: _Writer, member: Member) -> None:
+def _pour(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:
     """Write a member. Raise `BackupError` if it differs from its description."""
     digest, size = hashlib.sha256(), 0
-    while piece := source.read(PIECE):
+    while piece := source.read(CHUNK_BYTES):
         writer.write(piece)
         digest.update(piece)
         size += len(piece)

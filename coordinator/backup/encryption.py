@@ -16,13 +16,13 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt
 
 MAGIC = b"macpool sealed 1\n"
 FAMILY = b"macpool sealed "
-PIECE = 64 * 1024
-TAG = 16
-SALT = 16
+CHUNK_BYTES = 64 * 1024
+TAG_BYTES = 16
+SALT_BYTES = 16
 _COST, _BLOCK, _LANES = 2**17, 8, 1
 
 
-class SealError(Exception):
+class EncryptionError(Exception):
     """The file cannot be opened with this passphrase, or is not whole."""
 
 
@@ -34,11 +34,11 @@ def _nonce(number: int, *, last: bool) -> bytes:
     return number.to_bytes(11, "big") + bytes((last,))
 
 
-class Sealer:
+class EncryptingWriter:
     """Encrypting writer to `file`. `finish` must be called at the end."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
-        salt = os.urandom(SALT)
+        salt = os.urandom(SALT_BYTES)
         self._file, self._head = file, MAGIC + salt
         self._cipher = _cipher(passphrase, salt)
         self._waiting = bytearray()
@@ -48,9 +48,9 @@ class Sealer:
     def write(self, data: bytes) -> int:
         """Seal some bytes; give how many."""
         self._waiting += data
-        while len(self._waiting) > PIECE:
-            self._seal(bytes(self._waiting[:PIECE]), last=False)
-            del self._waiting[:PIECE]
+        while len(self._waiting) > CHUNK_BYTES:
+            self._seal(bytes(self._waiting[:CHUNK_BYTES]), last=False)
+            del self._waiting[:CHUNK_BYTES]
         return len(data)
 
     def finish(self) -> None:
@@ -62,17 +62,19 @@ class Sealer:
         self._number += 1
 
 
-class Opener:
-    """Decrypting reader of a `Sealer`'s output. `file` is positioned behind `MAGIC`. Raise `SealError` on a modified
-    file."""
+class DecryptingReader:
+    """Decrypting reader of a `EncryptingWriter`'s output.
+
+    `file` is positioned behind `MAGIC`. Raise `EncryptionError` on a modified file.
+    """
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
-        salt = file.read(SALT)
-        if len(salt) < SALT:
-            raise SealError("it ends within its first bytes: it was cut off")
+        salt = file.read(SALT_BYTES)
+        if len(salt) < SALT_BYTES:
+            raise EncryptionError("it ends within its first bytes: it was cut off")
         self._file, self._head = file, MAGIC + salt
         self._cipher = _cipher(passphrase, salt)
-        self._next = file.read(PIECE + TAG)
+        self._next = file.read(CHUNK_BYTES + TAG_BYTES)
         self._plain = b""
         self._number = 0
         self._ended = False
@@ -90,13 +92,13 @@ class Opener:
         return whole[:size]
 
     def _open(self) -> bytes:
-        sealed, self._next = self._next, self._file.read(PIECE + TAG)
+        sealed, self._next = self._next, self._file.read(CHUNK_BYTES + TAG_BYTES)
         last = not self._next
         try:
             piece = self._cipher.decrypt(_nonce(self._number, last=last), sealed, self._head)
         except (InvalidTag, ValueError):
             why = "the passphrase is wrong, or it is damaged" if not self._number else "it is damaged or cut off"
-            raise SealError(why) from None
+            raise EncryptionError(why) from None
         self._number += 1
         self._ended = last
         return piece

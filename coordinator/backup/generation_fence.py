@@ -11,17 +11,17 @@ from pathlib import Path
 
 import msgspec
 
-from coordinator.tls.cluster_ca import Authority
+from coordinator.tls.cluster_ca import ClusterCa
 from host.private_files import write_private
 
-MARK = "superseded.json"
+MARK_FILE = "superseded.json"
 
 
 class SupersededError(Exception):
     """Another coordinator serves this cluster now; the text says since when and what to do."""
 
 
-class Mark(msgspec.Struct, frozen=True):
+class SupersededMark(msgspec.Struct, frozen=True):
     """Record of a superseding generation: number, signature, node that sent it, time (Unix seconds)."""
 
     generation: int
@@ -31,13 +31,13 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class GenerationFence:
     """One coordinator's view of it: the authority that signs, and its own generation."""
 
-    authority: Authority
+    authority: ClusterCa
     generation: int
 
-    def newer(self, generation: int, seal: bytes) -> bool:
+    def is_newer(self, generation: int, seal: bytes) -> bool:
         """Return whether this proves a coordinator with a higher generation."""
         return generation > self.generation and self.authority.sealed(generation, seal)
 
@@ -45,19 +45,19 @@ class Fence:
         """Raise `SupersededError` if a record exists and is still valid. A restore raises the generation above the
         record."""
         try:
-            mark = msgspec.json.decode((state / MARK).read_bytes(), type=Mark)
+            mark = msgspec.json.decode((state / MARK_FILE).read_bytes(), type=SupersededMark)
         except (FileNotFoundError, msgspec.MsgspecError):
             return
-        if self.newer(mark.generation, mark.seal):
-            raise SupersededError(moved_on(mark, state))
+        if self.is_newer(mark.generation, mark.seal):
+            raise SupersededError(moved_message(mark, state))
 
 
-def note(state: Path, mark: Mark) -> None:
+def record_superseded(state: Path, mark: SupersededMark) -> None:
     """Record that this coordinator is superseded. Raise `OSError` if the write fails."""
-    write_private(state / MARK, msgspec.json.encode(mark))
+    write_private(state / MARK_FILE, msgspec.json.encode(mark))
 
 
-def moved_on(mark: Mark, state: Path) -> str:
+def moved_message(mark: SupersededMark, state: Path) -> str:
     """Return the message that the cluster has moved, with the next steps."""
     by = f" (node {mark.node} said so)" if mark.node else ""
     return (

@@ -25,14 +25,14 @@ from coordinator.backup.archive import (
     VIDEOS,
     ArchiveError,
     Manifest,
-    Source,
+    ReadableStream,
+    check_end,
     contents,
-    ended,
     read_manifest,
 )
-from coordinator.backup.atomic_swap import Plan, abandon, commit, settle, staging
-from coordinator.backup.encryption import Opener, SealError
-from coordinator.backup.generation_fence import MARK
+from coordinator.backup.atomic_swap import FileMoves, commit, create_staging, discard_staging, finish_swap
+from coordinator.backup.encryption import DecryptingReader, EncryptionError
+from coordinator.backup.generation_fence import MARK_FILE
 from coordinator.state.database import MIGRATIONS, StateLock, StoreError, open_database
 from coordinator.tls.cluster_ca import AuthorityError, cluster_in
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
@@ -41,7 +41,7 @@ from host.private_files import private_folder
 SCHEMAS = {DATABASE: MIGRATIONS, VIDEOS: VIDEO_MIGRATIONS}
 _BEGIN = max(len(MAGIC), len(encryption.MAGIC))
 _BESIDES = ("", "-wal", "-shm")
-STARTS = 1000
+RESERVED_EPOCHS = 1000
 """Epochs reserved for starts of the other coordinator since the backup.
 
 Request numbers contain the epoch, and nodes treat a lower number as already counted.
@@ -58,7 +58,7 @@ class PassphraseNeeded(RestoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Present:
+class ExistingState:
     """The cluster that a folder holds: its id (empty: it cannot be read) and epoch."""
 
     cluster: str
@@ -66,7 +66,7 @@ class Present:
 
 
 @dataclass(frozen=True, slots=True)
-class Counts:
+class RestoredCounts:
     """Content of a restored state, as counts."""
 
     members: int
@@ -80,7 +80,7 @@ class Restored:
     """Result of a restore."""
 
     manifest: Manifest
-    counts: Counts
+    counts: RestoredCounts
     generation: int
     aside: Path | None
     """Folder of the former state."""
@@ -88,7 +88,7 @@ class Restored:
     """Path of the backup's settings; empty if there are none."""
 
 
-def look(file: Path, passphrase: bytes | None = None) -> Manifest:
+def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
     """Read a whole backup without changing anything; RestoreError when it could not be restored."""
     try:
         with file.open("rb") as opened:
@@ -97,10 +97,10 @@ def look(file: Path, passphrase: bytes | None = None) -> Manifest:
             for member in manifest.members:
                 for _ in contents(source, member):
                     pass
-            ended(source)
+            check_end(source)
     except OSError as error:
         raise RestoreError(f"{file} cannot be read: {error.strerror}") from None
-    except (ArchiveError, SealError) as error:
+    except (ArchiveError, EncryptionError) as error:
         raise RestoreError(f"{file}: {error}") from None
     return manifest
 
@@ -116,21 +116,21 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     except OSError as error:
         raise RestoreError(f"{state} cannot be written: {error.strerror}") from None
     try:
-        settle(state)
+        finish_swap(state)
         with file.open("rb") as opened:
             return _restore(_opened(file, opened, passphrase), state, now, replace=replace)
     except OSError as error:
         raise RestoreError(f"{error.filename or file}: {error.strerror}") from None
-    except (ArchiveError, SealError) as error:
+    except (ArchiveError, EncryptionError) as error:
         raise RestoreError(f"{file}: {error}") from None
     except (StoreError, AuthorityError, sqlite3.Error) as error:
         raise RestoreError(f"what {file} holds cannot be used: {error}") from None
     finally:
-        abandon(state)
+        discard_staging(state)
         lock.release()
 
 
-def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> Source:
+def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> ReadableStream:
     begins = opened.read(_BEGIN)
     if begins.startswith(MAGIC):
         opened.seek(len(MAGIC))
@@ -139,17 +139,17 @@ def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> Source:
         if passphrase is None:
             raise PassphraseNeeded(f"{file} is encrypted: give its passphrase, or --passphrase-file FILE")
         opened.seek(len(encryption.MAGIC))
-        return _Sealed(opened, passphrase)
+        return _EncryptedContent(opened, passphrase)
     if begins.startswith((FAMILY, encryption.FAMILY)):
         raise RestoreError(f"{file} was made by a newer macpool: update macpool")
     raise RestoreError(f"{file} is no backup of macpool, or was cut off at its begin")
 
 
-class _Sealed:
+class _EncryptedContent:
     """Content of an encrypted file, behind its `MAGIC`."""
 
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
-        self._opener = Opener(file, passphrase)
+        self._opener = DecryptingReader(file, passphrase)
 
     def read(self, size: int, /) -> bytes:
         return self._opener.read(size)
@@ -167,7 +167,7 @@ def _fitting(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def present(state: Path) -> Present | None:
+def existing_cluster(state: Path) -> ExistingState | None:
     """Return the cluster that a folder holds; None if there is none."""
     database, authority = state / DATABASE, state / "authority" / "authority.pem"
     if not database.exists() and not authority.exists():
@@ -181,18 +181,18 @@ def present(state: Path) -> Present | None:
             (epoch,) = connection.execute("SELECT epoch FROM meta").fetchone()
     except sqlite3.Error:
         epoch = 0
-    return Present(cluster, epoch)
+    return ExistingState(cluster, epoch)
 
 
-def _restore(source: Source, state: Path, now: float, *, replace: bool) -> Restored:
+def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) -> Restored:
     manifest = _fitting(read_manifest(source))
-    there = present(state)
+    there = existing_cluster(state)
     if there is not None and not replace:
         raise RestoreError(_occupied(state, manifest, there))
-    staged = staging(state)
+    staged = create_staging(state)
     for member in manifest.members:
         _stage(staged, member.name, contents(source, member))
-    ended(source)
+    check_end(source)
     if cluster_in(staged / "authority" / "authority.pem") != manifest.cluster:
         raise ArchiveError("its authority is that of another cluster: it is not used")
     generation = max(manifest.generation + 1, int(now))
@@ -203,7 +203,7 @@ def _restore(source: Source, state: Path, now: float, *, replace: bool) -> Resto
     return Restored(manifest, counts, generation, aside if aside.exists() else None, config)
 
 
-def _occupied(state: Path, manifest: Manifest, there: Present) -> str:
+def _occupied(state: Path, manifest: Manifest, there: ExistingState) -> str:
     if there.cluster and there.cluster != manifest.cluster:
         return (
             f"{state} holds another cluster ({there.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
@@ -229,13 +229,13 @@ def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
         os.fsync(descriptor)
 
 
-def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
+def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCounts:
     """Open the databases as the coordinator does, migrate their schema, and set the generation."""
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:
             raise ArchiveError(f"its {DATABASE} is of another cluster than its authority: it is not used")
-        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, STARTS))
+        connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (
             connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words
             for what in ("members WHERE removed IS NULL", "keys WHERE revoked IS NULL", "tokens WHERE NOT revoked")
@@ -244,10 +244,12 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> Counts:
     if (staged / VIDEOS).exists():
         with closing(open_database(staged / VIDEOS, VIDEO_MIGRATIONS)) as connection:
             (jobs,) = connection.execute("SELECT COUNT(*) FROM jobs").fetchone()
-    return Counts(members, keys, tokens, jobs)
+    return RestoredCounts(members, keys, tokens, jobs)
 
 
-def _plan(state: Path, staged: Path, manifest: Manifest, there: Present | None, now: float) -> tuple[Plan, str]:
+def _plan(
+    state: Path, staged: Path, manifest: Manifest, there: ExistingState | None, now: float
+) -> tuple[FileMoves, str]:
     """Return the moves, and the name for the backup's settings."""
     install = [name for name in (DATABASE, VIDEOS, "pepper", "authority") if (staged / name).exists()]
     remove = [name + besides for name in (DATABASE, VIDEOS) for besides in _BESIDES if name + besides not in install]
@@ -261,7 +263,7 @@ def _plan(state: Path, staged: Path, manifest: Manifest, there: Present | None, 
         (staged / CONFIG).rename(staged / config)
         install.append(config)
     aside = f"replaced-{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}"
-    return Plan(tuple(install), (*remove, MARK), _unused(state, aside)), config
+    return FileMoves(tuple(install), (*remove, MARK_FILE), _unused(state, aside)), config
 
 
 def _other_settings(present: Path, restored: Path) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from coordinator.cli.group import Group, print_error
+from coordinator.cli.group import CommandGroup, print_error
 from coordinator.client.terminal_text import harmless_output
 
 SECTIONS = {
@@ -83,7 +83,7 @@ NAMES = ("cluster", "macpool")
 INTERRUPTED = 130
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """Imports a command only when it runs."""
 
     def main(

@@ -40,7 +40,7 @@ MOVED: dict[tuple[str, ...], tuple[str, str]] = {
 use it."""
 
 
-class Group(click.Group):
+class CommandGroup(click.Group):
     """Command group whose error for an unknown verb suggests the nearest one."""
 
     def resolve_command(

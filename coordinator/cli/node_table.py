@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from coordinator.cli.commands.models import standing
+from coordinator.cli.commands.models import model_label
 from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
 from wire.units import GIB, show_size
 
@@ -47,7 +47,7 @@ def narrow_row(node: dict[str, Any]) -> tuple[str, ...]:
 def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
     """Return a node's cells for `WIDE`."""
     cap, phys, margin = (show_size(node[name] or None) for name in ("cap", "phys", "margin"))
-    models = ", ".join(standing(one["name"], one) for one in node["models"]) or "-"
+    models = ", ".join(model_label(one["name"], one) for one in node["models"]) or "-"
     return (
         node["name"],
         state_of(node),

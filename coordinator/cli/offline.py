@@ -6,38 +6,40 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from coordinator.client.api_client import Session
-from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, Problem
+from coordinator.client.api_client import ApiSession
+from coordinator.client.errors import NOT_FOUND, REFUSED, UNREACHABLE, CommandError
 from coordinator.client.member_client import member_of
-from coordinator.joining.join_tokens import Tokens
-from coordinator.state.access_admin import Admin, NameTakenError, load_pepper
-from coordinator.state.database import Store, StoreError
-from coordinator.tls.cluster_ca import Authority
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.state.access_admin import AccessAdmin, NameTakenError, load_pepper
+from coordinator.state.database import Database, StoreError
+from coordinator.tls.cluster_ca import ClusterCa
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import KeyLimits
 
 
-def call(session: Session, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Perform a route's operation on the state folder. Raise `Problem` if there is no cluster, it is in use, or the id
-    is unknown."""
+def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Perform a route's operation on the state folder.
+
+    Raise `CommandError` if there is no cluster, it is in use, or the id is unknown.
+    """
     if not (session.state / "cluster.db").exists():
         if member_of(session.state) is not None:
-            raise Problem(UNREACHABLE, session.no_coordinator())
-        raise Problem(NOT_FOUND, f"there is no cluster in {session.state}: make one with `cluster up`")
+            raise CommandError(UNREACHABLE, session.no_coordinator())
+        raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: make one with `cluster up`")
     try:
-        store = Store(session.state)
+        store = Database(session.state)
     except StoreError as error:
-        raise Problem(1, str(error)) from None
+        raise CommandError(1, str(error)) from None
     try:
-        authority = Authority(session.state / "authority", time.time)
+        authority = ClusterCa(session.state / "authority", time.time)
         pepper = load_pepper(session.state)
-        tokens = Tokens(store, authority.ca, time.time)
-        return _do(Admin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
+        tokens = JoinTokens(store, authority.ca, time.time)
+        return _do(AccessAdmin(store, tokens, KeyRing(pepper), pepper, time.time), method, path, body)
     finally:
         store.close()
 
 
-def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     path, _, query = path.removeprefix("/api/v1/").partition("?")
     kind, name, what = [*path.split("/"), "", ""][:3]
     asked = dict(parse_qsl(query))
@@ -47,7 +49,7 @@ def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str,
         try:
             admin.check_name(body["name"], name)
         except NameTakenError as error:
-            raise Problem(REFUSED, str(error)) from None
+            raise CommandError(REFUSED, str(error)) from None
     admin.store.note(time.time(), "offline", f"{what or method.lower()} {kind}", str(name or body.get("name")))
     if what:
         return _change(admin, name, what, body)
@@ -56,11 +58,11 @@ def _do(admin: Admin, method: str, path: str, body: dict[str, Any]) -> dict[str,
             return admin.create_token(body["ttl_seconds"], body["uses"], body["name"])
         return admin.create_key(body["name"], body["scopes"], body["ttl_seconds"], _limits(body))
     if not (admin.revoke_token(name) if kind == "tokens" else admin.revoke_key(name)):
-        raise Problem(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
+        raise CommandError(NOT_FOUND, f"there is no {kind.removesuffix('s')} {name}")
     return {"schema": 1, "id": name}
 
 
-def _change(admin: Admin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
+def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
     """Change one thing about a key."""
     match what:
         case "limits":
@@ -72,11 +74,11 @@ def _change(admin: Admin, key: str, what: str, body: dict[str, Any]) -> dict[str
         case _:
             known = admin.rotate_key(key)
     if not known:
-        raise Problem(NOT_FOUND, f"there is no key {key}")
+        raise CommandError(NOT_FOUND, f"there is no key {key}")
     return {"schema": 1, "id": key} | ({"key": known} if isinstance(known, str) else {})
 
 
-def _look(admin: Admin, path: str, asked: dict[str, str]) -> dict[str, Any]:
+def _look(admin: AccessAdmin, path: str, asked: dict[str, str]) -> dict[str, Any]:
     match path:
         case "tokens":
             return admin.list_tokens()
@@ -92,4 +94,4 @@ def _limits(body: dict[str, Any]) -> KeyLimits:
     try:
         return msgspec.convert(body["limits"], KeyLimits)
     except msgspec.ValidationError as error:
-        raise Problem(2, f"limits: {error}") from None
+        raise CommandError(2, f"limits: {error}") from None

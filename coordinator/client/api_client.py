@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.errors import BLOCKED, DENIED, NOT_FOUND, PIN, REFUSED, TIMED_OUT, UNREACHABLE, Problem
+from coordinator.client.errors import BLOCKED, DENIED, NOT_FOUND, PIN, REFUSED, TIMED_OUT, UNREACHABLE, CommandError
 
 if TYPE_CHECKING:
     import ssl
 
 MEMBER_PATHS = frozenset({"/api/v1/status", "/api/v1/nodes", "/api/v1/models"})
 """Paths that a node's Mac reads with its certificate."""
-LOGIN = "login.json"
+LOGIN_FILE = "login.json"
 """File in the state folder (0600) with the data of `cluster login`."""
 
 
@@ -31,7 +31,7 @@ def default_state() -> Path:
 
 
 @dataclass(frozen=True, slots=True)
-class Reached:
+class CoordinatorAddress:
     """A coordinator as this command reaches it. `authority` (PEM) is empty where the system's authorities are meant."""
 
     url: str
@@ -56,7 +56,7 @@ def base_url(text: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ApiSession:
     """Connection of a command to one coordinator, with its output format."""
 
     state: Path
@@ -82,7 +82,7 @@ class Session:
     @property
     def kept_login(self) -> dict[str, Any] | None:
         """Data of `cluster login`: URL, key and authority (PEM) of a remote coordinator."""
-        return self._read(LOGIN)
+        return self._read(LOGIN_FILE)
 
     def _read(self, name: str) -> dict[str, Any] | None:
         try:
@@ -90,22 +90,22 @@ class Session:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise Problem(1, f"{self.state / name} cannot be read: {error}") from None
+            raise CommandError(1, f"{self.state / name} cannot be read: {error}") from None
 
-    def reached(self) -> Reached:
+    def reached(self) -> CoordinatorAddress:
         """Return the coordinator to use: that of --url, the local one, or that of `cluster login`.
 
-        Raise `Problem` if there is none.
+        Raise `CommandError` if there is none.
         """
         if self.url is not None:
-            return Reached(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
+            return CoordinatorAddress(base_url(self.url), self._key(), self._known_authority(base_url(self.url)))
         run = self._read("run.json")
         if run is not None:
-            return Reached(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
+            return CoordinatorAddress(str(run["url"]), str(run["secret"]), str(run.get("ca") or ""))
         kept = self.kept_login
         if kept is not None:
-            return Reached(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
-        raise Problem(UNREACHABLE, self.no_coordinator())
+            return CoordinatorAddress(str(kept["url"]), str(kept["key"]), str(kept.get("ca") or ""))
+        raise CommandError(UNREACHABLE, self.no_coordinator())
 
     def no_coordinator(self) -> str:
         """Return what to say where no coordinator is known here: where it is, or how to start one."""
@@ -142,7 +142,7 @@ class Session:
             kept = self.kept_login
             if kept is not None and self.url is not None and kept["url"] == base_url(self.url):
                 return str(kept["key"])
-            raise Problem(
+            raise CommandError(
                 DENIED,
                 "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
                 "`cluster login URL` keeps both",
@@ -150,14 +150,14 @@ class Session:
         try:
             return self.key_file.read_text().strip()
         except OSError as error:
-            raise Problem(DENIED, f"the key file cannot be read: {error}") from None
+            raise CommandError(DENIED, f"the key file cannot be read: {error}") from None
 
     def request(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> http.client.HTTPResponse:
-        """Send a request and return the response with any status. Raise `Problem` without a response."""
+        """Send a request and return the response with any status. Raise `CommandError` without a response."""
         return send(self.reached(), method, path, body, timeout)
 
     def call(self, method: str, path: str, body: object = None, timeout: float = 30.0) -> dict[str, Any]:
-        """Send a request and return its JSON. Raise `Problem` with the server's message for an error status."""
+        """Send a request and return its JSON. Raise `CommandError` with the server's message for an error status."""
         if method == "GET" and path in MEMBER_PATHS and not self.running:
             from coordinator.client.member_client import member_of, query
 
@@ -189,9 +189,12 @@ def _trust(authority: str) -> "ssl.SSLContext":
 
 
 def send(
-    reached: Reached, method: str, path: str, body: object = None, timeout: float = 30.0
+    reached: CoordinatorAddress, method: str, path: str, body: object = None, timeout: float = 30.0
 ) -> http.client.HTTPResponse:
-    """Send a request to a coordinator and return the response with any status. Raise `Problem` without a response."""
+    """Send a request to a coordinator and return the response with any status.
+
+    Raise `CommandError` without a response.
+    """
     base, parts = reached.url, urlsplit(reached.url)
     if parts.scheme == "https":
         context = _trust(reached.authority)
@@ -205,14 +208,16 @@ def send(
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         return connection.getresponse()
     except TimeoutError:
-        raise Problem(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
+        raise CommandError(TIMED_OUT, f"{base} did not answer within {timeout:.0f} s") from None
     except OSError as error:
-        raise Problem(*unreached(base, error)) from None
+        raise CommandError(*connection_error(base, error)) from None
     except http.client.HTTPException:
-        raise Problem(UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?") from None
+        raise CommandError(
+            UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?"
+        ) from None
 
 
-def unreached(base: str, error: OSError) -> tuple[int, str]:
+def connection_error(base: str, error: OSError) -> tuple[int, str]:
     """Return exit code and message for a failed connection. Errno 65 on macOS means a privacy block, not a network
     fault."""
     if sys.platform == "darwin" and error.errno == 65:
@@ -229,7 +234,7 @@ def unreached(base: str, error: OSError) -> tuple[int, str]:
 
 
 def raise_for(status: int, raw: bytes) -> NoReturn:
-    """Turn an error body into a Problem."""
+    """Turn an error body into a `CommandError`."""
     try:
         error = json.loads(raw)["error"]
         message = str(error["message"]) + _numbers(error.get("memory"))
@@ -244,7 +249,7 @@ def raise_for(status: int, raw: bytes) -> NoReturn:
         503: REFUSED,
         504: TIMED_OUT,
     }.get(status, 1)
-    raise Problem(REFUSED if status == 400 and b"memory" in raw else code, message)
+    raise CommandError(REFUSED if status == 400 and b"memory" in raw else code, message)
 
 
 def _numbers(memory: dict[str, Any] | None) -> str:
@@ -258,7 +263,7 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --state, --url, --key-file and -o to a command. Its first argument becomes a `Session`."""
+    """Add --state, --url, --key-file and -o to a command. Its first argument becomes a `ApiSession`."""
     return _with_session(command, ("text", "json"))
 
 
@@ -269,7 +274,7 @@ def wide_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Callable[..., None]:
     def wrapped(state: Path | None, url: str | None, key_file: Path | None, output: str, **rest: object) -> None:
-        command(Session(state or default_state(), url, key_file, output), **rest)
+        command(ApiSession(state or default_state(), url, key_file, output), **rest)
 
     for option in (
         click.option("-o", "--output", type=click.Choice(forms), default="text", help="Output format."),
@@ -288,9 +293,9 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
     return update_wrapper(wrapped, command)
 
 
-SHORT = 10
+MAX_UNFOLDED_COLUMN = 10
 """Letters up to which a column is never folded."""
-UNBOUND = 10_000
+UNLIMITED_COLUMNS = 10_000
 """Line width in characters for a file or a pipe, where lines do not wrap."""
 
 
@@ -315,10 +320,10 @@ def table(
 
     lines = [tuple(row) for row in rows]
     bound = sys.stdout.isatty() and not whole
-    console = Console(highlight=False) if bound else Console(highlight=False, width=UNBOUND, height=25)
+    console = Console(highlight=False) if bound else Console(highlight=False, width=UNLIMITED_COLUMNS, height=25)
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for number, column in enumerate(columns):
-        long = max([len(column), *(len(line[number]) for line in lines)]) > SHORT
+        long = max([len(column), *(len(line[number]) for line in lines)]) > MAX_UNFOLDED_COLUMN
         folds = column in fold if fold else long
         grid.add_column(column, no_wrap=not folds, overflow="fold", justify="right" if column in numbers else "left")
     for line in lines:

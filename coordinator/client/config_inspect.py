@@ -14,15 +14,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.client.api_client import Session
-from coordinator.client.errors import Problem
+from coordinator.client.api_client import ApiSession
+from coordinator.client.errors import CommandError
 
-CHILD_SECONDS = 20.0
-ASK_SECONDS = 5.0
+CHILD_TIMEOUT_SECONDS = 20.0
+ANSWER_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SettingsReport:
     """Every setting in force as rows (key, value, origin, description), and everything that is wrong."""
 
     rows: tuple[dict[str, Any], ...]
@@ -31,11 +31,11 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class RunningProcesses:
     """Settings in use by the processes of a state folder.
 
     It has the running processes ("coordinator", "node") and their settings as rows. It also has the settings whose file
-    has changed since the start (`host.settings_loader.Drift`, as dictionaries).
+    has changed since the start (`host.settings_loader.SettingDrift`, as dictionaries).
     """
 
     who: tuple[str, ...]
@@ -50,7 +50,7 @@ class Running:
         return [row for row in self.rows if row["origin"] in GIVEN]
 
 
-def in_force(session: Session, node: Mapping[str, Any]) -> Running:
+def settings_in_force(session: ApiSession, node: Mapping[str, Any]) -> RunningProcesses:
     """Return the settings of the running coordinator and of the node (`node.inspect.report`) of this state folder.
 
     A process that does not answer is treated as not running.
@@ -61,17 +61,17 @@ def in_force(session: Session, node: Mapping[str, Any]) -> Running:
     if ours is not None:
         halves = {"coordinator": {"settings": ours, "drift": _drift(session.state, ours)}, **halves}
     rows = tuple(row for half in halves.values() for row in half["settings"])
-    return Running(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
+    return RunningProcesses(tuple(halves), rows, tuple(one for half in halves.values() for one in half["drift"]))
 
 
-def _coordinator(session: Session) -> list[dict[str, Any]] | None:
+def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
     from coordinator.state.config_file import rows_shown
 
     try:
         if session.url is not None or not session.running:
             return None
-        rows = session.call("GET", "/api/v1/settings", timeout=ASK_SECONDS)["settings"]
-    except (Problem, OSError, ValueError, KeyError):
+        rows = session.call("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
+    except (CommandError, OSError, ValueError, KeyError):
         return None
     return list(rows_shown(rows))  # once more: an older coordinator shows all
 
@@ -80,35 +80,37 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     """Compare the settings with the file, except hidden addresses. An invalid file has no result."""
     from coordinator.state.config_file import ADDRESSES
     from coordinator.state.settings import OTHERS, CoordinatorSettings
-    from host.settings_loader import drifted, from_tree
+    from host.settings_loader import changed_settings, from_tree
 
     file = state / "config.toml"
     try:
         tree = from_tree(tomllib.loads(file.read_text()) if file.exists() else {})
         return [
             asdict(one)
-            for one in drifted([row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS)
+            for one in changed_settings(
+                [row for row in ours if row["key"] not in ADDRESSES], CoordinatorSettings, tree, OTHERS
+            )
         ]
     except (OSError, ValueError):
         return []
 
 
-def look(
+def inspect_settings(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
-) -> Settings:
+) -> SettingsReport:
     """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
-    from coordinator.state.config_file import Wrong, located, rows_shown, syntax
+    from coordinator.state.config_file import ConfigFault, located, rows_shown, syntax
     from coordinator.state.settings import OTHERS, CoordinatorSettings
     from host.settings_loader import (
-        Fault,
+        InvalidSetting,
         SettingsError,
         describe,
-        explained,
         faults,
         from_environment,
         from_pairs,
         from_tree,
         resolve,
+        setting_rows,
     )
 
     try:
@@ -119,23 +121,25 @@ def look(
             {"key": one.key, "value": one.default, "origin": "default", "description": one.description}
             for one in describe(CoordinatorSettings)
         ]
-        return Settings(tuple(defaults), (syntax(str(file), str(error)),))
+        return SettingsReport(tuple(defaults), (syntax(str(file), str(error)),))
     try:
         layers = [(str(file), tree), ("environment", from_environment(environ)), ("--set", from_pairs(pairs))]
     except SettingsError as error:
-        raise Problem(2, str(error)) from None
+        raise CommandError(2, str(error)) from None
     node = node or node_settings(state, file, environ, pairs)
-    wrong: list[Wrong] = []
+    wrong: list[ConfigFault] = []
     for origin, flat in layers:
         found = faults(CoordinatorSettings, flat, OTHERS)
-        found += [Fault(**one) for one in node["faults"] if one["key"] in flat and one["key"].split(".")[0] in OTHERS]
+        found += [
+            InvalidSetting(**one) for one in node["faults"] if one["key"] in flat and one["key"].split(".")[0] in OTHERS
+        ]
         wrong += located(origin, found, text if origin == str(file) else "")
     if node["error"] and not wrong:
-        wrong.append(Wrong(str(file), 0, "", node["error"]))
+        wrong.append(ConfigFault(str(file), 0, "", node["error"]))
     bad = {one.key for one in wrong}
     right = [(origin, {key: flat[key] for key in flat if key not in bad}) for origin, flat in layers]
-    rows = rows_shown(explained(resolve(CoordinatorSettings, right, OTHERS)))
-    return Settings(rows + tuple(node["settings"]), tuple(wrong))
+    rows = rows_shown(setting_rows(resolve(CoordinatorSettings, right, OTHERS)))
+    return SettingsReport(rows + tuple(node["settings"]), tuple(wrong))
 
 
 def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> dict[str, Any]:
@@ -159,11 +163,11 @@ def node_settings(state: Path, file: Path, environ: Mapping[str, str], pairs: Se
             command,
             capture_output=True,
             text=True,
-            timeout=CHILD_SECONDS,
+            timeout=CHILD_TIMEOUT_SECONDS,
             env={**plain, **ours},
             stdin=subprocess.DEVNULL,
             check=False,
         )
         return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.TimeoutExpired) as error:
-        raise Problem(1, f"the node's settings cannot be read: {error}") from None
+        raise CommandError(1, f"the node's settings cannot be read: {error}") from None

@@ -8,7 +8,7 @@ UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 
 """Exit codes; the whole list is in `cluster --help`."""
 
 
-class Problem(click.ClickException):
+class CommandError(click.ClickException):
     """A failure with its exit code and, in its text, the next step."""
 
     def __init__(self, code: int, message: str) -> None:

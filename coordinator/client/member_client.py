@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from coordinator.client.errors import DENIED, PROTOCOL, UNREACHABLE, Problem
+from coordinator.client.errors import DENIED, PROTOCOL, UNREACHABLE, CommandError
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode, encode
-from wire.frames import Answer, Denied, Query
+from wire.frames import Denied, FetchChunk, MemberQuery
 from wire.identity import PROTOCOL as SPOKEN
 from wire.identity import coordinator_uri
 
-CONNECT_SECONDS = 5.0
+CONNECT_TIMEOUT_SECONDS = 5.0
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
+class MemberIdentity:
     """The node of a state folder, as far as a query needs it."""
 
     folder: Path
@@ -31,7 +31,7 @@ class Member:
     addresses: tuple[str, ...]
 
 
-def member_of(state: Path) -> Member | None:
+def member_of(state: Path) -> MemberIdentity | None:
     """Return the node that joined from a state folder. Return None without one, or if the folder has a cluster."""
     folder = state / "node" / "identity"
     if (state / "cluster.db").exists():
@@ -39,7 +39,7 @@ def member_of(state: Path) -> Member | None:
     try:
         kept = json.loads((folder / "identity.json").read_text())
         addresses = tuple(str(one) for one in kept.get("addresses", ()))
-        return Member(
+        return MemberIdentity(
             folder,
             str(kept["cluster"]),
             str(kept["node"]),
@@ -51,13 +51,13 @@ def member_of(state: Path) -> Member | None:
         return None
 
 
-def host_of(member: Member) -> str:
+def host_of(member: MemberIdentity) -> str:
     """Return the host on which the coordinator was found last."""
     return member.addresses[0].rpartition(":")[0] if member.addresses else "the coordinator's Mac"
 
 
-def query(member: Member, path: str) -> dict[str, Any]:
-    """Return the content of an API path. Raise `Problem` if no address answers, or the coordinator refuses."""
+def query(member: MemberIdentity, path: str) -> dict[str, Any]:
+    """Return the content of an API path. Raise `CommandError` if no address answers, or the coordinator refuses."""
     failures: list[str] = []
     for address in member.addresses:
         try:
@@ -65,21 +65,21 @@ def query(member: Member, path: str) -> dict[str, Any]:
         except OSError as error:
             failures.append(f"{address} ({error.strerror or error})")
     tried = ", ".join(failures) or "no address is known"
-    raise Problem(
+    raise CommandError(
         UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; is `cluster up` running there?"
     )
 
 
-def _ask(member: Member, address: str, path: str) -> bytes:
+def _ask(member: MemberIdentity, address: str, path: str) -> bytes:
     host, _, port = address.rpartition(":")
     with (
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS) as plain,
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_TIMEOUT_SECONDS) as plain,
         _context(member).wrap_socket(plain) as link,
     ):
         shown = link.getpeercert(binary_form=True)
         if not shown or read_certificate(shown).uri != coordinator_uri(member.cluster):
-            raise Problem(DENIED, f"{address} is not the coordinator of this node's cluster")
-        link.sendall(encode(Query(SPOKEN, member.node, member.machine, path)))
+            raise CommandError(DENIED, f"{address} is not the coordinator of this node's cluster")
+        link.sendall(encode(MemberQuery(SPOKEN, member.node, member.machine, path)))
         return _answer(link, address)
 
 
@@ -89,22 +89,22 @@ def _answer(link: ssl.SSLSocket, address: str) -> bytes:
         try:
             frames = [decode(tag, body) for tag, body in splitter.feed(data)]
         except WireError as error:
-            raise Problem(PROTOCOL, f"{address} answers in another protocol: {error}") from None
+            raise CommandError(PROTOCOL, f"{address} answers in another protocol: {error}") from None
         for frame in frames:
             if isinstance(frame, Denied):
-                raise Problem(DENIED, frame.message)
-            if isinstance(frame, Answer):
+                raise CommandError(DENIED, frame.message)
+            if isinstance(frame, FetchChunk):
                 found += frame.payload
                 if frame.last or len(found) > MAX_ANSWER_BYTES:
                     return bytes(found)
-    raise Problem(
+    raise CommandError(
         PROTOCOL,
         f"the coordinator at {address} answers no queries of nodes: it runs an older macpool; "
         "update it, or type the command there",
     )
 
 
-def _context(member: Member) -> ssl.SSLContext:
+def _context(member: MemberIdentity) -> ssl.SSLContext:
     """Return the node's own TLS: only the cluster's authority, no host names, because addresses change."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -115,5 +115,5 @@ def _context(member: Member) -> ssl.SSLContext:
     try:
         context.load_cert_chain(member.folder / "node.pem")
     except (OSError, ssl.SSLError) as error:
-        raise Problem(DENIED, f"the certificate of this node cannot be read: {error}") from None
+        raise CommandError(DENIED, f"the certificate of this node cannot be read: {error}") from None
     return context

@@ -24,7 +24,7 @@ def harmless(text: str) -> str:
     return _TEXT.sub("?", text)
 
 
-class Harmless:
+class SanitizedStream:
     """Text stream whose `write` filters control sequences. All other attributes are the stream's own."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,9 +51,9 @@ class Harmless:
 
 @contextmanager
 def harmless_output() -> Generator[None]:
-    """Write everything that is printed in this block through `Harmless`."""
+    """Write everything that is printed in this block through `SanitizedStream`."""
     streams = sys.stdout, sys.stderr
-    sys.stdout, sys.stderr = (one if isinstance(one, Harmless) else Harmless(one) for one in streams)
+    sys.stdout, sys.stderr = (one if isinstance(one, SanitizedStream) else SanitizedStream(one) for one in streams)
     try:
         yield
     finally:
@@ -62,4 +62,4 @@ def harmless_output() -> Generator[None]:
 
 def raw_output(stream: TextIO) -> TextIO:
     """Return the unfiltered stream, for a screen or bar whose text is already filtered."""
-    return stream.stream if isinstance(stream, Harmless) else stream
+    return stream.stream if isinstance(stream, SanitizedStream) else stream

@@ -4,22 +4,22 @@ A budget belongs to a node, not to a link, because a new link must not bring a n
 the need of an honest node at its fastest settings: 20 reports a second, and a certificate renewal every two months.
 """
 
-from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, Renew, Report
+from wire.frames import TAGS, Goodbye, LeaseEnded, LeaseGranted, LeaseRefused, RenewCertificate, Report
 
-FRAMES_PER_SECOND, MOST_FRAMES = 10_000.0, 5_000.0
-REPORTS_PER_SECOND, MOST_REPORTS = 60.0, 240.0
-REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES = 1.0 * 2**20, 2.0 * 2**20
-RENEWALS_PER_SECOND, MOST_RENEWALS = 0.1, 5.0
-LOGGED_PER_SECOND, MOST_LOGGED = 20.0, 100.0
+FRAMES_PER_SECOND, FRAMES_BURST = 10_000.0, 5_000.0
+REPORTS_PER_SECOND, REPORTS_BURST = 60.0, 240.0
+REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST = 1.0 * 2**20, 2.0 * 2**20
+RENEWALS_PER_SECOND, RENEWALS_BURST = 0.1, 5.0
+LOGGED_PER_SECOND, LOGGED_BURST = 20.0, 100.0
 """Limits for frames that each write a line to the log."""
-LINKS_PER_SECOND, MOST_LINKS = 1.0, 30.0
-QUERIES_PER_SECOND, MOST_QUERIES = 10.0, 60.0
+LINKS_PER_SECOND, LINKS_BURST = 1.0, 30.0
+QUERIES_PER_SECOND, QUERIES_BURST = 10.0, 60.0
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 _LOGGED = frozenset(_TAG_OF[kind] for kind in (Goodbye, LeaseGranted, LeaseRefused, LeaseEnded))
-_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[Renew]
+_REPORT, _RENEW = _TAG_OF[Report], _TAG_OF[RenewCertificate]
 
 
-class Budget:
+class LinkBudget:
     """Token bucket: `most` tokens of burst, refilled with `rate` tokens a second. `what` names the budget in error
     texts."""
 
@@ -31,7 +31,7 @@ class Budget:
         self._most = self._left = most
         self._at = 0.0
 
-    def over(self, now: float, cost: float = 1.0) -> str:
+    def charge(self, now: float, cost: float = 1.0) -> str:
         """Take `cost` tokens at `now`. Return an error text if too few are left, else an empty string."""
         left = min(self._most, self._left + (now - self._at) * self._rate) - cost
         self._at = now
@@ -48,28 +48,28 @@ class NodeBudgets:
     __slots__ = ("_frames", "_links", "_logged", "_queries", "_renewals", "_report_bytes", "_reports")
 
     def __init__(self) -> None:
-        self._frames = Budget("frames", FRAMES_PER_SECOND, MOST_FRAMES)
-        self._reports = Budget("reports", REPORTS_PER_SECOND, MOST_REPORTS)
-        self._report_bytes = Budget("bytes of reports", REPORT_BYTES_PER_SECOND, MOST_REPORT_BYTES)
-        self._logged = Budget("leases and goodbyes", LOGGED_PER_SECOND, MOST_LOGGED)
-        self._renewals = Budget("renewals", RENEWALS_PER_SECOND, MOST_RENEWALS)
-        self._links = Budget("links", LINKS_PER_SECOND, MOST_LINKS)
-        self._queries = Budget("queries", QUERIES_PER_SECOND, MOST_QUERIES)
+        self._frames = LinkBudget("frames", FRAMES_PER_SECOND, FRAMES_BURST)
+        self._reports = LinkBudget("reports", REPORTS_PER_SECOND, REPORTS_BURST)
+        self._report_bytes = LinkBudget("bytes of reports", REPORT_BYTES_PER_SECOND, REPORT_BYTES_BURST)
+        self._logged = LinkBudget("leases and goodbyes", LOGGED_PER_SECOND, LOGGED_BURST)
+        self._renewals = LinkBudget("renewals", RENEWALS_PER_SECOND, RENEWALS_BURST)
+        self._links = LinkBudget("links", LINKS_PER_SECOND, LINKS_BURST)
+        self._queries = LinkBudget("queries", QUERIES_PER_SECOND, QUERIES_BURST)
 
     def link(self, now: float) -> str:
         """Count a link. Return an error text if it exceeds the budget, else an empty string."""
-        return self._links.over(now)
+        return self._links.charge(now)
 
     def query(self, now: float) -> str:
         """Count a query of this node's command. Return an error text if it exceeds the budget, else an empty string."""
-        return self._queries.over(now)
+        return self._queries.charge(now)
 
     def frame(self, tag: int, size: int, now: float) -> str:
         """Count a frame of `size` bytes before it is decoded. Return an error text if it exceeds a budget, else an
         empty string."""
-        why = self._frames.over(now)
+        why = self._frames.charge(now)
         if tag == _REPORT:
-            return why or self._reports.over(now) or self._report_bytes.over(now, size)
+            return why or self._reports.charge(now) or self._report_bytes.charge(now, size)
         if tag in _LOGGED:
-            return why or self._logged.over(now)
-        return why or (self._renewals.over(now) if tag == _RENEW else "")
+            return why or self._logged.charge(now)
+        return why or (self._renewals.charge(now) if tag == _RENEW else "")

@@ -7,7 +7,8 @@ enrolment itself (`coordinator.joining.enrollment`).
 
 Rules
 - The URI in the verified certificate is the identity. The frames of a connection are valid for that node only.
-- A peer without a certificate (a stranger) has `STRANGER_SECONDS` and `STRANGER_BYTES` to enrol. Only enrolment frames
+- A peer without a certificate (a stranger) has `STRANGER_TIMEOUT_SECONDS` and `MAX_STRANGER_BYTES` to enrol. Only
+enrolment frames
   are decoded for it. Only the wait for a person's approval may take longer.
 - A node has budgets (`link_budgets`) for its frames, reports, renewals and links. A link that exceeds them ends with
   the reason.
@@ -25,17 +26,17 @@ from typing import Protocol, cast
 import structlog
 
 from coordinator.cluster.link_budgets import NodeBudgets
-from coordinator.joining.enrollment import Conversation
+from coordinator.joining.enrollment import EnrollmentConnection
 from wire.certificate import read_certificate
 from wire.codec import MAX_JOINED_FROM_NODE_BYTES, WireError, decode
 from wire.frames import (
     Admitted,
-    Answer,
-    Ask,
     Deltas,
     Denied,
     Enrolled,
     Failed,
+    FetchChunk,
+    FetchRequest,
     Finished,
     Frame,
     Goodbye,
@@ -43,26 +44,26 @@ from wire.frames import (
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
+    MemberQuery,
     Ping,
-    Query,
     Refusal,
-    Renew,
+    RenewCertificate,
     Report,
     Welcome,
 )
-from wire.identity import NodeId, Peer, parse_uri
-from wire.link.endpoint import Endpoint
+from wire.identity import NodeId, PeerIdentity, parse_uri
+from wire.link.endpoint import LinkEndpoint
 
-HANDSHAKE_SECONDS = 5.0
-TURN_SECONDS = 0.005
+HANDSHAKE_TIMEOUT_SECONDS = 5.0
+MAX_LINK_TURN_SECONDS = 0.005
 """Longest time in one turn of the loop for frames of one link. The last frame may exceed it."""
-STRANGER_SECONDS = 5.0
-STRANGER_BYTES = 16 * 1024
-LAST_WORD_SECONDS = 0.5
+STRANGER_TIMEOUT_SECONDS = 5.0
+MAX_STRANGER_BYTES = 16 * 1024
+CLOSE_DELAY_SECONDS = 0.5
 """Seconds for which a flooding link stays open without reads, to let its node receive the reason."""
-TOO_MANY_SECONDS = 5.0
+BUDGET_RETRY_SECONDS = 5.0
 """Seconds of `retry_after` for a node that exceeded a budget."""
-STRANGERS = 64
+MAX_STRANGERS = 64
 """Most connections without a certificate; a quarter of them from one address.
 
 A peer with a certificate of the cluster does not count. A crowd of strangers cannot exclude a node, even one behind the
@@ -72,8 +73,8 @@ FROM_NODES = frozenset(
     {
         Report,
         Goodbye,
-        Renew,
-        Answer,
+        RenewCertificate,
+        FetchChunk,
         Admitted,
         Deltas,
         Finished,
@@ -85,63 +86,63 @@ FROM_NODES = frozenset(
     }
 )
 """Frames that a linked node may send."""
-PING_SECONDS = 1.0
-ASK_WINDOW = 1024 * 1024
+PING_TIMEOUT_SECONDS = 1.0
+FETCH_WINDOW_BYTES = 1024 * 1024
 """Most bytes of a long answer in flight."""
-MIN_PIECE_BYTES = 4096
+MIN_CHUNK_BYTES = 4096
 """Smallest usual size of an answer's pieces. The last piece of a window may be shorter."""
-ANSWER_PIECE_BYTES = 32 * 1024
+QUERY_CHUNK_BYTES = 32 * 1024
 """Bytes of one piece of the answer to a query."""
-ASK_SECONDS = 10.0
+FETCH_TIMEOUT_SECONDS = 10.0
 """Longest gap between two pieces of an answer, in seconds."""
 
 log = structlog.get_logger("coordinator.cluster.link_server")
 
 
-class Owner(Protocol):
+class LinkHandler(Protocol):
     """Callbacks of the link server, implemented by the registry."""
 
-    def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
+    def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if this node may link, else `Denied`."""
         ...
 
-    def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
+    def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the answer to a member's query as JSON, or `Denied`."""
         ...
 
-    def linked(self, node: NodeId, hello: Hello) -> int:
+    def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record the node's newest link and return its number."""
         ...
 
-    def unlinked(self, node: NodeId, number: int, reason: str) -> None:
+    def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
         """Record the end of a link."""
         ...
 
-    def received(self, node: NodeId, number: int, frame: Frame) -> None:
+    def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of a linked node."""
         ...
 
-    def converse(self, address: str) -> Conversation | Denied:
+    def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
         """Begin an enrolment, or return `Denied`."""
         ...
 
-    async def stored(self) -> None:
+    async def wait_stored(self) -> None:
         """Wait until every change so far is on the disk."""
         ...
 
 
-class Connection(Endpoint):
+class Connection(LinkEndpoint):
     """One accepted connection: a stranger until its Hello is answered with Welcome."""
 
     def __init__(self, server: "LinkServer") -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop, MAX_JOINED_FROM_NODE_BYTES)
         self._server = server
-        self._conversation: Conversation | None = None
+        self._conversation: EnrollmentConnection | None = None
         self._bytes = 0
-        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_SECONDS + 1, _no_handshake)
+        self._deadline: asyncio.TimerHandle | None = self._loop.call_later(HANDSHAKE_TIMEOUT_SECONDS + 1, _no_handshake)
         self.address = ""
-        self.peer: Peer | None = None
+        self.peer: PeerIdentity | None = None
         self.serial = ""
         self.life = (0.0, 0.0)
         """Validity of the peer's certificate: issued and expires, in Unix seconds."""
@@ -165,12 +166,12 @@ class Connection(Endpoint):
         if certificate:
             known = read_certificate(certificate)
             self.peer, self.serial, self.life = parse_uri(known.uri), known.serial, (known.issued, known.expires)
-        self._deadline = self._loop.call_later(STRANGER_SECONDS, self._too_slow)
-        if self._server.arrived(self) and not certificate:
+        self._deadline = self._loop.call_later(STRANGER_TIMEOUT_SECONDS, self._too_slow)
+        if self._server.admit_connection(self) and not certificate:
             self._begin_enrolment()
 
     def _too_slow(self) -> None:
-        self.abort(f"no Hello within {STRANGER_SECONDS:.0f} s")
+        self.abort(f"no Hello within {STRANGER_TIMEOUT_SECONDS:.0f} s")
 
     def data_received(self, data: bytes) -> None:
         """Split bytes into frames. Bytes of a peer without a certificate go to its enrolment only, and are counted
@@ -180,8 +181,8 @@ class Connection(Endpoint):
             return
         if self.node is None:
             self._bytes += len(data)
-            if self._bytes > STRANGER_BYTES:
-                self.abort(f"more than {STRANGER_BYTES} bytes before a Hello")
+            if self._bytes > MAX_STRANGER_BYTES:
+                self.abort(f"more than {MAX_STRANGER_BYTES} bytes before a Hello")
                 return
         frames = self._splitter.feed(data)
         if self._resting:
@@ -191,12 +192,12 @@ class Connection(Endpoint):
             self._take_frames()
 
     def _take_frames(self, *, all_of_them: bool = False) -> None:
-        """Process frames for `TURN_SECONDS`, and the rest in the next turn of the loop.
+        """Process frames for `MAX_LINK_TURN_SECONDS`, and the rest in the next turn of the loop.
 
         A peer that sends without pause can delay the loop by one frame at most. Its further bytes wait in the kernel.
         """
         if not self._until:  # a turn of the loop may read one connection 32 times
-            self._until = time.perf_counter() + TURN_SECONDS
+            self._until = time.perf_counter() + MAX_LINK_TURN_SECONDS
             self._loop.call_soon(self._end_turn)
         self._resting = False
         try:
@@ -239,20 +240,20 @@ class Connection(Endpoint):
             frame = decode(tag, body)
             if type(frame) not in FROM_NODES:
                 raise WireError(f"{type(frame).__name__}, which no node sends here")
-            self._server.take(self, frame)
+            self._server.deliver(self, frame)
             return
         hello = decode(tag, body)
-        if isinstance(hello, Query) and self.peer is not None and self.peer.node is not None:
+        if isinstance(hello, MemberQuery) and self.peer is not None and self.peer.node is not None:
             self._server.query(self, self.peer, hello)
             return
         if not isinstance(hello, Hello):
             raise WireError(f"{type(hello).__name__} before Hello")
         if self.peer is None or self.peer.node is None:
             raise WireError("certificate that names no node")
-        self._server.greet(self, self.peer, hello)
+        self._server.answer_hello(self, self.peer, hello)
 
     def _begin_enrolment(self) -> None:
-        begun = self._server.owner.converse(self.address)
+        begun = self._server.owner.start_enrollment(self.address)
         if isinstance(begun, Denied):
             self.refuse(begun)
             return
@@ -285,9 +286,9 @@ class Connection(Endpoint):
     def answer(self, payload: bytes) -> None:
         """Send the answer to a query, and close."""
         self._refused = True
-        for begin in range(0, max(1, len(payload)), ANSWER_PIECE_BYTES):
-            end = begin + ANSWER_PIECE_BYTES
-            self.send(Answer(0, payload[begin:end], last=end >= len(payload)))
+        for begin in range(0, max(1, len(payload)), QUERY_CHUNK_BYTES):
+            end = begin + QUERY_CHUNK_BYTES
+            self.send(FetchChunk(0, payload[begin:end], last=end >= len(payload)))
         self.close("the query was answered")
 
     def refuse(self, denied: Denied) -> None:
@@ -303,10 +304,10 @@ class Connection(Endpoint):
         self._refused = True
         if self.transport is not None:
             self.transport.pause_reading()
-        self.send(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
-        self._loop.call_later(LAST_WORD_SECONDS, self.close, why)
+        self.send(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
+        self._loop.call_later(CLOSE_DELAY_SECONDS, self.close, why)
 
-    def welcomed(self, node: NodeId, hello: Hello, number: int) -> None:
+    def bind_link(self, node: NodeId, hello: Hello, number: int) -> None:
         """Bind this connection to a node as its link."""
         self.node, self.hello, self.number = node, hello, number
         if self._deadline is not None:
@@ -317,20 +318,20 @@ class Connection(Endpoint):
         if self._deadline is not None:
             self._deadline.cancel()
         if self._conversation is not None:
-            self._conversation.gone()
-        self._server.gone(self, reason)
+            self._conversation.withdraw()
+        self._server.on_connection_lost(self, reason)
 
 
-class _Window:
+class _FetchWindow:
     """Limits for one node's answer to one question: the requested bytes, and the pieces that they need."""
 
     def __init__(self, limit: int) -> None:
-        self.queue: asyncio.Queue[Answer] = asyncio.Queue()
+        self.queue: asyncio.Queue[FetchChunk] = asyncio.Queue()
         self._limit = limit
         self._bytes = limit
-        self._pieces = limit // MIN_PIECE_BYTES + 2
+        self._pieces = limit // MIN_CHUNK_BYTES + 2
 
-    def take(self, answer: Answer) -> None:
+    def put(self, answer: FetchChunk) -> None:
         """Queue a piece. Raise `WireError`, which ends the link, if the answer exceeds the requested size."""
         self._bytes -= len(answer.payload)
         self._pieces -= 1
@@ -346,7 +347,7 @@ def _no_handshake() -> None:
 class LinkServer:
     """Server and registry of all links, on one event loop. `owner` decides about nodes and frames."""
 
-    def __init__(self, owner: Owner) -> None:
+    def __init__(self, owner: LinkHandler) -> None:
         self.owner = owner
         self._server: asyncio.Server | None = None
         self._strangers: set[Connection] = set()
@@ -354,7 +355,7 @@ class LinkServer:
         self._retired: set[Connection] = set()
         self._budgets: dict[NodeId, NodeBudgets] = {}
         self._nonces = itertools.count(1)
-        self._asks: dict[tuple[NodeId, int], _Window] = {}
+        self._asks: dict[tuple[NodeId, int], _FetchWindow] = {}
         self._ask_numbers = itertools.count(1)
         self._ping_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -369,10 +370,10 @@ class LinkServer:
             host,
             port,
             ssl=context,
-            ssl_handshake_timeout=HANDSHAKE_SECONDS,
+            ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             ssl_shutdown_timeout=1.0,
         )
-        self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
+        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._ping)
         return server.sockets[0].getsockname()[1]
 
     async def close(self) -> None:
@@ -388,7 +389,7 @@ class LinkServer:
 
     def when_stored(self, then: Callable[[], None]) -> None:
         """Call `then` once every change up to now is on disk. Never call it if the write failed."""
-        task = asyncio.get_running_loop().create_task(self.owner.stored())
+        task = asyncio.get_running_loop().create_task(self.owner.wait_stored())
         self._tasks.add(task)
 
         def done(ended: asyncio.Task[None]) -> None:
@@ -400,26 +401,26 @@ class LinkServer:
 
         task.add_done_callback(done)
 
-    def arrived(self, connection: Connection) -> bool:
+    def admit_connection(self, connection: Connection) -> bool:
         """Count a connection. Return False and abort it if the limits for peers without a certificate are exceeded."""
         self._strangers.add(connection)
         addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
         here = addresses.count(connection.address)
-        if len(addresses) > STRANGERS or here > STRANGERS // 4:
+        if len(addresses) > MAX_STRANGERS or here > MAX_STRANGERS // 4:
             connection.abort(f"{len(addresses)} strangers are connected, {here} from this address")
             return False
         return True
 
-    def greet(self, connection: Connection, peer: Peer, hello: Hello) -> None:
+    def answer_hello(self, connection: Connection, peer: PeerIdentity, hello: Hello) -> None:
         """Answer a Hello with Welcome or Denied."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         connection.budgets = self._budgets.setdefault(peer.node, NodeBudgets())
         why = connection.budgets.link(asyncio.get_running_loop().time())
         if why:
             self.denied += 1
-            connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+            connection.refuse(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
             return
-        answer = self.owner.greet(peer, connection.serial, hello)
+        answer = self.owner.authorize(peer, connection.serial, hello)
         if isinstance(answer, Denied):
             self.denied += 1
             connection.refuse(answer)
@@ -432,14 +433,14 @@ class LinkServer:
             self._replace(older, hello)
         self._links[node] = connection
         connection.send(answer)
-        connection.welcomed(node, hello, self.owner.linked(node, hello))
+        connection.bind_link(node, hello, self.owner.on_link_up(node, hello))
 
-    def query(self, connection: Connection, peer: Peer, query: Query) -> None:
+    def query(self, connection: Connection, peer: PeerIdentity, query: MemberQuery) -> None:
         """Answer a read-only query of a member's command. The link of its node is unaffected."""
         assert peer.node is not None  # noqa: S101  checked by the connection
         why = self._budgets.setdefault(peer.node, NodeBudgets()).query(asyncio.get_running_loop().time())
         if why:
-            connection.refuse(Denied("too_many", why, retry_after=TOO_MANY_SECONDS))
+            connection.refuse(Denied("too_many", why, retry_after=BUDGET_RETRY_SECONDS))
             return
         answer = self.owner.answer(peer, connection.serial, query)
         if isinstance(answer, Denied):
@@ -457,7 +458,7 @@ class LinkServer:
             del self._links[NodeId(hello.node)]
             older.close("a newer connection of the same node replaced this one")
 
-    def gone(self, connection: Connection, reason: str) -> None:
+    def on_connection_lost(self, connection: Connection, reason: str) -> None:
         """Record the end of a connection."""
         self._strangers.discard(connection)
         self._retired.discard(connection)
@@ -466,17 +467,17 @@ class LinkServer:
             return
         if self._links.get(connection.node) is connection:
             del self._links[connection.node]
-        self.owner.unlinked(connection.node, connection.number, reason)
+        self.owner.on_link_down(connection.node, connection.number, reason)
 
-    def take(self, connection: Connection, frame: Frame) -> None:
+    def deliver(self, connection: Connection, frame: Frame) -> None:
         """Deliver an answer to its window, and any other frame to the owner."""
         assert connection.node is not None  # noqa: S101  only linked connections get here
-        if type(frame) is Answer:
+        if type(frame) is FetchChunk:
             window = self._asks.get((connection.node, frame.ask))
             if window is not None:
-                window.take(frame)
+                window.put(frame)
             return
-        self.owner.received(connection.node, connection.number, frame)
+        self.owner.handle_frame(connection.node, connection.number, frame)
 
     # -- for people -----------------------------------------------------------------
 
@@ -493,7 +494,7 @@ class LinkServer:
         """Number of open links that a newer link of the same node has replaced."""
         return len(self._retired)
 
-    def lives(self) -> dict[NodeId, tuple[float, float]]:
+    def certificate_validity(self) -> dict[NodeId, tuple[float, float]]:
         """Return the certificate validity of each linked node: issued and expires, in Unix seconds."""
         return {node: link.life for node, link in self._links.items()}
 
@@ -514,7 +515,7 @@ class LinkServer:
         link = self._links.get(node)
         return None if link is None else link.hello
 
-    def hang_up(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
+    def disconnect_node(self, node: NodeId, reason: str, denied: Denied | None = None) -> None:
         """End every link of a node at once. Send `denied` first if given."""
         for link in [*self._links.values(), *self._retired]:
             if link.node == node:
@@ -535,9 +536,9 @@ class LinkServer:
         ping = Ping(next(self._nonces))
         for link in self._links.values():
             link.send(ping)
-        self._ping_timer = loop.call_later(PING_SECONDS, self._ping)
+        self._ping_timer = loop.call_later(PING_TIMEOUT_SECONDS, self._ping)
 
-    async def ask(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
+    async def fetch(self, node: NodeId, what: str, limit: int) -> AsyncGenerator[bytes]:
         """Yield the newest `limit` bytes of a node's source `what`, one window at a time, at the pace of the consumer.
 
         Raise `LookupError` if the node is not linked or cannot answer, `TimeoutError` if it stops answering.
@@ -545,7 +546,7 @@ class LinkServer:
         offset, left = -limit, limit
         while left > 0:
             before = left
-            async for answer in self._window(node, what, offset, min(left, ASK_WINDOW)):
+            async for answer in self._window(node, what, offset, min(left, FETCH_WINDOW_BYTES)):
                 left -= len(answer.payload)
                 offset = answer.next
                 if answer.payload:
@@ -556,26 +557,26 @@ class LinkServer:
     async def follow(self, node: NodeId, what: str, limit: int, every: float) -> AsyncGenerator[bytes]:
         """Yield the newest `limit` bytes of a node's source `what`, then its additions, polled every `every` seconds.
 
-        Raise `LookupError` and `TimeoutError` as `ask`.
+        Raise `LookupError` and `TimeoutError` as `fetch`.
         """
         offset = -limit
         while True:
-            async for answer in self._window(node, what, offset, ASK_WINDOW):
+            async for answer in self._window(node, what, offset, FETCH_WINDOW_BYTES):
                 if answer.payload:
                     yield answer.payload
                 if answer.last:
                     offset = answer.end
             await asyncio.sleep(every)
 
-    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[Answer]:
+    async def _window(self, node: NodeId, what: str, offset: int, limit: int) -> AsyncIterator[FetchChunk]:
         number = next(self._ask_numbers)
-        window = self._asks[node, number] = _Window(limit)
+        window = self._asks[node, number] = _FetchWindow(limit)
         try:
-            if not self.send(node, Ask(number, what, offset, limit)):
+            if not self.send(node, FetchRequest(number, what, offset, limit)):
                 raise LookupError("the node is not linked")
             last = False
             while not last:
-                async with asyncio.timeout(ASK_SECONDS):
+                async with asyncio.timeout(FETCH_TIMEOUT_SECONDS):
                     answer = await window.queue.get()
                 if answer.error:
                     raise LookupError(answer.error)

@@ -16,22 +16,22 @@ from host.left_marker import has_left
 
 log = structlog.get_logger("coordinator.cluster.local_node")
 
-BACK_OFF = (0.5, 30.0)
+RESTART_DELAYS_SECONDS = (0.5, 30.0)
 """First and longest delay before a restart, in seconds. A run longer than 60 s resets the delay."""
 USAGE, DENIED, OTHER_CLUSTER = 2, 4, 6
 """Exit codes after which a restart is useless: wrong settings; removed after a join; node of another cluster."""
-GRACE = 10.0
+TERMINATE_GRACE_SECONDS = 10.0
 """Seconds between SIGTERM and SIGKILL."""
 
 
-class OtherClusterError(Exception):
+class LocalNodeElsewhereError(Exception):
     """This Mac is a node of a cluster other than the one that it coordinates."""
 
 
 def check_node(state: Path, cluster: str) -> None:
     """Check that the node of this state folder, if any, belongs to `cluster` (empty: no cluster yet).
 
-    Raise `OtherClusterError` with the possible next steps.
+    Raise `LocalNodeElsewhereError` with the possible next steps.
     """
     try:
         kept = json.loads((state / "node" / "identity" / "identity.json").read_text())
@@ -40,7 +40,7 @@ def check_node(state: Path, cluster: str) -> None:
         return  # no node, or a broken identity that the node reports
     if its != cluster:
         place = f" at {addresses[0]}" if addresses else ""
-        raise OtherClusterError(
+        raise LocalNodeElsewhereError(
             f"this Mac is a node of another cluster{place}: `cluster join` starts that node; `cluster leave` takes the "
             "Mac out of it, then run this again; to coordinate a cluster of its own beside it: --no-local-node, or "
             "another folder with --state"
@@ -94,7 +94,7 @@ class LocalNode:
             os.close(read)
 
     async def _keep(self) -> None:
-        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._process is not None:
             began = loop.time()
             code = await self._process.wait()
@@ -116,7 +116,7 @@ class LocalNode:
                 )
                 self.given_up.set()
                 return
-            wait = BACK_OFF[0] if loop.time() - began > 60 else min(wait * 2, BACK_OFF[1])
+            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > 60 else min(wait * 2, RESTART_DELAYS_SECONDS[1])
             log.warning("local node ended", code=code, again_in=wait)
             await asyncio.sleep(wait)
             await self._spawn()
@@ -144,7 +144,7 @@ class LocalNode:
         return ""
 
     async def close(self) -> None:
-        """Stop the node with SIGTERM, and with SIGKILL after `GRACE` seconds."""
+        """Stop the node with SIGTERM, and with SIGKILL after `TERMINATE_GRACE_SECONDS`."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
@@ -153,7 +153,7 @@ class LocalNode:
             return
         process.send_signal(signal.SIGTERM)
         try:
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(TERMINATE_GRACE_SECONDS):
                 await process.wait()
         except TimeoutError:
             log.warning("local node killed", pid=process.pid)

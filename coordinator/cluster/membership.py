@@ -16,7 +16,8 @@ Invariants
 - A node is alive if its link and its reports are, by the receiver's clock. `now` is monotonic seconds.
 - The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
   not mark a node lost that is already back.
-- One `Tick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets before it
+- One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets before
+it
   acts on silence.
 - A member is kept forever, and shown grey when lost. A node that is not a member is forgotten after 10 minutes.
 - No node is forgotten while the coordinator suspects itself. If half of the pool falls silent at once, the
@@ -32,19 +33,19 @@ from msgspec.structs import replace
 
 from wire.identity import NodeId
 
-SUSPECT_AFTER = 3.0
+SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
-LOST_AFTER = 10.0
+LOST_AFTER_SECONDS = 10.0
 """Seconds without a report until the link is closed and its requests are resumed on other nodes."""
-RETURN_AFTER = 2
-"""Consecutive reports, each within `SUSPECT_AFTER` of the last, that end the state suspect."""
-FORGET_AFTER = 600.0
+RETURN_AFTER_REPORTS = 2
+"""Consecutive reports, each within `SUSPECT_AFTER_SECONDS` of the last, that end the state suspect."""
+FORGET_AFTER_SECONDS = 600.0
 """Seconds for which a node that is not a member stays listed."""
-TOGETHER = 5.0
+CORRELATION_WINDOW_SECONDS = 5.0
 """Seconds within which falls of several nodes count as one event."""
 
 
-class State(StrEnum):
+class MemberState(StrEnum):
     """Membership state of a node."""
 
     JOINING = "joining"
@@ -57,18 +58,18 @@ class State(StrEnum):
     LEFT = "left"
 
 
-LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING, State.PAUSED})
+LINKED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING, MemberState.PAUSED})
 """States that have a link. A joining node may have a link."""
-GONE = frozenset({State.ASLEEP, State.LOST, State.LEFT})
+GONE = frozenset({MemberState.ASLEEP, MemberState.LOST, MemberState.LEFT})
 """States that have no link."""
-ALIVE = frozenset({State.READY, State.DRAINING, State.PAUSED})
+ALIVE = frozenset({MemberState.READY, MemberState.DRAINING, MemberState.PAUSED})
 
 
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """Membership of one node. Times are in seconds of `now`."""
 
     node: NodeId
-    state: State
+    state: MemberState
     since: float
     """Start of the current state."""
     heard: float | None = None
@@ -90,7 +91,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     @property
     def placeable(self) -> bool:
         """Whether placement may choose this node for new requests."""
-        return self.state is State.READY and not self.cordoned
+        return self.state is MemberState.READY and not self.cordoned
 
     def check(self) -> None:
         """Raise `InvariantError` if two values contradict."""
@@ -98,10 +99,11 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
             "linked without a link" * (self.state in LINKED and not self.link),
             "gone with a link" * (self.state in GONE and bool(self.link)),
             "link is not the newest" * (bool(self.link) and self.link != self.newest),
-            "left but enrolled" * (self.state is State.LEFT and self.enrolled),
-            "counts reports but is not suspect" * (self.streak > 0 and self.state is not State.SUSPECT),
+            "left but enrolled" * (self.state is MemberState.LEFT and self.enrolled),
+            "counts reports but is not suspect" * (self.streak > 0 and self.state is not MemberState.SUSPECT),
             "alive but never heard" * (self.state in LINKED and self.heard is None),
-            "fell but is not missing" * (self.fell is not None and self.state not in (State.SUSPECT, State.LOST)),
+            "fell but is not missing"
+            * (self.fell is not None and self.state not in (MemberState.SUSPECT, MemberState.LOST)),
         ]
         if any(wrong):
             raise InvariantError(f"{self.node}: {', '.join(filter(None, wrong))}: {self}")
@@ -119,12 +121,12 @@ class IllegalEventError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Enrolled:
+class MemberEnrolled:
     """The node received a certificate and is a member from now on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Connected:
+class MemberConnected:
     """A new link has passed Hello."""
 
     link: int
@@ -135,7 +137,7 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class MemberReported:
     """A report arrived."""
 
     link: int
@@ -144,7 +146,7 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True)
-class Disconnected:
+class MemberDisconnected:
     """The connection ended without a goodbye."""
 
     link: int
@@ -152,7 +154,7 @@ class Disconnected:
 
 
 @dataclass(frozen=True, slots=True)
-class SaidGoodbye:
+class MemberSaidGoodbye:
     """The node will close its link. `reason` is `stopping`, `asleep` or `leave`."""
 
     link: int
@@ -160,27 +162,27 @@ class SaidGoodbye:
 
 
 @dataclass(frozen=True, slots=True)
-class Cordoned:
+class MemberCordoned:
     """A person excluded the node from new work."""
 
 
 @dataclass(frozen=True, slots=True)
-class Uncordoned:
+class MemberUncordoned:
     """A person admitted the node to new work again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Removed:
+class MemberRemoved:
     """A person removed the node from the pool."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class MembershipTick:
     """Time has passed."""
 
 
-OfLink = Connected | Reported | Disconnected | SaidGoodbye
-Event = Enrolled | OfLink | Cordoned | Uncordoned | Removed | Tick
+OfLink = MemberConnected | MemberReported | MemberDisconnected | MemberSaidGoodbye
+Event = MemberEnrolled | OfLink | MemberCordoned | MemberUncordoned | MemberRemoved | MembershipTick
 
 
 # actions
@@ -204,38 +206,38 @@ class NodeGone:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class MemberChanged:
     """Publish the node, because a value that people or placement see has changed."""
 
     node: NodeId
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ForgetMember:
     """Delete all data of the node, because the pool no longer contains it."""
 
     node: NodeId
 
 
-Action = CloseLink | NodeGone | Changed | Forget
+Action = CloseLink | NodeGone | MemberChanged | ForgetMember
 Step = tuple[Member, tuple[Action, ...]]
 
 _J, _R, _S, _A, _L, _D, _P, _X = (
-    State.JOINING,
-    State.READY,
-    State.SUSPECT,
-    State.ASLEEP,
-    State.LOST,
-    State.DRAINING,
-    State.PAUSED,
-    State.LEFT,
+    MemberState.JOINING,
+    MemberState.READY,
+    MemberState.SUSPECT,
+    MemberState.ASLEEP,
+    MemberState.LOST,
+    MemberState.DRAINING,
+    MemberState.PAUSED,
+    MemberState.LEFT,
 )
 _NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
 _TOLD = frozenset({_R, _D, _P})
 """States that a report can set."""
 
-TABLE: dict[type, dict[State, frozenset[State]]] = {
-    Enrolled: {
+TABLE: dict[type, dict[MemberState, frozenset[MemberState]]] = {
+    MemberEnrolled: {
         _J: frozenset({_J}),
         _R: frozenset({_R}),
         _S: frozenset({_S}),
@@ -245,14 +247,14 @@ TABLE: dict[type, dict[State, frozenset[State]]] = {
         _L: frozenset({_J}),
         _X: frozenset({_J}),
     },
-    Connected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
-    Reported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
-    Disconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
-    SaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
-    Cordoned: {state: frozenset({state}) for state in _NOT_LEFT},
-    Uncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
-    Removed: {state: frozenset({_X}) for state in _NOT_LEFT},
-    Tick: {
+    MemberConnected: {state: frozenset({_J, state} if state in LINKED else {_J}) for state in _NOT_LEFT},
+    MemberReported: {_J: _TOLD, _R: _TOLD, _D: _TOLD, _P: _TOLD, _S: _TOLD | {_S}},
+    MemberDisconnected: {state: frozenset({_L}) for state in (_J, _R, _S, _D, _P)},
+    MemberSaidGoodbye: {state: frozenset({_L, _A, _X}) for state in (_J, _R, _S, _D, _P)},
+    MemberCordoned: {state: frozenset({state}) for state in _NOT_LEFT},
+    MemberUncordoned: {state: frozenset({state}) for state in _NOT_LEFT},
+    MemberRemoved: {state: frozenset({_X}) for state in _NOT_LEFT},
+    MembershipTick: {
         _J: frozenset({_J, _L}),
         _R: frozenset({_R, _S}),
         _D: frozenset({_D, _S}),
@@ -265,7 +267,7 @@ TABLE: dict[type, dict[State, frozenset[State]]] = {
 }
 """For each event: the states in which it is legal, and the states that may follow."""
 
-_GOODBYE = {"asleep": (State.ASLEEP, "asleep"), "leave": (State.LEFT, "left")}
+_GOODBYE = {"asleep": (MemberState.ASLEEP, "asleep"), "leave": (MemberState.LEFT, "left")}
 """State and reason by goodbye. Any other reason, also from a newer node, means that the node stops."""
 
 
@@ -284,7 +286,7 @@ def step(member: Member, event: Event, now: float) -> Step:
 
 
 def _stale(member: Member, event: OfLink) -> bool:
-    if isinstance(event, Connected):
+    if isinstance(event, MemberConnected):
         if event.link <= member.newest:
             raise IllegalEventError(f"{member.node}: link {event.link} is not newer than {member.newest}")
         return False
@@ -295,51 +297,55 @@ def _stale(member: Member, event: OfLink) -> bool:
 
 def _apply(member: Member, event: Event, now: float) -> Step:
     match event:
-        case Enrolled():
+        case MemberEnrolled():
             return _enrolled(member, now)
-        case Connected():
+        case MemberConnected():
             return _connected(member, event, now)
-        case Reported():
+        case MemberReported():
             return _reported(member, event, now)
-        case Disconnected():
-            return _gone(member, State.LOST, event.reason, now, fell=member.state in ALIVE)
-        case SaidGoodbye():
-            state, reason = _GOODBYE.get(event.reason, (State.LOST, "stopped"))
+        case MemberDisconnected():
+            return _gone(member, MemberState.LOST, event.reason, now, fell=member.state in ALIVE)
+        case MemberSaidGoodbye():
+            state, reason = _GOODBYE.get(event.reason, (MemberState.LOST, "stopped"))
             return _gone(member, state, reason, now, close=True)
-        case Removed():
-            return _gone(member, State.LEFT, "removed", now, close=True)
-        case Cordoned() | Uncordoned():
-            return _mark(member, cordoned=isinstance(event, Cordoned))
-        case Tick():
+        case MemberRemoved():
+            return _gone(member, MemberState.LEFT, "removed", now, close=True)
+        case MemberCordoned() | MemberUncordoned():
+            return _mark(member, cordoned=isinstance(event, MemberCordoned))
+        case MembershipTick():
             return _tick(member, now)
 
 
 def _enrolled(member: Member, now: float) -> Step:
     if member.state not in GONE:
         return _seen(member, replace(member, enrolled=True))
-    return _seen(member, replace(member, enrolled=True, state=State.JOINING, since=now, reason="", fell=None))
+    return _seen(member, replace(member, enrolled=True, state=MemberState.JOINING, since=now, reason="", fell=None))
 
 
-def _connected(member: Member, event: Connected, now: float) -> Step:
+def _connected(member: Member, event: MemberConnected, now: float) -> Step:
     took_over = event.takeover and member.link != 0 and event.instance == member.instance
     linked = replace(member, link=event.link, newest=event.link, instance=event.instance, heard=now)
     if took_over:
-        return linked, (Changed(member.node),)
-    after = replace(linked, state=State.JOINING, since=now, streak=0, reason="", fell=None)
+        return linked, (MemberChanged(member.node),)
+    after = replace(linked, state=MemberState.JOINING, since=now, streak=0, reason="", fell=None)
     if not member.link:
-        return after, (Changed(member.node),)
+        return after, (MemberChanged(member.node),)
     node = member.node
-    return after, (CloseLink(node, member.link, "replaced by a newer link"), NodeGone(node, "replaced"), Changed(node))
+    return after, (
+        CloseLink(node, member.link, "replaced by a newer link"),
+        NodeGone(node, "replaced"),
+        MemberChanged(node),
+    )
 
 
-def _reported(member: Member, event: Reported, now: float) -> Step:
+def _reported(member: Member, event: MemberReported, now: float) -> Step:
     heard = replace(member, heard=now)
-    if member.state is State.SUSPECT:
-        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER
+    if member.state is MemberState.SUSPECT:
+        in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER_SECONDS
         streak = member.streak + 1 if in_a_row else 1
-        if streak < RETURN_AFTER:
+        if streak < RETURN_AFTER_REPORTS:
             return replace(heard, streak=streak), ()
-    state = State.PAUSED if event.paused else State.DRAINING if event.draining else State.READY
+    state = MemberState.PAUSED if event.paused else MemberState.DRAINING if event.draining else MemberState.READY
     since = member.since if state is member.state else now
     return _seen(member, replace(heard, state=state, since=since, streak=0, reason="", fell=None))
 
@@ -351,10 +357,12 @@ def _mark(member: Member, *, cordoned: bool) -> Step:
 def _seen(before: Member, after: Member) -> Step:
     """Report a change only when something other than the time of the last report differs."""
     changed = replace(before, heard=after.heard) != after
-    return after, (Changed(after.node),) if changed else ()
+    return after, (MemberChanged(after.node),) if changed else ()
 
 
-def _gone(member: Member, state: State, reason: str, now: float, *, close: bool = False, fell: bool = False) -> Step:
+def _gone(
+    member: Member, state: MemberState, reason: str, now: float, *, close: bool = False, fell: bool = False
+) -> Step:
     """End a node's link, if any, and return the actions that follow."""
     node = member.node
     after = replace(
@@ -364,12 +372,12 @@ def _gone(member: Member, state: State, reason: str, now: float, *, close: bool 
         link=0,
         streak=0,
         reason=reason,
-        enrolled=member.enrolled and state is not State.LEFT,
-        fell=None if state is not State.LOST else now if fell else member.fell,
+        enrolled=member.enrolled and state is not MemberState.LEFT,
+        fell=None if state is not MemberState.LOST else now if fell else member.fell,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
     gone = (NodeGone(node, reason),) if member.link else ()
-    return after, (*closing, *gone, Changed(node))
+    return after, (*closing, *gone, MemberChanged(node))
 
 
 def _tick(member: Member, now: float) -> Step:
@@ -377,23 +385,23 @@ def _tick(member: Member, now: float) -> Step:
     if deadline is None or now < deadline or member.state in GONE:
         return member, ()
     if member.state in ALIVE:
-        return _seen(member, replace(member, state=State.SUSPECT, since=now, reason="silent", fell=now))
-    reason = f"silent for {LOST_AFTER:g} s" if member.link else "never connected"
-    return _gone(member, State.LOST, reason, now, close=True)
+        return _seen(member, replace(member, state=MemberState.SUSPECT, since=now, reason="silent", fell=now))
+    reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
+    return _gone(member, MemberState.LOST, reason, now, close=True)
 
 
 def _deadline(member: Member) -> float | None:
     """Return when time alone will change the state; None if never."""
     if member.state in GONE:
-        return None if member.enrolled else member.since + FORGET_AFTER
-    heard = member.since if member.heard is None or member.state is State.JOINING else member.heard
-    return heard + (SUSPECT_AFTER if member.state in ALIVE else LOST_AFTER)
+        return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
+    heard = member.since if member.heard is None or member.state is MemberState.JOINING else member.heard
+    return heard + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
 
 
 # the pool
 
 
-class Pool(msgspec.Struct, frozen=True):
+class Membership(msgspec.Struct, frozen=True):
     """Membership of all nodes."""
 
     members: Mapping[NodeId, Member] = msgspec.field(default_factory=dict[NodeId, Member])
@@ -414,50 +422,52 @@ class Pool(msgspec.Struct, frozen=True):
             member.check()
 
 
-def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Pool:
+def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = ()) -> Membership:
     """Return the pool at the start of a coordinator: every stored member is lost until it connects."""
     marked = frozenset(cordoned)
-    return Pool(
+    return Membership(
         {
             node: Member(
-                node, State.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started"
+                node, MemberState.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started"
             )
             for node in nodes
         }
     )
 
 
-def advance(pool: Pool, node: NodeId, event: Event, now: float) -> tuple[Pool, tuple[Action, ...]]:
-    """Apply one event about one node. An unknown node begins with `Enrolled` (a member) or `Connected` (not yet a
-    member)."""
+def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[Membership, tuple[Action, ...]]:
+    """Apply one event about one node.
+
+    An unknown node begins with `MemberEnrolled` (a member) or `MemberConnected` (not yet a member).
+    """
     member = pool.members.get(node)
     if member is None:
-        if not isinstance(event, Enrolled | Connected):
+        if not isinstance(event, MemberEnrolled | MemberConnected):
             raise IllegalEventError(f"{node} is unknown: {event} cannot happen")
-        member = Member(node, State.JOINING, now, enrolled=isinstance(event, Enrolled))
+        member = Member(node, MemberState.JOINING, now, enrolled=isinstance(event, MemberEnrolled))
     after, actions = step(member, event, now)
     if node not in pool.members:
-        actions = (Changed(node),)
+        actions = (MemberChanged(node),)
     changed = replace(pool, members={**pool.members, node: after})
     same = (after.state, after.fell) == (member.state, member.fell)
     return (changed if same and pool.doubted is None else _doubt(changed, now)), actions
 
 
-def tick(pool: Pool, now: float) -> tuple[Pool, tuple[Action, ...]]:
+def tick(pool: Membership, now: float) -> tuple[Membership, tuple[Action, ...]]:
     """Apply the transitions of all nodes that are due at `now`. Call it at `next_deadline`."""
     members: dict[NodeId, Member] = {}
     actions: list[Action] = []
     for node, member in pool.members.items():
-        after, due = step(member, Tick(), now)
+        after, due = step(member, MembershipTick(), now)
         members[node] = after
         actions += due
     after = _doubt(replace(pool, members=members), now)
     forgotten = [] if after.self_suspect else [node for node, member in members.items() if _forgettable(member, now)]
     kept = {node: member for node, member in members.items() if node not in forgotten}
-    return replace(after, members=kept), (*actions, *(Forget(node) for node in forgotten))
+    return replace(after, members=kept), (*actions, *(ForgetMember(node) for node in forgotten))
 
 
-def next_deadline(pool: Pool, now: float) -> float | None:
+def next_deadline(pool: Membership, now: float) -> float | None:
     """Return when `tick` is next due, in seconds of `now` and not before `now`. None if time changes nothing."""
     forgetting = not pool.self_suspect
     deadlines = [
@@ -466,7 +476,7 @@ def next_deadline(pool: Pool, now: float) -> float | None:
         if (deadline := _deadline(member)) is not None and (forgetting or member.state not in GONE)
     ]
     if pool.doubted is not None:
-        deadlines.append(pool.doubted + FORGET_AFTER)
+        deadlines.append(pool.doubted + FORGET_AFTER_SECONDS)
     return max(now, min(deadlines)) if deadlines else None
 
 
@@ -475,16 +485,21 @@ def _forgettable(member: Member, now: float) -> bool:
     return member.state in GONE and deadline is not None and now >= deadline
 
 
-def _doubt(pool: Pool, now: float) -> Pool:
+def _doubt(pool: Membership, now: float) -> Membership:
     """Start or end the coordinator's suspicion of itself.
 
-    It starts when at least half of two or more living nodes fell within `TOGETHER` seconds. It ends when fewer than
-    half of them are missing, or after `FORGET_AFTER` seconds. By then the fault is the nodes', or a person has checked.
+    It starts when at least half of two or more living nodes fell within `CORRELATION_WINDOW_SECONDS`. It ends
+    when fewer than half of them are missing, or after `FORGET_AFTER_SECONDS`. By then the fault is the nodes',
+    or a person has checked.
     """
     since = now if pool.doubted is None else pool.doubted
-    fallen = sum(1 for member in pool.members.values() if member.fell is not None and member.fell >= since - TOGETHER)
+    fallen = sum(
+        1
+        for member in pool.members.values()
+        if member.fell is not None and member.fell >= since - CORRELATION_WINDOW_SECONDS
+    )
     whole = fallen + sum(1 for member in pool.members.values() if member.state in ALIVE)
     half = whole >= 2 and 2 * fallen >= whole
     if pool.doubted is None:
         return replace(pool, doubted=now) if half else pool
-    return pool if half and now < pool.doubted + FORGET_AFTER else replace(pool, doubted=None)
+    return pool if half and now < pool.doubted + FORGET_AFTER_SECONDS else replace(pool, doubted=None)

@@ -9,17 +9,17 @@ from msgspec.structs import replace as changed
 from coordinator.observe.node_rows import measured
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.node_commands import Kind
-from router.dispatch.request import Failure
+from router.dispatch.request import RequestFailure
 from router.placement.cluster_view import NodeView
-from router.placement.model_load import Choice
-from wire.frames import Finished, Load, Profile, Unload
+from router.placement.model_load import LoadPlacement
+from wire.frames import Finished, LoadModel, ProfileModel, UnloadModel
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CommandResult:
     """A node has carried out a command."""
 
     node: NodeId
@@ -39,10 +39,10 @@ class Done:
 
 _GONE = frozenset({"asleep", "lost", "left"})
 """States in which a node's loaded models are ignored until it returns."""
-Answer = Done | Refused | Failure
+Answer = CommandResult | Refused | RequestFailure
 
 
-class Loads:
+class ModelOperations:
     """Load, unload and profile commands to nodes. `clock` returns monotonic seconds."""
 
     def __init__(self, dispatcher: Dispatcher, clock: Callable[[], float]) -> None:
@@ -52,8 +52,8 @@ class Loads:
     async def load(self, model: str, node: NodeView | None) -> Answer:
         """Load a model on `node`, or on the best node. If a chosen node refuses, try the next."""
         if node is not None:
-            choice = Choice(node.id, node.name, _loaded(node, model))
-            return self._dispatcher.away(node) or await self._load(choice, model)
+            choice = LoadPlacement(node.id, node.name, _loaded(node, model))
+            return self._dispatcher.unavailable_reason(node) or await self._load(choice, model)
         tried: dict[NodeId, Refused] = {}
         while True:
             choice = self._dispatcher.choose_load(model, tried)
@@ -64,12 +64,14 @@ class Loads:
                 return answer
             tried[choice.node] = answer
 
-    async def _load(self, choice: Choice, model: str) -> Answer:
+    async def _load(self, choice: LoadPlacement, model: str) -> Answer:
         if choice.loaded:
-            return Done(choice.node, choice.name, 0.0, already=True)
-        return await self._give(Load, choice.node, choice.name, model)
+            return CommandResult(choice.node, choice.name, 0.0, already=True)
+        return await self._give(LoadModel, choice.node, choice.name, model)
 
-    async def profile(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+    async def profile(
+        self, model: str, node: NodeView | None
+    ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Measure a model and return the results and the first error.
 
         Nodes, in this order: `node`; else every node that has the model loaded; else the best node for a load.
@@ -80,17 +82,19 @@ class Loads:
             choice = self._dispatcher.choose_load(model, {})
             if isinstance(choice, Refused):
                 return [], choice
-            answers = [await self._give(Profile, choice.node, choice.name, model)]
+            answers = [await self._give(ProfileModel, choice.node, choice.name, model)]
         else:
             answers = await asyncio.gather(*(self._profile(model, one) for one in nodes))
         return _sorted(answers, "measured")
 
     async def _profile(self, model: str, node: NodeView) -> Answer:
-        return self._dispatcher.away(replace(node, cordoned=False)) or await self._give(
-            Profile, node.id, node.name, model
+        return self._dispatcher.unavailable_reason(replace(node, cordoned=False)) or await self._give(
+            ProfileModel, node.id, node.name, model
         )
 
-    async def unload(self, model: str, node: NodeView | None) -> tuple[list[Done], Refused | Failure | None]:
+    async def unload(
+        self, model: str, node: NodeView | None
+    ) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
         """Unload a model from `node`, or from every node that has it loaded. Return the results and the first error.
 
         Cordoned nodes are included, because a person cordons a node to let its requests end.
@@ -99,20 +103,20 @@ class Loads:
         holders = [one for one in view.nodes if one.state not in _GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
-            return [], Refused(Code.NO_MODEL, f"{model} is loaded on no node")
+            return [], Refused(RefusalCode.NO_MODEL, f"{model} is loaded on no node")
         answers = await asyncio.gather(*(self._unload(model, one) for one in nodes))
         return _sorted(answers, "unloaded")
 
     async def _unload(self, model: str, node: NodeView) -> Answer:
-        away = self._dispatcher.away(replace(node, cordoned=False))
-        return away or await self._give(Unload, node.id, node.name, model)
+        away = self._dispatcher.unavailable_reason(replace(node, cordoned=False))
+        return away or await self._give(UnloadModel, node.id, node.name, model)
 
     async def _give(self, kind: Kind, node: NodeId, name: str, model: str) -> Answer:
         begun = self._clock()
-        ended = await self._dispatcher.orders.give(kind, node, name, model)
+        ended = await self._dispatcher.orders.send(kind, node, name, model)
         if not isinstance(ended, Finished):
             return ended
-        return Done(node, name, self._clock() - begun, model=ended.measured)
+        return CommandResult(node, name, self._clock() - begun, model=ended.measured)
 
 
 def _loaded(node: NodeView, model: str) -> bool:
@@ -127,10 +131,10 @@ def _all_refused(tried: dict[NodeId, Refused]) -> Refused | None:
     return changed(first, message="; ".join(refused.message for refused in tried.values()))
 
 
-def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[Done], Refused | Failure | None]:
+def _sorted(answers: Sequence[Answer], verb: str) -> tuple[list[CommandResult], Refused | RequestFailure | None]:
     """Separate results from errors. The error text also names the nodes that succeeded."""
-    done = [answer for answer in answers if isinstance(answer, Done)]
-    wrong = [answer for answer in answers if not isinstance(answer, Done)]
+    done = [answer for answer in answers if isinstance(answer, CommandResult)]
+    wrong = [answer for answer in answers if not isinstance(answer, CommandResult)]
     if not wrong:
         return done, None
     text = "; ".join(one.message for one in wrong)

@@ -16,34 +16,45 @@ from typing import Any, Protocol
 
 import structlog
 
-from coordinator.backup.generation_fence import Fence, Mark
+from coordinator.backup.generation_fence import GenerationFence, SupersededMark
 from coordinator.cluster import membership
 from coordinator.cluster.link_server import LinkServer
-from coordinator.cluster.membership import GONE, Changed, CloseLink, Forget, NodeGone, State
-from coordinator.joining.enrollment import Conversation, Enrolment, plain_hardware
-from coordinator.observe.node_rows import Told, can_answer, dangers_of, node_row, warnings_of
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority, BadRequestError
+from coordinator.cluster.membership import GONE, CloseLink, ForgetMember, MemberChanged, MemberState, NodeGone
+from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer, plain_hardware
+from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, node_row, warnings_of
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
-from wire.frames import Denied, Frame, Goodbye, Hello, Pause, Query, Renew, Renewed, Report, Welcome
-from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
+from wire.frames import (
+    CertificateRenewed,
+    Denied,
+    Frame,
+    Goodbye,
+    Hello,
+    MemberQuery,
+    PauseNode,
+    RenewCertificate,
+    Report,
+    Welcome,
+)
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
 from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
-AT_ONCE = 32
+MAX_IMMEDIATE_MEMBERS = 32
 """Most members for which every report publishes a new view at once."""
-PAUSE_SECONDS = 10.0
+PAUSE_TIMEOUT_SECONDS = 10.0
 """Longest wait for a node's report that it is paused or resumed, in seconds."""
-LINKED_SECONDS = 3.0
+ALIVE_REPORT_AGE_SECONDS = 3.0
 """Age of the newest report, in seconds, below which a link counts as alive. A second process with its identity is
 refused."""
-MOMENT = 0.02
+VIEW_BATCH_SECONDS = 0.02
 """Seconds over which the reports of a larger cluster are collected into one view."""
 
 
-class Placing(Protocol):
+class RegistryListener(Protocol):
     """Callbacks of the registry, implemented by the dispatcher."""
 
     def set_view(self, view: ClusterView) -> None:
@@ -68,15 +79,15 @@ class Registry:
 
     def __init__(
         self,
-        store: Store,
-        authority: Authority,
-        enrolment: Enrolment,
+        store: Database,
+        authority: ClusterCa,
+        enrolment: EnrollmentServer,
         *,
         name: str,
         version: str,
         epoch: int,
         wall: Callable[[], float] = time.time,
-        fence: Fence | None = None,
+        fence: GenerationFence | None = None,
     ) -> None:
         self._store = store
         self._authority = authority
@@ -85,9 +96,9 @@ class Registry:
         self._version = version
         self._epoch = epoch
         self._wall = wall
-        self._fence = fence or Fence(authority, store.meta.generation)
+        self._fence = fence or GenerationFence(authority, store.meta.generation)
         self._seal = authority.seal(self._fence.generation)
-        self.on_superseded: Callable[[Mark], None] = lambda mark: None
+        self.on_superseded: Callable[[SupersededMark], None] = lambda mark: None
         """Called once a node has proved that another coordinator of this cluster has a newer generation."""
         self._loop = asyncio.get_running_loop()
         members = [row for row in store.members.values() if row.removed is None]
@@ -108,7 +119,7 @@ class Registry:
         """
         self._published = asyncio.Event()
         """Set whenever a new view is published."""
-        self.placing: Placing | None = None
+        self.placing: RegistryListener | None = None
         self.readable: Mapping[str, Callable[[], Mapping[str, Any]]] = {}
         """API paths that members may read, each with the function that returns its content."""
         self.links = LinkServer(self)
@@ -117,15 +128,15 @@ class Registry:
 
     # -- callbacks of the link server -----------------------------------------------------
 
-    def converse(self, address: str) -> Conversation | Denied:
+    def start_enrollment(self, address: str) -> EnrollmentConnection | Denied:
         """Begin an enrolment."""
-        return self._enrolment.converse(address, self._loop.time())
+        return self._enrolment.start_enrollment(address, self._loop.time())
 
-    async def stored(self) -> None:
+    async def wait_stored(self) -> None:
         """Wait until every change up to now is on disk. Raise `StoreError` if a write failed."""
         await self._store.flush()
 
-    def greet(self, peer: Peer, serial: str, hello: Hello) -> Welcome | Denied:
+    def authorize(self, peer: PeerIdentity, serial: str, hello: Hello) -> Welcome | Denied:
         """Return `Welcome` if a node with this certificate may link, else `Denied` with the reason."""
         if peer.node == hello.node and hello.node in self._pool.members:
             node = NodeId(hello.node)
@@ -138,8 +149,8 @@ class Registry:
                 f"macpool on the {older}",
                 final=True,
             )
-        if self._fence.newer(hello.generation, hello.seal):
-            self.on_superseded(Mark(hello.generation, hello.seal, plain(hello.name), self._wall()))
+        if self._fence.is_newer(hello.generation, hello.seal):
+            self.on_superseded(SupersededMark(hello.generation, hello.seal, plain(hello.name), self._wall()))
             return Denied(
                 "superseded", "this coordinator is not the cluster's any more: a backup was restored elsewhere"
             )
@@ -153,7 +164,7 @@ class Registry:
                 f"{row.name} is linked now by another process, from {self.links.address(row.node)}: if its disk or "
                 "state folder was copied, remove STATE/node on the copy, then join there with a new token and "
                 "`--set node.machine=NAME`",
-                retry_after=LINKED_SECONDS,
+                retry_after=ALIVE_REPORT_AGE_SECONDS,
             )
         return Welcome(
             self._epoch,
@@ -166,7 +177,7 @@ class Registry:
             self._seal,
         )
 
-    def _member(self, peer: Peer, serial: str, node: str, machine: str) -> MemberRow | Denied:
+    def _member(self, peer: PeerIdentity, serial: str, node: str, machine: str) -> MemberRow | Denied:
         """Return the member with this certificate, or `Denied` if it is not a member (any more)."""
         row = self._store.members.get(NodeId(node))
         if peer.node != node:
@@ -182,7 +193,7 @@ class Registry:
             )
         return row
 
-    def answer(self, peer: Peer, serial: str, query: Query) -> bytes | Denied:
+    def answer(self, peer: PeerIdentity, serial: str, query: MemberQuery) -> bytes | Denied:
         """Return the content of an API path as JSON. Return `Denied` to peers that are not members, and for paths not
         in `readable`."""
         row = self._member(peer, serial, query.node, query.machine)
@@ -197,36 +208,36 @@ class Registry:
     def _linked_by_another(self, node: NodeId, hello: Hello) -> bool:
         """Return whether another process with this node's identity is linked and reports.
 
-        A restarted node has no link, and a node whose network broke has not reported within `LINKED_SECONDS`.
+        A restarted node has no link, and a node whose network broke has not reported within `ALIVE_REPORT_AGE_SECONDS`.
         """
         linked = self.links.hello(node)
         if linked is None or linked.instance == hello.instance:
             return False
-        return self._loop.time() - self._heard.get(node, -math.inf) < LINKED_SECONDS
+        return self._loop.time() - self._heard.get(node, -math.inf) < ALIVE_REPORT_AGE_SECONDS
 
-    def linked(self, node: NodeId, hello: Hello) -> int:
+    def on_link_up(self, node: NodeId, hello: Hello) -> int:
         """Record a new link and return its number."""
         number = next(self._link_numbers)
         row, hardware = self._store.members[node], plain_hardware(hello.hardware)
         if row.hardware != hardware:
             self._store.put_member(replace(row, hardware=hardware))
         log.info("node linked", node=node, name=row.name, link=number, takeover=hello.takeover)
-        self._happen(node, membership.Connected(number, hello.instance, hello.takeover))
+        self._happen(node, membership.MemberConnected(number, hello.instance, hello.takeover))
         return number
 
-    def unlinked(self, node: NodeId, number: int, reason: str) -> None:
+    def on_link_down(self, node: NodeId, number: int, reason: str) -> None:
         """Record the end of the link with this number."""
         if node in self._pool.members and self._pool.members[node].link == number:
             log.info("node unlinked", node=node, reason=reason)
-            self._happen(node, membership.Disconnected(number, reason))
+            self._happen(node, membership.MemberDisconnected(number, reason))
 
-    def received(self, node: NodeId, number: int, frame: Frame) -> None:
+    def handle_frame(self, node: NodeId, number: int, frame: Frame) -> None:
         """Handle a frame of a link."""
         if type(frame) is Report:
             self._take_report(node, number, frame)
         elif type(frame) is Goodbye:
             self._take_goodbye(node, number, frame)
-        elif type(frame) is Renew:
+        elif type(frame) is RenewCertificate:
             self._renew(node, frame)
         elif self.placing is not None:
             self.placing.receive(node, frame)
@@ -238,34 +249,34 @@ class Registry:
         self._heard[node] = self._loop.time()
         if (waited := self._heard_of.pop(node, None)) is not None:
             waited.set()
-        self._happen(node, membership.Reported(number, report.draining, report.sharing.paused), always=True)
+        self._happen(node, membership.MemberReported(number, report.draining, report.sharing.paused), always=True)
 
     def _take_goodbye(self, node: NodeId, number: int, goodbye: Goodbye) -> None:
         if self._pool.members[node].link != number:
             return
         log.info("node said goodbye", node=node, reason=goodbye.reason)
-        self._happen(node, membership.SaidGoodbye(number, goodbye.reason))
+        self._happen(node, membership.MemberSaidGoodbye(number, goodbye.reason))
         if goodbye.reason == "leave":
             self._strike_off(node, "it left")
 
-    def _renew(self, node: NodeId, renew: Renew) -> None:
+    def _renew(self, node: NodeId, renew: RenewCertificate) -> None:
         row = self._store.members[node]
         try:
             certificate = self._authority.sign(renew.csr, node, row.name)
-        except BadRequestError as error:
-            self.links.hang_up(node, "bad renewal", Denied("bad_request", str(error)))
+        except CertificateRequestError as error:
+            self.links.disconnect_node(node, "bad renewal", Denied("bad_request", str(error)))
             return
         self._store.put_member(replace(row, serial=read_certificate(certificate).serial))
         self.links.when_stored(lambda: self._hand_over(node, certificate))
 
     def _hand_over(self, node: NodeId, certificate: bytes) -> None:
         """Send a renewed certificate whose serial is on disk."""
-        self.links.send(node, Renewed(certificate))
+        self.links.send(node, CertificateRenewed(certificate))
 
     def enrolled(self, row: MemberRow) -> None:
         """Record that a machine has received a certificate."""
         log.info("node enrolled", node=row.node, name=row.name)
-        self._happen(row.node, membership.Enrolled())
+        self._happen(row.node, membership.MemberEnrolled())
 
     # -- administration ------------------------------------------------------------------
 
@@ -278,7 +289,7 @@ class Registry:
     def cordon(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work, or admit it again."""
         self._store.put_member(replace(self._row(node), cordoned=on))
-        self._happen(node, membership.Cordoned() if on else membership.Uncordoned())
+        self._happen(node, membership.MemberCordoned() if on else membership.MemberUncordoned())
 
     def allow_video(self, node: NodeId, *, on: bool) -> None:
         """Allow or forbid video jobs on a node. A running video job is finished."""
@@ -290,14 +301,14 @@ class Registry:
         """Ask a node to accept no new requests, and return its sharing state after its report.
 
         `seconds` is the duration; None: until it is resumed; 0: resume. Return None if the node does not report within
-        `PAUSE_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
+        `PAUSE_TIMEOUT_SECONDS`. Raise `LookupError` if the node is not linked or cannot be paused remotely.
         """
         if not self._node_view(node).sharing.when:
             raise LookupError("it has not reported yet, or runs a macpool that cannot be paused from here: drain it")
-        if not self.links.send(node, Pause(seconds, by)):
+        if not self.links.send(node, PauseNode(seconds, by)):
             raise LookupError("it is not linked: run the same command on that machine, without a name")
         with suppress(TimeoutError):
-            async with asyncio.timeout(PAUSE_SECONDS):
+            async with asyncio.timeout(PAUSE_TIMEOUT_SECONDS):
                 while self._node_view(node).sharing.by_hand != (seconds != 0):
                     await self._heard_of.setdefault(node, asyncio.Event()).wait()
                 return self._node_view(node).sharing
@@ -311,10 +322,10 @@ class Registry:
 
     def remove(self, node: NodeId) -> None:
         """Revoke a node at once: its certificate, links and membership."""
-        self.links.hang_up(
+        self.links.disconnect_node(
             node, "removed", Denied("removed", "this node was removed from the cluster by an administrator", final=True)
         )
-        self._happen(node, membership.Removed())
+        self._happen(node, membership.MemberRemoved())
         self._strike_off(node, "it was removed")
 
     def _strike_off(self, node: NodeId, why: str) -> None:
@@ -344,9 +355,9 @@ class Registry:
                     log.warning("node gone", node=action.node, reason=action.reason)
                     if self.placing is not None:
                         self.placing.node_gone(action.node, action.reason)
-                case Forget():
+                case ForgetMember():
                     self._forget(action.node)
-                case Changed():
+                case MemberChanged():
                     self._views.pop(action.node, None)
                     member = self._pool.members[action.node]
                     log.info("node state", node=action.node, state=member.state, reason=member.reason)
@@ -371,11 +382,11 @@ class Registry:
         self._due = due or 0.0
 
     def _publish(self) -> None:
-        """Publish a new view: at once, or in a large cluster together with the changes of the next `MOMENT`."""
-        if len(self._pool.members) <= AT_ONCE:
+        """Publish a new view: at once, or in a large cluster with all changes of the next `VIEW_BATCH_SECONDS`."""
+        if len(self._pool.members) <= MAX_IMMEDIATE_MEMBERS:
             self._publish_now()
         elif self._publishing is None:
-            self._publishing = self._loop.call_later(MOMENT, self._publish_now)
+            self._publishing = self._loop.call_later(VIEW_BATCH_SECONDS, self._publish_now)
 
     def _publish_now(self) -> None:
         self._publishing = None
@@ -435,18 +446,18 @@ class Registry:
         return self._store.members[node]
 
     @property
-    def pool(self) -> membership.Pool:
+    def pool(self) -> membership.Membership:
         """Current membership."""
         return self._pool
 
-    def about(self, node: NodeId) -> tuple[str, str, str]:
+    def host_description(self, node: NodeId) -> tuple[str, str, str]:
         """Return a member's chip, operating system and version, as reported by the node."""
         hardware = self._row(node).hardware
         return hardware.chip, hardware.system, self._versions.get(node, "")
 
     def states(self) -> dict[str, int]:
         """Count the members by state, including states without members."""
-        counts = {state.value: 0 for state in State}
+        counts = {state.value: 0 for state in MemberState}
         for member in self._pool.members.values():
             counts[member.state.value] += 1
         return counts
@@ -473,7 +484,7 @@ class Registry:
     def describe(self, node: NodeId, in_flight: int) -> dict[str, Any]:
         """Return one node as a row of the API. Sizes are in bytes; None means unknown."""
         heard = self._heard.get(node)
-        told = Told(
+        told = NodeFacts(
             reported=node in self._reports,
             version=self._versions.get(node, ""),
             protocol=self._protocols.get(node, 0),

@@ -14,7 +14,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Running:
+class MemberVersion:
     """A member and the software that it runs."""
 
     name: str
@@ -28,10 +28,10 @@ class Running:
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class SkewAdvice:
     """Result for one member: no action (`ok`), or advice for a person."""
 
-    running: Running
+    running: MemberVersion
     ok: bool
     advice: str
 
@@ -42,22 +42,22 @@ def read_version(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in _NUMBER.findall(release)[:4])
 
 
-def compare(coordinator: str, members: Iterable[Running]) -> list[Line]:
+def compare(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvice]:
     """Compare the version of every member with the coordinator's version."""
     return [_line(read_version(coordinator), one) for one in members]
 
 
-def _line(ours: tuple[int, ...], one: Running) -> Line:
+def _line(ours: tuple[int, ...], one: MemberVersion) -> SkewAdvice:
     if one.protocol and not OLDEST_PROTOCOL <= one.protocol <= PROTOCOL:
         where = "there" if one.protocol < OLDEST_PROTOCOL else "on the coordinator"
-        return Line(one, False, f"cannot take part: protocol {one.protocol}; update macpool {where}")
+        return SkewAdvice(one, False, f"cannot take part: protocol {one.protocol}; update macpool {where}")
     if not one.version:
-        return Line(one, False, "not seen since the coordinator started")
+        return SkewAdvice(one, False, "not seen since the coordinator started")
     theirs = read_version(one.version)
     if theirs == ours:
-        return Line(one, True, "")
+        return SkewAdvice(one, True, "")
     if theirs > ours:
-        return Line(one, False, "newer than the coordinator: update the coordinator first")
-    return Line(
+        return SkewAdvice(one, False, "newer than the coordinator: update the coordinator first")
+    return SkewAdvice(
         one, False, f"older: `cluster node drain {one.name} --wait 10m`, update macpool there, restart its node"
     )

@@ -23,9 +23,9 @@ from typing import Any, cast
 from host.private_files import write_private
 from host.redaction import HIDDEN, hide, redact
 
-NEWEST = 512 * 1024
+MAX_LOG_BYTES = 512 * 1024
 """Bytes of each log's end that are looked through."""
-MOST_LINES = 2000
+MAX_LINES = 2000
 LEFT_OUT = "[left out]"
 OURS = ("coordinator", "node", "router", "host", "wire")
 KEPT = frozenset(
@@ -125,8 +125,7 @@ def log_lines(lines: Iterable[str]) -> str:
         else:
             kept.append(json.dumps(event))
     return (
-        "\n".join([*kept[-MOST_LINES:], json.dumps({"lines_left_out": left_out + max(0, len(kept) - MOST_LINES)})])
-        + "\n"
+        "\n".join([*kept[-MAX_LINES:], json.dumps({"lines_left_out": left_out + max(0, len(kept) - MAX_LINES)})]) + "\n"
     )
 
 
@@ -145,11 +144,11 @@ def newest(file: Path) -> list[str]:
     try:
         with file.open("rb") as opened:
             size = opened.seek(0, 2)
-            opened.seek(max(0, size - NEWEST))
-            lines = opened.read(NEWEST).decode(errors="replace").splitlines()
+            opened.seek(max(0, size - MAX_LOG_BYTES))
+            lines = opened.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
     except OSError:
         return []
-    return lines[1:] if size > NEWEST else lines
+    return lines[1:] if size > MAX_LOG_BYTES else lines
 
 
 def clean(value: object, home: str) -> Any:
@@ -164,7 +163,7 @@ def clean(value: object, home: str) -> Any:
     return value
 
 
-def settings_told(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def redact_settings(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Return settings with their origins. A text that is not a plain word is replaced by the fact that it is set."""
     return {row["key"]: {"value": _setting(row["value"]), "origin": row["origin"]} for row in rows}
 

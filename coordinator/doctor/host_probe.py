@@ -1,6 +1,6 @@
 """Access of the doctor to the machine: tools, sockets, child processes, files, and the coordinator's API.
 
-Every check uses one `Here` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
+Every check uses one `HostProbe` for all access. Tests can therefore simulate a Mac: platform, tools and connections are
 parameters. No call waits longer than a few seconds, and none raises because something is missing.
 """
 
@@ -16,22 +16,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar, cast
 
-from coordinator.client.api_client import Session
-from coordinator.client.errors import Problem
-from host.power import Power, read_power
+from coordinator.client.api_client import ApiSession
+from coordinator.client.errors import CommandError
+from host.power import PowerState, read_power
 from host.settings_loader import OUTSIDE
 
-TOOL_SECONDS = 2.5
-SPARE_SECONDS = 0.7
+TOOL_TIMEOUT_SECONDS = 2.5
+CHILD_MARGIN_SECONDS = 0.7
 """Seconds by which a child process must end before the whole examination."""
-DIAL_SECONDS = 1.5
-ASK_SECONDS = 2.5
+DIAL_TIMEOUT_SECONDS = 1.5
+ANSWER_TIMEOUT_SECONDS = 2.5
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ToolOutput:
     """Result of a tool: standard output, exit code and standard error."""
 
     code: int
@@ -39,13 +39,13 @@ class Said:
     error: str = ""
 
 
-Ask = Callable[[tuple[str, ...], float], Said | None]
+Ask = Callable[[tuple[str, ...], float], ToolOutput | None]
 """Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
 """Connects to a host and port and hangs up: 0, or the errno."""
 
 
-def run_tool(command: tuple[str, ...], seconds: float) -> Said | None:
+def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
     """Run a tool of the system."""
     try:
         done = subprocess.run(
@@ -59,13 +59,13 @@ def run_tool(command: tuple[str, ...], seconds: float) -> Said | None:
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return Said(done.returncode, done.stdout, done.stderr)
+    return ToolOutput(done.returncode, done.stdout, done.stderr)
 
 
 def run_dial(host: str, port: int) -> int:
     """Connect by TCP."""
     try:
-        socket.create_connection((host, port), DIAL_SECONDS).close()
+        socket.create_connection((host, port), DIAL_TIMEOUT_SECONDS).close()
     except TimeoutError:
         return -1
     except OSError as error:
@@ -73,7 +73,7 @@ def run_dial(host: str, port: int) -> int:
     return 0
 
 
-class Once(Generic[T]):
+class Lazy(Generic[T]):
     """Lazy value that several threads use and one computes."""
 
     def __init__(self, make: Callable[[], T]) -> None:
@@ -90,22 +90,22 @@ class Once(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class HostProbe:
     """This machine, or a pretended one."""
 
-    session: Session
+    session: ApiSession
     platform: str = sys.platform
     environ: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     ask: Ask = run_tool
     dial: Dial = run_dial
     root: Path = Path("/")
-    power: Callable[[], Power] = read_power
+    power: Callable[[], PowerState] = read_power
     seconds: float = 4.5
     """Longest time for everything."""
-    examined: Once[dict[str, Any] | None] = field(init=False)
-    device: Once[dict[str, Any] | None] = field(init=False)
-    version: Once["Answer"] = field(init=False)
-    nodes: Once["Answer"] = field(init=False)
+    examined: Lazy[dict[str, Any] | None] = field(init=False)
+    device: Lazy[dict[str, Any] | None] = field(init=False)
+    version: Lazy["CoordinatorAnswer"] = field(init=False)
+    nodes: Lazy["CoordinatorAnswer"] = field(init=False)
 
     def __post_init__(self) -> None:
         """Set up values that are computed once."""
@@ -114,9 +114,9 @@ class Here:
             "device": ("node.engine.process.device_info",),
         }
         for name, command in children.items():
-            object.__setattr__(self, name, Once(partial(self._child, *command)))
+            object.__setattr__(self, name, Lazy(partial(self._child, *command)))
         for name in ("version", "nodes"):
-            object.__setattr__(self, name, Once(partial(self.get, f"/api/v1/{name}")))
+            object.__setattr__(self, name, Lazy(partial(self.get, f"/api/v1/{name}")))
 
     @property
     def state(self) -> Path:
@@ -138,22 +138,24 @@ class Here:
         """Whether a node joined from the state folder."""
         return (self.state / "node" / "identity" / "identity.json").exists()
 
-    def said(self, *command: str) -> str:
+    def run_tool(self, *command: str) -> str:
         """Return the output of a tool; empty if it is missing or failed."""
-        found = self.ask(command, TOOL_SECONDS)
+        found = self.ask(command, TOOL_TIMEOUT_SECONDS)
         return found.text if found is not None and found.code == 0 else ""
 
-    def get(self, path: str) -> "Answer":
+    def get(self, path: str) -> "CoordinatorAnswer":
         """Send a GET request to the coordinator. A refusal is also an answer."""
         try:
-            return Answer(self.session.call("GET", path, timeout=ASK_SECONDS))
-        except (Problem, OSError, ValueError) as error:
-            code = error.exit_code if isinstance(error, Problem) else 1
-            return Answer(None, code, str(getattr(error, "message", error)))
+            return CoordinatorAnswer(self.session.call("GET", path, timeout=ANSWER_TIMEOUT_SECONDS))
+        except (CommandError, OSError, ValueError) as error:
+            code = error.exit_code if isinstance(error, CommandError) else 1
+            return CoordinatorAnswer(None, code, str(getattr(error, "message", error)))
 
     def _child(self, module: str, *arguments: str) -> dict[str, Any] | None:
         """Run a module of this project as a child process. Return None if it does not answer in time."""
-        found = self.ask((sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - SPARE_SECONDS))
+        found = self.ask(
+            (sys.executable, "-P", "-m", module, *arguments), max(1.0, self.seconds - CHILD_MARGIN_SECONDS)
+        )
         if found is None or found.code != 0:
             return None
         try:
@@ -172,7 +174,7 @@ class Here:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CoordinatorAnswer:
     """Answer of the coordinator, or the exit code and message of the failure."""
 
     value: dict[str, Any] | None

@@ -12,38 +12,38 @@ from pathlib import Path
 
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.host_probe import Here
+from coordinator.doctor.host_probe import HostProbe
 from wire.units import GIB, MIB, show_size
 
 NO_SUPPLY = "this system does not tell what feeds it"
 ONLY_MACOS = "only on macOS"
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
-LEAST_DISK = 20 * GIB
+MIN_MODEL_DISK_BYTES = 20 * GIB
 """Room on a disk of models below which the next download may fail."""
-LEAST_STATE = GIB
-FEW_FILES = 1024
-PANIC_DAYS = 30
+MIN_STATE_DISK_BYTES = GIB
+MIN_OPEN_FILES = 1024
+MAX_PANIC_AGE_DAYS = 30
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 
 
-def system(here: Here) -> Finding:
+def system(here: HostProbe) -> Finding:
     """Version and build of the system."""
     if not here.mac:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
-    version, build = macos.version_in(here.said("/usr/bin/sw_vers"))
+    version, build = macos.version_in(here.run_tool("/usr/bin/sw_vers"))
     if not version:
         return warn("the version of macOS cannot be read", "look whether `sw_vers` answers")
     text = f"macOS {version} ({build})"
-    if int(version.split(".")[0]) < macos.OLDEST:
-        return fail(text, f"nodes need macOS {macos.OLDEST} or newer: update it", version=version)
+    if int(version.split(".")[0]) < macos.MIN_MACOS_VERSION:
+        return fail(text, f"nodes need macOS {macos.MIN_MACOS_VERSION} or newer: update it", version=version)
     return ok(text, version=version)
 
 
-def python(here: Here) -> Finding:
+def python(here: HostProbe) -> Finding:
     """The interpreter: native, supported, and one that no update takes away."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
-        translated = here.said("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
+        translated = here.run_tool("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
         return fail(
             text + (", translated by Rosetta" if translated else ""),
             "MLX needs an arm64 Python: `uv python install --managed-python 3.12`, then install macpool with it",
@@ -60,7 +60,7 @@ def python(here: Here) -> Finding:
     return ok(text)
 
 
-def mlx(here: Here) -> Finding:
+def mlx(here: HostProbe) -> Finding:
     """Check MLX and its compute device."""
     told = here.device()
     if told is None:
@@ -79,7 +79,7 @@ def mlx(here: Here) -> Finding:
     return ok(text, most=told["most"] or None)
 
 
-def wired_limit(here: Here) -> Finding:
+def wired_limit(here: HostProbe) -> Finding:
     """Compare Metal's limit with the cap, and name the highest safe limit of this machine."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -89,7 +89,7 @@ def wired_limit(here: Here) -> Finding:
             "the memory cannot be read", "run `python -m node.inspect.report --state STATE`, and look what it says"
         )
     memory = told["memory"]
-    text = here.said("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
+    text = here.run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
     command = f"sudo sysctl iogpu.wired_limit_mb={safe // MIB}"
     keep = (
@@ -120,7 +120,7 @@ def wired_limit(here: Here) -> Finding:
     return ok(f"Metal's limit is {said}; highest safe figure {safe // MIB} MB", now=now, safe=safe)
 
 
-def memory(here: Here) -> Finding:
+def memory(here: HostProbe) -> Finding:
     """Check RAM, cap, and the term that limits the cap."""
     told = here.examined()
     if told is None:
@@ -143,11 +143,13 @@ def memory(here: Here) -> Finding:
     return ok(text, **numbers)
 
 
-def disk(here: Here) -> Finding:
+def disk(here: HostProbe) -> Finding:
     """Check the free space of the disks of models and state."""
     told = here.examined()
     folders = [Path(one) for one in (told["folders"] if told else ())]
-    rows = [(folder, _room(folder), LEAST_DISK) for folder in folders] + [(here.state, _room(here.state), LEAST_STATE)]
+    rows = [(folder, _room(folder), MIN_MODEL_DISK_BYTES) for folder in folders] + [
+        (here.state, _room(here.state), MIN_STATE_DISK_BYTES)
+    ]
     known = [(folder, free, least) for folder, free, least in rows if free is not None]
     text = ", ".join(dict.fromkeys(f"{show_size(free)} free for {_short(folder)}" for folder, free, _ in known))
     short = [(folder, free) for folder, free, least in known if free < least]
@@ -177,10 +179,10 @@ def _short(path: Path) -> str:
 
 
 SECRET = ("pepper", "run.json", "cluster.db", "token", "identity.json")
-MOST_LOOKED = 5000
+MAX_FILES_SEARCHED = 5000
 
 
-def files(here: Here) -> Finding:
+def files(here: HostProbe) -> Finding:
     """Check the permissions of the secrets in the state folder."""
     if not here.state.exists():
         return not_here(f"there is no state folder {_short(here.state)}")
@@ -208,7 +210,7 @@ def _secrets(state: Path) -> Iterator[Path]:
         names[:] = [name for name in names if name not in ("environments", "logs", "videos", "prometheus")]
         for name in found:
             looked += 1
-            if looked > MOST_LOOKED:
+            if looked > MAX_FILES_SEARCHED:
                 return
             path = Path(folder, name)
             if (name in SECRET or (path.suffix in (".pem", ".key") and "trusted" not in path.parts)) and (
@@ -221,20 +223,20 @@ def _open(path: Path) -> bool:
     return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
 
 
-def firewall(here: Here) -> Finding:
+def firewall(here: HostProbe) -> Finding:
     """Check macOS's application firewall, which does not prompt for a service that listens."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.firewall_in(here.said(FIREWALL, "--getglobalstate"))
+    on = macos.firewall_in(here.run_tool(FIREWALL, "--getglobalstate"))
     if on is None:
         return warn("the application firewall cannot be read", f"look at `{FIREWALL} --getglobalstate`")
     if not on:
         return ok("the application firewall is off")
     program = os.path.realpath(sys.executable)
     allow = f"sudo {FIREWALL} --add '{program}' --unblockapp '{program}' (again after each update of Python)"
-    if macos.blocks_all_in(here.said(FIREWALL, "--getblockall")):
+    if macos.blocks_all_in(here.run_tool(FIREWALL, "--getblockall")):
         return fail("the application firewall lets nothing in", f"sudo {FIREWALL} --setblockall off, then {allow}")
-    blocked = macos.blocked_in(here.said(FIREWALL, "--listapps"), program)
+    blocked = macos.blocked_in(here.run_tool(FIREWALL, "--listapps"), program)
     if blocked:
         return fail(f"the application firewall blocks {program}", allow)
     if blocked is None and here.has_cluster:
@@ -246,11 +248,11 @@ def firewall(here: Here) -> Finding:
     )
 
 
-def sleep(here: Here) -> Finding:
+def sleep(here: HostProbe) -> Finding:
     """Check whether this Mac sleeps while it serves the pool."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    found = macos.power_settings_in(here.said("/usr/bin/pmset", "-g"))
+    found = macos.power_settings_in(here.run_tool("/usr/bin/pmset", "-g"))
     if "sleep" not in found:
         return warn("the sleep settings cannot be read", "look at `pmset -g`")
     text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
@@ -266,7 +268,7 @@ def sleep(here: Here) -> Finding:
     return ok(text, **found)
 
 
-def power(here: Here) -> Finding:
+def power(here: HostProbe) -> Finding:
     """Mains, battery and lid."""
     now = here.power()
     if now.plugged is None:
@@ -274,7 +276,7 @@ def power(here: Here) -> Finding:
     text = ("on mains" if now.plugged else "on battery") + ("" if now.battery is None else f", {now.battery:.0f} %")
     if not here.mac:
         return ok(text, battery=now.battery)
-    lid = macos.lid_in(here.said("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
+    lid = macos.lid_in(here.run_tool("/usr/sbin/ioreg", "-r", "-k", "AppleClamshellState", "-d", "4"))
     text += ", lid closed" if lid else ""
     if not now.plugged or lid:
         return warn(
@@ -283,11 +285,11 @@ def power(here: Here) -> Finding:
     return ok(text, battery=now.battery)
 
 
-def filevault(here: Here) -> Finding:
+def filevault(here: HostProbe) -> Finding:
     """A Mac that waits for its disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
-    on = macos.filevault_in(here.said("/usr/bin/fdesetup", "status"))
+    on = macos.filevault_in(here.run_tool("/usr/bin/fdesetup", "status"))
     if on is None:
         return warn("FileVault cannot be read", "look at `fdesetup status`")
     if on:
@@ -298,7 +300,7 @@ def filevault(here: Here) -> Finding:
     return ok("FileVault is off: services start without a person")
 
 
-def panics(here: Here) -> Finding:
+def panics(here: HostProbe) -> Finding:
     """Reports of kernel panics, the newest of them by name, and whether it is one of the GPU's memory."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -307,12 +309,12 @@ def panics(here: Here) -> Finding:
     try:
         for one in folder.glob("*.panic"):
             at = one.stat().st_mtime
-            if time.time() - at < PANIC_DAYS * 86400:
+            if time.time() - at < MAX_PANIC_AGE_DAYS * 86400:
                 reports.append((at, one.name, one.read_text(errors="replace")[:200_000]))
     except OSError as error:
         return warn(f"the reports of panics cannot be read: {error.strerror}", f"look into {folder} with sudo")
     if not reports:
-        return ok(f"no kernel panic in {PANIC_DAYS} days", panics=0, of_gpu=0)
+        return ok(f"no kernel panic in {MAX_PANIC_AGE_DAYS} days", panics=0, of_gpu=0)
     ours = [one for one in reports if macos.panic_in(one[2])[1]]
     at, name, text = max(ours or reports)
     date = f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d}"
@@ -320,18 +322,18 @@ def panics(here: Here) -> Finding:
     numbers = {"panics": len(reports), "of_gpu": len(ours)}
     if ours:
         return fail(
-            f"kernel panics of the GPU's memory in {PANIC_DAYS} days: {len(ours)}, the newest {what}",
+            f"kernel panics of the GPU's memory in {MAX_PANIC_AGE_DAYS} days: {len(ours)}, the newest {what}",
             'set memory.wire = "off"; if it comes again, lower memory.cap; update macOS',
             **numbers,
         )
     return warn(
-        f"kernel panics in {PANIC_DAYS} days: {len(reports)}, the newest {what}",
+        f"kernel panics in {MAX_PANIC_AGE_DAYS} days: {len(reports)}, the newest {what}",
         "it does not name the GPU's memory: update macOS, and read the report",
         **numbers,
     )
 
 
-def started_from(here: Here) -> Finding:
+def started_from(here: HostProbe) -> Finding:
     """Check which program macOS holds responsible for this process, because that program's permission applies."""
     if not here.mac:
         return not_here(ONLY_MACOS)
@@ -345,18 +347,18 @@ def started_from(here: Here) -> Finding:
     )
 
 
-def open_files(here: Here) -> Finding:
+def open_files(here: HostProbe) -> Finding:
     """How many files and connections a process may have."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
-    if most < FEW_FILES:
+    if most < MIN_OPEN_FILES:
         return warn(
             f"{most} open files at most", "each client takes one: raise the hard limit (`ulimit -Hn`)", most=most
         )
     return ok(f"{soft} open files, up to {most} when asked for", most=most)
 
 
-def proxy(here: Here) -> Finding:
+def proxy(here: HostProbe) -> Finding:
     """Proxies of the environment: programs of the local network must not go through one."""
     found = here.variables(*PROXIES)
     if found and not here.variables("NO_PROXY"):

@@ -12,10 +12,10 @@ NO_ROUTE = 65
 """EHOSTUNREACH on macOS: the immediate result of a connection that local network privacy blocks."""
 REFUSED = (61, 111)
 """ECONNREFUSED, on macOS and on Linux: the machine exists and answers."""
-OLDEST = 14
+MIN_MACOS_VERSION = 14
 """First macOS that nodes run on."""
 
-LONGEST_PANIC = 120
+MAX_PANIC_CHARS = 120
 GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\b"
 """Pattern of panics of the GPU and of wired memory (https://github.com/ml-explore/mlx/issues/3186)."""
 
@@ -79,7 +79,7 @@ def neighbours_in(listing: str, gateway: str | None) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class Reachability:
     """Results of connections to the gateway and to machines of the local network: 0 or an errno; None: not tried."""
 
     gateway: int | None
@@ -91,7 +91,7 @@ def answers(code: int | None) -> bool:
     return code == 0 or code in REFUSED
 
 
-def is_blocked(reach: Reach) -> bool:
+def is_blocked(reach: Reachability) -> bool:
     """Return whether local network privacy blocks: no route to a machine of this network, while the gateway answers.
 
     If the gateway does not answer, the same errno means a cable, Wi-Fi or firewall fault.
@@ -129,4 +129,4 @@ def panic_in(report: str) -> tuple[str, bool]:
     """
     found = re.search(r"panic\(cpu[^)]*\):? *(.*?)(?:\\n|\n|$)", report)
     message = found[1].replace('\\"', '"').strip() if found else ""
-    return message[:LONGEST_PANIC], re.search(GPU_PANICS, message) is not None
+    return message[:MAX_PANIC_CHARS], re.search(GPU_PANICS, message) is not None

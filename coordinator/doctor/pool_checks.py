@@ -12,34 +12,34 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from coordinator.client.errors import PIN, UNREACHABLE, Problem
+from coordinator.client.errors import PIN, UNREACHABLE, CommandError
 from coordinator.doctor import macos
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.host_probe import Here
+from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 GROUP = ("224.0.0.251", 5353)
 """Where Bonjour talks."""
-MULTICAST_SECONDS = 1.0
-SKEW_WARN, SKEW_FAIL = 5.0, 600.0
-DAY = 86400.0
-SOON = 14 * DAY
-LONGEST_TAIL = 256 * 1024
+MULTICAST_TIMEOUT_SECONDS = 1.0
+SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
+DAY_SECONDS = 86400.0
+EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
+MAX_TAIL_BYTES = 256 * 1024
 NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster join` joins one"
 
 
-def settings(here: Here) -> Finding:
+def settings(here: HostProbe) -> Finding:
     """Check config.toml and the environment as a start would read them, and compare with the running processes."""
-    from coordinator.client.config_inspect import in_force, look
+    from coordinator.client.config_inspect import inspect_settings, settings_in_force
 
     told = here.examined()
     if told is None:
         return warn("the node's part did not answer in time", "run `cluster config check`")
     try:
-        found = look(here.state, here.state / "config.toml", here.environ, (), told)
-    except Problem as error:
+        found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), told)
+    except CommandError as error:
         return warn(error.message, "run `cluster config check`")
-    now = in_force(here.session, told)
+    now = settings_in_force(here.session, told)
     changed = sum(row["origin"] != "default" for row in now.rows or found.rows)
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
     if now.given:
@@ -63,7 +63,7 @@ def settings(here: Here) -> Finding:
     return ok(text, changed=changed)
 
 
-def coordinator(here: Here) -> Finding:
+def coordinator(here: HostProbe) -> Finding:
     """Check whether the coordinator answers at its endpoint, or at each address that the node stored."""
     told = here.examined() if here.has_node else None
     dialled: list[dict[str, Any]] = told["dialled"] if told else []
@@ -78,7 +78,7 @@ def coordinator(here: Here) -> Finding:
     return link_finding(dialled)
 
 
-def _endpoint(here: Here) -> Finding:
+def _endpoint(here: HostProbe) -> Finding:
     if not here.session.running:
         return fail(f"the coordinator of {here.state} does not run", "`cluster up`, or `cluster service restart`")
     began = time.monotonic()
@@ -125,19 +125,19 @@ def _said(one: dict[str, Any]) -> str:
     return one["error"] or (os.strerror(code) if code else "no TLS")
 
 
-def local_network(here: Here) -> Finding:
+def local_network(here: HostProbe) -> Finding:
     """macOS's local network privacy, which looks like a network that is down."""
     if not here.mac:
         return not_here("only macOS keeps programs from the local network")
-    gateway = macos.gateway_in(here.said("/sbin/route", "-n", "get", "default"))
+    gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
     told = here.examined() if here.has_node else None
     others = (
         [(one["address"], one["errno"] if one["errno"] is not None else -1) for one in told["dialled"]] if told else []
     )
     if not any(macos.answers(code) for _, code in others):
-        near = macos.neighbours_in(here.said("/usr/sbin/arp", "-an"), gateway)[:2]
+        near = macos.neighbours_in(here.run_tool("/usr/sbin/arp", "-an"), gateway)[:2]
         others += [(address, here.dial(address, 8081)) for address in near]
-    reach = macos.Reach(here.dial(gateway, 53) if gateway else None, tuple(others))
+    reach = macos.Reachability(here.dial(gateway, 53) if gateway else None, tuple(others))
     text = f"gateway: {_reached(reach.gateway)}; " + ", ".join(f"{name}: {_reached(code)}" for name, code in others)
     if macos.is_blocked(reach):
         who = macos.responsible(dict(here.environ))
@@ -161,7 +161,7 @@ def _reached(code: int | None) -> str:
     return "no answer" if code < 0 else f"errno {code}"
 
 
-def bonjour(here: Here) -> Finding:
+def bonjour(here: HostProbe) -> Finding:
     """Check that a query to Bonjour's multicast group returns to this machine, on its own port."""
     question = (
         b"\x00\x00\x00\x00\x00\x01\x00\x00\x00\x00\x00\x00\x08"
@@ -193,7 +193,7 @@ def bonjour(here: Here) -> Finding:
 
 
 def _heard(line: socket.socket, question: bytes) -> bool:
-    deadline = time.monotonic() + MULTICAST_SECONDS
+    deadline = time.monotonic() + MULTICAST_TIMEOUT_SECONDS
     while time.monotonic() < deadline:
         try:
             if line.recv(9000) == question:
@@ -203,7 +203,7 @@ def _heard(line: socket.socket, question: bytes) -> bool:
     return False
 
 
-def certificates(here: Here) -> Finding:
+def certificates(here: HostProbe) -> Finding:
     """How long the certificates live that this machine holds, and the one that the coordinator showed."""
     lives = _lives(here)
     if not lives:
@@ -219,7 +219,7 @@ def certificates(here: Here) -> Finding:
             "join the node again with a token",
             **numbers,
         )
-    if min(lives.values()) < now + SOON:
+    if min(lives.values()) < now + EXPIRES_SOON_SECONDS:
         return warn(
             text,
             "they renew themselves at two thirds of their life: look at the log for why not, and at the clock",
@@ -232,7 +232,7 @@ def _until(end: float, now: float) -> str:
     return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "is over"
 
 
-def _lives(here: Here) -> dict[str, float]:
+def _lives(here: HostProbe) -> dict[str, float]:
     """Return the expiry of every certificate by its owner, in Unix seconds."""
     found: dict[str, float] = {}
     if here.has_cluster:
@@ -253,7 +253,7 @@ def _lives(here: Here) -> dict[str, float]:
     return found
 
 
-def clock(here: Here) -> Finding:
+def clock(here: HostProbe) -> Finding:
     """Compare this machine's clock with the coordinator's: from its API, or from the node's last record."""
     if here.session.running:
         skew = _told_time(here)
@@ -263,16 +263,16 @@ def clock(here: Here) -> Finding:
     if skew is None:
         return not_here("no coordinator told its time; name one with --url")
     text = f"{skew:+.1f} s beside {where}"
-    if abs(skew) > SKEW_FAIL:
+    if abs(skew) > SKEW_FAIL_SECONDS:
         return fail(
             text, "set the clock: certificates and tokens depend on it (System Settings > Date & Time)", skew=skew
         )
-    if abs(skew) > SKEW_WARN:
+    if abs(skew) > SKEW_WARN_SECONDS:
         return warn(text, "let the clock be set by the network (System Settings > Date & Time)", skew=skew)
     return ok(text, skew=skew)
 
 
-def _told_time(here: Here) -> float | None:
+def _told_time(here: HostProbe) -> float | None:
     """Return the clock difference by the coordinator's API; None if it has no clock, as older versions."""
     began = time.time()
     told = here.get("/api/v1/version").value
@@ -284,14 +284,14 @@ def _told_time(here: Here) -> float | None:
 def _last_skew(log: Path) -> float | None:
     try:
         with log.open("rb") as file:
-            file.seek(max(0, log.stat().st_size - LONGEST_TAIL))
+            file.seek(max(0, log.stat().st_size - MAX_TAIL_BYTES))
             found = re.findall(rb'"skew": (-?\d+(?:\.\d+)?)', file.read())
     except OSError:
         return None
     return float(found[-1]) if found else None
 
 
-def protocol(here: Here) -> Finding:
+def protocol(here: HostProbe) -> Finding:
     """Versions on both sides of the links."""
     from importlib.metadata import version
 
@@ -314,7 +314,7 @@ def protocol(here: Here) -> Finding:
     return ok(text, nodes=len(versions))
 
 
-def identity(here: Here) -> Finding:
+def identity(here: HostProbe) -> Finding:
     """Check that this node is one machine and not a copy."""
     if not here.has_node:
         return not_here("this machine has not joined as a node")
@@ -327,7 +327,7 @@ def identity(here: Here) -> Finding:
     return ok(f"{known['name']} ({known['node']}) of cluster {known['cluster']}")
 
 
-def video(here: Here) -> Finding:
+def video(here: HostProbe) -> Finding:
     """Check that the ports of this Mac's Ray are free, where video is offered."""
     from importlib.metadata import PackageNotFoundError, version
 
@@ -361,7 +361,7 @@ def _taken(port: int) -> bool:
     return False
 
 
-def log_errors(here: Here) -> Finding:
+def log_errors(here: HostProbe) -> Finding:
     """Errors in the logs of the last hour."""
     folder = here.state / "logs"
     if not folder.is_dir():
@@ -381,7 +381,7 @@ def _errors(file: Path, since: str) -> list[str]:
     found: list[str] = []
     try:
         with file.open("rb") as opened:
-            opened.seek(max(0, file.stat().st_size - LONGEST_TAIL))
+            opened.seek(max(0, file.stat().st_size - MAX_TAIL_BYTES))
             lines = opened.read().splitlines()
     except OSError:
         return found

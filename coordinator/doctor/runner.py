@@ -12,7 +12,7 @@ from typing import Any
 
 from coordinator.doctor import machine_checks, pool_checks, service_checks
 from coordinator.doctor.finding import Finding, warn
-from coordinator.doctor.host_probe import Here
+from coordinator.doctor.host_probe import HostProbe
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Check:
 
     id: str
     title: str
-    run: Callable[[Here], Finding]
+    run: Callable[[HostProbe], Finding]
 
 
 CHECKS = (
@@ -56,7 +56,7 @@ CHECKS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Examined:
+class CheckResult:
     """A check with its finding and its duration."""
 
     check: Check
@@ -77,7 +77,7 @@ class Examined:
         }
 
 
-def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
+def examine(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[CheckResult]:
     """Start every check, and yield results in order as soon as they are done.
 
     A check that has not ended after `here.seconds` is abandoned.
@@ -91,10 +91,10 @@ def examine(here: Here, checks: Sequence[Check] = CHECKS) -> Iterator[Examined]:
 class _Running:
     """One check in a thread of its own."""
 
-    def __init__(self, check: Check, here: Here) -> None:
+    def __init__(self, check: Check, here: HostProbe) -> None:
         self._check = check
         self._here = here
-        self._examined: list[Examined] = []
+        self._examined: list[CheckResult] = []
         self._began = time.monotonic()
         self._done = threading.Event()
         threading.Thread(target=self._run, name=check.id, daemon=True).start()
@@ -107,12 +107,12 @@ class _Running:
                 f"the check itself failed: {type(error).__name__}: {error}",
                 "this is a fault of macpool: report it with `cluster doctor --bundle`",
             )
-        self._examined.append(Examined(self._check, found, time.monotonic() - self._began))
+        self._examined.append(CheckResult(self._check, found, time.monotonic() - self._began))
         self._done.set()
 
-    def ended(self, seconds: float) -> Examined:
+    def ended(self, seconds: float) -> CheckResult:
         """Wait at most `seconds` for its end; below 0, do not wait."""
         if self._done.wait(seconds):
             return self._examined[0]
         late = warn("it did not end in time", "try again; if it stays so, something of the system hangs")
-        return Examined(self._check, late, time.monotonic() - self._began)
+        return CheckResult(self._check, late, time.monotonic() - self._began)

@@ -3,27 +3,27 @@
 import os
 
 from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
-from coordinator.doctor.host_probe import Here
-from coordinator.service.launchd import ours
-from coordinator.service.service_manager import Host, ServiceError
+from coordinator.doctor.host_probe import HostProbe
+from coordinator.service.launchd import parse_own_job
+from coordinator.service.service_manager import ServiceError, ServiceHost
 from coordinator.service.setup import existing
 
 REPAIR = "`sudo cluster service install` repairs it"
 
 
-def service(here: Here, manager: Host | None = None) -> Finding:
+def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     """Unit, manager and process of the service, and macOS's ProcessType."""
-    host = manager or Host(here.platform, root=here.root)
+    host = manager or ServiceHost(here.platform, root=here.root)
     try:
         found = existing(host, host.unit)
         if not found.text:
             return not_here("no service is installed: `sudo cluster service install` starts it with the machine")
-        standing = host.standing()
+        standing = host.state()
     except ServiceError as error:
         return warn(str(error), "`cluster service status` tells more")
     if found.program and not os.access(found.program[0], os.X_OK):
         return fail(f"the service's Python is gone: {found.program[0]}", REPAIR)
-    kind = str((ours(found.text.encode()) or {}).get("ProcessType")) if host.mac else ""
+    kind = str((parse_own_job(found.text.encode()) or {}).get("ProcessType")) if host.mac else ""
     if host.mac and kind != "Interactive":
         return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
     if not standing.running:

@@ -24,23 +24,23 @@ from typing import Any, ClassVar, cast
 from msgspec.structs import replace
 
 from coordinator.http.limits import DeadlineProtocol
-from coordinator.http.origin_check import Guard
-from router.admission.api_keys import SESSION, KeyRing, credential, session_of
+from coordinator.http.origin_check import OriginCheck
+from router.admission.api_keys import SESSION_HEADER, KeyRing, credential, session_of
 from router.dialects.openai import chat, chat_response
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, RequestSpec, StreamingRequest
 from router.errors import Header, Problem
-from router.http.exchange import INLINE_BYTES
-from router.http.respond import more_of
-from router.http.sse import Pump, problem_of
+from router.http.exchange import MAX_INLINE_BYTES
+from router.http.respond import optional_headers
+from router.http.sse import StreamPump, problem_of
 from router.settings import RouterSettings
 from wire.frames import Finished
 from wire.identity import valid_request_id
 
 START = b"POST /v1/chat/completions HTTP/1.1\r\n"
-MOST_HEADS = 512
+MAX_CACHED_HEADS = 512
 """Most cached heads. A client repeats the same head with every request."""
-LONGEST_HEAD = 8192
+MAX_HEAD_BYTES = 8192
 _WHOLE = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%s\r\n%s"
 _STREAM = (
     b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
@@ -52,7 +52,7 @@ _ODD = frozenset({b"transfer-encoding", b"content-encoding", b"expect", b"upgrad
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class ParsedHead:
     """Parsed request head. `length` is None if the fast path does not apply."""
 
     length: int | None = None
@@ -61,53 +61,55 @@ class Head:
     session: str = ""
 
 
-class Door:
+class FastPath:
     """State shared by all connections."""
 
-    def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: Guard) -> None:
+    def __init__(self, dispatcher: Dispatcher, ring: KeyRing, settings: RouterSettings, guard: OriginCheck) -> None:
         self.dispatcher = dispatcher
-        self.longest = min(settings.body_bytes, INLINE_BYTES)
+        self.longest = min(settings.body_bytes, MAX_INLINE_BYTES)
         self._ring = ring
         self._guard = guard
         self._strict = settings.unknown_fields == "refuse"
-        self._heads: dict[bytes, Head] = {}
+        self._heads: dict[bytes, ParsedHead] = {}
         self._prefix = secrets.token_hex(5)
         self._count = itertools.count(1)
 
-    def head(self, raw: bytes) -> Head:
+    def head(self, raw: bytes) -> ParsedHead:
         """Parse a head, or return it from the cache."""
         known = self._heads.get(raw)
         if known is None:
             known = self._read(raw)
-            if len(self._heads) >= MOST_HEADS:
+            if len(self._heads) >= MAX_CACHED_HEADS:
                 self._heads.clear()
             self._heads[raw] = known
         return known
 
-    def _read(self, raw: bytes) -> Head:
+    def _read(self, raw: bytes) -> ParsedHead:
         headers: list[Header] = []
         for line in raw.split(b"\r\n")[1:]:
             name, colon, value = line.partition(b":")
             if not colon or not _NAME.fullmatch(name) or not _VALUE.fullmatch(value):
-                return Head()
+                return ParsedHead()
             headers.append((name.lower(), value.strip()))
         names = [name for name, _ in headers]
         if len(set(names)) != len(names) or any(
             name in _ODD or (name == b"connection" and value.lower() != b"keep-alive") for name, value in headers
         ):
-            return Head()
+            return ParsedHead()
         found = dict(headers)
         length, key = found.get(b"content-length", b""), credential(headers)
         if not length.isdigit() or len(length) > 9 or key is None or self._guard.judge("POST", headers) is not None:
-            return Head()
+            return ParsedHead()
         told = found.get(b"x-request-id", b"").decode("latin-1")
-        return Head(int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION)))
+        return ParsedHead(
+            int(length), key, told if valid_request_id(told) else "", session_of(found.get(SESSION_HEADER))
+        )
 
-    def knows(self, presented: bytes) -> bool:
+    def is_known_key(self, presented: bytes) -> bool:
         """Return whether a key is valid. The use is not counted."""
         return self._ring.knows(presented)
 
-    def job(self, head: Head, body: bytes) -> Job | None:
+    def job(self, head: ParsedHead, body: bytes) -> RequestSpec | None:
         """Return the job of a complete request; None if the app must answer."""
         key = self._ring.check(head.key)
         if key is None or not key.allows("infer"):
@@ -121,17 +123,17 @@ class Door:
         return replace(job, session=head.session) if head.session else job
 
 
-class HotProtocol(DeadlineProtocol):
+class FastPathProtocol(DeadlineProtocol):
     """One client connection. `protocol` sets `door`."""
 
-    door: ClassVar[Door]
+    door: ClassVar[FastPath]
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._parsing = False
         self._serving = False
-        self._ticket: Ticket | None = None
-        self._stream: HotStream | None = None
+        self._ticket: ActiveRequest | None = None
+        self._stream: ChunkedStream | None = None
         self._closing = False
         self._rests_since = 0.0
 
@@ -147,7 +149,7 @@ class HotProtocol(DeadlineProtocol):
             super()._feed(data)
 
     def _take(self, data: bytes) -> bool:
-        end = data.find(b"\r\n\r\n", len(START) - 2, LONGEST_HEAD)
+        end = data.find(b"\r\n\r\n", len(START) - 2, MAX_HEAD_BYTES)
         if end < 0:
             return False
         head = self.door.head(data[:end])
@@ -179,11 +181,11 @@ class HotProtocol(DeadlineProtocol):
     def _proves(self) -> bool:
         """Return whether the head has a valid key."""
         presented = credential(self.headers)
-        return presented is not None and self.door.knows(presented)
+        return presented is not None and self.door.is_known_key(presented)
 
     # -- one request ------------------------------------------------------------------------------
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: RequestSpec) -> None:
         if self._late is not None:
             self._disarm()
         if self.place is not None:
@@ -193,22 +195,22 @@ class HotProtocol(DeadlineProtocol):
         self.server_state.total_requests += 1
         ticket = self._ticket = self.door.dispatcher.submit(job)
         ticket.sink = self._ready
-        if ticket.outcome is not None or (isinstance(ticket, StreamTicket) and ticket.ready):
+        if ticket.outcome is not None or (isinstance(ticket, StreamingRequest) and ticket.ready):
             self._ready()
 
     def _ready(self) -> None:
         """Handle an event of the request: its first delta, a keep-alive, or its outcome."""
-        ticket = cast("Ticket", self._ticket)
+        ticket = cast("ActiveRequest", self._ticket)
         outcome = ticket.outcome
-        if isinstance(ticket, StreamTicket) and (outcome is None or isinstance(outcome, Finished)):
+        if isinstance(ticket, StreamingRequest) and (outcome is None or isinstance(outcome, Finished)):
             self._open(ticket)
         elif outcome is not None:
             self._answer(ticket, outcome)
 
-    def _answer(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _answer(self, ticket: ActiveRequest, outcome: Outcome) -> None:
         """Send a complete answer or error in one write."""
         if isinstance(outcome, Finished):
-            body = chat_response.completion(ticket.job, cast("WholeTicket", ticket).answer(), outcome)
+            body = chat_response.completion(ticket.job, cast("BufferedRequest", ticket).answer(), outcome)
             self.transport.write(_WHOLE % (len(body), _about(ticket), body))
             self._done(200)
             return
@@ -224,13 +226,13 @@ class HotProtocol(DeadlineProtocol):
         )
         self._done(problem.status)
 
-    def _open(self, ticket: StreamTicket) -> None:
+    def _open(self, ticket: StreamingRequest) -> None:
         """Send the head with the first events, and start the pump for the rest."""
         chunks = chat_response.ChatChunks(ticket.job, fingerprint=ticket.fingerprint)
-        stream = self._stream = HotStream(self.transport, _STREAM % _about(ticket), self._streamed)
+        stream = self._stream = ChunkedStream(self.transport, _STREAM % _about(ticket), self._streamed)
         stream.busy = self.flow.write_paused
         ticket.opened = True
-        Pump(ticket, chunks, stream)
+        StreamPump(ticket, chunks, stream)
 
     def _streamed(self, whole: bool) -> None:
         """Record the end of the stream. An incomplete stream aborts the connection."""
@@ -293,7 +295,7 @@ class HotProtocol(DeadlineProtocol):
         """Resume the stream."""
         super().resume_writing()
         if self._stream is not None:
-            self._stream.go_on()
+            self._stream.resume()
 
     def shutdown(self) -> None:
         """Close at uvicorn's shutdown, after the current answer."""
@@ -303,10 +305,10 @@ class HotProtocol(DeadlineProtocol):
             super().shutdown()
 
 
-class HotStream:
+class ChunkedStream:
     """Sink for events as HTTP chunks, written in the call that brings them.
 
-    Same interface as `router.http.sse.Events`.
+    Same interface as `router.http.sse.EventSink`.
     """
 
     __slots__ = ("_ended", "_head", "_ready", "_write", "busy")
@@ -322,7 +324,7 @@ class HotStream:
         """Call `then` whenever the transport accepts writes again."""
         self._ready = then
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Resume after the transport accepts writes again."""
         self.busy = False
         self._ready()
@@ -345,17 +347,17 @@ class HotStream:
         self._ended(False)
 
 
-def _about(ticket: Ticket) -> bytes:
+def _about(ticket: ActiveRequest) -> bytes:
     node = b"x-macpool-node: %s\r\n" % ticket.node_name.encode("ascii", "replace") if ticket.node_name else b""
     request_id = ticket.job.request_id.encode()
     about = b"x-request-id: %s\r\n%sx-macpool-attempts: %d\r\n" % (request_id, node, ticket.attempts)
-    return about + b"".join(b"%s: %s\r\n" % header for header in more_of(ticket))
+    return about + b"".join(b"%s: %s\r\n" % header for header in optional_headers(ticket))
 
 
 def _nothing() -> None:
     return
 
 
-def protocol(door: Door) -> type[HotProtocol]:
-    """Return the protocol class for one `Door`."""
-    return type("FrontProtocol", (HotProtocol,), {"door": door})
+def protocol(door: FastPath) -> type[FastPathProtocol]:
+    """Return the protocol class for one `FastPath`."""
+    return type("FrontProtocol", (FastPathProtocol,), {"door": door})

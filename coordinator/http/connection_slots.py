@@ -12,20 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-MOST_CONNECTIONS = 4096
+MAX_CONNECTIONS = 4096
 RESERVED_FILES = 512
 """Descriptors reserved for the nodes' links, the database, the log and child processes."""
-MOST_HANDSHAKES = 256
+MAX_HANDSHAKES = 256
 """Most concurrent TLS handshakes, over all addresses."""
-STRANGER_CONNECTIONS = 128
+MAX_STRANGER_CONNECTIONS = 128
 """Most connections of an address without a valid key; set by `http.stranger_connections`."""
-MAX_KNOWN = 4096
+MAX_KNOWN_ADDRESSES = 4096
 """Most addresses remembered for their valid key."""
 
 
 def room_for(files: int) -> int:
     """Return the number of connections that fit into `files` descriptors."""
-    return max(16, min(MOST_CONNECTIONS, files - RESERVED_FILES))
+    return max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
 @lru_cache(maxsize=1024)
@@ -52,11 +52,11 @@ def is_this_machine(address: str) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class ConnectionSlot:
     """Place of one connection."""
 
     origin: str
-    places: "Places"
+    places: "ConnectionSlots"
     end: Callable[[], object] = bool
     """Closes the connection."""
     proven: bool = False
@@ -89,28 +89,28 @@ class _Origin:
     """Connections of one origin; `resting` has the idle ones, longest idle first."""
 
     count: int = 0
-    resting: OrderedDict[Place, None] = field(default_factory=OrderedDict[Place, None])
+    resting: OrderedDict[ConnectionSlot, None] = field(default_factory=OrderedDict[ConnectionSlot, None])
 
 
-class Places:
+class ConnectionSlots:
     """Places for connections: `most` in total, `strangers` for an origin without a valid key, half of `most` for any
     other."""
 
     def __init__(
         self,
-        most: int = MOST_CONNECTIONS,
-        strangers: int = STRANGER_CONNECTIONS,
-        handshakes: int = MOST_HANDSHAKES,
+        most: int = MAX_CONNECTIONS,
+        strangers: int = MAX_STRANGER_CONNECTIONS,
+        handshakes: int = MAX_HANDSHAKES,
         trusted: Callable[[str], bool] = is_this_machine,
     ) -> None:
         self._most = most
         self._strangers = strangers
         self._handshakes = handshakes
         self._trusted = trusted
-        self._taken: set[Place] = set()
+        self._taken: set[ConnectionSlot] = set()
         self._origins: dict[str, _Origin] = {}
-        self._resting: OrderedDict[Place, None] = OrderedDict()
-        self._shaking: OrderedDict[Place, None] = OrderedDict()
+        self._resting: OrderedDict[ConnectionSlot, None] = OrderedDict()
+        self._shaking: OrderedDict[ConnectionSlot, None] = OrderedDict()
         self._known: OrderedDict[str, None] = OrderedDict()
         self.shed = 0
         """Idle connections that were closed for another."""
@@ -120,7 +120,7 @@ class Places:
     def __len__(self) -> int:
         return len(self._taken)
 
-    def take(self, address: str) -> Place | None:
+    def take(self, address: str) -> ConnectionSlot | None:
         """Reserve a place for a new connection. Return None if none is free."""
         where = origin(address)
         mine = self._origins.get(where)
@@ -132,7 +132,7 @@ class Places:
         if len(self._taken) >= self._most and not self._shed(self._resting):
             self.refused += 1
             return None
-        place = Place(where, self)
+        place = ConnectionSlot(where, self)
         self._taken.add(place)
         self._shaking[place] = None
         self._origins.setdefault(where, _Origin()).count += 1
@@ -142,7 +142,7 @@ class Places:
     def _allowed(self, where: str) -> int:
         return self._most // 2 if where in self._known or self._trusted(where) else self._strangers
 
-    def _shed(self, among: OrderedDict[Place, None]) -> bool:
+    def _shed(self, among: OrderedDict[ConnectionSlot, None]) -> bool:
         """Close the connection with the longest idle time. Return False if there is none."""
         if not among:
             return False
@@ -152,17 +152,17 @@ class Places:
         oldest.end()
         return True
 
-    def greeted(self, place: Place) -> None:
+    def greeted(self, place: ConnectionSlot) -> None:
         """Record the end of a handshake."""
         self._shaking.pop(place, None)
 
-    def work(self, place: Place) -> None:
+    def work(self, place: ConnectionSlot) -> None:
         """Record the start of a request."""
         self._resting.pop(place, None)
         if place in self._taken:
             self._origins[place.origin].resting.pop(place, None)
 
-    def rest(self, place: Place) -> None:
+    def rest(self, place: ConnectionSlot) -> None:
         """Record that every request of a connection is answered."""
         if place not in self._taken:
             return
@@ -174,10 +174,10 @@ class Places:
         """Record that an origin has presented a valid key."""
         self._known[where] = None
         self._known.move_to_end(where)
-        if len(self._known) > MAX_KNOWN:
+        if len(self._known) > MAX_KNOWN_ADDRESSES:
             self._known.popitem(last=False)
 
-    def leave(self, place: Place) -> None:
+    def leave(self, place: ConnectionSlot) -> None:
         """Release the place of a connection."""
         if place not in self._taken:
             return

@@ -1,14 +1,15 @@
 """Protocol of the HTTP port: uvicorn's protocol with limits for request heads and pipelined bytes.
 
-uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `HEAD_BYTES`, and `HEAD_SECONDS`
-from its first byte. The time of a connection's first head starts at the connection. Between two requests uvicorn's
-keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies (`router.http.app`,
-`coordinator.api.body`).
+uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `MAX_HEAD_BYTES`, and
+`HEAD_TIMEOUT_SECONDS` from its first byte. The time of a connection's first head starts at the connection. Between two
+requests uvicorn's keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies
+(`router.http.app`, `coordinator.api.body`).
 
 Bytes are parsed in slices, and not while a complete request waits for its answer. Bytes that a client sends ahead are
 held unparsed. Otherwise a connection of 8 MiB becomes 200,000 requests in memory, and an error in these bytes is
 written into the current answer. The socket is read at all times, because only a read shows that the client has left. If
-a client sends more than `AHEAD_BYTES` ahead, they are discarded and the connection ends after the current answer.
+a client sends more than `MAX_PIPELINED_BYTES` ahead, they are discarded and the connection ends after the current
+answer.
 """
 
 import asyncio
@@ -19,20 +20,20 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from coordinator.http import request_heads
-from coordinator.http.connection_slots import MOST_CONNECTIONS, Place
+from coordinator.http.connection_slots import MAX_CONNECTIONS, ConnectionSlot
 from coordinator.http.request_heads import MALFORMED
 from router.errors import Problem
 
-HEAD_SECONDS = 10.0
-HEAD_BYTES = 32 * 1024
-AHEAD_BYTES = 64 * 1024
+HEAD_TIMEOUT_SECONDS = 10.0
+MAX_HEAD_BYTES = 32 * 1024
+MAX_PIPELINED_BYTES = 64 * 1024
 """Most bytes that a client may send ahead of the answer to its last request. With more, the connection ends after that
 answer."""
 SLICE_BYTES = 512
 """Bytes parsed at once at a possible start of a head: at most 18 of the shortest requests."""
 VERSIONS = frozenset({"1.0", "1.1"})
 
-TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {HEAD_BYTES} bytes")
+TOO_LONG = Problem(431, "head_too_large", f"the head of a request may have {MAX_HEAD_BYTES} bytes")
 CROWDED = Problem(503, "too_many_connections", "too many connections are open here: try again", retry_after=5.0)
 
 
@@ -47,7 +48,7 @@ def turned_away(problem: Problem) -> bytes:
 class DeadlineProtocol(HttpToolsProtocol):
     """One HTTP connection. `most` limits open connections, to keep file descriptors for the links of the nodes."""
 
-    most: ClassVar[int] = MOST_CONNECTIONS
+    most: ClassVar[int] = MAX_CONNECTIONS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -60,7 +61,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._late: asyncio.TimerHandle | None = None
         self._refusal: Problem | None = None
         self._running: RequestResponseCycle | None = None
-        self.place: Place | None = None
+        self.place: ConnectionSlot | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         """Start the deadline of the first head."""
@@ -104,7 +105,7 @@ class DeadlineProtocol(HttpToolsProtocol):
     def _hold(self, data: bytes) -> None:
         if not self._overrun:
             self._ahead += data
-        if len(self._ahead) > AHEAD_BYTES:
+        if len(self._ahead) > MAX_PIPELINED_BYTES:
             self._ahead, self._overrun = b"", True
             self.shutdown()
 
@@ -161,7 +162,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         self._arm()
         if not self._in_body:
             self._unparsed += size
-            if self._unparsed > HEAD_BYTES:
+            if self._unparsed > MAX_HEAD_BYTES:
                 self.send_400_response("")
                 return False
         return True
@@ -278,7 +279,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         if self._in_body and self.cycle.response_started:
             self.transport.abort()
             return
-        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > HEAD_BYTES else problem)
+        self._turn_away(TOO_LONG if max(self._parsed, self._unparsed) > MAX_HEAD_BYTES else problem)
 
     def _turn_away(self, problem: Problem) -> None:
         self.transport.write(turned_away(problem))
@@ -286,12 +287,12 @@ class DeadlineProtocol(HttpToolsProtocol):
 
     def _count(self, size: int) -> None:
         self._parsed += size
-        if self._parsed > HEAD_BYTES:
+        if self._parsed > MAX_HEAD_BYTES:
             raise httptools.HttpParserError("the head is too long")
 
     def _arm(self) -> None:
         if self._late is None:
-            self._late = self.loop.call_later(HEAD_SECONDS, self._too_late)
+            self._late = self.loop.call_later(HEAD_TIMEOUT_SECONDS, self._too_late)
 
     def _disarm(self) -> None:
         if self._late is not None:

@@ -29,7 +29,7 @@ async def answer(send: Send, problem: Problem) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Private:
+class PrivateResponses:
     """ASGI middleware that forbids caching and content sniffing. Each answer is for one client and one moment."""
 
     def __init__(self, app: Asgi) -> None:
@@ -47,7 +47,7 @@ class Private:
         await self._app(scope, receive, marked)
 
 
-class Guard:
+class OriginCheck:
     """ASGI middleware that checks host and origin of requests.
 
     `hosts` are additional names, comma separated. Without `local`, names under `.local` must be listed in `hosts`. Any

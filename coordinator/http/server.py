@@ -12,10 +12,10 @@ from typing import cast
 import structlog
 import uvicorn
 
-from coordinator.http.chat_fast_path import Door, protocol
-from coordinator.http.connection_slots import Place, Places
-from coordinator.http.limits import HEAD_BYTES, DeadlineProtocol, turned_away
-from coordinator.http.origin_check import Guard
+from coordinator.http.chat_fast_path import FastPath, protocol
+from coordinator.http.connection_slots import ConnectionSlot, ConnectionSlots
+from coordinator.http.limits import MAX_HEAD_BYTES, DeadlineProtocol, turned_away
+from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
 
 log = structlog.get_logger("coordinator.http.server")
@@ -26,7 +26,7 @@ ACCEPT_PAUSE_SECONDS = 0.1
 """Delay after a failed accept; descriptors become free when other connections end."""
 METHODS = (b"GET /", b"POST /", b"HEAD /", b"PUT /", b"DELETE /", b"OPTIONS", b"PATCH /")
 """First bytes of a request without TLS."""
-HANDSHAKE_SECONDS = 10.0
+HANDSHAKE_TIMEOUT_SECONDS = 10.0
 """Seconds for a TLS handshake, from the connection on."""
 
 
@@ -37,7 +37,7 @@ class Server(uvicorn.Server):
     before its handshake. It omits uvicorn's ten ticks a second: only the check for the end would apply here.
     """
 
-    def __init__(self, config: uvicorn.Config, places: Places) -> None:
+    def __init__(self, config: uvicorn.Config, places: ConnectionSlots) -> None:
         super().__init__(config)
         self._places = places
         self.ending = asyncio.Event()
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
         protocol_class = partial(
             config.http_protocol_class, config=config, server_state=self.server_state, app_state=self.lifespan.state
         )
-        patience = None if config.ssl is None else HANDSHAKE_SECONDS
+        patience = None if config.ssl is None else HANDSHAKE_TIMEOUT_SECONDS
         loop = asyncio.get_running_loop()
         self.servers = [
             cast("asyncio.Server", Listener(one, self._places, partial(self._connect, loop, protocol_class, patience)))
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
         make: Callable[[], asyncio.Protocol],
         patience: float | None,
         accepted: socket.socket,
-        place: Place,
+        place: ConnectionSlot,
     ) -> None:
         """Set up one connection, beginning with its handshake."""
 
@@ -111,7 +111,7 @@ async def _send_to_https(loop: asyncio.AbstractEventLoop, accepted: socket.socke
     """
     host, port = accepted.getsockname()[:2]
     where = f"https://[{host}]:{port}" if ":" in host else f"https://{host}:{port}"
-    accepted.recv(HEAD_BYTES)
+    accepted.recv(MAX_HEAD_BYTES)
     text = f"this port speaks HTTPS: use {where}, and run `cluster trust-ca {where}` once on this machine"
     await loop.sock_sendall(accepted, turned_away(Problem(400, "https_required", text)))
     accepted.shutdown(socket.SHUT_WR)
@@ -121,7 +121,10 @@ class Listener:
     """Accepts connections on one socket. Each takes a place before its handshake, or is closed at once."""
 
     def __init__(
-        self, listening: socket.socket, places: Places, connect: Callable[[socket.socket, Place], Awaitable[None]]
+        self,
+        listening: socket.socket,
+        places: ConnectionSlots,
+        connect: Callable[[socket.socket, ConnectionSlot], Awaitable[None]],
     ) -> None:
         self._socket = listening
         self._places = places
@@ -161,7 +164,7 @@ class Listener:
         self._begun.add(task)
         task.add_done_callback(self._begun.discard)
 
-    async def _greet(self, accepted: socket.socket, place: Place) -> None:
+    async def _greet(self, accepted: socket.socket, place: ConnectionSlot) -> None:
         try:
             await self._connect(accepted, place)
         except (OSError, TimeoutError, asyncio.CancelledError):
@@ -171,7 +174,7 @@ class Listener:
 
 @asynccontextmanager
 async def http_server(
-    app: Guard, door: Door, sockets: list[socket.socket], tls: ssl.SSLContext | None, places: Places
+    app: OriginCheck, door: FastPath, sockets: list[socket.socket], tls: ssl.SSLContext | None, places: ConnectionSlots
 ) -> AsyncGenerator[None]:
     """Serve on these sockets until left; requests that run have been let end by then."""
     config = uvicorn.Config(

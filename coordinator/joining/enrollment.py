@@ -13,7 +13,8 @@ two exceptions: the key of that member signed the request, or a person approved 
 `cluster node remove`, the machine enrols as a new node.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
-`gone` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay used.
+`withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay
+used.
 """
 
 import hmac
@@ -25,37 +26,43 @@ from enum import Enum, auto
 
 import structlog
 
-from coordinator.joining.join_approvals import LIFE, Approvals, Decision, Ticket, Waiting
-from coordinator.joining.join_tokens import MESSAGES, Redemption, Tokens
+from coordinator.joining.join_approvals import (
+    APPROVAL_TIMEOUT_SECONDS,
+    ApprovalDecision,
+    ApprovalRequest,
+    Approvals,
+    WaitingNode,
+)
+from coordinator.joining.join_tokens import MESSAGES, JoinTokens, Redemption
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority, BadRequestError, public_key_of
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import CertificateRequestError, ClusterCa, public_key_of
 from wire.bonjour_record import plain
 from wire.certificate import read_certificate
 from wire.codec import Splitter, WireError, decode
-from wire.frames import ENROLMENT, TAGS, Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.frames import ENROLLMENT, TAGS, Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, commitment, short_code, valid_id, valid_name
 from wire.report import Hardware
 from wire.units import KIB
 
 log = structlog.get_logger()
 
-LONGEST = 16 * KIB
+MAX_CONNECTION_BYTES = 16 * KIB
 """Most bytes that one connection may send."""
-PATIENCE = 5.0
+CONNECTION_TIMEOUT_SECONDS = 5.0
 """Seconds of one connection, without the wait for a person."""
-NONCE = 16
+NONCE_BYTES = 16
 """Bytes of a nonce; also the least length of an opening."""
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class EnrollmentContext:
     """Dependencies of enrolment."""
 
     name: str
-    authority: Authority
-    tokens: Tokens
-    store: Store
+    authority: ClusterCa
+    tokens: JoinTokens
+    store: Database
     approvals: Approvals
     clock: Callable[[], float]
     """Returns Unix seconds."""
@@ -65,21 +72,21 @@ class Cluster:
     """Returns the address from which a member is linked; empty if it is not linked."""
 
 
-class Enrolment:
+class EnrollmentServer:
     """Entry point for enrolments, with a rate limit per address."""
 
-    def __init__(self, cluster: Cluster, limit: RateLimit | None = None) -> None:
+    def __init__(self, cluster: EnrollmentContext, limit: RateLimit | None = None) -> None:
         self._cluster = cluster
         self._limit = limit or RateLimit()
 
-    def converse(self, address: str, now: float) -> "Conversation | Denied":
+    def start_enrollment(self, address: str, now: float) -> "EnrollmentConnection | Denied":
         """Begin an enrolment of a peer at `address` (without port), or return `Denied` at the rate limit. `now`:
         monotonic seconds."""
         wait = self._limit.wait(address, now)
         if wait > 0:
             log.warning("enrolment refused", address=address, why="too often")
             return Denied("too_often", "this address asks too often: wait a little", retry_after=wait)
-        return Conversation(self._cluster, address, now)
+        return EnrollmentConnection(self._cluster, address, now)
 
 
 class _Stage(Enum):
@@ -88,21 +95,21 @@ class _Stage(Enum):
     PENDING = auto()
 
 
-class Conversation:
+class EnrollmentConnection:
     """One connection of one stranger. `now` is monotonic seconds everywhere."""
 
-    def __init__(self, cluster: Cluster, address: str, now: float) -> None:
+    def __init__(self, cluster: EnrollmentContext, address: str, now: float) -> None:
         self._cluster = cluster
         self._address = address
-        self._splitter = Splitter(LONGEST, LONGEST)
+        self._splitter = Splitter(MAX_CONNECTION_BYTES, MAX_CONNECTION_BYTES)
         self._received = 0
         self._stage = _Stage.START
-        self._nonce = secrets.token_bytes(NONCE)
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._commitment = b""
-        self._asked: Enrol | None = None
-        self._ticket: Ticket | None = None
+        self._asked: Enroll | None = None
+        self._ticket: ApprovalRequest | None = None
         self._replaces: NodeId | None = None
-        self.deadline = now + PATIENCE
+        self.deadline = now + CONNECTION_TIMEOUT_SECONDS
         """When `poll` is due."""
         self.closed = False
         """Whether to close the connection once the frames of the last call are sent."""
@@ -114,12 +121,12 @@ class Conversation:
         self._received += len(data)
         if self.closed:
             return []
-        if self._received > LONGEST:
-            return self._deny("too_long", f"enrolment takes at most {LONGEST} bytes")
+        if self._received > MAX_CONNECTION_BYTES:
+            return self._deny("too_long", f"enrolment takes at most {MAX_CONNECTION_BYTES} bytes")
         answers: list[Frame] = []
         try:
             for tag, body in self._splitter.feed(data):
-                if TAGS.get(tag) not in ENROLMENT:
+                if TAGS.get(tag) not in ENROLLMENT:
                     return answers + self._deny("no_certificate", "only enrolment is possible without a certificate")
                 answers += self.receive(decode(tag, body), now)
                 if self.closed:
@@ -135,9 +142,9 @@ class Conversation:
         if now >= self.deadline:
             return self.poll(now)
         match frame:
-            case EnrolStart() if self._stage is _Stage.START:
+            case EnrollStart() if self._stage is _Stage.START:
                 return self._start(frame)
-            case Enrol() if self._stage is _Stage.ASKED:
+            case Enroll() if self._stage is _Stage.ASKED:
                 return self._enrol(frame, now)
             case _:
                 return self._deny("unexpected", f"{type(frame).__name__} does not belong here")
@@ -147,29 +154,31 @@ class Conversation:
         decision = self._ticket.decision if self._ticket else None
         if self.closed:
             return []
-        if decision is Decision.APPROVED and self._asked:
+        if decision is ApprovalDecision.APPROVED and self._asked:
             before = self._member_without_proof(self._asked)
             if before is not None and (before.node != self._replaces or self._is_linked(before)):
                 return self._machine_taken(before)
             return self._admit(self._asked, "an approved code")
-        if decision is Decision.REJECTED:
+        if decision is ApprovalDecision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
         if self._ticket and self._ticket.gave_way:
             message = "too many machines of this address wait for an approval: try again later, or use a token"
-            return self._deny("approvals_full", message, retry_after=LIFE)
+            return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
             return []
         if self._ticket:
-            return self._deny("approval_expired", f"nobody approved the code within {LIFE:g} seconds: join again")
-        return self._deny("too_slow", f"enrolment takes at most {PATIENCE:g} seconds")
+            return self._deny(
+                "approval_expired", f"nobody approved the code within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
+            )
+        return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
-    def gone(self) -> None:
+    def withdraw(self) -> None:
         """Withdraw a pending approval after the end of the connection."""
         self.closed = True
         if self._ticket:
             self._cluster.approvals.withdraw(self._ticket)
 
-    def _start(self, frame: EnrolStart) -> list[Frame]:
+    def _start(self, frame: EnrollStart) -> list[Frame]:
         if not OLDEST_PROTOCOL <= frame.protocol <= PROTOCOL:
             older = "node" if frame.protocol < OLDEST_PROTOCOL else "coordinator"
             message = f"the node speaks protocol {frame.protocol}, the coordinator {OLDEST_PROTOCOL} to {PROTOCOL}"
@@ -177,23 +186,23 @@ class Conversation:
         self._commitment = frame.commitment
         self._stage = _Stage.ASKED
         authority = self._cluster.authority
-        return [EnrolAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
+        return [EnrollAuthority(authority.ca, authority.cluster, self._cluster.name, self._nonce)]
 
-    def _enrol(self, frame: Enrol, now: float) -> list[Frame]:
+    def _enrol(self, frame: Enroll, now: float) -> list[Frame]:
         if not valid_name(frame.name):
             return self._deny("bad_name", "a name has 1 to 63 letters, digits, spaces, dots, dashes", final=True)
         if not valid_id(frame.machine):
             return self._deny("bad_machine", "a machine id has 1 to 64 letters, digits, dashes", final=True)
         return self._with_token(frame) if frame.token else self._with_code(frame, now)
 
-    def _with_token(self, frame: Enrol) -> list[Frame]:
+    def _with_token(self, frame: Enroll) -> list[Frame]:
         tokens = self._cluster.tokens
         answer = tokens.check(frame.token, frame.mac, frame.csr)
         if answer is not Redemption.ACCEPTED:
             return self._deny(answer, MESSAGES[answer], final=True)
         try:
             public_key_of(frame.csr)
-        except BadRequestError as error:
+        except CertificateRequestError as error:
             return self._deny("bad_request", str(error), final=True)
         before = self._member_without_proof(frame)
         if before is not None and (self._is_linked(before) or not tokens.may_replace(frame.token)):
@@ -201,7 +210,7 @@ class Conversation:
         tokens.redeem(frame.token, frame.mac, frame.csr)
         return self._admit(frame, "a token")
 
-    def _member_without_proof(self, frame: Enrol) -> MemberRow | None:
+    def _member_without_proof(self, frame: Enroll) -> MemberRow | None:
         """Return the member whose machine a request names, unless the key of that member signed the request."""
         before = _member_on(frame.machine, self._cluster.store.members.values())
         proven = self._cluster.authority.proves_member(frame.certificate, frame.csr, frame.proof)
@@ -235,15 +244,15 @@ class Conversation:
             final=True,
         )
 
-    def _with_code(self, frame: Enrol, now: float) -> list[Frame]:
+    def _with_code(self, frame: Enroll, now: float) -> list[Frame]:
         if not self._commitment:
             return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
         opened = commitment(frame.opening, frame.csr)
-        if len(frame.opening) < NONCE or not hmac.compare_digest(opened, self._commitment):
+        if len(frame.opening) < NONCE_BYTES or not hmac.compare_digest(opened, self._commitment):
             return self._deny("commitment_broken", "nonce and request are not those that were committed to", final=True)
         try:
             public_key_of(frame.csr)
-        except BadRequestError as error:
+        except CertificateRequestError as error:
             return self._deny("bad_request", str(error), final=True)
         code = short_code(self._cluster.authority.ca, frame.csr, frame.opening, self._nonce)
         hardware = plain_hardware(frame.hardware)
@@ -252,17 +261,19 @@ class Conversation:
             return self._machine_taken(before)
         self._replaces = before.node if before else None
         replaces = before.name if before else ""
-        waiting = Waiting(code, frame.name, frame.machine, hardware, self._address, now + LIFE, replaces)
+        waiting = WaitingNode(
+            code, frame.name, frame.machine, hardware, self._address, now + APPROVAL_TIMEOUT_SECONDS, replaces
+        )
         ticket = self._cluster.approvals.ask(waiting, now)
-        if not isinstance(ticket, Ticket):
+        if not isinstance(ticket, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=ticket)
         log.info("approval awaited", name=frame.name, address=self._address)
         ticket.wake = lambda: self.wake()
         self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
-        return [EnrolPending(LIFE)]
+        return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]
 
-    def _admit(self, frame: Enrol, by: str) -> list[Frame]:
+    def _admit(self, frame: Enroll, by: str) -> list[Frame]:
         cluster, store = self._cluster, self._cluster.store
         now = cluster.clock()
         before = _member_on(frame.machine, store.members.values())
@@ -295,7 +306,7 @@ class Conversation:
 
     def _deny(self, reason: str, message: str, *, final: bool = False, retry_after: float = 0.0) -> list[Frame]:
         log.warning("enrolment refused", address=self._address, why=reason)
-        self.gone()
+        self.withdraw()
         return [Denied(reason, message, final, retry_after)]
 
 

@@ -1,8 +1,9 @@
 """Queue of nodes without a token that wait for a person to compare the codes on both screens.
 
-The code has six digits, and guessing is bounded. At most `MOST_WAITING` nodes wait, and at most `MOST_NEW` new codes
-appear within `LIFE` seconds. A man in the middle would need about a million codes to meet a wanted one. Two waiting
-nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is monotonic seconds.
+The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
+codes appear within `APPROVAL_TIMEOUT_SECONDS`. A man in the middle would need about a million codes to meet a
+wanted one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is
+monotonic seconds.
 
 One address cannot exclude another: it has a small part of both limits. If the queue is full and a node arrives from an
 address with fewer requests, the oldest request of the address with the most is removed. A machine with a token does not
@@ -17,21 +18,21 @@ from enum import StrEnum
 from coordinator.joining.rate_limit import network_of
 from wire.report import Hardware
 
-LIFE = 600.0
+APPROVAL_TIMEOUT_SECONDS = 600.0
 """Seconds for which a request waits for a person."""
-MOST_WAITING = 16
-MOST_WAITING_HERE = 4
+MAX_WAITING = 16
+MAX_WAITING_PER_ADDRESS = 4
 """Most waiting requests of one address."""
-MOST_NEW = 256
-"""Most new codes within `LIFE`: the chance that one of them is a wanted code is 1 in 4,000."""
-MOST_NEW_HERE = 8
-"""Most new codes of one address within `LIFE`."""
-MOST_WRONG = 3
-LOCKED_FOR = 60.0
-"""Seconds without decisions after `MOST_WRONG` consecutive wrong codes."""
+MAX_NEW_CODES = 256
+"""Most new codes within `APPROVAL_TIMEOUT_SECONDS`: the chance that one of them is a wanted code is 1 in 4,000."""
+MAX_NEW_CODES_PER_ADDRESS = 8
+"""Most new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
+MAX_WRONG_CODES = 3
+LOCK_SECONDS = 60.0
+"""Seconds without decisions after `MAX_WRONG_CODES` consecutive wrong codes."""
 
 
-class Decision(StrEnum):
+class ApprovalDecision(StrEnum):
     """Decision of the person."""
 
     APPROVED = "approved"
@@ -39,7 +40,7 @@ class Decision(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class WaitingNode:
     """A waiting node, as shown to the person."""
 
     code: str
@@ -55,11 +56,11 @@ class Waiting:
 
 
 @dataclass(slots=True)
-class Ticket:
+class ApprovalRequest:
     """A node's place in the queue."""
 
-    waiting: Waiting
-    decision: Decision | None = None
+    waiting: WaitingNode
+    decision: ApprovalDecision | None = None
     gave_way: bool = False
     """Whether the request was removed in favour of a node from another address."""
     wake: Callable[[], None] = field(default=lambda: None)
@@ -70,8 +71,8 @@ class Ticket:
 class Decided:
     """The code belonged to a waiting node."""
 
-    waiting: Waiting
-    decision: Decision
+    waiting: WaitingNode
+    decision: ApprovalDecision
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,32 +93,36 @@ class Approvals:
     """Queue of waiting nodes."""
 
     def __init__(self) -> None:
-        self._tickets: dict[str, Ticket] = {}
+        self._tickets: dict[str, ApprovalRequest] = {}
         self._recent: deque[tuple[float, str]] = deque()
-        """Time and address of each new code within `LIFE`."""
+        """Time and address of each new code within `APPROVAL_TIMEOUT_SECONDS`."""
         self._wrong = 0
         self._locked_until = float("-inf")
 
     @property
-    def tickets(self) -> Mapping[str, Ticket]:
+    def tickets(self) -> Mapping[str, ApprovalRequest]:
         """Requests to join that wait for a decision, by code."""
         return self._tickets
 
-    def ask(self, waiting: Waiting, now: float) -> Ticket | float:
+    def ask(self, waiting: WaitingNode, now: float) -> ApprovalRequest | float:
         """Enqueue a node, or return the seconds until a retry may succeed."""
         self._expire(now)
         here = network_of(waiting.address)
         mine = [at for at, address in self._recent if address == here]
-        if len(mine) >= MOST_NEW_HERE or len(self._recent) >= MOST_NEW:
-            return (mine[0] if len(mine) >= MOST_NEW_HERE else self._recent[0][0]) + LIFE - now
+        if len(mine) >= MAX_NEW_CODES_PER_ADDRESS or len(self._recent) >= MAX_NEW_CODES:
+            return (
+                (mine[0] if len(mine) >= MAX_NEW_CODES_PER_ADDRESS else self._recent[0][0])
+                + APPROVAL_TIMEOUT_SECONDS
+                - now
+            )
         self._recent.append((now, here))
         if waiting.code in self._tickets:
             return 1.0
         by_address = Counter(network_of(ticket.waiting.address) for ticket in self._tickets.values())
-        full = by_address[here] >= MOST_WAITING_HERE
-        if full or (len(self._tickets) >= MOST_WAITING and not self._make_room(by_address, by_address[here])):
+        full = by_address[here] >= MAX_WAITING_PER_ADDRESS
+        if full or (len(self._tickets) >= MAX_WAITING and not self._make_room(by_address, by_address[here])):
             return max(1.0, min(ticket.waiting.expires for ticket in self._tickets.values()) - now)
-        ticket = self._tickets[waiting.code] = Ticket(waiting)
+        ticket = self._tickets[waiting.code] = ApprovalRequest(waiting)
         return ticket
 
     def _make_room(self, by_address: Counter[str], fewer: int) -> bool:
@@ -131,25 +136,25 @@ class Approvals:
         ticket.wake()
         return True
 
-    def withdraw(self, ticket: Ticket) -> None:
+    def withdraw(self, ticket: ApprovalRequest) -> None:
         """Remove a request from the queue."""
         if self._tickets.get(ticket.waiting.code) is ticket:
             del self._tickets[ticket.waiting.code]
 
-    def list(self, now: float) -> list[Waiting]:
+    def list(self, now: float) -> list[WaitingNode]:
         """Return the waiting nodes, oldest first."""
         self._expire(now)
         return [ticket.waiting for ticket in self._tickets.values()]
 
     def approve(self, code: str, now: float) -> Decided | WrongCode | Locked:
         """Approve the node with this code."""
-        return self._decide(code, Decision.APPROVED, now)
+        return self._decide(code, ApprovalDecision.APPROVED, now)
 
     def reject(self, code: str, now: float) -> Decided | WrongCode | Locked:
         """Reject the node with this code."""
-        return self._decide(code, Decision.REJECTED, now)
+        return self._decide(code, ApprovalDecision.REJECTED, now)
 
-    def _decide(self, code: str, decision: Decision, now: float) -> Decided | WrongCode | Locked:
+    def _decide(self, code: str, decision: ApprovalDecision, now: float) -> Decided | WrongCode | Locked:
         self._expire(now)
         if now < self._locked_until:
             return Locked(self._locked_until - now)
@@ -163,14 +168,14 @@ class Approvals:
 
     def _count_wrong(self, now: float) -> WrongCode | Locked:
         self._wrong += 1
-        if self._wrong < MOST_WRONG:
-            return WrongCode(MOST_WRONG - self._wrong)
+        if self._wrong < MAX_WRONG_CODES:
+            return WrongCode(MAX_WRONG_CODES - self._wrong)
         self._wrong = 0
-        self._locked_until = now + LOCKED_FOR
-        return Locked(LOCKED_FOR)
+        self._locked_until = now + LOCK_SECONDS
+        return Locked(LOCK_SECONDS)
 
     def _expire(self, now: float) -> None:
-        while self._recent and self._recent[0][0] + LIFE <= now:
+        while self._recent and self._recent[0][0] + APPROVAL_TIMEOUT_SECONDS <= now:
             self._recent.popleft()
         for code in [code for code, ticket in self._tickets.items() if ticket.waiting.expires <= now]:
             del self._tickets[code]

@@ -12,14 +12,14 @@ from enum import StrEnum
 
 import structlog
 
-from coordinator.state.database import Store, TokenRow
+from coordinator.state.database import Database, TokenRow
 from wire.identity import JoinToken, new_token, request_mac, token_key
 
 log = structlog.get_logger()
 
-USUAL_LIFE = 3600.0
+DEFAULT_TOKEN_SECONDS = 3600.0
 """Default life of a token, in seconds."""
-KEPT_AFTER = 7 * 24 * 3600.0
+EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
 """Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
 
 _NOBODY = bytes(32)
@@ -51,7 +51,7 @@ MESSAGES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class JoinTokenInfo:
     """A join token without secrets, for lists. Times are in Unix seconds."""
 
     id: str
@@ -62,17 +62,19 @@ class Token:
     revoked: bool
 
 
-class Tokens:
+class JoinTokens:
     """Join tokens of a cluster whose CA is `ca` (DER). `clock` returns Unix seconds."""
 
-    def __init__(self, store: Store, ca: bytes, clock: Callable[[], float]) -> None:
+    def __init__(self, store: Database, ca: bytes, clock: Callable[[], float]) -> None:
         self._store = store
         self._ca = ca
         self._clock = clock
         self._replacing: set[str] = set()
         """Tokens that this process created for its own machine, whose node may have lost its identity."""
 
-    def create(self, ttl: float = USUAL_LIFE, uses: int = 1, name: str = "", *, replaces: bool = False) -> JoinToken:
+    def create(
+        self, ttl: float = DEFAULT_TOKEN_SECONDS, uses: int = 1, name: str = "", *, replaces: bool = False
+    ) -> JoinToken:
         """Create a token for `uses` nodes, valid for `ttl` seconds. Raise `ValueError` unless both are positive.
 
         With `replaces`, a machine that is already a member replaces itself without that member's key.
@@ -87,10 +89,10 @@ class Tokens:
         log.info("token created", token=token.id, name=name, uses=uses, ttl=ttl)
         return token
 
-    def list(self) -> list[Token]:
+    def list(self) -> list[JoinTokenInfo]:
         """Return all tokens, newest first, without their keys."""
         rows = sorted(self._store.tokens.values(), key=lambda row: row.created, reverse=True)
-        return [Token(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
+        return [JoinTokenInfo(row.id, row.name, row.created, row.expires, row.uses_left, row.revoked) for row in rows]
 
     def revoke(self, token: str) -> bool:
         """Revoke a token. Return False if no token has this id."""
@@ -135,7 +137,7 @@ class Tokens:
         return answer
 
     def _drop_old(self) -> None:
-        old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + KEPT_AFTER]
+        old = [row.id for row in self._store.tokens.values() if self._clock() > row.expires + EXPIRED_KEPT_SECONDS]
         for token in old:
             self._store.drop_token(token)
             self._replacing.discard(token)

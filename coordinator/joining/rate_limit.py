@@ -3,7 +3,7 @@
 import ipaddress
 from collections import OrderedDict
 
-MOST_ADDRESSES = 4096
+MAX_ADDRESSES = 4096
 """Most buckets kept. Beyond it, the least recently used bucket is removed."""
 
 
@@ -27,7 +27,7 @@ class RateLimit:
         left = min(self._burst, left + (now - at) * self._rate)
         allowed = left >= 1.0
         self._buckets[who] = (left - 1.0 if allowed else left, now)
-        if len(self._buckets) > MOST_ADDRESSES:
+        if len(self._buckets) > MAX_ADDRESSES:
             self._buckets.popitem(last=False)
         return 0.0 if allowed else (1.0 - left) / self._rate
 

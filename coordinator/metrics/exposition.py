@@ -9,15 +9,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from coordinator.metrics.families import PREFIX, Collected, Histogram, Kind
+from coordinator.metrics.families import PREFIX, CollectedFamily, HistogramValue, MetricKind
 
-LONGEST_LABEL = 200
+MAX_LABEL_CHARS = 200
 
 
-class Snapshot(Collector):
+class SnapshotCollector(Collector):
     """Gives prometheus-client one picture, already read."""
 
-    def __init__(self, collected: Iterable[Collected[Any]]) -> None:
+    def __init__(self, collected: Iterable[CollectedFamily[Any]]) -> None:
         self._collected = collected
 
     def collect(self) -> Iterator[Metric]:
@@ -29,37 +29,37 @@ class Snapshot(Collector):
         return []
 
 
-def render(collected: Iterable[Collected[Any]], accept: str) -> tuple[bytes, str]:
+def render(collected: Iterable[CollectedFamily[Any]], accept: str) -> tuple[bytes, str]:
     """Write a picture in the form that an Accept header asks for; give it with its content type."""
     registry = CollectorRegistry()
-    registry.register(Snapshot(collected))
+    registry.register(SnapshotCollector(collected))
     encode, content_type = choose_encoder(accept)
     return encode(registry), content_type
 
 
-def _metric(one: Collected[Any]) -> Metric:
+def _metric(one: CollectedFamily[Any]) -> Metric:
     family, labels = one.family, one.family.label_names
     name, meaning = PREFIX + family.name, family.meaning
-    if family.kind is Kind.HISTOGRAM:
+    if family.kind is MetricKind.HISTOGRAM:
         found = HistogramMetricFamily(name, meaning, labels=labels)
         for values, value in one.rows:
-            assert isinstance(value, Histogram)  # noqa: S101  its kind says so
+            assert isinstance(value, HistogramValue)  # noqa: S101  its kind says so
             found.add_metric(_plain(values), *_cumulated(value))
         return found
-    kind = CounterMetricFamily if family.kind is Kind.COUNTER else GaugeMetricFamily
+    kind = CounterMetricFamily if family.kind is MetricKind.COUNTER else GaugeMetricFamily
     found = kind(name, meaning, labels=labels)
     for values, value in one.rows:
-        assert not isinstance(value, Histogram)  # noqa: S101  its kind says so
+        assert not isinstance(value, HistogramValue)  # noqa: S101  its kind says so
         found.add_metric(_plain(values), float(value))
     return found
 
 
 def _plain(values: Iterable[str]) -> list[str]:
     """Limit the length of label values. prometheus-client escapes quotes and line ends."""
-    return [value[:LONGEST_LABEL] for value in values]
+    return [value[:MAX_LABEL_CHARS] for value in values]
 
 
-def _cumulated(value: Histogram) -> tuple[list[tuple[str, float]], float]:
+def _cumulated(value: HistogramValue) -> tuple[list[tuple[str, float]], float]:
     counts = list(accumulate(value.tally.counts))
     bounds = [*(_number(bound) for bound in value.bounds), "+Inf"]
     return list(zip(bounds, map(float, counts), strict=True)), value.tally.total

@@ -2,7 +2,7 @@
 
 Invariants
 - Every label value is from a closed set, or the name of a member, of a valid API key, or of a model of a member.
-- At most `MOST_MODELS` models of a node have series.
+- At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, id or secret of a key, address or error text is ever a label.
 - A value that is not finite is omitted: a lying node loses its own series, never the scrape.
 - All series of one scrape come from one snapshot, because sums and differences over them must be consistent.
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NamedTuple, TypeVar
 
-from wire.histogram import Buckets, Tally
+from wire.histogram import Histogram, HistogramSnapshot
 
 PREFIX = "macpool_"
-MOST_MODELS = 32
+MAX_MODELS_PER_NODE = 32
 """Most models of a node with their own series over the coordinator's run."""
 OTHER = "other"
 """Label value for every value outside a closed set."""
@@ -25,7 +25,7 @@ OTHER = "other"
 P = TypeVar("P")
 
 
-class Kind(StrEnum):
+class MetricKind(StrEnum):
     """Prometheus' types."""
 
     GAUGE = "gauge"
@@ -33,24 +33,24 @@ class Kind(StrEnum):
     HISTOGRAM = "histogram"
 
 
-class Histogram(NamedTuple):
+class HistogramValue(NamedTuple):
     """Value of a histogram: bounds without the infinite one, and the counts."""
 
     bounds: Sequence[float]
-    tally: Tally
+    tally: HistogramSnapshot
 
 
-Value = float | Histogram
+Value = float | HistogramValue
 Row = tuple[tuple[str, ...], Value]
 
 
 @dataclass(frozen=True, slots=True)
-class Family(Generic[P]):
+class MetricFamily(Generic[P]):
     """One metric family over snapshots of type `P`."""
 
     name: str
     """Name without prefix and `_total`."""
-    kind: Kind
+    kind: MetricKind
     meaning: str
     read: Callable[[P], Iterable[Row]]
     labels: tuple[tuple[str, str], ...] = ()
@@ -61,7 +61,7 @@ class Family(Generic[P]):
     @property
     def full_name(self) -> str:
         """Name in the exposition and in queries."""
-        return PREFIX + self.name + ("_total" if self.kind is Kind.COUNTER else "")
+        return PREFIX + self.name + ("_total" if self.kind is MetricKind.COUNTER else "")
 
     @property
     def label_names(self) -> tuple[str, ...]:
@@ -69,28 +69,28 @@ class Family(Generic[P]):
         return tuple(name for name, _ in self.labels)
 
 
-class Collected(NamedTuple, Generic[P]):
+class CollectedFamily(NamedTuple, Generic[P]):
     """A family with its series at one moment."""
 
-    family: Family[P]
+    family: MetricFamily[P]
     rows: list[Row]
 
 
-def collect(families: Iterable[Family[P]], picture: P) -> list[Collected[P]]:
+def collect(families: Iterable[MetricFamily[P]], picture: P) -> list[CollectedFamily[P]]:
     """Read every family from one snapshot, without unknown values."""
-    return [Collected(one, [row for row in one.read(picture) if _tellable(row[1])]) for one in families]
+    return [CollectedFamily(one, [row for row in one.read(picture) if _tellable(row[1])]) for one in families]
 
 
 def _tellable(value: Value) -> bool:
-    return math.isfinite(value.tally.total) if isinstance(value, Histogram) else math.isfinite(value)
+    return math.isfinite(value.tally.total) if isinstance(value, HistogramValue) else math.isfinite(value)
 
 
-def histogram(buckets: Buckets) -> Histogram:
+def histogram(buckets: Histogram) -> HistogramValue:
     """Return the current value of a histogram."""
-    return Histogram(buckets.bounds, buckets.tally())
+    return HistogramValue(buckets.bounds, buckets.tally())
 
 
-def one(value: float | Histogram | None) -> list[Row]:
+def one(value: float | HistogramValue | None) -> list[Row]:
     """Return the row of a family without labels; an empty list if the value is unknown."""
     return [] if value is None else [((), value)]
 

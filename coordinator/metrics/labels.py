@@ -7,11 +7,11 @@ bounded for the coordinator's run. A later text becomes `OTHER`, or has no serie
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
 
-from coordinator.metrics.families import MOST_MODELS, OTHER
+from coordinator.metrics.families import MAX_MODELS_PER_NODE, OTHER
 from wire.identity import NodeId
 from wire.report import Model
 
-MOST_ABOUT = 4
+MAX_HOST_LABELS = 4
 """Chips, systems and versions of a node: it is updated now and then."""
 About = tuple[str, str, str]
 T = TypeVar("T", bound=Hashable)
@@ -35,12 +35,12 @@ class _Admitted(Generic[T]):
             del self._known[gone]
 
 
-class Labels:
+class AdmittedLabels:
     """The texts that were admitted, by node."""
 
     def __init__(self) -> None:
-        self._models: _Admitted[str] = _Admitted(MOST_MODELS)
-        self._about: _Admitted[About] = _Admitted(MOST_ABOUT)
+        self._models: _Admitted[str] = _Admitted(MAX_MODELS_PER_NODE)
+        self._about: _Admitted[About] = _Admitted(MAX_HOST_LABELS)
 
     def models(self, node: NodeId, models: Iterable[Model]) -> tuple[Model, ...]:
         """Return a node's models that have series, in order of priority."""

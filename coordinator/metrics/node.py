@@ -1,17 +1,26 @@
 """Metric families of one node, from its newest report and its own measurements.
 
 They have no node label: Prometheus attaches it. Reports have passed `router.placement.cluster_view`, which removes
-impossible numbers. `honest_measures` checks measurements.
+impossible numbers. `sanitize_measures` checks measurements.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import isfinite
 
-from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, closed, one, state
+from coordinator.metrics.families import (
+    MAX_MODELS_PER_NODE,
+    HistogramValue,
+    MetricFamily,
+    MetricKind,
+    Row,
+    closed,
+    one,
+    state,
+)
 from router.placement.cluster_view import NodeView
-from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
-from wire.refusals import Code
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
+from wire.refusals import RefusalCode
 from wire.report import Model
 
 SITES = ("preflight", "prefill", "join", "grow", "load", "probe")
@@ -22,13 +31,18 @@ PRESSURES = ("normal", "warn", "critical")
 KINDS = ("mlx", "scripted")
 TIERS = ("safe", "balanced", "aggressive")
 MODEL_STATES = ("loaded", "loading", "known", "failed")
-REASONS = (Code.NO_ROOM.value, Code.TOO_LARGE.value, Code.UNREADABLE.value, Code.NOT_READY.value)
-MOST_COUNT = 2**53
+REASONS = (
+    RefusalCode.NO_ROOM.value,
+    RefusalCode.TOO_LARGE.value,
+    RefusalCode.UNREADABLE.value,
+    RefusalCode.NOT_READY.value,
+)
+MAX_COUNT = 2**53
 """Largest count that is exact as a float64."""
 
 
 @dataclass(frozen=True, slots=True)
-class NodePicture:
+class NodeSnapshot:
     """Metrics of one node at one moment. Times are in Unix seconds."""
 
     view: NodeView
@@ -44,7 +58,7 @@ class NodePicture:
     """Measurements; None if the node was not asked."""
 
 
-def honest_measures(told: NodeMeasures) -> NodeMeasures:
+def sanitize_measures(told: NodeMeasures) -> NodeMeasures:
     """Return a node's measurements without impossible numbers."""
     gate = told.gate
     return NodeMeasures(
@@ -54,7 +68,7 @@ def honest_measures(told: NodeMeasures) -> NodeMeasures:
             _tally(gate.predicted, len(PREDICTED_BOUNDS)),
             _tally(gate.transient, len(TRANSIENT_BOUNDS)),
         ),
-        told.agent_cpu if 0 <= told.agent_cpu < MOST_COUNT else 0.0,
+        told.agent_cpu if 0 <= told.agent_cpu < MAX_COUNT else 0.0,
         _count(told.agent_phys),
     )
 
@@ -63,17 +77,17 @@ def _told(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
-_NAMED = f"a model of this node; {MOST_MODELS} at most, those first that are loaded"
+_NAMED = f"a model of this node; {MAX_MODELS_PER_NODE} at most, those first that are loaded"
 
 
 def _count(count: int) -> int:
-    return min(max(0, count), MOST_COUNT)
+    return min(max(0, count), MAX_COUNT)
 
 
-def _tally(tally: Tally, bounds: int) -> Tally:
+def _tally(tally: HistogramSnapshot, bounds: int) -> HistogramSnapshot:
     if len(tally.counts) != bounds + 1 or not isfinite(tally.total) or tally.total < 0:
-        return Tally((0,) * (bounds + 1))
-    return Tally(tuple(map(_count, tally.counts)), tally.total)
+        return HistogramSnapshot((0,) * (bounds + 1))
+    return HistogramSnapshot(tuple(map(_count, tally.counts)), tally.total)
 
 
 def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[Row]:
@@ -85,7 +99,7 @@ def _counted(pairs: Iterable[tuple[str, int]], known: tuple[str, ...]) -> list[R
     return [((name,), count) for name, count in sums.items()]
 
 
-def worth_showing(view: NodeView) -> list[Model]:
+def by_priority(view: NodeView) -> list[Model]:
     """Return a node's models in order of priority for series: loaded models first."""
     return sorted(view.models.values(), key=lambda model: (not (model.loaded or model.loading), model.name))
 
@@ -103,28 +117,28 @@ def _model_states(view: NodeView) -> list[Row]:
     return [((state,), count) for state, count in counts.items()]
 
 
-def _checks(picture: NodePicture) -> list[Row]:
+def _checks(picture: NodeSnapshot) -> list[Row]:
     """Return checks by site, or their total from the report if the node sent no sites."""
     if picture.measures is not None:
         return _counted(picture.measures.gate.checks, SITES)
     return [(("all",), picture.view.engine.counts.checks)]
 
 
-def _refusals(picture: NodePicture) -> list[Row]:
+def _refusals(picture: NodeSnapshot) -> list[Row]:
     if picture.measures is not None:
         return _counted(picture.measures.gate.refusals, REASONS)
     return [(("all",), picture.view.engine.counts.refusals)]
 
 
-Read = Callable[[NodePicture], float | None]
+Read = Callable[[NodeSnapshot], float | None]
 
 
-def _gauge(name: str, meaning: str, read: Read, when: str = "") -> Family[NodePicture]:
-    return Family(name, Kind.GAUGE, meaning, lambda picture: one(read(picture)), when=when)
+def _gauge(name: str, meaning: str, read: Read, when: str = "") -> MetricFamily[NodeSnapshot]:
+    return MetricFamily(name, MetricKind.GAUGE, meaning, lambda picture: one(read(picture)), when=when)
 
 
-def _counter(name: str, meaning: str, read: Read) -> Family[NodePicture]:
-    return Family(name, Kind.COUNTER, meaning, lambda picture: one(read(picture)))
+def _counter(name: str, meaning: str, read: Read) -> MetricFamily[NodeSnapshot]:
+    return MetricFamily(name, MetricKind.COUNTER, meaning, lambda picture: one(read(picture)))
 
 
 def _agent(read: Callable[[NodeMeasures], float]) -> Read:
@@ -132,20 +146,20 @@ def _agent(read: Callable[[NodeMeasures], float]) -> Read:
 
 
 def _distribution(
-    bounds: tuple[float, ...], read: Callable[[GateMeasures], Tally]
-) -> Callable[[NodePicture], list[Row]]:
-    def rows(picture: NodePicture) -> list[Row]:
-        return [] if picture.measures is None else one(Histogram(bounds, read(picture.measures.gate)))
+    bounds: tuple[float, ...], read: Callable[[GateMeasures], HistogramSnapshot]
+) -> Callable[[NodeSnapshot], list[Row]]:
+    def rows(picture: NodeSnapshot) -> list[Row]:
+        return [] if picture.measures is None else one(HistogramValue(bounds, read(picture.measures.gate)))
 
     return rows
 
 
-_G, _C = Kind.GAUGE, Kind.COUNTER
+_G, _C = MetricKind.GAUGE, MetricKind.COUNTER
 _READABLE = "while the footprint can be read"
 _TOLD = "while the system says so"
 
-ABOUT: tuple[Family[NodePicture], ...] = (
-    Family(
+ABOUT: tuple[MetricFamily[NodeSnapshot], ...] = (
+    MetricFamily(
         "node_info",
         _G,
         "The machine and what runs on it; always 1.",
@@ -162,7 +176,7 @@ ABOUT: tuple[Family[NodePicture], ...] = (
     _counter("node_agent_cpu_seconds", "CPU time of the agent's process.", _agent(lambda m: m.agent_cpu)),
     _gauge("node_agent_phys_bytes", "Footprint of the agent's process.", _agent(lambda m: m.agent_phys)),
 )
-MEMORY: tuple[Family[NodePicture], ...] = (
+MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
     _gauge("node_memory_total_bytes", "RAM of the machine.", lambda p: p.view.memory.total),
     _gauge("node_memory_cap_bytes", "The most that the engine may ever reach.", lambda p: p.view.memory.cap),
     _gauge(
@@ -170,7 +184,7 @@ MEMORY: tuple[Family[NodePicture], ...] = (
         "Cap less leases, or what the system can spare, if that is less.",
         lambda p: p.view.memory.ceiling,
     ),
-    Family(
+    MetricFamily(
         "node_memory_ceiling_bound",
         _G,
         "Which term settles the ceiling; always 1.",
@@ -228,7 +242,7 @@ MEMORY: tuple[Family[NodePicture], ...] = (
         "When the agent last read the machine, Unix time.",
         lambda p: p.heard - p.view.system.age,
     ),
-    Family(
+    MetricFamily(
         "node_memory_reading_source",
         _G,
         "Where the footprint is read; always 1.",
@@ -247,7 +261,7 @@ MEMORY: tuple[Family[NodePicture], ...] = (
         lambda p: p.view.system.available,
         _TOLD,
     ),
-    Family(
+    MetricFamily(
         "node_system_pressure",
         _G,
         "The system's own word for its memory; always 1.",
@@ -263,7 +277,7 @@ MEMORY: tuple[Family[NodePicture], ...] = (
     ),
     _counter("node_memory_kills", "Engines that were ended for memory.", lambda p: p.view.enforcement.kills),
 )
-GATE: tuple[Family[NodePicture], ...] = (
+GATE: tuple[MetricFamily[NodeSnapshot], ...] = (
     _gauge(
         "gate_armed",
         "1 while the gate could refuse on facts: it has limits, they are on, its reading is live.",
@@ -274,29 +288,29 @@ GATE: tuple[Family[NodePicture], ...] = (
         "0 where memory.guard is off by name, and nothing is refused for memory.",
         lambda p: p.view.memory.guard,
     ),
-    Family(
+    MetricFamily(
         "gate_checks",
         _C,
         "Questions to the gate.",
         _checks,
         (("site", f"{_told(SITES)}; `all` where the node tells no more"),),
     ),
-    Family(
+    MetricFamily(
         "gate_refusals",
         _C,
         "Refusals by the gate.",
         _refusals,
         (("reason", f"{_told(REASONS)}; `all` where the node tells no more"),),
     ),
-    Family(
+    MetricFamily(
         "gate_predicted_peak_ratio",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "Predicted peak as a share of the ceiling, of every check.",
         _distribution(PREDICTED_BOUNDS, lambda gate: gate.predicted),
     ),
-    Family(
+    MetricFamily(
         "gate_transient_bytes",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         "How far MLX rose in a prefill or a join above where it stood.",
         _distribution(TRANSIENT_BOUNDS, lambda gate: gate.transient),
     ),
@@ -304,15 +318,15 @@ GATE: tuple[Family[NodePicture], ...] = (
         "gate_shrinks", "Pieces of prompts that were made smaller to fit.", lambda p: p.view.engine.counts.shrinks
     ),
 )
-ENGINE: tuple[Family[NodePicture], ...] = (
-    Family(
+ENGINE: tuple[MetricFamily[NodeSnapshot], ...] = (
+    MetricFamily(
         "engine_state",
         _G,
         "State of the engine's process; always 1.",
         lambda p: state(p.view.engine.state, ENGINE_STATES),
         (("state", _told(ENGINE_STATES)),),
     ),
-    Family(
+    MetricFamily(
         "engine_requests",
         _G,
         "Requests in the engine.",
@@ -350,22 +364,22 @@ ENGINE: tuple[Family[NodePicture], ...] = (
         lambda p: p.view.engine.leaked,
     ),
 )
-MODELS: tuple[Family[NodePicture], ...] = (
-    Family(
+MODELS: tuple[MetricFamily[NodeSnapshot], ...] = (
+    MetricFamily(
         "node_models",
         _G,
         "Models that the node knows, by how it stands to them.",
         lambda p: _model_states(p.view),
         (("state", _told(MODEL_STATES)),),
     ),
-    Family(
+    MetricFamily(
         "model_loaded",
         _G,
         "1 where the model is in memory.",
         lambda p: [((model.name,), float(model.loaded)) for model in p.models],
         (("model", _NAMED),),
     ),
-    Family(
+    MetricFamily(
         "model_weights_bytes",
         _G,
         "Weights in memory.",
@@ -373,7 +387,7 @@ MODELS: tuple[Family[NodePicture], ...] = (
         (("model", _NAMED),),
         "where it is loaded",
     ),
-    Family(
+    MetricFamily(
         "model_load_progress_ratio",
         _G,
         "Share of the weights that is read.",
@@ -388,7 +402,7 @@ MODELS: tuple[Family[NodePicture], ...] = (
         lambda p: p.view.engine.counts.departures,
     ),
 )
-CACHE: tuple[Family[NodePicture], ...] = (
+CACHE: tuple[MetricFamily[NodeSnapshot], ...] = (
     _gauge("prefix_cache_bytes", "What the prefix cache holds.", lambda p: p.view.engine.cache.nbytes),
     _gauge("prefix_cache_entries", "Prompts in the prefix cache.", lambda p: p.view.engine.cache.entries),
     _counter("prefix_cache_hits", "Requests that the prefix cache served.", lambda p: p.view.engine.cache.hits),

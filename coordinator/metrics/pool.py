@@ -3,21 +3,29 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from coordinator.cluster.membership import State
-from coordinator.metrics.families import MOST_MODELS, Family, Histogram, Kind, Row, histogram, one
-from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoPicture
+from coordinator.cluster.membership import MemberState
+from coordinator.metrics.families import (
+    MAX_MODELS_PER_NODE,
+    HistogramValue,
+    MetricFamily,
+    MetricKind,
+    Row,
+    histogram,
+    one,
+)
+from coordinator.video.metrics import ENDS, REASONS, VideoCounters, VideoSnapshot
 from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
 from router.placement.cluster_view import ClusterView
-from wire.histogram import Buckets
+from wire.histogram import Histogram
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 CERTIFICATES = ("authority", "coordinator", "endpoint")
-_LINKED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
+_LINKED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING})
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessMetrics:
     """Metrics of the coordinator's process. Units: Unix seconds (`started`), seconds (`cpu`), bytes (`peak`)."""
 
     started: float
@@ -28,7 +36,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Links:
+class LinkCounts:
     """Connections of the cluster port: current (`open`, `strangers`) and since the start (`linked`, `denied`)."""
 
     open: int
@@ -38,7 +46,7 @@ class Links:
 
 
 @dataclass(frozen=True, slots=True)
-class PoolPicture:
+class PoolSnapshot:
     """Metrics of the coordinator at one moment. Certificates are (issued, expires) in Unix seconds."""
 
     version: str
@@ -64,43 +72,43 @@ class PoolPicture:
     keys_refused: int
     certificates: Mapping[str, tuple[float, float]]
     node_certificates: Mapping[NodeId, tuple[float, float]]
-    links: Links
+    links: LinkCounts
     conditions: Mapping[str, bool]
-    process: Process
-    video: VideoPicture
+    process: ProcessMetrics
+    video: VideoSnapshot
 
 
 _NODE = (("node", "a member's name"),)
 _MODEL = (("model", f"a model that some member has; `{OTHER}` for names that clients make up"),)
 
 
-def _gauge(name: str, meaning: str, read: Callable[[PoolPicture], float]) -> Family[PoolPicture]:
-    return Family(name, Kind.GAUGE, meaning, lambda picture: one(read(picture)))
+def _gauge(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
+    return MetricFamily(name, MetricKind.GAUGE, meaning, lambda picture: one(read(picture)))
 
 
-def _counter(name: str, meaning: str, read: Callable[[PoolPicture], float]) -> Family[PoolPicture]:
-    return Family(name, Kind.COUNTER, meaning, lambda picture: one(read(picture)))
+def _counter(name: str, meaning: str, read: Callable[[PoolSnapshot], float]) -> MetricFamily[PoolSnapshot]:
+    return MetricFamily(name, MetricKind.COUNTER, meaning, lambda picture: one(read(picture)))
 
 
-def _by_node(values: Callable[[PoolPicture], Mapping[NodeId, float]]) -> Callable[[PoolPicture], list[Row]]:
-    def rows(picture: PoolPicture) -> list[Row]:
+def _by_node(values: Callable[[PoolSnapshot], Mapping[NodeId, float]]) -> Callable[[PoolSnapshot], list[Row]]:
+    def rows(picture: PoolSnapshot) -> list[Row]:
         known = values(picture)
         return [((node.name,), known[node.id]) for node in picture.view.nodes if node.id in known]
 
     return rows
 
 
-def _by_model(read: Callable[[ModelCounts], float | Histogram]) -> Callable[[PoolPicture], list[Row]]:
+def _by_model(read: Callable[[ModelCounts], float | HistogramValue]) -> Callable[[PoolSnapshot], list[Row]]:
     return lambda picture: [((name,), read(counts)) for name, counts in picture.counters.models.items()]
 
 
-def _outcomes(picture: PoolPicture) -> Iterable[Row]:
+def _outcomes(picture: PoolSnapshot) -> Iterable[Row]:
     for name, counts in picture.counters.models.items():
         for outcome, count in counts.outcomes.items():
             yield (name, outcome), count
 
 
-def _key_tokens(picture: PoolPicture) -> Iterable[Row]:
+def _key_tokens(picture: PoolSnapshot) -> Iterable[Row]:
     """Sum the tokens of API keys by name and model. Two keys with one name share a series."""
     found: dict[tuple[str, str], int] = {}
     for (key, model), tokens in picture.counters.keys.items():
@@ -110,7 +118,7 @@ def _key_tokens(picture: PoolPicture) -> Iterable[Row]:
     return found.items()
 
 
-def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
+def _headrooms(picture: PoolSnapshot) -> Mapping[NodeId, float]:
     return {
         node.id: node.memory.headroom + node.memory.reusable - picture.unacknowledged.get(node.id, 0)
         for node in picture.view.nodes
@@ -118,23 +126,23 @@ def _headrooms(picture: PoolPicture) -> Mapping[NodeId, float]:
     }
 
 
-def _video(read: Callable[[VideoPicture], Iterable[Row]]) -> Callable[[PoolPicture], Iterable[Row]]:
+def _video(read: Callable[[VideoSnapshot], Iterable[Row]]) -> Callable[[PoolSnapshot], Iterable[Row]]:
     """Return a reader that yields no rows for a pool without videos."""
     return lambda picture: read(picture.video) if picture.video.used else ()
 
 
-def _video_times(read: Callable[[VideoCounters], Buckets]) -> Callable[[PoolPicture], Iterable[Row]]:
+def _video_times(read: Callable[[VideoCounters], Histogram]) -> Callable[[PoolSnapshot], Iterable[Row]]:
     return _video(lambda video: one(histogram(read(video.counters))))
 
 
-def _lives(at: int) -> Callable[[PoolPicture], list[Row]]:
+def _lives(at: int) -> Callable[[PoolSnapshot], list[Row]]:
     return lambda picture: [((name,), life[at]) for name, life in picture.certificates.items()]
 
 
-_G, _C, _H = Kind.GAUGE, Kind.COUNTER, Kind.HISTOGRAM
+_G, _C, _H = MetricKind.GAUGE, MetricKind.COUNTER, MetricKind.HISTOGRAM
 
-ROUTER: tuple[Family[PoolPicture], ...] = (
-    Family(
+ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
         "router_requests",
         _C,
         "Ended requests.",
@@ -142,7 +150,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         (*_MODEL, ("outcome", ", ".join(f"`{outcome}`" for outcome in sorted(OUTCOMES)))),
         "once one ended so",
     ),
-    Family(
+    MetricFamily(
         "router_answers",
         _C,
         "HTTP answers of the routes that models answer; 499: the client left before one.",
@@ -158,7 +166,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         "Requests that went over to another node: theirs drained, fell silent or was busy.",
         lambda p: p.counters.moves,
     ),
-    Family(
+    MetricFamily(
         "router_swaps",
         _C,
         "Turns of a model that needs others to leave a node; `dropped`: no request waited, "
@@ -170,22 +178,22 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
     _counter(
         "router_slow_clients", "Streams that were ended because nobody read them.", lambda p: p.counters.slow_clients
     ),
-    Family(
+    MetricFamily(
         "router_node_refusals",
         _C,
         "Refusals by nodes; a request may meet several and still be answered.",
-        lambda p: [((code.value,), p.counters.refusals.get(code.value, 0)) for code in Code],
+        lambda p: [((code.value,), p.counters.refusals.get(code.value, 0)) for code in RefusalCode],
         (("reason", "a code of [refusals](operations.md#refusals)"),),
     ),
-    Family("router_placements", _C, "Requests sent to a node.", _by_node(lambda p: p.counters.placements), _NODE),
-    Family(
+    MetricFamily("router_placements", _C, "Requests sent to a node.", _by_node(lambda p: p.counters.placements), _NODE),
+    MetricFamily(
         "router_placement_seconds",
         _H,
         "Time to decide where a request goes.",
         lambda p: one(histogram(p.counters.placement)),
     ),
-    Family("router_in_flight_requests", _G, "Requests on a node.", _by_node(lambda p: p.in_flight), _NODE),
-    Family(
+    MetricFamily("router_in_flight_requests", _G, "Requests on a node.", _by_node(lambda p: p.in_flight), _NODE),
+    MetricFamily(
         "router_reserved_bytes",
         _G,
         "Promised on a node, and not in its report yet.",
@@ -193,7 +201,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _NODE,
     ),
     _gauge("router_reservation_leaks", "Reservations that belong to no request: 0, or a bug.", lambda p: p.leaks),
-    Family(
+    MetricFamily(
         "router_breaker_open",
         _G,
         "1 while a node gets nothing because its engine keeps failing.",
@@ -208,13 +216,13 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         "For how long the request waits that came first; 0 where none does.",
         lambda p: p.oldest,
     ),
-    Family(
+    MetricFamily(
         "request_queue_time_seconds",
         _H,
         "Time in the queue, of requests that were in it.",
         lambda p: one(histogram(p.counters.queue_wait)),
     ),
-    Family(
+    MetricFamily(
         "time_to_first_token_seconds",
         _H,
         "From a request's arrival to its first token, queue and retries included.",
@@ -222,7 +230,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one came",
     ),
-    Family(
+    MetricFamily(
         "inter_token_latency_seconds",
         _H,
         "Gap between tokens of streams, observed once for each step of a node for all streams in it.",
@@ -230,7 +238,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one was seen",
     ),
-    Family(
+    MetricFamily(
         "e2e_request_latency_seconds",
         _H,
         "Whole requests, whatever their end.",
@@ -238,7 +246,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one ended",
     ),
-    Family(
+    MetricFamily(
         "prompt_tokens",
         _C,
         "Prompt tokens of ended requests.",
@@ -246,7 +254,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one ended",
     ),
-    Family(
+    MetricFamily(
         "cached_prompt_tokens",
         _C,
         "Those of the prompt tokens that were not read anew.",
@@ -254,7 +262,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one ended",
     ),
-    Family(
+    MetricFamily(
         "generation_tokens",
         _C,
         "Tokens that were written.",
@@ -262,7 +270,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _MODEL,
         "once one ended",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_prompt_tokens",
         _C,
         "Prompt tokens of requests by the node that generated their first token.",
@@ -270,7 +278,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "once one was generated there",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_generation_tokens",
         _C,
         "Tokens that a node generated, counted as they arrive.",
@@ -278,7 +286,7 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "once one was generated there",
     ),
-    Family(
+    MetricFamily(
         "key_tokens",
         _C,
         "Prompt and generated tokens of ended requests by API key: its name, never its id.",
@@ -287,36 +295,36 @@ ROUTER: tuple[Family[PoolPicture], ...] = (
         "once one ended",
     ),
 )
-MEMBERS: tuple[Family[PoolPicture], ...] = (
-    Family(
+MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
         "cluster_nodes",
         _G,
         "Members by state.",
-        lambda p: [((state.value,), p.states.get(state.value, 0)) for state in State],
-        (("state", ", ".join(f"`{state.value}`" for state in State)),),
+        lambda p: [((state.value,), p.states.get(state.value, 0)) for state in MemberState],
+        (("state", ", ".join(f"`{state.value}`" for state in MemberState)),),
     ),
-    Family(
+    MetricFamily(
         "cluster_node_state",
         _G,
         "The state of a member; always 1.",
         lambda p: [((node.name, str(node.state)), 1.0) for node in p.view.nodes],
         (*_NODE, ("state", "as above")),
     ),
-    Family(
+    MetricFamily(
         "cluster_node_cordoned",
         _G,
         "1 while a member gets nothing new because a person said so.",
         lambda p: [((node.name,), float(node.cordoned)) for node in p.view.nodes],
         _NODE,
     ),
-    Family(
+    MetricFamily(
         "cluster_node_paused",
         _G,
         "1 while a member takes nothing new because its owner wants its memory.",
         lambda p: [((node.name,), float(node.sharing.paused)) for node in p.view.nodes],
         _NODE,
     ),
-    Family(
+    MetricFamily(
         "cluster_node_paused_until_timestamp_seconds",
         _G,
         "When a member's pause ends, Unix time.",
@@ -326,7 +334,7 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "while it is paused until a known time",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_report_timestamp_seconds",
         _G,
         "When a member's newest report came, Unix time.",
@@ -334,7 +342,7 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "once one came",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_headroom_bytes",
         _G,
         "Headroom as placement sees it: of the newest report, with what is reusable, less what is promised since.",
@@ -342,7 +350,7 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "while the node is linked, not paused, and its footprint readable",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_certificate_issued_timestamp_seconds",
         _G,
         "Begin of the certificate that a node showed.",
@@ -350,7 +358,7 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "while it is linked",
     ),
-    Family(
+    MetricFamily(
         "cluster_node_certificate_expires_timestamp_seconds",
         _G,
         "End of the certificate that a node showed.",
@@ -358,11 +366,13 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "while it is linked",
     ),
-    Family(
+    MetricFamily(
         "cluster_model_fingerprints",
         _G,
         "Different models that members hold under one name, by fingerprint.",
-        lambda p: [((name,), float(len(p.view.identity(name).holders))) for name in p.view.conflicts()[:MOST_MODELS]],
+        lambda p: [
+            ((name,), float(len(p.view.identity(name).holders))) for name in p.view.conflicts()[:MAX_MODELS_PER_NODE]
+        ],
         _MODEL,
         "while they differ",
     ),
@@ -377,8 +387,8 @@ MEMBERS: tuple[Family[PoolPicture], ...] = (
     _counter("cluster_links_denied", "Nodes that were turned away.", lambda p: p.links.denied),
 )
 _USED = "once a node makes videos"
-VIDEO: tuple[Family[PoolPicture], ...] = (
-    Family(
+VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
         "video_jobs",
         _G,
         "Video jobs that have not ended.",
@@ -391,7 +401,7 @@ VIDEO: tuple[Family[PoolPicture], ...] = (
         ),
         _USED,
     ),
-    Family(
+    MetricFamily(
         "video_jobs_ended",
         _C,
         "Ended video jobs.",
@@ -399,7 +409,7 @@ VIDEO: tuple[Family[PoolPicture], ...] = (
         (("status", ", ".join(f"`{end}`" for end in ENDS)),),
         _USED,
     ),
-    Family(
+    MetricFamily(
         "video_failures",
         _C,
         "Why video jobs failed.",
@@ -407,14 +417,14 @@ VIDEO: tuple[Family[PoolPicture], ...] = (
         (("reason", ", ".join(f"`{reason}`" for reason in sorted(REASONS))),),
         "once one failed so",
     ),
-    Family(
+    MetricFamily(
         "video_oldest_queued_seconds",
         _G,
         "For how long the job waits that came first; 0 where none does.",
         _video(lambda v: one(v.oldest)),
         when=_USED,
     ),
-    Family(
+    MetricFamily(
         "video_job_progress_ratio",
         _G,
         "What is done of the job on a node.",
@@ -422,35 +432,35 @@ VIDEO: tuple[Family[PoolPicture], ...] = (
         _NODE,
         "while one runs there",
     ),
-    Family(
+    MetricFamily(
         "video_made_seconds",
         _C,
         "Length of all videos that were made.",
         _video(lambda v: one(v.counters.seconds)),
         when=_USED,
     ),
-    Family(
+    MetricFamily(
         "video_artifacts_bytes",
         _G,
         "What the files of videos take on the coordinator.",
         _video(lambda v: one(v.kept)),
         when=_USED,
     ),
-    Family(
+    MetricFamily(
         "video_queue_time_seconds",
         _H,
         "From a job's creation to its lease.",
         _video_times(lambda counters: counters.waited),
         when=_USED,
     ),
-    Family(
+    MetricFamily(
         "video_job_duration_seconds",
         _H,
         "From a job's lease to its end, of those that were completed.",
         _video_times(lambda counters: counters.took),
         when=_USED,
     ),
-    Family(
+    MetricFamily(
         "video_lease_confirm_seconds",
         _H,
         "From asking a node for memory to its confirmation.",
@@ -458,15 +468,15 @@ VIDEO: tuple[Family[PoolPicture], ...] = (
         when=_USED,
     ),
 )
-SELF: tuple[Family[PoolPicture], ...] = (
-    Family(
+SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
+    MetricFamily(
         "build_info",
         _G,
         "What runs here; always 1.",
         lambda p: [((p.version, p.python), 1.0)],
         (("version", "of macpool"), ("python", "its version")),
     ),
-    Family(
+    MetricFamily(
         "tls_issued_timestamp_seconds",
         _G,
         "Begin of a certificate of ours.",
@@ -474,7 +484,7 @@ SELF: tuple[Family[PoolPicture], ...] = (
         (("certificate", ", ".join(f"`{name}`" for name in CERTIFICATES)),),
         "where we have it",
     ),
-    Family(
+    MetricFamily(
         "tls_expires_timestamp_seconds",
         _G,
         "End of a certificate of ours.",
@@ -483,7 +493,7 @@ SELF: tuple[Family[PoolPicture], ...] = (
         "where we have it",
     ),
     _counter("auth_refused_keys", "Keys that were shown and not known, or expired.", lambda p: p.keys_refused),
-    Family(
+    MetricFamily(
         "condition_active",
         _G,
         "1 while a condition holds; the same as the alert of its name.",

@@ -17,31 +17,31 @@ import msgspec
 
 from coordinator.cluster.registry import Registry
 from coordinator.metrics.exposition import render
-from coordinator.metrics.families import Collected, collect
-from coordinator.metrics.labels import Labels
-from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
-from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
-from coordinator.video.metrics import VideoPicture
+from coordinator.metrics.families import CollectedFamily, collect
+from coordinator.metrics.labels import AdmittedLabels
+from coordinator.metrics.node import NODE, NodeSnapshot, by_priority, sanitize_measures
+from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
 from router.placement.cluster_view import NodeView
 from wire.histogram import NodeMeasures
 from wire.identity import NodeId
 
-ASK_SECONDS = 3.0
+MEASURES_TIMEOUT_SECONDS = 3.0
 """Longest wait for a node's measurements in seconds; less than Prometheus' timeout."""
 MAX_MEASURES_BYTES = 16 * 1024
-LIVES_SECONDS = 60.0
+VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
 SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
 Lives = Mapping[str, tuple[float, float]]
 
 
-class Unreachable(Exception):
+class NodeUnreachable(Exception):
     """A node gives no picture now; the text says why."""
 
 
-class Metrics:
+class MetricsService:
     """Metric snapshots. `lives` reads the validity of certificates, `conditions` the active conditions, `video` the
     video jobs."""
 
@@ -56,20 +56,20 @@ class Metrics:
         self._lives: Lives = {}
         self._lives_at: float | None = None
         self._started = time.time()
-        self._labels = Labels()
+        self._labels = AdmittedLabels()
         self.conditions: Callable[[], Mapping[str, bool]] = dict
-        self.video: Callable[[], VideoPicture] = VideoPicture
+        self.video: Callable[[], VideoSnapshot] = VideoSnapshot
 
     async def pool(self, accept: str) -> tuple[bytes, str]:
         """Return the coordinator's metrics in the format of `accept`, with the content type."""
-        return await asyncio.to_thread(render, collect(POOL, self.picture()), accept)
+        return await asyncio.to_thread(render, collect(POOL, self.snapshot()), accept)
 
     async def node(self, node: NodeId, accept: str) -> tuple[bytes, str]:
-        """Return a node's metrics. Raise `Unreachable` if the node cannot be asked."""
+        """Return a node's metrics. Raise `NodeUnreachable` if the node cannot be asked."""
         measures = await self._measures(node)
         view = self._registry.view().node(node)
         if view is None:
-            raise Unreachable("it is no member any more")
+            raise NodeUnreachable("it is no member any more")
         return await asyncio.to_thread(render, self.collect_node(view, measures), accept)
 
     def targets(self, host: str, scheme: str) -> list[dict[str, Any]]:
@@ -88,35 +88,35 @@ class Metrics:
             if node.state != "left"
         ]
 
-    def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[Collected[NodePicture]]:
+    def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:
         """Read a node's families."""
-        return collect(NODE, self.node_picture(view, measures))
+        return collect(NODE, self.node_snapshot(view, measures))
 
-    def node_picture(self, view: NodeView, measures: NodeMeasures | None) -> NodePicture:
+    def node_snapshot(self, view: NodeView, measures: NodeMeasures | None) -> NodeSnapshot:
         """Return the snapshot of a node by its newest report."""
         wall = time.time()
         heard = wall - max(0.0, self._dispatcher.now() - view.heard_at)
-        about = self._labels.about(view.id, self._registry.about(view.id))
-        return NodePicture(view, heard, wall, about, self._labels.models(view.id, worth_showing(view)), measures)
+        about = self._labels.about(view.id, self._registry.host_description(view.id))
+        return NodeSnapshot(view, heard, wall, about, self._labels.models(view.id, by_priority(view)), measures)
 
-    def nodes(self) -> list[NodePicture]:
+    def nodes(self) -> list[NodeSnapshot]:
         """Return the snapshots of all linked nodes by their newest reports, without requests to nodes."""
         views = self._registry.view().nodes
-        return [self.node_picture(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
+        return [self.node_snapshot(view, None) for view in views if view.state in SCRAPABLE and view.heard_at]
 
     async def _measures(self, node: NodeId) -> NodeMeasures | None:
         """Ask a node; None when its answer makes no sense, which costs it its own histograms alone."""
         view = self._registry.view().node(node)
         if view is None or view.state not in SCRAPABLE or not view.heard_at:
-            raise Unreachable(f"it is {view.state if view else 'unknown'}")
-        pieces = self._registry.links.ask(node, "metrics", MAX_MEASURES_BYTES)
+            raise NodeUnreachable(f"it is {view.state if view else 'unknown'}")
+        pieces = self._registry.links.fetch(node, "metrics", MAX_MEASURES_BYTES)
         try:
-            async with asyncio.timeout(ASK_SECONDS):
+            async with asyncio.timeout(MEASURES_TIMEOUT_SECONDS):
                 return read_measures(b"".join([piece async for piece in pieces]))
         except (LookupError, TimeoutError) as error:
-            raise Unreachable(str(error) or "it did not answer") from None
+            raise NodeUnreachable(str(error) or "it did not answer") from None
 
-    def picture(self) -> PoolPicture:
+    def snapshot(self) -> PoolSnapshot:
         """Return the snapshot of the coordinator."""
         dispatcher, registry = self._dispatcher, self._registry
         view, now, links = dispatcher.view, dispatcher.now(), registry.links
@@ -124,7 +124,7 @@ class Metrics:
         self._labels.keep(members)
         keys = self._ring.names()
         dispatcher.counters.forget_keys(keys)
-        return PoolPicture(
+        return PoolSnapshot(
             version=self._version,
             python=platform.python_version(),
             wall=time.time(),
@@ -137,28 +137,28 @@ class Metrics:
             in_flight={node: dispatcher.in_flight(node) for node in members},
             unacknowledged={node: dispatcher.ledger.unacknowledged(node) for node in members},
             leaks=dispatcher.leaks(),
-            barred=frozenset(dispatcher.breakers.barred(now)),
+            barred=frozenset(dispatcher.breakers.barred_nodes(now)),
             opened_breakers=dispatcher.breakers.opened,
             waiting=dispatcher.waiting(),
             queue_limit=dispatcher.queue.limit(len(members)),
             oldest=dispatcher.queue.oldest(now),
             keys_refused=self._ring.refused,
             certificates=self._our_lives(now),
-            node_certificates=links.lives(),
-            links=Links(links.open(), links.strangers(), links.made, links.denied),
+            node_certificates=links.certificate_validity(),
+            links=LinkCounts(links.open(), links.strangers(), links.made, links.denied),
             conditions=self.conditions(),
             process=self._process(),
             video=self.video(),
         )
 
     def _our_lives(self, now: float) -> Lives:
-        if self._lives_at is None or now - self._lives_at > LIVES_SECONDS:
+        if self._lives_at is None or now - self._lives_at > VALIDITY_CACHE_SECONDS:
             self._lives, self._lives_at = self._read_lives(), now
         return self._lives
 
-    def _process(self) -> Process:
+    def _process(self) -> ProcessMetrics:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return Process(
+        return ProcessMetrics(
             self._started,
             time.process_time(),
             peak if sys.platform == "darwin" else peak * 1024,
@@ -170,6 +170,6 @@ class Metrics:
 def read_measures(answer: bytes) -> NodeMeasures | None:
     """Decode a node's answer. Return None if it is invalid."""
     try:
-        return honest_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))
+        return sanitize_measures(msgspec.msgpack.decode(answer, type=NodeMeasures))
     except (msgspec.MsgspecError, UnicodeDecodeError, OverflowError):
         return None

@@ -13,31 +13,31 @@ from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
-KEPT = 500
-WAITING = 200
+MAX_EVENTS = 500
+MAX_QUEUED_EVENTS = 200
 """Most queued events of one reader."""
-MOST_READERS = 64
-KEEPALIVE = 15.0
+MAX_READERS = 64
+KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a reader receives a comment."""
-OURS = ("coordinator.", "router.")
+STREAMED_LOGGERS = ("coordinator.", "router.")
 """Prefixes of loggers whose events are streamed. Events of libraries are only in the log."""
 Event = tuple[int, bytes]
 
 
-class Events:
-    """Ring of events and its readers. `tell` is thread-safe."""
+class EventLog:
+    """Ring of events and its readers. `add` is thread-safe."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ring: deque[Event] = deque(maxlen=KEPT)
+        self._ring: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._readers: dict[int, deque[Event]] = {}
         self._wake: asyncio.Event = asyncio.Event()
         self._numbers = itertools.count(1)
         self._numbers_of_readers = itertools.count(1)
 
-    def tell(self, event: Mapping[str, Any]) -> None:
+    def add(self, event: Mapping[str, Any]) -> None:
         """Add an event of the log, with secrets already hidden."""
-        if str(event.get("logger", "")).startswith(OURS):
+        if str(event.get("logger", "")).startswith(STREAMED_LOGGERS):
             body = json.dumps({str(name): value for name, value in event.items()}, default=str).encode()
             with contextlib.suppress(RuntimeError):  # the loop has ended, and all readers with it
                 self._loop.call_soon_threadsafe(self._add, body)
@@ -53,7 +53,7 @@ class Events:
     @property
     def full(self) -> bool:
         """Whether the limit of readers is reached."""
-        return self.readers >= MOST_READERS
+        return self.readers >= MAX_READERS
 
     @property
     def readers(self) -> int:
@@ -65,7 +65,7 @@ class Events:
         events."""
         kept = list(self._ring)
         begin = [event for event in kept if event[0] > last] if last is not None else kept[max(0, len(kept) - newest) :]
-        waiting: deque[Event] = deque(begin, maxlen=max(WAITING, len(begin)))
+        waiting: deque[Event] = deque(begin, maxlen=max(MAX_QUEUED_EVENTS, len(begin)))
         reader = next(self._numbers_of_readers)
         self._readers[reader] = waiting
         expected: int | None = None
@@ -82,7 +82,7 @@ class Events:
                     return
                 wake = self._wake
                 try:
-                    async with asyncio.timeout(KEEPALIVE):
+                    async with asyncio.timeout(KEEPALIVE_SECONDS):
                         await wake.wait()
                 except TimeoutError:
                     yield b": still here\n\n"

@@ -4,7 +4,8 @@ Rules
 - A reading has totals and gauges of one moment. Totals are stored as rates between two readings.
 - An unknown value is a gap, never zero and never the last value. Examples: memory of a lost or paused Mac, time to
   first token without one, every value while the coordinator slept.
-- The size is fixed: `POINTS` points of the pool and of at most `MAX_NODES` Macs. The pool's points include every Mac.
+- The size is fixed: `MAX_POINTS` points of the pool and of at most `MAX_NODES` Macs. The pool's points include every
+Mac.
 """
 
 import math
@@ -16,7 +17,7 @@ from wire.identity import NodeId
 
 INTERVAL_SECONDS = 10.0
 """Seconds between two readings."""
-POINTS = 360
+MAX_POINTS = 360
 """Number of points kept: one hour."""
 MAX_NODES = 64
 """Most Macs with their own points; 17 KB each."""
@@ -48,7 +49,7 @@ class NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class LoadReading:
     """Load of the pool at one moment."""
 
     at: float
@@ -60,31 +61,31 @@ class Reading:
 
 
 class _Ring:
-    """Newest `POINTS` values of several series."""
+    """Newest `MAX_POINTS` values of several series."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
-        self._series = {name: array("d", [UNKNOWN]) * POINTS for name in names}
+        self._series = {name: array("d", [UNKNOWN]) * MAX_POINTS for name in names}
 
     def put(self, number: int, values: Mapping[str, float]) -> None:
         for name, series in self._series.items():
-            series[number % POINTS] = values.get(name, UNKNOWN)
+            series[number % MAX_POINTS] = values.get(name, UNKNOWN)
 
     def to_row(self, number: int, count: int) -> dict[str, list[float | None]]:
         """Return the `count` values up to the one of this `number`, the oldest first."""
-        at = [one % POINTS for one in range(number - count + 1, number + 1)]
+        at = [one % MAX_POINTS for one in range(number - count + 1, number + 1)]
         return {name: [_known(series[one]) for one in at] for name, series in self._series.items()}
 
 
 class LoadHistory:
-    """Ring of load points. `take` adds a reading; `to_row` and `latest` return its points."""
+    """Ring of load points. `add_reading` adds a reading; `to_row` and `latest` return its points."""
 
     def __init__(self) -> None:
-        self._last: Reading | None = None
+        self._last: LoadReading | None = None
         self._number = -1
         self._pool = _Ring(POOL_SERIES)
         self._nodes: dict[NodeId, _Ring] = {}
 
-    def take(self, reading: Reading) -> None:
+    def add_reading(self, reading: LoadReading) -> None:
         """Add a reading. The first reading only starts the first interval."""
         last, self._last = self._last, reading
         for gone in self._nodes.keys() - reading.nodes.keys():
@@ -94,7 +95,7 @@ class LoadHistory:
         elapsed = reading.at - last.at
         if elapsed <= 0:  # the clock was set back
             elapsed = INTERVAL_SECONDS
-        for _ in range(min(POINTS, round(elapsed / INTERVAL_SECONDS) - 1)):
+        for _ in range(min(MAX_POINTS, round(elapsed / INTERVAL_SECONDS) - 1)):
             self._put({}, {})
         nodes = {
             node: _node_point(last.nodes.get(node, NodeLoad()), load, elapsed) for node, load in reading.nodes.items()
@@ -110,9 +111,9 @@ class LoadHistory:
         for node, ring in self._nodes.items():
             ring.put(self._number, nodes.get(node, {}))
 
-    def to_row(self, points: int = POINTS) -> dict[str, object]:
+    def to_row(self, points: int = MAX_POINTS) -> dict[str, object]:
         """Return the newest `points` as the API does: None is a gap, `number` grows by one with each point."""
-        count = min(points, POINTS, self._number + 1)
+        count = min(points, MAX_POINTS, self._number + 1)
         return {
             "interval_seconds": INTERVAL_SECONDS,
             "number": self._number,
@@ -122,7 +123,7 @@ class LoadHistory:
         }
 
 
-def _pool_point(last: Reading, now: Reading, seconds: float) -> dict[str, float]:
+def _pool_point(last: LoadReading, now: LoadReading, seconds: float) -> dict[str, float]:
     before = [last.nodes.get(node, NodeLoad()) for node in now.nodes]
     pairs = list(zip(before, now.nodes.values(), strict=True))
     loads = now.nodes.values()

@@ -6,27 +6,27 @@ from collections.abc import Callable
 
 import structlog
 
-from coordinator.cluster.membership import State
+from coordinator.cluster.membership import MemberState
 from coordinator.cluster.registry import Registry
-from coordinator.observe.load_history import INTERVAL_SECONDS, LoadHistory, NodeLoad, Reading
+from coordinator.observe.load_history import INTERVAL_SECONDS, LoadHistory, LoadReading, NodeLoad
 from router.dispatch.counters import NodeCounts
 from router.dispatch.dispatcher import Dispatcher
 from router.placement.cluster_view import NodeView
 
 log = structlog.get_logger("coordinator.load")
-MEASURED = frozenset({State.READY, State.SUSPECT, State.DRAINING})
+MEASURED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING})
 """States in which the pool uses a Mac's memory and its report is current."""
 
 
-def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> Reading:
+def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadReading:
     """Return the load of every member, `at` in Unix seconds."""
     counters = dispatcher.counters
     members = {
         node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
         for node in sorted(registry.view().nodes, key=lambda node: node.name)
-        if node.state != State.LEFT
+        if node.state != MemberState.LEFT
     }
-    return Reading(at, members, counters.durations, dispatcher.waiting())
+    return LoadReading(at, members, counters.durations, dispatcher.waiting())
 
 
 def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> NodeLoad:
@@ -43,12 +43,12 @@ def node_load(node: NodeView, counts: NodeCounts | None, in_flight: int) -> Node
     )
 
 
-async def sample_load(history: LoadHistory, read: Callable[[float], Reading]) -> None:
+async def sample_load(history: LoadHistory, read: Callable[[float], LoadReading]) -> None:
     """Add a reading every `INTERVAL_SECONDS`. A failed reading is a gap, and is logged once."""
     failed = False
     while True:
         try:
-            history.take(read(time.time()))
+            history.add_reading(read(time.time()))
             failed = False
         except Exception:
             if not failed:

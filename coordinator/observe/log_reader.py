@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-PIECE = 64 * 1024
-LONGEST_LINE = 1024 * 1024
+CHUNK_BYTES = 64 * 1024
+MAX_LINE_BYTES = 1024 * 1024
 """Most bytes searched for the end of the first, truncated line."""
 
 
@@ -17,7 +17,7 @@ async def read(file: Path, size: int, *, every: float | None = None) -> AsyncGen
     offset, end = await asyncio.to_thread(_newest, file, size)
     while True:
         while offset < end:
-            piece = await asyncio.to_thread(_piece, file, offset, min(PIECE, end - offset))
+            piece = await asyncio.to_thread(_piece, file, offset, min(CHUNK_BYTES, end - offset))
             if not piece:
                 break
             offset += len(piece)
@@ -37,7 +37,7 @@ def _newest(file: Path, size: int) -> tuple[int, int]:
         return 0, end
     with file.open("rb") as opened:
         opened.seek(begin - 1)
-        line = opened.readline(LONGEST_LINE)
+        line = opened.readline(MAX_LINE_BYTES)
         start = opened.tell()
         return start if line.endswith(b"\n") and start < end else begin, end
 

@@ -5,17 +5,17 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator.cluster.membership import Member, State
+from coordinator.cluster.membership import Member, MemberState
 from coordinator.state.database import MemberRow
 from coordinator.video.rows import video_row
 from router.placement.cluster_view import NodeView
 from wire.capacity.arithmetic import most_bytes
-from wire.report import Enforcement, EngineState, Level, Memory, Model, Sharing
+from wire.report import Enforcement, EngineState, Memory, MemoryLevel, Model, Sharing
 from wire.units import show_size
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class NodeFacts:
     """Facts about a node outside its report."""
 
     reported: bool
@@ -30,7 +30,7 @@ class Told:
     """Seconds since the last report; None without one."""
 
 
-def node_row(view: NodeView, member: Member, row: MemberRow, told: Told) -> dict[str, Any]:
+def node_row(view: NodeView, member: Member, row: MemberRow, told: NodeFacts) -> dict[str, Any]:
     """Return a node as a row of the API. None means unknown."""
     return {
         **_member(member, row, told, view.sharing),
@@ -47,7 +47,7 @@ def node_row(view: NodeView, member: Member, row: MemberRow, told: Told) -> dict
     }
 
 
-def _member(member: Member, row: MemberRow, told: Told, sharing: Sharing) -> dict[str, Any]:
+def _member(member: Member, row: MemberRow, told: NodeFacts, sharing: Sharing) -> dict[str, Any]:
     return {
         "id": row.node,
         "name": row.name,
@@ -102,7 +102,7 @@ def _enforced(view: NodeView) -> dict[str, Any]:
 def enforcement_row(one: Enforcement) -> dict[str, Any]:
     """Return the readings and actions of a node's enforcer."""
     return {
-        "level": Level(one.level).name.lower(),
+        "level": MemoryLevel(one.level).name.lower(),
         "phys": one.phys,
         "highest": one.highest,
         "interval": one.interval,
@@ -132,7 +132,7 @@ def _model(model: Model) -> dict[str, Any]:
     return {
         "name": model.name,
         "loaded": model.loaded,
-        **standing(model),
+        **model_state(model),
         "weights": model.weights,
         "context": model.context,
         **speeds(model),
@@ -140,7 +140,7 @@ def _model(model: Model) -> dict[str, Any]:
     }
 
 
-def standing(model: Model) -> dict[str, Any]:
+def model_state(model: Model) -> dict[str, Any]:
     """Return the state of a model on a node: loaded, loading (with progress), known (loads at the first request), or
     failed (with the cause)."""
     if model.loaded:
@@ -177,13 +177,13 @@ def can_answer(view: NodeView) -> bool:
     """Return whether this node can answer a request now: linked, engine and gate ready, and a usable model."""
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())
-    return view.state == State.READY and view.engine.state == "ready" and armed and served
+    return view.state == MemberState.READY and view.engine.state == "ready" and armed and served
 
 
 def warnings_of(view: NodeView) -> list[str]:
     """Return the conditions of a node that need a person, each with the next step."""
     memory, engine, found = view.memory, view.engine, list[str]()
-    if memory.guard and not memory.armed and view.state == State.READY and engine.state != "starting":
+    if memory.guard and not memory.armed and view.state == MemberState.READY and engine.state != "starting":
         found.append(f"its gate is not armed, so it refuses everything ({engine.state})")
     if memory.guard and memory.cap and most_bytes(memory) <= 0:
         found.append(
@@ -202,6 +202,6 @@ def dangers_of(view: NodeView) -> list[str]:
         found.append("memory.guard is off, so nothing keeps it under its cap")
     if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
         found.append("memory.margin is 0, so no room is kept for spikes")
-    if view.enforcement.level == Level.OVER_HARD:
+    if view.enforcement.level == MemoryLevel.OVER_HARD:
         found.append(f"it stands over its cap of {show_size(memory.cap)} less leases")
     return found

@@ -14,13 +14,13 @@ from typing import Any, cast
 
 from coordinator.service.plan import (
     LABEL,
+    MAX_OPEN_FILES,
     MODULE,
-    MOST_FILES,
-    STOP_SECONDS,
+    STOP_TIMEOUT_SECONDS,
     THROTTLE_SECONDS,
     WIRED_LABEL,
-    Plan,
-    Standing,
+    ServicePlan,
+    ServiceState,
 )
 
 FOLDER = "Library/LaunchDaemons"
@@ -53,7 +53,7 @@ SYSCTL = "/usr/sbin/sysctl"
 TYPES = frozenset({"Adaptive", "Background", "Interactive", "Standard"})
 
 
-def job(plan: Plan) -> dict[str, Any]:
+def job(plan: ServicePlan) -> dict[str, Any]:
     """Return the job's property list."""
     log = f"{plan.logs}/service.log"
     return {
@@ -66,11 +66,11 @@ def job(plan: Plan) -> dict[str, Any]:
         "RunAtLoad": True,
         "KeepAlive": {"SuccessfulExit": False},
         "ThrottleInterval": THROTTLE_SECONDS,
-        "ExitTimeOut": STOP_SECONDS,
+        "ExitTimeOut": STOP_TIMEOUT_SECONDS,
         "ProcessType": "Interactive",
         "Umask": 0o077,
-        "SoftResourceLimits": {"NumberOfFiles": MOST_FILES},
-        "HardResourceLimits": {"NumberOfFiles": MOST_FILES},
+        "SoftResourceLimits": {"NumberOfFiles": MAX_OPEN_FILES},
+        "HardResourceLimits": {"NumberOfFiles": MAX_OPEN_FILES},
         "StandardOutPath": log,
         "StandardErrorPath": log,
     }
@@ -132,7 +132,7 @@ def _deeper(made: dict[str, Any]) -> list[str]:
     return found
 
 
-def ours(content: bytes) -> dict[str, Any] | None:
+def parse_own_job(content: bytes) -> dict[str, Any] | None:
     """Return the job of a file that this program wrote; None for any other."""
     job = _read(content)
     if job is None or job.get("Label") not in (LABEL, WIRED_LABEL):
@@ -141,16 +141,16 @@ def ours(content: bytes) -> dict[str, Any] | None:
     return job if isinstance(program, list) and (MODULE in program or SYSCTL in program) else None
 
 
-def standing_in(code: int, listing: str) -> Standing:
+def parse_state(code: int, listing: str) -> ServiceState:
     """Read `launchctl print system/LABEL`."""
     if code != 0:
-        return Standing()
+        return ServiceState()
     found = dict(
         re.findall(r"^\t(state|pid|last exit code|last terminating signal|runs) = (.+)$", listing, re.MULTILINE)
     )
     pid = found.get("pid", "")
     ended = found.get("last terminating signal") or found.get("last exit code", "")
-    return Standing(
+    return ServiceState(
         True,
         found.get("state") == "running" and pid.isdecimal(),
         int(pid) if pid.isdecimal() else None,

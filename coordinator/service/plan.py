@@ -9,16 +9,16 @@ WIRED_LABEL = "org.macpool.wired-limit"
 UNIT = "macpool.service"
 MODULE = "coordinator.cli"
 """Module that starts every program of this project. A unit without it is foreign."""
-STOP_SECONDS = 45
+STOP_TIMEOUT_SECONDS = 45
 """Longer than both drains: requests end, then the local node does."""
 THROTTLE_SECONDS = 10
-MOST_FILES = 8192
+MAX_OPEN_FILES = 8192
 
 Role = Literal["coordinator", "node"]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ServicePlan:
     """One service. Paths are absolute; `arguments` go to `cluster up` or `join`; `wired_limit_mb` 0: left as it is."""
 
     role: Role
@@ -52,7 +52,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class ServiceState:
     """State of the service: loaded, running with a process id, and its last exit."""
 
     loaded: bool = False

@@ -1,6 +1,7 @@
 """The system's own manager of services behind one small face: launchctl on macOS, systemctl on Linux.
 
-Tools are named by their whole path, because this runs as root. A `Host` of the tests has other tools and another root.
+Tools are named by their whole path, because this runs as root. A `ServiceHost` of the tests has other tools and another
+root.
 """
 
 import os
@@ -12,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, Plan, Standing
+from coordinator.service.plan import LABEL, UNIT, WIRED_LABEL, ServicePlan, ServiceState
 
-TOOL_SECONDS = 60.0
+TOOL_TIMEOUT_SECONDS = 60.0
 TOOLS = {
     "launchctl": "/bin/launchctl",
     "plutil": "/usr/bin/plutil",
@@ -33,7 +34,7 @@ class ServiceError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class ServiceHost:
     """This system, or a pretended one below another root."""
 
     platform: str = sys.platform
@@ -61,7 +62,7 @@ class Host:
         """Folder of the service's output under launchd. systemd has its journal."""
         return self.root / launchd.LOGS.removeprefix("/")
 
-    def text(self, plan: Plan) -> str:
+    def text(self, plan: ServicePlan) -> str:
         """Return the unit's text for a plan."""
         return launchd.text(launchd.job(plan)) if self.mac else systemd.unit(plan)
 
@@ -74,7 +75,7 @@ class Host:
                 capture_output=True,
                 text=True,
                 errors="replace",
-                timeout=TOOL_SECONDS,
+                timeout=TOOL_TIMEOUT_SECONDS,
                 stdin=subprocess.DEVNULL,
                 check=False,
             )
@@ -83,9 +84,9 @@ class Host:
                 1, f"this system has no {command[0]}: `--dry-run` prints the unit, for another manager of services"
             ) from None
         except subprocess.TimeoutExpired:
-            raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_SECONDS:.0f} s") from None
+            raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
-    def must(self, tool: str, *arguments: str) -> None:
+    def call_checked(self, tool: str, *arguments: str) -> None:
         """Run a tool. Raise `ServiceError` with its message if it fails."""
         done = self.call(tool, *arguments)
         if done.returncode:
@@ -96,22 +97,22 @@ class Host:
 
     # -- commands to the manager -------------------------------------------------------------------
 
-    def standing(self) -> Standing:
+    def state(self) -> ServiceState:
         """Ask how the service is."""
         if self.mac:
             done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
-            return launchd.standing_in(done.returncode, done.stdout)
-        return systemd.standing_in(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
+            return launchd.parse_state(done.returncode, done.stdout)
+        return systemd.parse_state(self.call("systemctl", "show", UNIT, f"--property={','.join(systemd.SHOWN)}").stdout)
 
     def load(self) -> None:
         """Load the unit into the manager, and start it now and at each boot."""
         if self.mac:
             self.call("launchctl", "enable", f"{launchd.DOMAIN}/{LABEL}")
-            self.must("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
+            self.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(self.unit))
             return
-        self.must("systemctl", "daemon-reload")
-        self.must("systemctl", "enable", UNIT)
-        self.must("systemctl", "restart", UNIT)
+        self.call_checked("systemctl", "daemon-reload")
+        self.call_checked("systemctl", "enable", UNIT)
+        self.call_checked("systemctl", "restart", UNIT)
 
     def unload(self, label: str = LABEL) -> None:
         """Stop and unload a unit. Do nothing if it is not loaded."""
@@ -120,20 +121,20 @@ class Host:
             if done.returncode and done.returncode not in launchd.NOT_FOUND:
                 raise ServiceError(1, f"launchctl bootout failed with {done.returncode}: {done.stderr.strip()[:300]}")
             return
-        if self.standing().loaded:
-            self.must("systemctl", "disable", "--now", UNIT)
+        if self.state().loaded:
+            self.call_checked("systemctl", "disable", "--now", UNIT)
 
     def restart(self) -> None:
         """End it as a stop does, and start it again."""
         if self.mac:
-            self.must("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
+            self.call_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
-            self.must("systemctl", "restart", UNIT)
+            self.call_checked("systemctl", "restart", UNIT)
 
-    def forgotten(self) -> None:
+    def reload_manager(self) -> None:
         """Make the manager notice that the unit's file is gone."""
         if not self.mac:
-            self.must("systemctl", "daemon-reload")
+            self.call_checked("systemctl", "daemon-reload")
 
 
 def _hint(code: int) -> str:

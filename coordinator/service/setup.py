@@ -20,18 +20,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import WIRED_LABEL, Plan, Standing
-from coordinator.service.service_manager import Host, ServiceError, account
+from coordinator.service.plan import WIRED_LABEL, ServicePlan, ServiceState
+from coordinator.service.service_manager import ServiceError, ServiceHost, account
 
-READY_SECONDS = 45.0
+READY_TIMEOUT_SECONDS = 45.0
 STEADY_SECONDS = 3.0
 """Seconds with one process id after which a service counts as running."""
-LOOK_SECONDS = 0.25
-TAIL = 2000
+POLL_INTERVAL_SECONDS = 0.25
+TAIL_CHARS = 2000
 
 
 @dataclass(frozen=True, slots=True)
-class Existing:
+class ExistingUnit:
     """Existing unit of this program: none, or its text with user and state folder."""
 
     text: str = ""
@@ -39,12 +39,12 @@ class Existing:
     program: tuple[str, ...] = ()
 
 
-def existing(host: Host, file: Path) -> Existing:
+def existing(host: ServiceHost, file: Path) -> ExistingUnit:
     """Read the existing unit. Raise `ServiceError` if it is foreign."""
     try:
         facts = file.lstat()
     except FileNotFoundError:
-        return Existing()
+        return ExistingUnit()
     foreign = f"{file} is not ours: look at it, and move it away if nobody needs it"
     if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
         raise ServiceError(6, foreign)
@@ -53,17 +53,17 @@ def existing(host: Host, file: Path) -> Existing:
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be read: {error.strerror}") from None
     if host.mac:
-        job = launchd.ours(content)
+        job = launchd.parse_own_job(content)
         if job is None:
             raise ServiceError(6, foreign)
-        return Existing(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
-    settings = systemd.ours(content.decode(errors="replace"))
+        return ExistingUnit(content.decode(), str(job.get("UserName", "")), tuple(job["ProgramArguments"]))
+    settings = systemd.parse_own_unit(content.decode(errors="replace"))
     if settings is None:
         raise ServiceError(6, foreign)
-    return Existing(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
+    return ExistingUnit(content.decode(), settings.get("User", ""), tuple(settings.get("ExecStart", "").split()))
 
 
-def check(host: Host, plan: Plan) -> Existing:
+def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
     """Check a plan and return the existing unit. Raise `ServiceError` if the plan is not allowed."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is installed by root: run it again with sudo")
@@ -97,16 +97,18 @@ def check(host: Host, plan: Plan) -> Existing:
     return found
 
 
-def _serves(host: Host, found: Existing, state: str) -> bool:
+def _serves(host: ServiceHost, found: ExistingUnit, state: str) -> bool:
     if host.mac:
         return state in found.program
     return f" --state {systemd.quoted(state)} " in f"{' '.join(found.program)} "
 
 
-def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[list[str], Standing]:
+def install(
+    host: ServiceHost, plan: ServicePlan, *, seconds: float = READY_TIMEOUT_SECONDS
+) -> tuple[list[str], ServiceState]:
     """Carry out the plan and wait until the service runs. Return the steps done; none if all was in place."""
     before, done = check(host, plan), list[str]()
-    wanted, standing = host.text(plan), host.standing()
+    wanted, standing = host.text(plan), host.state()
     done += _folders(host, plan)
     done += _wired(host, plan.wired_limit_mb)
     unfinished = _beside(host.unit, "unfinished")
@@ -131,30 +133,30 @@ def install(host: Host, plan: Plan, *, seconds: float = READY_SECONDS) -> tuple[
     return [*done, f"loaded and running, process {standing.pid}"], standing
 
 
-def wait(host: Host, seconds: float) -> Standing:
+def wait(host: ServiceHost, seconds: float) -> ServiceState:
     """Wait until the service has had one process for `STEADY_SECONDS`. Raise `ServiceError` after `seconds`."""
     pause, began = threading.Event(), time.monotonic()
     since, pid = began, None
     while (now := time.monotonic()) - began < seconds:
-        standing = host.standing()
+        standing = host.state()
         if not standing.running or standing.pid != pid:
             since, pid = now, standing.pid
         elif now - since >= min(STEADY_SECONDS, seconds / 4):
             return standing
-        pause.wait(LOOK_SECONDS)
-    ended = f"; it ended last with {standing.last_exit}" if (standing := host.standing()).last_exit else ""
+        pause.wait(POLL_INTERVAL_SECONDS)
+    ended = f"; it ended last with {standing.last_exit}" if (standing := host.state()).last_exit else ""
     raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
 
 
-def last_words(host: Host) -> str:
+def last_words(host: ServiceHost) -> str:
     """Return the end of the service's output, which launchd keeps in a file."""
     try:
-        return (host.logs / "service.log").read_text(errors="replace")[-TAIL:]
+        return (host.logs / "service.log").read_text(errors="replace")[-TAIL_CHARS:]
     except OSError:
         return ""
 
 
-def _take_back(host: Host, before: Existing) -> None:
+def _take_back(host: ServiceHost, before: ExistingUnit) -> None:
     """Undo an install that did not start: restore and load the earlier unit, if any."""
     _beside(host.unit, "unfinished").unlink(missing_ok=True)
     host.unload()
@@ -163,10 +165,10 @@ def _take_back(host: Host, before: Existing) -> None:
         host.load()
     else:
         host.unit.unlink(missing_ok=True)
-        host.forgotten()
+        host.reload_manager()
 
 
-def _folders(host: Host, plan: Plan) -> list[str]:
+def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
     """Create the folders that launchd writes to before the program starts, owned by the service's user."""
     uid, gid, _ = account(plan.user)
     done: list[str] = []
@@ -179,7 +181,7 @@ def _folders(host: Host, plan: Plan) -> list[str]:
     return done
 
 
-def _wired(host: Host, megabytes: int) -> list[str]:
+def _wired(host: ServiceHost, megabytes: int) -> list[str]:
     """Write the job of the wired limit if wanted, and run it once now."""
     if not host.mac or not megabytes:
         return []
@@ -189,7 +191,7 @@ def _wired(host: Host, megabytes: int) -> list[str]:
     _lint(host, wanted)
     host.unload(WIRED_LABEL)
     _write(host, host.wired_unit, wanted)
-    host.must("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
+    host.call_checked("launchctl", "bootstrap", launchd.DOMAIN, str(host.wired_unit))
     return [f"wrote {host.wired_unit}: {megabytes} MB from now on"]
 
 
@@ -198,13 +200,13 @@ def _beside(file: Path, what: str) -> Path:
     return file.with_name(f".{file.name}.{what}")
 
 
-def _lint(host: Host, text: str) -> None:
+def _lint(host: ServiceHost, text: str) -> None:
     wrong = launchd.faults(text.encode()) if host.mac else []
     if wrong:
         raise ServiceError(1, f"the unit would not be taken: {'; '.join(wrong)}")
 
 
-def _write(host: Host, file: Path, text: str) -> None:
+def _write(host: ServiceHost, file: Path, text: str) -> None:
     """Replace a unit atomically: owned by root and readable by all (required by launchd), checked by macOS's linter."""
     beside = _beside(file, "new")
     try:
@@ -217,25 +219,25 @@ def _write(host: Host, file: Path, text: str) -> None:
             os.fsync(descriptor)
             os.fchmod(descriptor, 0o644)
         if host.mac:
-            host.must("plutil", "-lint", str(beside))
+            host.call_checked("plutil", "-lint", str(beside))
         beside.replace(file)
     except OSError as error:
         raise ServiceError(1, f"{file} cannot be written: {error.strerror}") from None
 
 
-def uninstall(host: Host) -> list[str]:
+def uninstall(host: ServiceHost) -> list[str]:
     """Stop the service and remove its units. Return the steps done. Data is kept."""
     if host.uid != 0:
         raise ServiceError(4, "a service of the system is removed by root: run it again with sudo")
     done: list[str] = []
     found = existing(host, host.unit)
-    if host.standing().loaded:
+    if host.state().loaded:
         host.unload()
         done.append("stopped and unloaded")
     _beside(host.unit, "unfinished").unlink(missing_ok=True)
     if found.text:
         host.unit.unlink()
-        host.forgotten()
+        host.reload_manager()
         done.append(f"removed {host.unit}")
     if host.mac and existing(host, host.wired_unit).text:
         host.unload(WIRED_LABEL)

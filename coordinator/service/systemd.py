@@ -7,7 +7,14 @@ architecture stay open. An engine that the kernel's OOM killer ends must not sto
 and restarts the engine, hence OOMPolicy=continue.
 """
 
-from coordinator.service.plan import MODULE, MOST_FILES, STOP_SECONDS, THROTTLE_SECONDS, Plan, Standing
+from coordinator.service.plan import (
+    MAX_OPEN_FILES,
+    MODULE,
+    STOP_TIMEOUT_SECONDS,
+    THROTTLE_SECONDS,
+    ServicePlan,
+    ServiceState,
+)
 
 FOLDER = "etc/systemd/system"
 NOTICE = "# Written by `cluster service install`; change it by running that again."
@@ -30,7 +37,7 @@ HARDENING = {
 }
 
 
-def unit(plan: Plan) -> str:
+def unit(plan: ServicePlan) -> str:
     """Return the unit's text."""
     pairs = (quoted(f"{name}={value}", expanded=False) for name, value in plan.environment.items())
     variables = "".join(f"Environment={pair}\n" for pair in pairs)
@@ -51,10 +58,10 @@ ExecStart={" ".join(quoted(one) for one in plan.program)}
 {variables}Restart=always
 RestartSec={THROTTLE_SECONDS}
 RestartPreventExitStatus={FINAL}
-TimeoutStopSec={STOP_SECONDS}
+TimeoutStopSec={STOP_TIMEOUT_SECONDS}
 KillMode=mixed
 UMask=0077
-LimitNOFILE={MOST_FILES}
+LimitNOFILE={MAX_OPEN_FILES}
 OOMPolicy=continue
 {hardening}
 [Install]
@@ -69,7 +76,7 @@ def quoted(word: str, *, expanded: bool = True) -> str:
     return f'"{plain}"' if not word or any(letter in " \t'\";#" for letter in word) else plain
 
 
-def ours(content: str) -> dict[str, str] | None:
+def parse_own_unit(content: str) -> dict[str, str] | None:
     """Return the settings of a unit that this program wrote; None for any other."""
     if not content.startswith(NOTICE) or MODULE not in content:
         return None
@@ -77,7 +84,7 @@ def ours(content: str) -> dict[str, str] | None:
     return {name: value for name, value in pairs if name != "Environment"}
 
 
-def standing_in(listing: str) -> Standing:
+def parse_state(listing: str) -> ServiceState:
     """Parse the output of `systemctl show` for `SHOWN`."""
     told = dict(line.split("=", 1) for line in listing.splitlines() if "=" in line)
     loaded = told.get("LoadState") == "loaded"
@@ -87,4 +94,4 @@ def standing_in(listing: str) -> Standing:
         if told.get("Result", "success") == "success"
         else f"{told['Result']} {told.get('ExecMainStatus', '')}".strip()
     )
-    return Standing(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)
+    return ServiceState(loaded, told.get("ActiveState") == "active" and pid > 0, pid or None, ended, told)

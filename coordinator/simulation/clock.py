@@ -9,7 +9,7 @@ import selectors
 from collections.abc import Callable
 
 
-class Stuck(RuntimeError):
+class Deadlock(RuntimeError):
     """Nothing is left that could ever happen, and the simulation has not ended: a bug of a model or of the router."""
 
 
@@ -22,7 +22,7 @@ class _Leap(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Stuck("nothing is left that could happen")
+            raise Deadlock("nothing is left that could happen")
         self._leap(timeout)
         return []
 

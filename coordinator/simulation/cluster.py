@@ -15,20 +15,20 @@ from typing import Protocol
 
 from coordinator.cluster import membership
 from coordinator.cluster.membership import (
-    Changed,
     CloseLink,
-    Connected,
-    Disconnected,
-    Enrolled,
     Member,
+    MemberChanged,
+    MemberConnected,
+    MemberDisconnected,
+    MemberEnrolled,
+    MemberReported,
+    MembershipTick,
     NodeGone,
-    Reported,
-    Tick,
 )
 from coordinator.simulation.scenario import EventSpec, NodeSpec, Scenario
-from coordinator.simulation.simulated_node import Machine
-from coordinator.simulation.workload import Talk, Turn
-from router.dispatch.request import Failure, Outcome
+from coordinator.simulation.simulated_node import SimulatedNode
+from coordinator.simulation.workload import ConversationTurn, SimulatedConversation
+from router.dispatch.request import Outcome, RequestFailure
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from wire.frames import Cancel, Deltas, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
@@ -37,11 +37,11 @@ from wire.units import parse_size
 
 SLOTS = 20
 IDLE_SECONDS = 1.0
-GIVE_UP = 3600.0
+GIVE_UP_SECONDS = 3600.0
 """Seconds after the last arrival at which an open request counts as failed."""
 
 
-class Contender(Protocol):
+class SimulatedRouter(Protocol):
     """Router under test: the production dispatcher, a peer's rule, or the clairvoyant."""
 
     def set_view(self, view: ClusterView) -> None:
@@ -56,7 +56,7 @@ class Contender(Protocol):
         """Follow the end of a node's link."""
         ...
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: ConversationTurn) -> None:
         """Accept a request. Its end must be reported to the pool with `ended`."""
         ...
 
@@ -70,10 +70,10 @@ class Contender(Protocol):
 
 
 @dataclass(slots=True)
-class Fate:
+class RequestOutcome:
     """Result of one request. Times are in seconds. `first_refused`: the first node refused."""
 
-    turn: Turn
+    turn: ConversationTurn
     arrived: float
     fits: bool
     sent: float | None = None
@@ -91,13 +91,13 @@ class Fate:
         return isinstance(self.outcome, Finished)
 
 
-class Pool:
+class SimulatedPool:
     """Simulated pool. `log` receives one line for each notable event; None disables the log."""
 
     def __init__(
         self,
         scenario: Scenario,
-        talks: Iterable[Talk],
+        talks: Iterable[SimulatedConversation],
         loop: asyncio.AbstractEventLoop,
         seed: int,
         log: Callable[[str], None] | None = None,
@@ -107,10 +107,10 @@ class Pool:
         self._log = log
         self._random = Random(f"pool {seed}")  # noqa: S311  the same draw every time is what is wanted
         self._talks = deque(talks)
-        self._turns: dict[str, Turn] = {}
-        self._rest: dict[str, list[Turn]] = {}
-        self.fates: dict[str, Fate] = {}
-        self.machines: dict[NodeId, Machine] = {}
+        self._turns: dict[str, ConversationTurn] = {}
+        self._rest: dict[str, list[ConversationTurn]] = {}
+        self.fates: dict[str, RequestOutcome] = {}
+        self.machines: dict[NodeId, SimulatedNode] = {}
         self._specs: dict[NodeId, NodeSpec] = {}
         self.members: dict[NodeId, Member] = {}
         self._views: dict[NodeId, NodeView] = {}
@@ -124,7 +124,7 @@ class Pool:
         self._open = 0
         self._over = asyncio.Event()
         self._timers: list[asyncio.TimerHandle] = []
-        self.contender: Contender | None = None
+        self.contender: SimulatedRouter | None = None
         self.loads = self.preemptions = self.reports = 0
         self.finished_at = 0.0
         for spec in scenario.nodes:
@@ -136,12 +136,14 @@ class Pool:
         self._specs[node] = spec
         self._links[node] = 0
         self._lives[node] = 0
-        self.members[node] = membership.step(Member(node, membership.State.JOINING, now), Enrolled(), now)[0]
+        self.members[node] = membership.step(Member(node, membership.MemberState.JOINING, now), MemberEnrolled(), now)[
+            0
+        ]
         self.machines[node] = self._machine(node, loads=True)
         self._connect(node)
 
-    def _machine(self, node: NodeId, *, loads: bool) -> Machine:
-        return Machine(
+    def _machine(self, node: NodeId, *, loads: bool) -> SimulatedNode:
+        return SimulatedNode(
             node,
             self._specs[node],
             self.scenario.models,
@@ -161,7 +163,7 @@ class Pool:
 
     def _connect(self, node: NodeId) -> None:
         self._links[node] += 1
-        self._step(node, Connected(self._links[node], f"life {self._lives[node]}"))
+        self._step(node, MemberConnected(self._links[node], f"life {self._lives[node]}"))
 
     # frames
 
@@ -221,7 +223,7 @@ class Pool:
         fate.nodes.append(str(node))
         if fate.first is None:
             fate.sent = self.loop.time()
-        self.say(f"{frame.request_id} -> {node}")
+        self.log_line(f"{frame.request_id} -> {node}")
 
     def _note(self, node: NodeId, frame: Frame) -> None:
         now = self.loop.time()
@@ -230,14 +232,14 @@ class Pool:
                 fate = self._fate(delta.request)
                 if fate is not None and fate.first is None:
                     fate.first = now
-                    self.say(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
+                    self.log_line(f"{fate.turn.id} first token on {node} after {now - fate.arrived:.2f} s")
         elif isinstance(frame, Refusal):
             fate = self._fate(frame.request)
             if fate is not None:
                 fate.first_refused |= fate.tries == 1
-                self.say(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
+                self.log_line(f"{fate.turn.id} refused by {node}: {frame.refused.code}")
 
-    def _fate(self, request: int) -> Fate | None:
+    def _fate(self, request: int) -> RequestOutcome | None:
         return self.fates.get(self._requests.get(request, ""))
 
     def ended(self, request_id: str, outcome: Outcome) -> None:
@@ -246,10 +248,10 @@ class Pool:
         fate.ended, fate.outcome = now, outcome
         self._open -= 1
         if isinstance(outcome, Finished):
-            self.say(f"{request_id} done after {now - fate.arrived:.2f} s")
+            self.log_line(f"{request_id} done after {now - fate.arrived:.2f} s")
         else:
             code = outcome.code.value if isinstance(outcome, Refused) else outcome.code
-            self.say(f"{request_id} ended: {code}")
+            self.log_line(f"{request_id} ended: {code}")
         rest = self._rest.pop(request_id, [])
         if rest and fate.served:
             self.loop.call_later(rest[0].think, self._arrives, rest)
@@ -261,7 +263,7 @@ class Pool:
             self.finished_at = self.loop.time()
             self._over.set()
 
-    def say(self, line: str) -> None:
+    def log_line(self, line: str) -> None:
         """Write a line to the log."""
         if self._log is not None:
             self._log(f"{self.loop.time():.3f} {line}")
@@ -275,14 +277,14 @@ class Pool:
             self.loop.call_at(max(self._talks[0].at, self.loop.time()), self._next_talk)
         self._arrives(talk.turns)
 
-    def _arrives(self, turns: list[Turn]) -> None:
+    def _arrives(self, turns: list[ConversationTurn]) -> None:
         turn, *rest = turns
         self._turns[turn.id] = turn
         if rest:
             self._rest[turn.id] = rest
         fits = any(machine.ever(turn) for machine in self.machines.values())
-        self.fates[turn.id] = Fate(turn, self.loop.time(), fits)
-        self.say(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
+        self.fates[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
+        self.log_line(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
         if self.contender is not None:
             self.contender.submit(turn)
 
@@ -305,7 +307,7 @@ class Pool:
 
     def _reported(self, node: NodeId, report: Report) -> None:
         now = self.loop.time()
-        self._step(node, Reported(self._links[node], report.draining))
+        self._step(node, MemberReported(self._links[node], report.draining))
         member = self.members[node]
         self._heard[node] = now
         self._views[node] = view_of(
@@ -318,15 +320,15 @@ class Pool:
         for action in actions:
             match action:
                 case NodeGone():
-                    self.say(f"{node} is gone: {action.reason}")
+                    self.log_line(f"{node} is gone: {action.reason}")
                     if self.contender is not None:
                         self.contender.node_gone(node, action.reason)
                 case CloseLink():
                     self._cut(node)
-                case Changed():
+                case MemberChanged():
                     if node in self._views:
                         self._views[node] = changed(self._views[node], state=member.state)
-                    self.say(f"{node} {member.state}")
+                    self.log_line(f"{node} {member.state}")
                 case _:
                     pass
         return bool(actions)
@@ -338,7 +340,7 @@ class Pool:
 
     def _tick(self) -> None:
         self.loop.call_later(self.scenario.report_seconds, self._tick)
-        moved = sum(self._step(node, Tick()) for node in self.members)
+        moved = sum(self._step(node, MembershipTick()) for node in self.members)
         if moved:
             self._publish()
 
@@ -352,13 +354,13 @@ class Pool:
         node = NodeId(event.node)
         machine = self.machines.get(node)
         if machine is None or node in self._silent:
-            self.say(f"{node} is away: it cannot be that it {event.does}")
+            self.log_line(f"{node} is away: it cannot be that it {event.does}")
             return
-        self.say(f"{node} {event.does} for {event.seconds:g} s")
+        self.log_line(f"{node} {event.does} for {event.seconds:g} s")
         if event.does == "lease":
             size = parse_size(event.size)
             given = machine.lease(size)
-            self.say(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
+            self.log_line(f"{node} {'gives' if given else 'refuses'} a lease of {event.size}")
             if given:
                 self.loop.call_later(event.seconds, machine.lease, -size)
         elif event.does == "silent":
@@ -368,7 +370,7 @@ class Pool:
             self._dies(node, machine)
             self.loop.call_later(event.seconds, self._returns, node)
 
-    def _dies(self, node: NodeId, machine: Machine) -> None:
+    def _dies(self, node: NodeId, machine: SimulatedNode) -> None:
         machine.flush()
         while self._up:  # frames in flight are read before the end of the connection
             _, who, _, frame = self._up.popleft()
@@ -376,10 +378,10 @@ class Pool:
                 self._publish()
         self._retire(machine)
         del self.machines[node]
-        self._step(node, Disconnected(self._links[node]))
+        self._step(node, MemberDisconnected(self._links[node]))
         self._publish()
 
-    def _retire(self, machine: Machine) -> None:
+    def _retire(self, machine: SimulatedNode) -> None:
         self.loads += machine.loads
         self.preemptions += machine.preemptions
         machine.stop()
@@ -388,22 +390,22 @@ class Pool:
         self._lives[node] += 1
         self.machines[node] = self._machine(node, loads=False)
         self._connect(node)
-        self.say(f"{node} is back, with nothing loaded")
+        self.log_line(f"{node} is back, with nothing loaded")
 
     def _speaks(self, node: NodeId) -> None:
         held = self._silent.pop(node)
         if self.members[node].link:
             for upward, frame in held:
                 self._travel(self._up if upward else self._down, node, frame)
-            self.say(f"{node} is heard again")
+            self.log_line(f"{node} is heard again")
             return
         self.machines[node].forget()
         self._connect(node)
-        self.say(f"{node} links anew")
+        self.log_line(f"{node} links anew")
 
     # the run
 
-    async def run(self, contender: Contender) -> None:
+    async def run(self, contender: SimulatedRouter) -> None:
         """Run the complete scenario."""
         self.contender = contender
         nodes = list(self.machines)
@@ -422,13 +424,13 @@ class Pool:
         else:
             self._over.set()
         try:
-            async with asyncio.timeout(self.scenario.seconds + GIVE_UP):
+            async with asyncio.timeout(self.scenario.seconds + GIVE_UP_SECONDS):
                 await self._over.wait()
         except TimeoutError:
             for request_id, fate in self.fates.items():
                 if fate.outcome is None:
-                    fate.outcome = Failure("never_ended", "it has not ended")
-                    self.say(f"{request_id} has never ended")
+                    fate.outcome = RequestFailure("never_ended", "it has not ended")
+                    self.log_line(f"{request_id} has never ended")
         for machine in self.machines.values():
             self._retire(machine)
         contender.close()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from coordinator.simulation.report import Figures
+    from coordinator.simulation.report import RunStatistics
 
 
 @click.command()
@@ -33,7 +33,7 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
         if log:
             play(story, names[min(1, len(names) - 1)], seed, folder, click.echo)
             return
-        rows: list[Figures] = []
+        rows: list[RunStatistics] = []
         for row in compare(story, names, seed, folder):
             rows.append(row)
             click.echo(f"{row.policy}: {row.served} of {row.requests}", err=True)
@@ -46,7 +46,7 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
     click.echo(table(rows))
 
 
-def _plain(row: "Figures") -> dict[str, object]:
+def _plain(row: "RunStatistics") -> dict[str, object]:
     """Convert a row for JSON, which has no infinity: null means never."""
     return {
         name: value if not isinstance(value, float) or math.isfinite(value) else None

@@ -4,13 +4,13 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from coordinator.simulation.cluster import Fate, Pool
-from router.dispatch.request import Failure
+from coordinator.simulation.cluster import RequestOutcome, SimulatedPool
+from router.dispatch.request import RequestFailure
 from wire.refusals import Refused
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunStatistics:
     """Results of one contender in one scenario. Times are in seconds.
 
     Of the requests that fit on some node: `ttft_*` is the time to the first token, infinite for a request never served.
@@ -43,14 +43,14 @@ class Figures:
     ratio_p99: float = math.nan
 
 
-def figures_of(policy: str, pool: Pool, until: float) -> Figures:
+def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
     """Sum up a run."""
     fates = [fate for fate in pool.fates.values() if fate.fits]
     ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in fates)
     whole = sorted(fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in fates)
     wait = sorted(fate.sent - fate.arrived for fate in fates if fate.served and fate.sent is not None)
     sent = [fate for fate in fates if fate.tries]
-    return Figures(
+    return RunStatistics(
         policy,
         len(pool.fates),
         len(fates),
@@ -60,7 +60,7 @@ def figures_of(policy: str, pool: Pool, until: float) -> Figures:
         quantile(ttft, 0.99),
         sum(isinstance(fate.outcome, Refused) for fate in fates),
         sum(fate.first_refused for fate in sent) / max(1, len(sent)),
-        sum(isinstance(fate.outcome, Failure) for fate in fates),
+        sum(isinstance(fate.outcome, RequestFailure) for fate in fates),
         quantile(whole, 0.5),
         quantile(whole, 0.95),
         quantile(wait, 0.5),
@@ -77,7 +77,7 @@ def quantile(ordered: Sequence[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, math.ceil(part * len(ordered)) - 1)] if ordered else math.nan
 
 
-def jain(fates: Iterable[Fate], until: float, patience: float) -> float:
+def jain(fates: Iterable[RequestOutcome], until: float, patience: float) -> float:
     """Return Jain's index over API keys of tokens served until a moment.
 
     Each value is divided by the key's max-min fair share of all served tokens. 1 means fair; 1/n means that one key got
@@ -130,7 +130,7 @@ _COLUMNS = (
 )
 
 
-def table(rows: Sequence[Figures]) -> str:
+def table(rows: Sequence[RunStatistics]) -> str:
     """Write the table: times in seconds, `x p95` as a multiple of the clairvoyant's."""
     lines = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
@@ -143,7 +143,7 @@ def table(rows: Sequence[Figures]) -> str:
     )
 
 
-def _cells(row: Figures) -> tuple[str, ...]:
+def _cells(row: RunStatistics) -> tuple[str, ...]:
     return (
         row.policy,
         _seconds(row.ttft_p50),

@@ -1,8 +1,8 @@
 """Routers of a simulation: the dispatcher under any policy, rules of peer projects, and a clairvoyant router.
 
 `production` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the memory
-filter leaves. `Peer` models a common router: no filter, no reservations, no queue. It asks the first node of its rule,
-and after a refusal another, at most `TRIES` in total, with the pauses of sglang-router.
+filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It asks the first node of its
+rule, and after a refusal another, at most `MAX_TRIES` in total, with the pauses of sglang-router.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -15,29 +15,29 @@ from collections.abc import Callable, Collection, Mapping
 from random import Random
 from types import MappingProxyType
 
-from coordinator.simulation.cluster import Contender, Pool
-from coordinator.simulation.workload import Turn
+from coordinator.simulation.cluster import SimulatedPool, SimulatedRouter
+from coordinator.simulation.workload import ConversationTurn
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import Failure, Job, StreamTicket, Ticket
+from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, Candidate, Demand, Policy
+from router.placement.place import POLICIES, Candidate, Policy, ResourceDemand
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import occupied
-from wire.frames import Deltas, Failed, Finished, Frame, Generate, Message, Params, Refusal
+from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationParams, Message, Refusal
 from wire.identity import NodeId
 from wire.report import Memory
 
-TRIES = 5
+MAX_TRIES = 5
 BACKOFF, BACKOFF_FACTOR = 0.05, 1.5
 _MOST_MESSAGE = 4
 
 
-def demand_of(turn: Turn) -> Demand:
+def demand_of(turn: ConversationTurn) -> ResourceDemand:
     """Return the router's knowledge of a request."""
-    return Demand(turn.model, turn.bytes, None, turn.max_tokens)
+    return ResourceDemand(turn.model, turn.bytes, None, turn.max_tokens)
 
 
-def messages_of(turn: Turn) -> tuple[Message, ...]:
+def messages_of(turn: ConversationTurn) -> tuple[Message, ...]:
     """Return texts of the right length that begin with the texts of the conversation's earlier turns."""
     return tuple(
         Message("user" if number % 2 == 0 else "assistant", text.ljust(tokens * _MOST_MESSAGE, "."))
@@ -45,10 +45,10 @@ def messages_of(turn: Turn) -> tuple[Message, ...]:
     )
 
 
-class Production:
+class ProductionRouter:
     """Contender that uses the dispatcher."""
 
-    def __init__(self, pool: Pool, seed: int, policy: Policy) -> None:
+    def __init__(self, pool: SimulatedPool, seed: int, policy: Policy) -> None:
         self._pool = pool
         self._policy = policy
         scenario = pool.scenario
@@ -89,17 +89,23 @@ class Production:
     def changed(self, node: NodeId) -> None:
         """Ignore the change."""
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: ConversationTurn) -> None:
         """Submit a turn as one job and consume its stream."""
-        job = Job(
-            demand_of(turn), turn.key, turn.id, messages_of(turn), Params(max_tokens=turn.max_tokens), 0, stream=True
+        job = RequestSpec(
+            demand_of(turn),
+            turn.key,
+            turn.id,
+            messages_of(turn),
+            GenerationParams(max_tokens=turn.max_tokens),
+            0,
+            stream=True,
         )
         ticket = self.dispatcher.submit(job)
         ticket.sink = lambda: self._read(ticket)
         self._read(ticket)
 
-    def _read(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, StreamTicket)  # noqa: S101  the job asks for a stream
+    def _read(self, ticket: ActiveRequest) -> None:
+        assert isinstance(ticket, StreamingRequest)  # noqa: S101  the job asks for a stream
         ticket.take()
         if ticket.outcome is not None:
             ticket.sink = None
@@ -112,17 +118,17 @@ class Production:
         self.dispatcher.ledger.check()
 
 
-class Peer:
+class PeerRouter:
     """Router without reservations. `sample` is the number of nodes compared for a request; 0: all."""
 
-    def __init__(self, pool: Pool, seed: int, policy: Policy, sample: int = 0) -> None:
+    def __init__(self, pool: SimulatedPool, seed: int, policy: Policy, sample: int = 0) -> None:
         self._pool = pool
         self._policy = policy
         self._sample = sample
         self._random = Random(f"peer {seed}")  # noqa: S311  the same draw every time is what is wanted
         self._view = ClusterView()
         self._numbers = itertools.count(1)
-        self._live: dict[int, tuple[Turn, NodeId, int, frozenset[NodeId]]] = {}
+        self._live: dict[int, tuple[ConversationTurn, NodeId, int, frozenset[NodeId]]] = {}
         self._on: dict[NodeId, dict[int, int]] = {}
         self._begun: set[int] = set()
 
@@ -143,7 +149,7 @@ class Peer:
             self._begun.update(delta.request for delta in frame.deltas)
         elif isinstance(frame, Refusal):
             turn, node, tries, refused = self._leave(frame.request)
-            if tries >= TRIES:
+            if tries >= MAX_TRIES:
                 self._pool.ended(turn.id, frame.refused)
                 return
             pause = BACKOFF * BACKOFF_FACTOR ** (tries - 1)
@@ -151,19 +157,19 @@ class Peer:
         elif isinstance(frame, Finished):
             self._pool.ended(self._leave(frame.request)[0].id, frame)
         elif isinstance(frame, Failed):
-            self._pool.ended(self._leave(frame.request)[0].id, Failure(frame.code, frame.message))
+            self._pool.ended(self._leave(frame.request)[0].id, RequestFailure(frame.code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Fail the streams of a lost node, and retry requests without a first token on another node."""
         for request in [number for number, live in self._live.items() if live[1] == node]:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
-            if begun or tries >= TRIES:
-                self._pool.ended(turn.id, Failure("node_lost", reason))
+            if begun or tries >= MAX_TRIES:
+                self._pool.ended(turn.id, RequestFailure("node_lost", reason))
             else:
                 self._try(turn, tries + 1, refused | {node})
 
-    def _leave(self, request: int) -> tuple[Turn, NodeId, int, frozenset[NodeId]]:
+    def _leave(self, request: int) -> tuple[ConversationTurn, NodeId, int, frozenset[NodeId]]:
         live = self._live.pop(request)
         self._on[live[1]].pop(request, None)
         self._begun.discard(request)
@@ -172,17 +178,17 @@ class Peer:
     def changed(self, node: NodeId) -> None:
         """Ignore the change."""
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: ConversationTurn) -> None:
         """Send a turn to a node."""
         self._try(turn, 1, frozenset())
 
-    def _try(self, turn: Turn, tries: int, refused: frozenset[NodeId]) -> None:
+    def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:
         nodes = [node for node in self._view.nodes if node.state == "ready" and turn.model in node.models]
         fresh = [node for node in nodes if node.id not in refused] or nodes
         if self._sample and len(fresh) > self._sample:
             fresh = self._random.sample(fresh, self._sample)
         if not fresh:
-            self._pool.ended(turn.id, Failure("no_node", "no node is here"))
+            self._pool.ended(turn.id, RequestFailure("no_node", "no node is here"))
             return
         demand = demand_of(turn)
         draw = self._random.random
@@ -193,10 +199,10 @@ class Peer:
         self._live[number] = (turn, best.id, tries, refused)
         self._on.setdefault(best.id, {})[number] = demand.tokens_on(best.models[turn.model])
         self._pool.send(
-            best.id, Generate(number, number, turn.id, turn.model, (), Params(max_tokens=turn.max_tokens), 0)
+            best.id, Generate(number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0)
         )
 
-    def _seen(self, node: NodeView, demand: Demand) -> Candidate:
+    def _seen(self, node: NodeView, demand: ResourceDemand) -> Candidate:
         model, mine = node.models[demand.model], self._on.get(node.id, {})
         tokens = demand.tokens_on(model)
         wait = (node.engine.queued_tokens + sum(mine.values()) + tokens) / model.prefill_speed
@@ -216,14 +222,14 @@ class Peer:
         """Do nothing."""
 
 
-class Clairvoyant:
+class OracleRouter:
     """Router with exact knowledge of all nodes and answers."""
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: SimulatedPool) -> None:
         self._pool = pool
         self._numbers = itertools.count(1)
-        self._waiting: list[Turn] = []
-        self._live: dict[int, tuple[Turn, NodeId]] = {}
+        self._waiting: list[ConversationTurn] = []
+        self._live: dict[int, tuple[ConversationTurn, NodeId]] = {}
         self._ready: frozenset[NodeId] = frozenset()
 
     def set_view(self, view: ClusterView) -> None:
@@ -240,7 +246,7 @@ class Clairvoyant:
             self._wake(self._ready)
         elif isinstance(frame, Finished | Failed):
             turn = self._live.pop(frame.request)[0]
-            outcome = frame if isinstance(frame, Finished) else Failure(frame.code, frame.message)
+            outcome = frame if isinstance(frame, Finished) else RequestFailure(frame.code, frame.message)
             self._pool.ended(turn.id, outcome)
 
     def node_gone(self, node: NodeId, reason: str) -> None:
@@ -249,10 +255,10 @@ class Clairvoyant:
             self._waiting.append(self._live.pop(request)[0])
         self._wake(self._ready)
 
-    def submit(self, turn: Turn) -> None:
+    def submit(self, turn: ConversationTurn) -> None:
         """Place a turn now, or enqueue it."""
         if not any(machine.ever(turn) for machine in self._pool.machines.values()):
-            self._pool.ended(turn.id, Failure("fits_nowhere", "no node could hold it"))
+            self._pool.ended(turn.id, RequestFailure("fits_nowhere", "no node could hold it"))
         elif not self._place(turn, self._ready):
             self._waiting.append(turn)
 
@@ -264,7 +270,7 @@ class Clairvoyant:
         if self._waiting and nodes:
             self._waiting = [turn for turn in self._waiting if not self._place(turn, nodes)]
 
-    def _place(self, turn: Turn, nodes: Collection[NodeId]) -> bool:
+    def _place(self, turn: ConversationTurn, nodes: Collection[NodeId]) -> bool:
         """Send a turn to the soonest of these nodes that has room. Return whether there was one."""
         machines = self._pool.machines
         able = [
@@ -276,7 +282,9 @@ class Clairvoyant:
         if chosen is None:
             return False
         number = next(self._numbers)
-        frame = Generate(number, number, turn.id, turn.model, (), Params(max_tokens=turn.max_tokens), 0, turn.output)
+        frame = Generate(
+            number, number, turn.id, turn.model, (), GenerationParams(max_tokens=turn.max_tokens), 0, turn.output
+        )
         self._pool.note_sent(chosen, frame)
         self._live[number] = (turn, chosen)
         machines[chosen].take(frame)
@@ -299,7 +307,7 @@ class RoundRobin:
         """Count a turn."""
         self._turns[node] = self._turns.get(node, 0) + 1
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by turns."""
         return (self._turns.get(candidate.node, 0),)
 
@@ -307,7 +315,7 @@ class RoundRobin:
 class LeastInFlight:
     """Rule: node with the fewest requests of this router."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by requests in flight."""
         return (candidate.in_flight,)
 
@@ -315,26 +323,26 @@ class LeastInFlight:
 class LeastLoad:
     """SMG's least_load: queued tokens over throughput, and 0.15 s × k/(1−k) for the share k of memory in use."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by seconds."""
         used = min(0.99, _used(candidate.memory))
         return (_queued(candidate) / _speed(candidate) + 0.15 * used / (1 - used),)
 
 
-class Linear:
+class LinearCost:
     """Dynamo's cost: prefill tokens on the node, and tokens in decode. Machines count as equal."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by tokens."""
         groups = candidate.model.groups if candidate.model is not None else ()
         prefill = _queued(candidate) + candidate.prompt_tokens * (1 - candidate.warm)
         return (prefill + sum(group.tokens for group in groups),)
 
 
-class Weighted:
+class WeightedScorers:
     """The scorers of the Gateway API's inference extension as llm-d mixes them: prefix 3, queue 2, memory 2."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by the weighted sum of scores between 0 and 1."""
         queue = 0.5 * (1 - min(1.0, candidate.in_flight / 128))
         return (-(3 * candidate.warm + 2 * queue + 2 * (1 - _used(candidate.memory))),)
@@ -365,8 +373,8 @@ RULES: Mapping[str, Callable[[], Policy]] = MappingProxyType(
         "least-in-flight": LeastInFlight,
         "power-of-two": LeastInFlight,
         "least-load": LeastLoad,
-        "linear": Linear,
-        "weighted": Weighted,
+        "linear": LinearCost,
+        "weighted": WeightedScorers,
     }
 )
 _SAMPLES = {"power-of-two": 2}
@@ -378,15 +386,15 @@ NAMES = (
 """Names of all contenders except the clairvoyant, which is always included."""
 
 
-def make(name: str, pool: Pool, seed: int) -> Contender:
+def make(name: str, pool: SimulatedPool, seed: int) -> SimulatedRouter:
     """Create a contender. Raise `LookupError` with the known names."""
     ours = name.replace("-", "_")
     if name == CLAIRVOYANT:
-        return Clairvoyant(pool)
+        return OracleRouter(pool)
     if ours in POLICIES:
-        return Production(pool, seed, POLICIES[ours])
+        return ProductionRouter(pool, seed, POLICIES[ours])
     if name in RULES:
-        return Peer(pool, seed, RULES[name](), _SAMPLES.get(name, 0))
+        return PeerRouter(pool, seed, RULES[name](), _SAMPLES.get(name, 0))
     if name in NAMES:
-        return Production(pool, seed, RULES[name.removesuffix(FILTERED)]())
+        return ProductionRouter(pool, seed, RULES[name.removesuffix(FILTERED)]())
     raise LookupError(f"there is no policy {name!r}; there are {', '.join(NAMES)}")

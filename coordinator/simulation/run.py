@@ -7,8 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 from coordinator.simulation.clock import VirtualLoop
-from coordinator.simulation.cluster import Pool
-from coordinator.simulation.report import Figures, figures_of
+from coordinator.simulation.cluster import SimulatedPool
+from coordinator.simulation.report import RunStatistics, figures_of
 from coordinator.simulation.routers import CLAIRVOYANT, NAMES, make
 from coordinator.simulation.scenario import Scenario, ScenarioError, read
 from coordinator.simulation.workload import draw
@@ -55,11 +55,11 @@ def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
 
 def play(
     scenario: Scenario, policy: str, seed: int, folder: Path, log: Callable[[str], None] | None = None
-) -> tuple[Figures, Pool]:
+) -> tuple[RunStatistics, SimulatedPool]:
     """Play a scenario once, in virtual time."""
     loop = VirtualLoop()
     try:
-        pool = Pool(scenario, draw(scenario, seed, folder), loop, seed, log)
+        pool = SimulatedPool(scenario, draw(scenario, seed, folder), loop, seed, log)
         loop.run_until_complete(pool.run(make(policy, pool, seed)))
         return figures_of(policy, pool, scenario.seconds), pool
     finally:
@@ -67,10 +67,10 @@ def play(
         loop.close()
 
 
-def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[Figures]:
+def compare(scenario: Scenario, policies: Sequence[str], seed: int, folder: Path) -> Iterator[RunStatistics]:
     """Run all policies in turn. Yield each result when it is complete, with its ratios to the clairvoyant, which is
     first."""
-    best: Figures | None = None
+    best: RunStatistics | None = None
     for policy in policies:
         row, _ = play(scenario, policy, seed, folder)
         best = best or row

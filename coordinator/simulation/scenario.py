@@ -16,11 +16,11 @@ from coordinator.simulation.hardware import CHIPS
 from host.settings_loader import SettingsError
 from wire.units import parse_size
 
-MOST_NODES = 20_000
+MAX_NODES = 20_000
 Positive = Annotated[float, Meta(gt=0)]
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, le=1)]
-Count = Annotated[int, Meta(ge=1, le=MOST_NODES)]
+Count = Annotated[int, Meta(ge=1, le=MAX_NODES)]
 Tokens = Annotated[int, Meta(ge=1, le=10_000_000)]
 Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
@@ -160,8 +160,8 @@ def _check(scenario: Scenario) -> None:
     names = scenario.node_names()
     _once("node", names)
     _once("model", [model.name for model in scenario.models])
-    if len(names) > MOST_NODES:
-        raise ScenarioError(f"{len(names)} nodes are more than the {MOST_NODES} that can be simulated")
+    if len(names) > MAX_NODES:
+        raise ScenarioError(f"{len(names)} nodes are more than the {MAX_NODES} that can be simulated")
     known = {model.name for model in scenario.models}
     for model in scenario.models:
         _size(f"models.{model.name}.weights", model.weights)

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 
 from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
-from wire.report import Group, Kv
+from wire.report import BatchGroup, KvParameters
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SimulatedRow:
     """KV cache of one answer.
 
     `promised` are its reserved tokens. Its cached tokens are `prompt` and the tokens decoded since `start`, a count of
@@ -25,33 +25,33 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
-    rows: list[Row] = field(default_factory=list[Row])
+class _SimulatedBatch:
+    rows: list[SimulatedRow] = field(default_factory=list[SimulatedRow])
 
-    def promised(self) -> Group:
+    def promised(self) -> BatchGroup:
         lengths = [row.promised for row in self.rows]
-        return Group(len(lengths), max(lengths), sum(lengths))
+        return BatchGroup(len(lengths), max(lengths), sum(lengths))
 
-    def written(self, kv: Kv, steps: float) -> int:
+    def written(self, kv: KvParameters, steps: float) -> int:
         own = sum(row_bytes(kv, row.written(steps)) for row in self.rows if not row.joined)
         joined = [row.written(steps) for row in self.rows if row.joined]
         return own + (len(joined) * row_bytes(kv, max(joined)) if joined else 0)
 
 
-class Rows:
+class SimulatedRows:
     """All rows of one model."""
 
-    def __init__(self, kv: Kv) -> None:
+    def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
-        self._batches: list[_Batch] = []
-        self._groups: tuple[Group, ...] | None = ()
+        self._batches: list[_SimulatedBatch] = []
+        self._groups: tuple[BatchGroup, ...] | None = ()
         self._promised = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[BatchGroup, ...]:
         """Return the batches as in a report."""
         if self._groups is None:
             self._groups = tuple(batch.promised() for batch in self._batches)
@@ -67,18 +67,18 @@ class Rows:
         """Return the bytes in use."""
         return sum(batch.written(self.kv, steps) for batch in self._batches)
 
-    def add(self, row: Row) -> None:
+    def add(self, row: SimulatedRow) -> None:
         """Promise: the row joins the batch where it adds least, or begins one."""
         open_ = [batch for batch in self._batches if joinable(batch.promised(), row.promised, self.kv)]
         best = min(open_, key=lambda one: join_bytes((one.promised(),), row.promised, self.kv), default=None)
         if best is None:
-            best = _Batch()
+            best = _SimulatedBatch()
             self._batches.append(best)
         best.rows.append(row)
         self._count += 1
         self._groups = None
 
-    def remove(self, row: Row) -> None:
+    def remove(self, row: SimulatedRow) -> None:
         """Remove a row and release its reservation."""
         batch = next(batch for batch in self._batches if row in batch.rows)
         batch.rows.remove(row)
@@ -87,13 +87,13 @@ class Rows:
         self._count -= 1
         self._groups = None
 
-    def extend(self, row: Row, more: int) -> None:
+    def extend(self, row: SimulatedRow, more: int) -> None:
         """Promise `more` tokens to a row."""
         row.promised += more
         self._groups = None
 
-    def extension(self, row: Row, more: int) -> int:
+    def extension(self, row: SimulatedRow, more: int) -> int:
         """Return the additional bytes for `more` tokens of a row."""
         group = next(batch for batch in self._batches if row in batch.rows).promised()
         longest = max(group.longest, row.promised + more)
-        return padded(Group(group.rows, longest), self.kv) - padded(group, self.kv)
+        return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)

@@ -2,10 +2,10 @@
 
 Modelled after the engine: memory for complete prompts and expected answers is committed before they begin. Prefills
 take turns (the shortest; the oldest, or fairly) and leave decode its share. All rows decode in one step, which is
-slower with each row and with the size of their caches. An answer that outgrows its commitment requests `GROWTH` tokens
-at a time. Without room, the newest request is preempted. Models load one at a time, and idle models are unloaded for
-them. Ended chats stay in a prefix cache, which is evicted before a request is refused. `wire.capacity.arithmetic` makes
-every decision.
+slower with each row and with the size of their caches. An answer that outgrows its commitment requests
+`KV_GROWTH_TOKENS` tokens at a time. Without room, the newest request is preempted. Models load one at a time, and idle
+models are unloaded for them. Ended chats stay in a prefix cache, which is evicted before a request is refused.
+`wire.capacity.arithmetic` makes every decision.
 
 Not modelled: single tokens, because between two events all rates are constant and progress is linear. Nor the transient
 of a forward beyond the model's one number, chunks, preflight on a second thread, and other programs on the Mac.
@@ -20,8 +20,8 @@ from msgspec.structs import replace
 
 from coordinator.simulation.hardware import BASE, CHIPS, cap_of, prefill_speed, step_seconds
 from coordinator.simulation.scenario import ModelSpec, NodeSpec
-from coordinator.simulation.simulated_kv import Row, Rows
-from coordinator.simulation.workload import Turn
+from coordinator.simulation.simulated_kv import SimulatedRow, SimulatedRows
+from coordinator.simulation.workload import ConversationTurn
 from wire.capacity.arithmetic import (
     Fits,
     can_ever_fit,
@@ -31,32 +31,32 @@ from wire.capacity.arithmetic import (
     judge,
     request_need,
     row_bytes,
-    waste_under,
+    waste_bytes,
 )
-from wire.capacity.fairness import Owner, Reading, Waiting, in_turn
+from wire.capacity.fairness import PrefillFairness, WaitingRequest, WeightedKey, service_order
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
-from wire.refusals import Code, Refused
-from wire.report import CacheState, Counts, EngineState, Memory, Model
+from wire.refusals import RefusalCode, Refused
+from wire.report import CacheState, EngineCounters, EngineState, Memory, Model
 from wire.units import parse_size
 
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 PREFILL_STEPS = 1.6
 """Duration of a prefill chunk while rows decode, in decode steps."""
 CACHE_SHARE = 0.15
 """Share of the cap without weights that is used for ended chats."""
-EVICTED_TOLD = 64
-RETRY = 0.5
+MAX_EVICTIONS_REPORTED = 64
+RETRY_SECONDS = 0.5
 """Seconds between two attempts to resume a preempted request."""
 _EPSILON = 1e-6
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class SimulatedModel:
     """Model in a node's catalogue, and its state on the node."""
 
     spec: ModelSpec
     model: Model
-    rows: Rows
+    rows: SimulatedRows
     speed: float
     loaded: bool = False
     used: float = 0.0
@@ -65,14 +65,14 @@ class Resident:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SimulatedSequence:
     """One admitted request."""
 
     request: int
-    owner: Owner
-    turn: Turn
-    resident: Resident
-    row: Row
+    owner: WeightedKey
+    turn: ConversationTurn
+    resident: SimulatedModel
+    row: SimulatedRow
     age: int
     left: float
     """Prompt tokens still to prefill."""
@@ -87,7 +87,7 @@ class Sequence:
         return self.known + (steps - self.row.start if self.decoding else 0.0)
 
 
-class Machine:
+class SimulatedNode:
     """Simulated Mac.
 
     `say` sends a frame towards the router. `turn_of` returns the turn of a request, with its true output. `changed` is
@@ -102,7 +102,7 @@ class Machine:
         loop: asyncio.AbstractEventLoop,
         *,
         say: Callable[[Frame], None],
-        turn_of: Callable[[str], Turn],
+        turn_of: Callable[[str], ConversationTurn],
         changed: Callable[[], None] = lambda: None,
         loads: bool = True,
     ) -> None:
@@ -119,26 +119,26 @@ class Machine:
         self._disk = parse_size(spec.disk)
         known = [model for model in models if not spec.models or model.name in spec.models]
         self.residents = {model.name: self._resident(model, loads and model.name in spec.loaded) for model in known}
-        self.prefills: list[Sequence] = []
-        self._reading = Reading()
-        self.decoding: list[Sequence] = []
-        self._line: deque[Sequence] = deque()
-        self._preempted: list[Sequence] = []
+        self.prefills: list[SimulatedSequence] = []
+        self._reading = PrefillFairness()
+        self.decoding: list[SimulatedSequence] = []
+        self._line: deque[SimulatedSequence] = deque()
+        self._preempted: list[SimulatedSequence] = []
         self._cache: OrderedDict[str, tuple[str, int, int]] = OrderedDict()
-        self._evicted: deque[bytes] = deque(maxlen=EVICTED_TOLD)
+        self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
         self._evictions = self._cached = 0
         self.leases = 0
         self.loads = self.preemptions = 0
         self.restarts = 0
         self._steps = 0.0
         self._at = loop.time()
-        self._rates: tuple[float, dict[Sequence, float]] = (0.0, {})
+        self._rates: tuple[float, dict[SimulatedSequence, float]] = (0.0, {})
         self._timer: asyncio.TimerHandle | None = None
         self._age = self._acked = self._sequence = 0
         self.dirty = True
         self.highest = 0
 
-    def _resident(self, spec: ModelSpec, loaded: bool) -> Resident:
+    def _resident(self, spec: ModelSpec, loaded: bool) -> SimulatedModel:
         weights, speed = parse_size(spec.weights), prefill_speed(self.chip, spec.active)
         model = Model(
             spec.name,
@@ -149,9 +149,9 @@ class Machine:
             context=spec.context,
             load_seconds=weights / self._disk,
             expected_output=spec.usual,
-            kv_waste=waste_under(self._cap),
+            kv_waste=waste_bytes(self._cap),
         )
-        return Resident(spec, model, Rows(model.kv), speed, loaded)
+        return SimulatedModel(spec, model, SimulatedRows(model.kv), speed, loaded)
 
     # frames of the router
 
@@ -170,7 +170,7 @@ class Machine:
         turn, resident = self._turn_of(frame.request_id), self.residents.get(frame.model)
         if resident is None:
             text = f"this node does not serve {frame.model}"
-            self._say(Refusal(frame.request, Refused(Code.NO_MODEL, text), turn.prompt))
+            self._say(Refusal(frame.request, Refused(RefusalCode.NO_MODEL, text), turn.prompt))
             return
         limit = frame.params.max_tokens or max(1, resident.spec.context - turn.prompt)
         promised = turn.prompt + min(limit, frame.expected)
@@ -183,7 +183,7 @@ class Machine:
         sequence = self._admit(frame, turn, resident, max(promised, turn.prompt + known + 1), known)
         self._say(Admitted(frame.request, turn.prompt, sequence.cached, turn.session.encode()[-32:]))
 
-    def _refused(self, resident: Resident, prompt: int, output: int) -> Refused | None:
+    def _refused(self, resident: SimulatedModel, prompt: int, output: int) -> Refused | None:
         """Check for room after evicting caches and unloading idle models. Return None if there is room, else the
         refusal."""
         model = self._model(resident)
@@ -192,22 +192,24 @@ class Machine:
         if isinstance(answer, Fits):
             return None
         if not can_ever_fit(self.memory(), model, prompt, output):
-            return Refused(Code.TOO_LARGE, f"{self.name} could not hold this if it were alone", answer.numbers)
+            return Refused(RefusalCode.TOO_LARGE, f"{self.name} could not hold this if it were alone", answer.numbers)
         self._make_room(need, resident)
         answer = judge(self.memory(), need)
         return None if isinstance(answer, Fits) else answer
 
-    def _admit(self, frame: Generate, turn: Turn, resident: Resident, promised: int, known: int) -> Sequence:
+    def _admit(
+        self, frame: Generate, turn: ConversationTurn, resident: SimulatedModel, promised: int, known: int
+    ) -> SimulatedSequence:
         kept = self._cache.get(turn.session) if turn.session else None
         cached = 0
         if kept is not None and kept[0] == resident.spec.name:
             cached = min(kept[1], turn.prompt - 1)
             self._cache.move_to_end(turn.session)
-        row = Row(promised, prompt=cached)
+        row = SimulatedRow(promised, prompt=cached)
         resident.rows.add(row)
         self._age += 1
         left = turn.prompt + known - cached
-        sequence = Sequence(
+        sequence = SimulatedSequence(
             frame.request, frame.owner, turn, resident, row, self._age, float(left), cached, known, known
         )
         resident.used = self._loop.time()
@@ -223,7 +225,7 @@ class Machine:
                 self._changed()
                 return
 
-    def here(self) -> list[Sequence]:
+    def here(self) -> list[SimulatedSequence]:
         """Return every request on this node."""
         return [*self.decoding, *self.prefills, *self._line, *self._preempted]
 
@@ -296,11 +298,11 @@ class Machine:
             reusable=self._cached if reported else 0,
         )
 
-    def _progress(self, resident: Resident, now: float) -> float:
+    def _progress(self, resident: SimulatedModel, now: float) -> float:
         whole = resident.model.load_seconds
         return 1.0 if whole <= 0 else min(1.0, max(0.0, 1 - (resident.ready_at - now) / whole))
 
-    def _make_room(self, need: int, keep: Resident | None) -> None:
+    def _make_room(self, need: int, keep: SimulatedModel | None) -> None:
         """Evict ended chats, oldest first, then unload idle models, least recently used first, until `need` bytes fit.
 
         Release nothing if all of it would not be enough.
@@ -325,7 +327,7 @@ class Machine:
         self._evictions += 1
         self._evicted.append(session.encode()[-32:])
 
-    def _keep(self, sequence: Sequence) -> None:
+    def _keep(self, sequence: SimulatedSequence) -> None:
         """Cache an ended chat for its next turn, in place of its last turn."""
         turn, kv = sequence.turn, sequence.resident.model.kv
         if not turn.session:
@@ -359,7 +361,7 @@ class Machine:
             self._reading.has_read(sequence.owner, done)
             sequence.row.prompt += int(done)
 
-    def _speeds(self) -> tuple[float, dict[Sequence, float]]:
+    def _speeds(self) -> tuple[float, dict[SimulatedSequence, float]]:
         """Return decode steps per second, and tokens per second of every active prefill."""
         step = self.step()
         if not self.prefills:
@@ -374,7 +376,7 @@ class Machine:
         """Return the seconds of one decode step of all rows; 0 without rows."""
         if not self.decoding:
             return 0.0
-        rows: dict[str, tuple[Resident, int, int]] = {}
+        rows: dict[str, tuple[SimulatedModel, int, int]] = {}
         for sequence in self.decoding:
             name = sequence.turn.model
             _, count, tokens = rows.get(name, (sequence.resident, 0, 0))
@@ -392,11 +394,11 @@ class Machine:
             due += [max(0.0, self._stops(sequence) - self._steps) / decode for sequence in self.decoding]
         due += [one.ready_at - self._at for one in self.residents.values() if one.loading and one.ready_at > 0]
         if self._preempted:
-            due.append(RETRY)
+            due.append(RETRY_SECONDS)
         return min(due, default=None)
 
     @staticmethod
-    def _stops(sequence: Sequence) -> float:
+    def _stops(sequence: SimulatedSequence) -> float:
         """Return the step at which a row reaches the end of its answer or of its reservation."""
         row, turn = sequence.row, sequence.turn
         return row.start + min(turn.output - sequence.known, row.promised - row.prompt)
@@ -440,7 +442,7 @@ class Machine:
             return False
         able = [sequence for sequence in self._line if sequence.resident.loaded]
         taken = Counter(one.owner.name for one in [*self.prefills, *self.decoding])
-        for place in in_turn([Waiting(one.owner, 1, one.known > 0) for one in able], taken):
+        for place in service_order([WaitingRequest(one.owner, 1, one.known > 0) for one in able], taken):
             self._line.remove(able[place])
             self.prefills.append(able[place])
             return True
@@ -448,7 +450,7 @@ class Machine:
 
     # models
 
-    def _load(self, resident: Resident) -> None:
+    def _load(self, resident: SimulatedModel) -> None:
         if not resident.loading:
             resident.loading = True
             self.loads += 1
@@ -462,13 +464,13 @@ class Machine:
             first.ready_at = self._loop.time() + max(_EPSILON, first.model.load_seconds)
         self.dirty = True
 
-    def _loaded(self, resident: Resident) -> None:
+    def _loaded(self, resident: SimulatedModel) -> None:
         resident.loading, resident.loaded, resident.ready_at = False, True, 0.0
         self._next_load()
 
     # requests
 
-    def _first(self, sequence: Sequence) -> None:
+    def _first(self, sequence: SimulatedSequence) -> None:
         """Move a request from prefill to decode. The prefill yields its first token."""
         self.prefills.remove(sequence)
         row = sequence.row
@@ -478,14 +480,14 @@ class Machine:
         self._tell(sequence)
         self.dirty = True
 
-    def _tell(self, sequence: Sequence) -> None:
+    def _tell(self, sequence: SimulatedSequence) -> None:
         produced = min(sequence.turn.output, int(sequence.produced(self._steps) + _EPSILON))
         new, sequence.told = produced - sequence.told, max(produced, sequence.told)
         if new > 0:
             pieces = ((Channel.CONTENT, "x" * new),)
             self._say(Deltas((Delta(sequence.request, 0, tuple(range(new)), pieces),)))
 
-    def _reached(self, sequence: Sequence) -> None:
+    def _reached(self, sequence: SimulatedSequence) -> None:
         """A row wrote all that it will, or must ask for more."""
         turn = sequence.turn
         if sequence.produced(self._steps) >= turn.output - _EPSILON:
@@ -495,7 +497,9 @@ class Machine:
             self._say(Finished(sequence.request, ("stop",), turn.prompt, turn.output, sequence.cached))
             self._changed()
             return
-        more = max(1, min(GROWTH, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt)))
+        more = max(
+            1, min(KV_GROWTH_TOKENS, turn.output - sequence.known - (sequence.row.promised - sequence.row.prompt))
+        )
         need = sequence.resident.rows.extension(sequence.row, more)
         if not isinstance(judge(self.memory(), need), Fits):
             self._make_room(need, None)
@@ -505,7 +509,7 @@ class Machine:
         else:
             self._give_way(self._gives_way(), answer)
 
-    def _gives_way(self) -> Sequence:
+    def _gives_way(self) -> SimulatedSequence:
         """Choose the request to preempt: the newest of the API key with the most rows for its weight.
 
         Queued requests without generated tokens come first, then all requests in decode or prefill.
@@ -514,7 +518,7 @@ class Machine:
         rows = Counter(one.owner.name for one in [*self.decoding, *self.prefills, *self._line])
         return max(among, key=lambda one: (one.owner.load(rows[one.owner.name]), one.age))
 
-    def _give_way(self, newest: Sequence, refused: Refused) -> None:
+    def _give_way(self, newest: SimulatedSequence, refused: Refused) -> None:
         alone = len(self.decoding) + len(self.prefills) + len(self._preempted) == 1
         produced = int(newest.produced(self._steps))
         if newest.told:
@@ -535,10 +539,10 @@ class Machine:
         sequence = min(self._preempted, key=lambda one: one.age)
         turn, resident = sequence.turn, sequence.resident
         written = turn.prompt + sequence.known
-        refused = self._refused(resident, written, min(GROWTH, max(1, turn.output - sequence.known)))
+        refused = self._refused(resident, written, min(KV_GROWTH_TOKENS, max(1, turn.output - sequence.known)))
         if refused is None:
             self._preempted.remove(sequence)
-            sequence.row = Row(written + GROWTH)
+            sequence.row = SimulatedRow(written + KV_GROWTH_TOKENS)
             sequence.left, sequence.decoding = float(written), False
             resident.rows.add(sequence.row)
             self._line.append(sequence)
@@ -548,7 +552,7 @@ class Machine:
             self._preempted.remove(sequence)
             self._say(Failed(sequence.request, "no_headroom", refused.message))
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: SimulatedSequence) -> None:
         """Remove a request from all queues and release its memory."""
         for place in (self.decoding, self.prefills, self._preempted, self._line):
             if sequence in place:
@@ -573,14 +577,14 @@ class Machine:
             running=len(self.decoding),
             waiting=len(waiting),
             queued_tokens=int(sum(sequence.left for sequence in waiting)),
-            counts=Counts(preemptions=self.preemptions),
+            counts=EngineCounters(preemptions=self.preemptions),
             cache=CacheState(self._cached, len(self._cache), evictions=self._evictions, evicted=tuple(self._evicted)),
             rows=self.spec.batch,
         )
         models = tuple(self._model(resident) for resident in self.residents.values())
         return Report(self._sequence, self.memory(reported=True), engine, models, self._acked)
 
-    def _model(self, resident: Resident) -> Model:
+    def _model(self, resident: SimulatedModel) -> Model:
         if not resident.loaded:
             now = self._loop.time()
             progress = self._progress(resident, now) if resident.loading and resident.ready_at else 0.0
@@ -596,7 +600,7 @@ class Machine:
 
     # queries of the clairvoyant
 
-    def fits(self, turn: Turn) -> bool:
+    def fits(self, turn: ConversationTurn) -> bool:
         """Return whether this request, with its complete answer, would be admitted now."""
         self._advance()
         resident = self.residents.get(turn.model)
@@ -613,12 +617,12 @@ class Machine:
         memory = self.memory()
         return isinstance(judge(replace(memory, reusable=self._cached + idle), need), Fits)
 
-    def ever(self, turn: Turn) -> bool:
+    def ever(self, turn: ConversationTurn) -> bool:
         """Return whether the request, with its complete answer, fits on this node without other load and leases."""
         resident = self.residents.get(turn.model)
         return resident is not None and can_ever_fit(self.memory(), resident.model, turn.prompt, turn.output)
 
-    def forecast(self, turn: Turn) -> float:
+    def forecast(self, turn: ConversationTurn) -> float:
         """Return the seconds to the first token if the request arrived now and no further request came."""
         resident = self.residents[turn.model]
         kept = self._cache.get(turn.session) if turn.session else None

@@ -17,13 +17,13 @@ from coordinator.simulation.hardware import CHIPS, prefill_speed
 from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, ScenarioError, whole
 
 BYTES_PER_TOKEN = 4.0
-NOISE = 0.08
+TOKEN_BYTES_SIGMA = 0.08
 """Sigma of the logarithm of the bytes that a token of a prompt has: the router estimates, the node counts."""
-MOST_REQUESTS = 500_000
+MAX_REQUESTS = 500_000
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class ConversationTurn:
     """One request: new prompt tokens, answer tokens, seconds of thought before it."""
 
     id: str
@@ -40,14 +40,14 @@ class Turn:
 
 
 @dataclass(slots=True, eq=False)
-class Talk:
+class SimulatedConversation:
     """A conversation that begins `at` seconds."""
 
     at: float
-    turns: list[Turn] = field(default_factory=list[Turn])
+    turns: list[ConversationTurn] = field(default_factory=list[ConversationTurn])
 
 
-class _Line(msgspec.Struct, frozen=True):
+class _TraceLine(msgspec.Struct, frozen=True):
     """One request of a trace."""
 
     at: float
@@ -56,31 +56,31 @@ class _Line(msgspec.Struct, frozen=True):
     session: str = ""
 
 
-def draw(scenario: Scenario, seed: int, folder: Path) -> list[Talk]:
+def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversation]:
     """Return all conversations by start time. Traces are read from `folder`.
 
     Raise `ScenarioError` if a trace cannot be read, or there are too many conversations.
     """
-    talks: list[Talk] = []
+    talks: list[SimulatedConversation] = []
     for number, load in enumerate(scenario.load):
         random = Random(f"{seed} {number}")  # noqa: S311  the same draw every time is what is wanted
         made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
         for talk in made:
             talks.append(talk)
-            if len(talks) > MOST_REQUESTS:
-                raise ScenarioError(f"load {number + 1}: this is more than {MOST_REQUESTS} conversations")
+            if len(talks) > MAX_REQUESTS:
+                raise ScenarioError(f"load {number + 1}: this is more than {MAX_REQUESTS} conversations")
     talks.sort(key=lambda talk: talk.at)
     for number, talk in enumerate(talks):
         _name(talk, f"r{number}")
     return talks
 
 
-def _name(talk: Talk, name: str) -> None:
+def _name(talk: SimulatedConversation, name: str) -> None:
     for number, turn in enumerate(talk.turns):
         turn.id = name if len(talk.turns) == 1 else f"{name}.{number}"
 
 
-def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[Talk]:
+def _drawn(scenario: Scenario, load: LoadSpec, random: Random) -> Iterator[SimulatedConversation]:
     pace = load.rate or _pace(scenario, load)
     at, end = load.begins, min(scenario.seconds, load.ends or scenario.seconds)
     number = 0
@@ -117,8 +117,8 @@ def length(lengths: Lengths, random: Random) -> float:
     return min(lengths.most, max(lengths.least, drawn))
 
 
-def _talk(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> Talk:
-    context, talk = scenario.model(load.model).context, Talk(at)
+def _talk(scenario: Scenario, load: LoadSpec, random: Random, at: float, number: int) -> SimulatedConversation:
+    context, talk = scenario.model(load.model).context, SimulatedConversation(at)
     session = f"{load.key}-{load.model}-{number}" if load.turns > 1 else ""
     said: list[tuple[str, int]] = []
     while True:
@@ -135,14 +135,16 @@ def _talk(scenario: Scenario, load: LoadSpec, random: Random, at: float, number:
             return talk
 
 
-def _turn(load: LoadSpec, said: list[tuple[str, int]], output: int, think: float, session: str, random: Random) -> Turn:
+def _turn(
+    load: LoadSpec, said: list[tuple[str, int]], output: int, think: float, session: str, random: Random
+) -> ConversationTurn:
     prompt = sum(tokens for _, tokens in said)
-    size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, NOISE)))
+    size = max(1, int(prompt * BYTES_PER_TOKEN * random.lognormvariate(0.0, TOKEN_BYTES_SIGMA)))
     texts = tuple(said) if session else ()
-    return Turn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
+    return ConversationTurn("", load.key, load.model, prompt, output, size, load.max_tokens, think, session, texts)
 
 
-def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) -> Iterator[Talk]:
+def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) -> Iterator[SimulatedConversation]:
     context, path = scenario.model(load.model).context, folder / load.trace
     try:
         lines = path.read_bytes().splitlines()
@@ -150,11 +152,13 @@ def _traced(scenario: Scenario, load: LoadSpec, folder: Path, random: Random) ->
         raise ScenarioError(f"trace {load.trace}: {error.strerror or error}") from None
     for number, line in enumerate(lines, 1):
         try:
-            one = msgspec.json.decode(line, type=_Line)
+            one = msgspec.json.decode(line, type=_TraceLine)
         except (msgspec.DecodeError, msgspec.ValidationError) as error:
             raise ScenarioError(f"trace {load.trace}, line {number} of {len(lines)}: {error}") from None
         if one.at >= scenario.seconds:
             continue
         output = max(1, min(one.output, load.max_tokens or one.output, context // 4))
         prompt = max(1, min(one.prompt, context - (load.max_tokens or output) - 1))
-        yield Talk(load.begins + one.at, [_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)])
+        yield SimulatedConversation(
+            load.begins + one.at, [_turn(load, [(one.session, prompt)], output, 0.0, one.session, random)]
+        )

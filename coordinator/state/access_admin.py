@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from coordinator.joining.join_tokens import Tokens
-from coordinator.state.database import KeyRow, Store
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.state.database import Database, KeyRow
 from host.private_files import write_private
 from router.admission.api_keys import ApiKey, KeyRing, new_key, new_secret
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
-from router.admission.usage import Usage, Used
+from router.admission.usage import UsageCounter, UsageTotals
 
 LOCAL = "local"
 """Name of the key of the state folder's owner. It is valid as long as the coordinator runs, and is not listed."""
@@ -36,11 +36,11 @@ class NameTakenError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Admin:
+class AccessAdmin:
     """Operations of /api/v1/tokens and /api/v1/keys. `clock` returns Unix seconds."""
 
-    store: Store
-    tokens: Tokens
+    store: Database
+    tokens: JoinTokens
     ring: KeyRing
     pepper: bytes
     clock: Callable[[], float]
@@ -145,7 +145,7 @@ class Admin:
         acts = [{**asdict(one), "actor_name": names.get(one.actor, "")} for one in list(self.store.audit)[-last:]]
         return {"schema": 1, "acts": acts}
 
-    def count(self, usage: Usage) -> None:
+    def count(self, usage: UsageCounter) -> None:
         """Write the usage since the last call to the database, and delete rows older than `USAGE_DAYS`."""
         today = datetime.fromtimestamp(self.clock(), UTC).date()
         for (key, model), used in usage.drain().items():
@@ -155,10 +155,10 @@ class Admin:
     def usage(self, key: str | None = None, since: str = "", *, daily: bool = False) -> dict[str, Any]:
         """Sum the usage by key and model since a day, or for each day (UTC) with `daily`. `key` limits the result to
         one key."""
-        sums: dict[tuple[str, str, str], Used] = {}
+        sums: dict[tuple[str, str, str], UsageTotals] = {}
         for row in self.store.usage:
             if row.day >= since and key in (None, row.key):
-                sums.setdefault((row.day if daily else "", row.key, row.model), Used()).add(row.used)
+                sums.setdefault((row.day if daily else "", row.key, row.model), UsageTotals()).add(row.used)
         names = {**self.ring.names(), **{row.id: row.name for row in self.store.keys.values()}}
         rows = [
             {

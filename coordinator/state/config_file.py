@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from host.settings_loader import Fault
+from host.settings_loader import InvalidSetting
 
 _TABLE = re.compile(r"\s*\[\s*([^\[\]]+?)\s*\]\s*(?:#.*)?$")
 _KEY = re.compile(r"\s*((?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')(?:\s*\.\s*(?:[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*'))*)\s*=")
@@ -20,7 +20,7 @@ ADDRESSES = frozenset({"conditions.webhook"})
 
 
 @dataclass(frozen=True, slots=True)
-class Wrong:
+class ConfigFault:
     """One fault of a settings file."""
 
     origin: str
@@ -77,16 +77,18 @@ def line_of(key: str, lines: Mapping[str, int]) -> int:
     return 0
 
 
-def syntax(origin: str, message: str) -> Wrong:
-    """Convert the parser's error into a `Wrong`."""
+def syntax(origin: str, message: str) -> ConfigFault:
+    """Convert the parser's error into a `ConfigFault`."""
     found = _SYNTAX.search(message)
-    return Wrong(origin, int(found[1]) if found else 0, "", f"this is no TOML: {_SYNTAX.sub('', message).strip()}")
+    return ConfigFault(
+        origin, int(found[1]) if found else 0, "", f"this is no TOML: {_SYNTAX.sub('', message).strip()}"
+    )
 
 
-def located(origin: str, faults: Sequence[Fault], text: str = "") -> list[Wrong]:
+def located(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:
     """Return faults with their lines, in the order of the file."""
     lines = lines_of(text)
-    found = [Wrong(origin, line_of(one.key, lines), one.key, one.text, one.near, one.meaning) for one in faults]
+    found = [ConfigFault(origin, line_of(one.key, lines), one.key, one.text, one.near, one.meaning) for one in faults]
     return sorted(found, key=lambda one: (one.line, one.key))
 
 
@@ -99,5 +101,5 @@ def shown(key: str, value: object) -> object:
 
 
 def rows_shown(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, object], ...]:
-    """Remove possible secrets from settings (rows of `host.settings_loader.explained`), for every administrator."""
+    """Remove possible secrets from settings (rows of `host.settings_loader.setting_rows`), for every administrator."""
     return tuple({**row, "value": shown(str(row["key"]), row["value"])} for row in rows)

@@ -25,15 +25,15 @@ from typing import Any
 import msgspec
 import structlog
 
-from coordinator.backup.atomic_swap import settle
+from coordinator.backup.atomic_swap import finish_swap
 from host.private_files import private_folder
 from router.admission.rate_limits import KeyLimits
-from router.admission.usage import Used
+from router.admission.usage import UsageTotals
 from wire.identity import NodeId
 from wire.report import Hardware
 
 log = structlog.get_logger()
-AUDIT_KEPT = 10_000
+MAX_AUDIT_ENTRIES = 10_000
 """Most entries of the audit log."""
 
 MIGRATIONS = (
@@ -78,7 +78,7 @@ class StateLockedError(StoreError):
 
 
 @dataclass(frozen=True, slots=True)
-class Meta:
+class ClusterMeta:
     """Identity of the coordinator. Of two coordinators of one cluster, the one with the higher generation is valid."""
 
     cluster: str = ""
@@ -140,7 +140,7 @@ class UsageRow:
     key: str
     model: str
     day: str
-    used: Used
+    used: UsageTotals
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +180,7 @@ class StateLock:
         os.close(self._file)
 
 
-class Store:
+class Database:
     """The state folder's database, open and locked. Raise `StoreError` if it cannot be opened."""
 
     def __init__(self, folder: Path) -> None:
@@ -189,7 +189,7 @@ class Store:
         except OSError as error:
             raise StoreError(f"cannot write to the state folder {folder}: {error.strerror}") from None
         try:
-            settle(folder)
+            finish_swap(folder)
             connection = open_database(folder / "cluster.db", MIGRATIONS)
             self._load(connection)
         except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError) as error:
@@ -211,19 +211,21 @@ class Store:
 
     def _load(self, connection: sqlite3.Connection) -> None:
         row = connection.execute("SELECT cluster, name, epoch, generation FROM meta").fetchone()
-        self._meta = Meta(*row)
+        self._meta = ClusterMeta(*row)
         self._members = {row.node: row for row in map(_member, connection.execute("SELECT * FROM members"))}
         self._tokens = {row.id: row for row in map(_token, connection.execute("SELECT * FROM tokens"))}
         live = connection.execute("SELECT * FROM keys WHERE revoked IS NULL")
         self._keys = {row.id: row for row in map(_key, live)}
         rows = connection.execute("SELECT * FROM usage")
-        self._usage = {(key, model, day): UsageRow(key, model, day, Used(*used)) for key, model, day, *used in rows}
+        self._usage = {
+            (key, model, day): UsageRow(key, model, day, UsageTotals(*used)) for key, model, day, *used in rows
+        }
         acts = connection.execute("SELECT * FROM audit ORDER BY number")
-        self._audit = deque((AuditRow(*row) for row in acts), maxlen=AUDIT_KEPT)
+        self._audit = deque((AuditRow(*row) for row in acts), maxlen=MAX_AUDIT_ENTRIES)
         self._denied = {str(subject) for (subject,) in connection.execute("SELECT subject FROM denied")}
 
     @property
-    def meta(self) -> Meta:
+    def meta(self) -> ClusterMeta:
         """Identity of the coordinator."""
         return self._meta
 
@@ -309,9 +311,9 @@ class Store:
         self._put("UPDATE keys SET revoked = ? WHERE id = ?", now, key)
         return known
 
-    def count(self, key: str, model: str, day: str, used: Used) -> None:
+    def count(self, key: str, model: str, day: str, used: UsageTotals) -> None:
         """Add to the usage of a model by a key on a day."""
-        row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, Used()))
+        row = self._usage.setdefault((key, model, day), UsageRow(key, model, day, UsageTotals()))
         row.used.add(used)
         self._put(
             "INSERT OR REPLACE INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
@@ -335,11 +337,11 @@ class Store:
             self._put("DELETE FROM usage WHERE day < ?", before)
 
     def note(self, at: float, actor: str, action: str, subject: str, address: str = "") -> None:
-        """Append an entry to the audit log. Delete the oldest entries above `AUDIT_KEPT`."""
+        """Append an entry to the audit log. Delete the oldest entries above `MAX_AUDIT_ENTRIES`."""
         number = self._audit[-1].number + 1 if self._audit else 1
         self._audit.append(AuditRow(number, at, actor, action, subject, address))
         self._put("INSERT INTO audit VALUES (?, ?, ?, ?, ?, ?)", number, at, actor, action, subject, address)
-        self._put("DELETE FROM audit WHERE number <= ?", number - AUDIT_KEPT)
+        self._put("DELETE FROM audit WHERE number <= ?", number - MAX_AUDIT_ENTRIES)
 
     @property
     def audit(self) -> Sequence[AuditRow]:

@@ -33,14 +33,14 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from host.private_files import private_folder, write_private
-from wire.certificate import BACKDATED, LEAF_LIFE, read_certificate
-from wire.identity import NodeId, Peer, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
+from wire.certificate import BACKDATED_SECONDS, LEAF_VALIDITY_SECONDS, read_certificate
+from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri, parse_uri, rejoin_text, valid_id
 
 log = structlog.get_logger()
 
-CA_LIFE = 3650 * 24 * 3600.0
+CA_VALIDITY_SECONDS = 3650 * 24 * 3600.0
 """Validity of the CA, in seconds."""
-LONGEST_REQUEST = 4096
+MAX_REQUEST_BYTES = 4096
 """Most bytes of a certificate request. A request for P-256 has about 200."""
 
 _SUBJECT = re.compile(r"macpool cluster ([A-Za-z0-9-]{1,36})")
@@ -50,17 +50,17 @@ class AuthorityError(Exception):
     """The CA's files are missing or damaged. The text names the file and the next step."""
 
 
-class BadRequestError(ValueError):
+class CertificateRequestError(ValueError):
     """A certificate request that the authority does not sign. The text has the reason."""
 
 
-class Authority:
+class ClusterCa:
     """CA of one cluster, created on first use in `folder`.
 
     `clock` returns Unix seconds. `node_life` is the validity of node certificates, in seconds.
     """
 
-    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_LIFE) -> None:
+    def __init__(self, folder: Path, clock: Callable[[], float], node_life: float = LEAF_VALIDITY_SECONDS) -> None:
         private_folder(folder)
         self._clock = clock
         self._node_life = node_life
@@ -80,7 +80,7 @@ class Authority:
     def sign(self, csr: bytes, node: NodeId, name: str = "") -> bytes:
         """Issue a node's certificate (DER) for the key of a request (DER). `name` is the node's display name.
 
-        Raise `BadRequestError` if `public_key_of` refuses the request.
+        Raise `CertificateRequestError` if `public_key_of` refuses the request.
         """
         certificate = self._leaf(
             public_key_of(csr),
@@ -99,7 +99,7 @@ class Authority:
         proves the key.
         """
         try:
-            shown = x509.load_der_x509_certificate(certificate[:LONGEST_REQUEST])
+            shown = x509.load_der_x509_certificate(certificate[:MAX_REQUEST_BYTES])
             shown.verify_directly_issued_by(self._certificate)
             key, peer = shown.public_key(), parse_uri(read_certificate(certificate).uri)
             if not isinstance(key, ec.EllipticCurvePublicKey) or peer is None or peer.node is None:
@@ -125,7 +125,7 @@ class Authority:
         """Return the TLS context of the cluster port: TLS 1.3, client certificate optional but strictly verified."""
         return self._context
 
-    def lives(self) -> dict[str, tuple[float, float]]:
+    def validity(self) -> dict[str, tuple[float, float]]:
         """Return issue and expiry of the CA and of the coordinator's certificate, in Unix seconds."""
         own, ca = read_certificate(self._own_certificate()), read_certificate(self.ca)
         return {"authority": (ca.issued, ca.expires), "coordinator": (own.issued, own.expires)}
@@ -145,7 +145,7 @@ class Authority:
         log.info("coordinator certificate renewed", expires=read_certificate(self._own_certificate()).expires)
         return True
 
-    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> Peer | None:
+    def peer_of(self, shown: bytes | ssl.SSLObject | ssl.SSLSocket | None) -> PeerIdentity | None:
         """Return the node that presented this certificate (DER, or the TLS object that verified it).
 
         Return None without a certificate, or if the certificate names no node of this cluster.
@@ -177,7 +177,7 @@ class Authority:
         name: str,
         uri: str,
         purpose: x509.ObjectIdentifier,
-        life: float = LEAF_LIFE,
+        life: float = LEAF_VALIDITY_SECONDS,
     ) -> x509.Certificate:
         issuer = self._certificate.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         return (
@@ -209,21 +209,23 @@ def cluster_in(file: Path) -> str:
 def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     """Return the public key of a certificate request (DER).
 
-    Raise `BadRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
+    Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
     """
-    if len(csr) > LONGEST_REQUEST:
-        raise BadRequestError(f"the certificate request has {len(csr)} bytes, at most {LONGEST_REQUEST} are read")
+    if len(csr) > MAX_REQUEST_BYTES:
+        raise CertificateRequestError(
+            f"the certificate request has {len(csr)} bytes, at most {MAX_REQUEST_BYTES} are read"
+        )
     try:
         request = x509.load_der_x509_csr(csr)
         key = request.public_key()
         # check the key type first: the signature of a huge RSA key would cost time before authentication
         if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
-            raise BadRequestError("the certificate request is not for a P-256 key")
+            raise CertificateRequestError("the certificate request is not for a P-256 key")
         signed = request.is_signature_valid
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise BadRequestError(str(error) or "this is not a certificate request") from None
+        raise CertificateRequestError(str(error) or "this is not a certificate request") from None
     if not signed:
-        raise BadRequestError("the certificate request is not signed by its own key")
+        raise CertificateRequestError("the certificate request is not signed by its own key")
     return key
 
 
@@ -235,7 +237,7 @@ def _new_ca(now: float) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
     key = ec.generate_private_key(ec.SECP256R1())
     name = f"macpool cluster {uuid.uuid4()}"
     certificate = (
-        certificate_builder(name, key.public_key(), named(name), now, CA_LIFE)
+        certificate_builder(name, key.public_key(), named(name), now, CA_VALIDITY_SECONDS)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(key_usage(signs_certificates=True), critical=True)
         .sign(key, hashes.SHA256())
@@ -254,7 +256,7 @@ def certificate_builder(
         .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
-        .not_valid_before(moment - datetime.timedelta(seconds=BACKDATED))
+        .not_valid_before(moment - datetime.timedelta(seconds=BACKDATED_SECONDS))
         .not_valid_after(moment + datetime.timedelta(seconds=life))
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
     )

@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.tls.cluster_ca import (
-    CA_LIFE,
+    CA_VALIDITY_SECONDS,
     AuthorityError,
     certificate_builder,
     key_usage,
@@ -40,7 +40,7 @@ from coordinator.tls.cluster_ca import (
 )
 from host.bonjour_announce import addresses
 from host.private_files import private_folder
-from wire.certificate import LEAF_LIFE, RENEW_AT
+from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 log = structlog.get_logger("coordinator.tls.https_ca")
 
@@ -64,7 +64,7 @@ ALWAYS = ("localhost", "127.0.0.1", "::1")
 LOCAL = "local"
 
 
-class Endpoint:
+class HttpsCa:
     """TLS of the endpoint, created on first use in `folder`. `hosts` are additional names; `clock` returns Unix
     seconds."""
 
@@ -100,7 +100,7 @@ class Endpoint:
     @property
     def life(self) -> tuple[float, float]:
         """Issue and expiry of the current certificate, in Unix seconds."""
-        return life_of(self._own)
+        return certificate_validity(self._own)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -116,11 +116,11 @@ class Endpoint:
         now = self._clock()
         if names == self._names and now < self._renew_from:
             return False
-        self._names, self._renew_from = names, now + RENEW_AT * LEAF_LIFE
+        self._names, self._renew_from = names, now + RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS
         key = ec.generate_private_key(ec.SECP256R1())
         issuer = self._ca.extensions.get_extension_for_class(x509.SubjectKeyIdentifier).value
         certificate = (
-            certificate_builder("macpool endpoint", key.public_key(), self._ca.subject, now, LEAF_LIFE)
+            certificate_builder("macpool endpoint", key.public_key(), self._ca.subject, now, LEAF_VALIDITY_SECONDS)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(key_usage(signs_certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH]), critical=False)
@@ -155,7 +155,7 @@ class Endpoint:
     ) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         """Write an authority for this key that is constrained to these names."""
         certificate = (
-            certificate_builder(name, key.public_key(), named(name), self._clock(), CA_LIFE)
+            certificate_builder(name, key.public_key(), named(name), self._clock(), CA_VALIDITY_SECONDS)
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(key_usage(signs_certificates=True), critical=True)
             .add_extension(x509.NameConstraints(names, None), critical=True)
@@ -165,7 +165,7 @@ class Endpoint:
         return key, certificate
 
 
-def life_of(pem: Path) -> tuple[float, float]:
+def certificate_validity(pem: Path) -> tuple[float, float]:
     """Return issue and expiry of the first certificate in a file, in Unix seconds. Raise `AuthorityError` if there is
     none."""
     try:

@@ -8,13 +8,13 @@ from pathlib import Path
 import structlog
 
 from coordinator.state.settings import HttpSettings
-from coordinator.tls.cluster_ca import Authority, AuthorityError
-from coordinator.tls.https_ca import Endpoint, from_files, is_loopback, life_of
+from coordinator.tls.cluster_ca import AuthorityError, ClusterCa
+from coordinator.tls.https_ca import HttpsCa, certificate_validity, from_files, is_loopback
 
 log = structlog.get_logger("coordinator.tls.https_ca")
 
 
-def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLContext | None:
+def https_tls(http: HttpSettings, listen: str, state: Path) -> HttpsCa | ssl.SSLContext | None:
     """Return the TLS of the endpoint at `listen`: its own authority, a context of given files, or None.
 
     Raise `AuthorityError` if the settings contradict each other or the files are missing.
@@ -23,7 +23,7 @@ def tls_of(http: HttpSettings, listen: str, state: Path) -> Endpoint | ssl.SSLCo
     if http.certificate:
         return from_files(Path(http.certificate).expanduser(), Path(http.key or http.certificate).expanduser())
     if http.tls == "on" or (http.tls == "auto" and not is_loopback(listen)):
-        return Endpoint(
+        return HttpsCa(
             state / "authority", (host.strip().lower() for host in http.hosts.split(",") if host.strip()), time.time
         )
     if not is_loopback(listen):
@@ -49,12 +49,14 @@ def check_http(http: HttpSettings, listen: str) -> None:
         )
 
 
-def lives_of(authority: Authority, tls: Endpoint | ssl.SSLContext | None, file: str) -> dict[str, tuple[float, float]]:
+def https_validity(
+    authority: ClusterCa, tls: HttpsCa | ssl.SSLContext | None, file: str
+) -> dict[str, tuple[float, float]]:
     """Return issue and expiry of the coordinator's certificates and of a given one, in Unix seconds."""
-    lives = authority.lives()
-    if isinstance(tls, Endpoint):
+    lives = authority.validity()
+    if isinstance(tls, HttpsCa):
         lives["endpoint"] = tls.life
     elif tls is not None:
         with contextlib.suppress(AuthorityError):
-            lives["endpoint"] = life_of(Path(file).expanduser())
+            lives["endpoint"] = certificate_validity(Path(file).expanduser())
     return lives

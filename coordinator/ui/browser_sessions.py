@@ -16,10 +16,10 @@ PAGE = "page"
 """Name of browser keys in the audit log. They are not listed."""
 CODE_SECONDS = 120.0
 KEY_SECONDS = 12 * 3600.0
-MOST_CODES, MOST_KEYS = 16, 64
+MAX_CODES, MAX_KEYS = 16, 64
 
 
-class Visitors:
+class BrowserSessions:
     """Unused sign-in codes and the browser keys. `clock` returns Unix seconds."""
 
     def __init__(self, ring: KeyRing, pepper: bytes, clock: Callable[[], float]) -> None:
@@ -29,10 +29,10 @@ class Visitors:
         self._codes: dict[bytes, float] = {}
         self._keys: dict[str, float] = {}
 
-    def invite(self) -> str:
+    def create_code(self) -> str:
         """Create a code for one sign-in. At the limit, the oldest code is removed."""
         self._forget()
-        while len(self._codes) >= MOST_CODES:
+        while len(self._codes) >= MAX_CODES:
             del self._codes[next(iter(self._codes))]
         code = secrets.token_urlsafe(24)
         self._codes[_digest(code)] = self._clock() + CODE_SECONDS
@@ -46,15 +46,15 @@ class Visitors:
         if found is None:
             return None
         del self._codes[found]
-        while len(self._keys) >= MOST_KEYS:
-            self.leave(next(iter(self._keys)))
+        while len(self._keys) >= MAX_KEYS:
+            self.end_session(next(iter(self._keys)))
         now = self._clock()
         key, text = new_key(self._pepper, PAGE, ["admin"], created=now, expires=now + KEY_SECONDS)
         self._ring.put(key)
         self._keys[key.id] = now + KEY_SECONDS
         return text, now + KEY_SECONDS
 
-    def leave(self, key: str) -> bool:
+    def end_session(self, key: str) -> bool:
         """End a visit at once; False for a key that is no visitor's."""
         if self._keys.pop(key, None) is None:
             return False
@@ -65,7 +65,7 @@ class Visitors:
         now = self._clock()
         self._codes = {code: until for code, until in self._codes.items() if until > now}
         for key in [key for key, until in self._keys.items() if until <= now]:
-            self.leave(key)
+            self.end_session(key)
 
 
 def _digest(code: str) -> bytes:

@@ -12,13 +12,13 @@ import structlog
 
 log = structlog.get_logger("coordinator.ui")
 
-LOOK_SECONDS = 0.5
-SILENCE_SECONDS = 15.0
+POLL_INTERVAL_SECONDS = 0.5
+KEEPALIVE_SECONDS = 15.0
 """Seconds of silence after which a comment is sent, because proxies and the page check that the connection works."""
-MOST_VIEWERS = 32
+MAX_VIEWERS = 32
 
 
-class Live:
+class LiveStream:
     """`sections()` gives the state as it is now, each section whole."""
 
     def __init__(self, sections: Callable[[], Mapping[str, object]]) -> None:
@@ -33,9 +33,9 @@ class Live:
     @property
     def full(self) -> bool:
         """Whether the limit of viewers is reached."""
-        return self._viewers >= MOST_VIEWERS
+        return self._viewers >= MAX_VIEWERS
 
-    async def rested(self) -> None:
+    async def wait_stopped(self) -> None:
         """Wait until the task that serves all viewers has ended, after the last viewer left."""
         if self._task is not None:
             await self._task
@@ -50,8 +50,8 @@ class Live:
             known, silent = 0, 0.0
             while welcome():
                 news, known = self._news(known), self._looks
-                silent = 0.0 if news else silent + LOOK_SECONDS
-                if silent >= SILENCE_SECONDS:
+                silent = 0.0 if news else silent + POLL_INTERVAL_SECONDS
+                if silent >= KEEPALIVE_SECONDS:
                     news, silent = b": still here\n\n", 0.0
                 if news:
                     yield news
@@ -70,7 +70,7 @@ class Live:
 
     async def _watch(self) -> None:
         while self._viewers:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_INTERVAL_SECONDS)
             self._look()
 
     def _look(self) -> None:

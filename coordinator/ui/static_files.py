@@ -35,7 +35,7 @@ HEADERS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class StaticFile:
     """A file as it is sent; `tag` is its ETag."""
 
     body: bytes
@@ -43,7 +43,7 @@ class File:
     tag: bytes
 
 
-class Page:
+class PageApp:
     """An ASGI app before the control app: `/` and everything below `/ui/`."""
 
     def __init__(self, app: Asgi) -> None:
@@ -66,7 +66,7 @@ class Page:
             await _send(scope, send, file)
 
 
-async def _send(scope: Scope, send: Send, file: File) -> None:
+async def _send(scope: Scope, send: Send, file: StaticFile) -> None:
     known = file.tag in (value for name, value in scope["headers"] if name == b"if-none-match")
     body = b"" if known or scope["method"] == "HEAD" else file.body
     about = [(b"content-type", file.kind.encode()), (b"etag", file.tag), *HEADERS]
@@ -86,6 +86,6 @@ def _read(folder: Traversable, path: str) -> list[tuple[str, bytes]]:
     return found
 
 
-def _file(path: str, body: bytes) -> File:
+def _file(path: str, body: bytes) -> StaticFile:
     tag = b'"%s"' % hashlib.sha256(body).hexdigest()[:24].encode()
-    return File(body, TYPES[path.rpartition(".")[2]], tag)
+    return StaticFile(body, TYPES[path.rpartition(".")[2]], tag)

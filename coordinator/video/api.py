@@ -16,13 +16,13 @@ import msgspec
 from coordinator.state.access_admin import LOCAL
 from coordinator.state.database import StoreError
 from coordinator.video.artifacts import THUMBNAIL, VIDEO
-from coordinator.video.controller import Conductor
+from coordinator.video.controller import VideoController
 from coordinator.video.file_response import send_file
 from coordinator.video.multipart import boundary_of, read_form
 from coordinator.video.state.admission import admit
-from coordinator.video.state.jobs import Job, Kept, State, shown
+from coordinator.video.state.jobs import JobState, StoredFile, VideoJob, to_row
 from router.admission.api_keys import ApiKey, KeyRing
-from router.admission.rate_limits import Quotas
+from router.admission.rate_limits import RateLimits
 from router.dialects.openai import video_schema
 from router.dialects.openai.video_schema import VideoBody
 from router.dialects.shared.strict_json import read_object
@@ -31,13 +31,13 @@ from router.http.app import App, allowed
 from router.http.exchange import Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 VIDEOS = "/v1/videos"
-JSON_BYTES = 64 * 1024
-MOST_LISTED = 100
-USUAL_LISTED = 20
-LONGEST_KEY = 200
+MAX_JSON_BYTES = 64 * 1024
+MAX_LISTED = 100
+DEFAULT_LISTED = 20
+MAX_KEY_CHARS = 200
 _ID = re.compile(r"video_[0-9a-f]{24}")
 _READ = ("GET", "HEAD")
 NOT_OFFERED: Mapping[str, str] = {
@@ -50,7 +50,7 @@ NOT_OFFERED: Mapping[str, str] = {
 VARIANTS = {"video": VIDEO, "thumbnail": THUMBNAIL}
 
 
-class Answered(Protocol):
+class AnswerCounter(Protocol):
     """Where answers are counted."""
 
     def answered(self, status: int) -> None:
@@ -58,16 +58,16 @@ class Answered(Protocol):
         ...
 
 
-class Videos:
+class VideoApp:
     """ASGI app for video routes. `control` handles every other path."""
 
     def __init__(
         self,
-        conductor: Conductor,
+        conductor: VideoController,
         keys: KeyRing,
-        quotas: Quotas,
+        quotas: RateLimits,
         settings: RouterSettings,
-        counters: Answered,
+        counters: AnswerCounter,
         control: App,
     ) -> None:
         self._conductor = conductor
@@ -118,7 +118,7 @@ class Videos:
         elif exchange.method == "POST":
             await self._create(exchange, key)
         else:
-            await exchange.tell(self._listing(key, query))
+            await exchange.respond(self._listing(key, query))
 
     async def _create(self, exchange: Exchange, key: ApiKey) -> None:
         body = await self._body(exchange)
@@ -131,10 +131,10 @@ class Videos:
         else:
             await self._tell(exchange, made)
 
-    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> Job | Problem:
+    async def _made(self, exchange: Exchange, key: ApiKey, asked: VideoBody) -> VideoJob | Problem:
         idempotency = (exchange.header(b"idempotency-key") or b"").decode("latin-1")
-        if len(idempotency) > LONGEST_KEY or not idempotency.isprintable():
-            return invalid(f"Idempotency-Key must be at most {LONGEST_KEY} printable letters")
+        if len(idempotency) > MAX_KEY_CHARS or not idempotency.isprintable():
+            return invalid(f"Idempotency-Key must be at most {MAX_KEY_CHARS} printable letters")
         digest = hashlib.sha256(asked.model_dump_json().encode()).hexdigest()
         conductor, owner = self._conductor, _owner(key)
         known = conductor.known(owner, idempotency, digest)
@@ -146,8 +146,8 @@ class Videos:
         if isinstance(wanted, Problem):
             return wanted
         mine = [job for job in conductor.board.jobs.values() if job.open and job.key == owner]
-        queued = sum(job.state == State.QUEUED for job in mine)
-        refused = self._quotas.take_video(key.id, wanted.model, len(mine), queued, time.monotonic())
+        queued = sum(job.state == JobState.QUEUED for job in mine)
+        refused = self._quotas.admit_video(key.id, wanted.model, len(mine), queued, time.monotonic())
         if refused is not None:
             return from_refused(refused)
         return await conductor.submit(wanted, owner, idempotency, digest)
@@ -161,14 +161,14 @@ class Videos:
         if content_type.partition(b";")[0].strip().lower() != b"application/json":
             kind = content_type[:60].decode("latin-1")
             return invalid(f"the body must be application/json or multipart/form-data with a boundary, not {kind!r}")
-        short = msgspec.structs.replace(settings, body_bytes=min(settings.body_bytes, JSON_BYTES))
+        short = msgspec.structs.replace(settings, body_bytes=min(settings.body_bytes, MAX_JSON_BYTES))
         body = await exchange.body(short)
         return read_object(body) if isinstance(body, bytes) else body
 
     def _listing(self, key: ApiKey, query: Mapping[str, str]) -> bytes | Problem:
-        limit, order, after = query.get("limit", str(USUAL_LISTED)), query.get("order", "desc"), query.get("after")
-        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MOST_LISTED:
-            return invalid(f"limit must be 1 to {MOST_LISTED}", "limit")
+        limit, order, after = query.get("limit", str(DEFAULT_LISTED)), query.get("order", "desc"), query.get("after")
+        if not limit.isdecimal() or not 1 <= int(limit[:9]) <= MAX_LISTED:
+            return invalid(f"limit must be 1 to {MAX_LISTED}", "limit")
         if order not in ("asc", "desc"):
             return invalid("order must be asc or desc", "order")
         jobs = [job for job in self._conductor.jobs() if _sees(key, job)]
@@ -183,7 +183,7 @@ class Videos:
         return msgspec.json.encode(
             {
                 "object": "list",
-                "data": [shown(job) for job in page],
+                "data": [to_row(job) for job in page],
                 "first_id": page[0].id if page else None,
                 "last_id": page[-1].id if page else None,
                 "has_more": len(jobs) > len(page),
@@ -221,7 +221,7 @@ class Videos:
         except FileNotFoundError:
             await exchange.refuse(_no_video(name))
 
-    def _file(self, job: Job, query: Mapping[str, str]) -> tuple[Path, Kept] | Problem:
+    def _file(self, job: VideoJob, query: Mapping[str, str]) -> tuple[Path, StoredFile] | Problem:
         kind = _wanted_kind(job, query)
         if isinstance(kind, Problem):
             return kind
@@ -231,20 +231,20 @@ class Videos:
     async def _not_offered(self, exchange: Exchange, what: str) -> None:
         key = allowed(self._keys, exchange, ("GET", "POST"), "infer")
         text = f"{what} is not offered: {NOT_OFFERED[what]}"
-        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=Code.UNSUPPORTED.value))
+        await exchange.refuse(key if isinstance(key, Problem) else invalid(text, code=RefusalCode.UNSUPPORTED.value))
 
-    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> Job | Problem:
+    def _find(self, exchange: Exchange, methods: tuple[str, ...], name: str) -> VideoJob | Problem:
         key = allowed(self._keys, exchange, methods, "infer")
         if isinstance(key, Problem):
             return key
         job = self._conductor.job(name) if _ID.fullmatch(name) else None
         return job if job is not None and _sees(key, job) else _no_video(name)
 
-    async def _tell(self, exchange: Exchange, job: Job) -> None:
+    async def _tell(self, exchange: Exchange, job: VideoJob) -> None:
         headers: list[Header] = []
         if job.open:
             headers = [(b"openai-poll-after-ms", b"%d" % (self._conductor.settings.poll_seconds * 1000))]
-        await exchange.answer(msgspec.json.encode(shown(job)), headers=headers)
+        await exchange.answer(msgspec.json.encode(to_row(job)), headers=headers)
 
 
 def _owner(key: ApiKey) -> str:
@@ -252,27 +252,29 @@ def _owner(key: ApiKey) -> str:
     return key.name if key.name == LOCAL else key.id
 
 
-def _sees(key: ApiKey, job: Job) -> bool:
+def _sees(key: ApiKey, job: VideoJob) -> bool:
     return job.key == _owner(key) or key.allows("admin")
 
 
 def _understood(body: dict[str, Any]) -> VideoBody | Problem:
-    found = video_schema.VIDEO.understand(body, strict=True)
+    found = video_schema.VIDEO.parse(body, strict=True)
     return found if isinstance(found, Problem) else found[0]
 
 
-def _wanted_kind(job: Job, query: Mapping[str, str]) -> str | Problem:
+def _wanted_kind(job: VideoJob, query: Mapping[str, str]) -> str | Problem:
     """Return the wanted kind of file, or the problem."""
     variant = query.get("variant", "video")
     if variant not in VARIANTS:
         known = ", ".join(VARIANTS)
-        return invalid(f"variant {variant[:40]!r} is not offered, only {known}", "variant", Code.UNSUPPORTED.value)
-    if job.state == State.FAILED:
+        return invalid(
+            f"variant {variant[:40]!r} is not offered, only {known}", "variant", RefusalCode.UNSUPPORTED.value
+        )
+    if job.state == JobState.FAILED:
         why = "" if job.fault is None else f": {job.fault.message}"
         return Problem(409, "video_failed", f"this video was not made{why}")
-    if job.state != State.COMPLETED:
+    if job.state != JobState.COMPLETED:
         return Problem(
-            409, "video_not_completed", f"this video is {shown(job)['status']}: ask again when it is completed"
+            409, "video_not_completed", f"this video is {to_row(job)['status']}: ask again when it is completed"
         )
     if job.expired:
         return Problem(404, "artifact_expired", f"this video is no longer kept (expires_at {int(job.expires or 0)})")

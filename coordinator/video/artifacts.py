@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from coordinator.video.state.jobs import Fault, Job, Kept
+from coordinator.video.state.jobs import JobFault, StoredFile, VideoJob
 from host.private_files import private_folder
 from wire.identity import NodeId
 from wire.video import Artifact
@@ -32,7 +32,7 @@ SUFFIXES = {
     ".png": (THUMBNAIL, "image/png"),
 }
 """Kind and media type of a file by its suffix. All other files stay on the node."""
-MOST_FILES = 4
+MAX_FILES = 4
 SLACK_BYTES = 16 * 2**20
 """Bytes of a file beyond its uncompressed pictures: headers, indexes, sound."""
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -43,33 +43,33 @@ AskNode = Callable[[NodeId, str, int], AsyncIterator[bytes]]
 """`coordinator.cluster.link_server.LinkServer.ask`."""
 
 
-class Interrupted(Exception):
+class FetchInterrupted(Exception):
     """The node does not answer now; it still has the files."""
 
 
-class Artifacts:
+class ArtifactFolder:
     """The folder `folder`, made with the first file."""
 
     def __init__(self, folder: Path, ask: AskNode) -> None:
         self._folder = folder
         self._ask = ask
 
-    async def fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> tuple[Kept, ...] | Fault:
+    async def fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> tuple[StoredFile, ...] | JobFault:
         """Get all files of a job; a fault when they can never be had whole. Raises Interrupted when the node stopped
         answering."""
-        wanted = [one for one in artifacts[:MOST_FILES] if self._usable(one)]
+        wanted = [one for one in artifacts[:MAX_FILES] if self._usable(one)]
         for artifact in wanted:
             most = most_bytes(job, kind_of(artifact.name))
             if artifact.size > most:
-                return Fault(
+                return JobFault(
                     "output_invalid", f"{artifact.name} has {artifact.size} bytes, this job makes {most} at most"
                 )
         if not any(kind_of(one.name) == VIDEO for one in wanted):
-            return Fault("output_invalid", "its node has made no video that can be read here")
-        kept: list[Kept] = []
+            return JobFault("output_invalid", "its node has made no video that can be read here")
+        kept: list[StoredFile] = []
         for artifact in wanted:
             found = await self._fetch(job, artifact)
-            if isinstance(found, Fault):
+            if isinstance(found, JobFault):
                 await self.remove(job.id)
                 return found
             kept.append(found)
@@ -78,7 +78,7 @@ class Artifacts:
     def _usable(self, artifact: Artifact) -> bool:
         return bool(_NAME.fullmatch(artifact.name)) and kind_of(artifact.name) != "" and artifact.size > 0
 
-    async def _fetch(self, job: Job, artifact: Artifact) -> Kept | Fault:
+    async def _fetch(self, job: VideoJob, artifact: Artifact) -> StoredFile | JobFault:
         folder = self.folder(job.id)
         beside = folder / f"{artifact.name}.part"
         try:
@@ -86,7 +86,7 @@ class Artifacts:
             digest, size = await self._download(job, artifact, beside)
             if (digest, size) != (artifact.sha256, artifact.size):
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, told=artifact.size)
-                return Fault(
+                return JobFault(
                     "artifact_broken",
                     f"{artifact.name} came with {size} of {artifact.size} bytes, or others than its node told",
                 )
@@ -95,10 +95,12 @@ class Artifacts:
             log.exception("artifact not stored", job=job.id, name=artifact.name)
             full = error.errno in FULL
             text = "the disk of the coordinator is full" if full else f"the coordinator cannot write: {error.strerror}"
-            return Fault("storage_full" if full else "storage_failed", f"{artifact.name} could not be stored: {text}")
-        return Kept(artifact.name, artifact.size, artifact.sha256.hex())
+            return JobFault(
+                "storage_full" if full else "storage_failed", f"{artifact.name} could not be stored: {text}"
+            )
+        return StoredFile(artifact.name, artifact.size, artifact.sha256.hex())
 
-    async def _download(self, job: Job, artifact: Artifact, beside: Path) -> tuple[bytes, int]:
+    async def _download(self, job: VideoJob, artifact: Artifact, beside: Path) -> tuple[bytes, int]:
         digest, size = hashlib.sha256(), 0
         descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
         try:
@@ -110,7 +112,7 @@ class Artifacts:
                 await asyncio.to_thread(_write, descriptor, piece)
             await asyncio.to_thread(os.fsync, descriptor)
         except (LookupError, TimeoutError) as error:
-            raise Interrupted(str(error) or "it stopped answering") from None
+            raise FetchInterrupted(str(error) or "it stopped answering") from None
         finally:
             os.close(descriptor)
         return digest.digest(), size
@@ -126,7 +128,7 @@ class Artifacts:
             raise ValueError(f"{job!r} is no job")
         return self._folder / job
 
-    def find(self, job: Job, kind: str) -> tuple[Path, Kept] | None:
+    def find(self, job: VideoJob, kind: str) -> tuple[Path, StoredFile] | None:
         """Return the file of a kind; None if there is none."""
         found = next((file for file in job.files if kind_of(file.name) == kind), None)
         return None if found is None else (self.folder(job.id) / found.name, found)
@@ -139,7 +141,7 @@ class Artifacts:
                     shutil.rmtree(folder, ignore_errors=True)
 
 
-def most_bytes(job: Job, kind: str) -> int:
+def most_bytes(job: VideoJob, kind: str) -> int:
     """Return the most bytes that a file of a job can have: its pictures without any compression, and SLACK_BYTES."""
     wanted = job.wanted
     return wanted.width * wanted.height * 3 * (wanted.frames if kind == VIDEO else 1) + SLACK_BYTES

@@ -1,7 +1,7 @@
 """Controller of video jobs: feeds events into the job table and performs its actions, on the coordinator's loop.
 
-It owns the job table (`Board`), the store and the files. Nodes' frames arrive through `hear` and `see`, requests of
-clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
+It owns the job table (`JobTable`), the store and the files. Nodes' frames arrive through `handle_frame` and
+`apply_view`, requests of clients through `submit`, `cancel` and `delete`. No decision about a job is made here.
 """
 
 import asyncio
@@ -16,75 +16,75 @@ from typing import Any, Protocol
 import structlog
 
 from coordinator.state.database import StoreError
-from coordinator.video.artifacts import Artifacts, Interrupted
-from coordinator.video.metrics import VideoCounters, VideoPicture, picture
+from coordinator.video.artifacts import ArtifactFolder, FetchInterrupted
+from coordinator.video.metrics import VideoCounters, VideoSnapshot, snapshot
 from coordinator.video.settings import VideoSettings
 from coordinator.video.state import events
-from coordinator.video.state.job_table import Board, Hold
-from coordinator.video.state.jobs import Fault, Job, State, Wanted
-from coordinator.video.state.lease_placement import Choice, choose, packages_of, profile_of
-from coordinator.video.state.memory_model import Profile, ProfileKey, key_of
+from coordinator.video.state.job_table import JobTable, LeaseHold
+from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, VideoJob
+from coordinator.video.state.lease_placement import LeaseChoice, choose, packages_of, profile_of
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, key_of
 from coordinator.video.state.transitions import advance
 from coordinator.video.store import VideoStore
 from router.placement.cluster_view import ClusterView, NodeView
-from wire.frames import AllowVideo, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.frames import AllowVideo, Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.identity import NodeId
 from wire.video import Artifact
 
 log = structlog.get_logger("coordinator.video")
 
-TICK = 0.5
+TICK_SECONDS = 0.5
 """Seconds between two checks of the job table while a job is open."""
-IDLE_TICK = 60.0
+IDLE_TICK_SECONDS = 60.0
 """Seconds between two checks while no job is open."""
-AGAIN = 2.0
+RETRY_SECONDS = 2.0
 """Seconds until a node that did not answer is asked again."""
-HEARD = (LeaseGranted, LeaseRefused, LeaseEnded)
+LEASE_FRAMES = (LeaseGranted, LeaseRefused, LeaseEnded)
 
 
-class Links(Protocol):
+class VideoLinks(Protocol):
     """Functions of the link server that the controller uses."""
 
     def send(self, node: NodeId, frame: Frame) -> bool:
         """Send a frame. Return False if the node is not linked."""
         ...
 
-    def ask(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
+    def fetch(self, node: NodeId, what: str, limit: int) -> AsyncIterator[bytes]:
         """Yield the bytes of a node's source `what`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class IdempotentJob:
     """Job of an earlier request with the same idempotency key. `same`: the request body was equal."""
 
-    job: Job
+    job: VideoJob
     same: bool
 
 
-class Conductor:
+class VideoController:
     """Controller of video jobs. `wall` returns Unix seconds, `clock` seconds on the clock of `NodeView.heard_at`."""
 
     def __init__(
         self,
         folder: Path,
         settings: VideoSettings,
-        links: Links,
+        links: VideoLinks,
         *,
         wall: Callable[[], float] = time.time,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.settings = settings
-        self.artifacts = Artifacts(folder / "videos", links.ask)
+        self.artifacts = ArtifactFolder(folder / "videos", links.fetch)
         self._links = links
         self._wall = wall
         self._loop = asyncio.get_running_loop()
         self._clock = clock or self._loop.time
         self._store = VideoStore(folder)
-        self.profiles: dict[ProfileKey, Profile] = dict(self._store.profiles)
+        self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = dict(self._store.profiles)
         self.view = ClusterView()
         self.counters = VideoCounters()
-        self.board = Board(settings.rules, {job.id: job for job in self._store.jobs})
+        self.board = JobTable(settings.rules, {job.id: job for job in self._store.jobs})
         self._sequence = max((job.sequence for job in self._store.jobs), default=0)
         self._heard: dict[str, float] = {}
         self._events: deque[events.Event] = deque()
@@ -98,7 +98,7 @@ class Conductor:
         self.broken = ""
         """Why nothing can be stored any more; empty while writes succeed."""
         if self.board.jobs:
-            self.tell(events.Restarted())
+            self.apply_event(events.CoordinatorRestarted())
             self.artifacts.sweep(set(self.board.jobs))
 
     async def close(self) -> None:
@@ -113,17 +113,17 @@ class Conductor:
 
     # -- requests of clients --------------------------------------------------------------
 
-    def known(self, key: str, idempotency: str, digest: str) -> Known | None:
+    def known(self, key: str, idempotency: str, digest: str) -> IdempotentJob | None:
         """Return the job that this key requested under this idempotency key."""
         for job in self.board.jobs.values():
             if idempotency and (job.key, job.idempotency) == (key, idempotency):
-                return Known(job, job.digest == digest)
+                return IdempotentJob(job, job.digest == digest)
         return None
 
-    async def submit(self, wanted: Wanted, key: str, idempotency: str = "", digest: str = "") -> Job:
+    async def submit(self, wanted: RequestedClip, key: str, idempotency: str = "", digest: str = "") -> VideoJob:
         """Enqueue a job and return it after it is on disk. Raise `StoreError` if it cannot be stored."""
         self._sequence += 1
-        job = Job(
+        job = VideoJob(
             f"video_{secrets.token_hex(12)}",
             self._sequence,
             key,
@@ -134,36 +134,36 @@ class Conductor:
             digest=digest,
         )
         log.info("video submitted", job=job.id, model=wanted.model, size=f"{wanted.width}x{wanted.height}")
-        self.tell(events.Submitted(job))
+        self.apply_event(events.JobSubmitted(job))
         await self._written()
         return self.board.jobs.get(job.id, job)
 
     async def cancel(self, job: str) -> None:
         """Cancel a job."""
-        self.tell(events.Cancelled(job))
+        self.apply_event(events.JobCancelled(job))
         await self._written()
 
     async def delete(self, job: str) -> None:
         """Cancel a job and delete it."""
-        self.tell(events.Deleted(job))
+        self.apply_event(events.JobDeleted(job))
         await self._written()
 
-    def job(self, name: str) -> Job | None:
+    def job(self, name: str) -> VideoJob | None:
         """Return a job."""
         return self.board.jobs.get(name)
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[VideoJob]:
         """Return all jobs, newest first."""
         return sorted(self.board.jobs.values(), key=lambda job: -job.sequence)
 
-    def holds(self) -> list[Hold]:
+    def holds(self) -> list[LeaseHold]:
         """Return the leased memory, oldest first."""
         return sorted(self.board.holds.values(), key=lambda hold: hold.since)
 
-    def picture(self) -> VideoPicture:
+    def snapshot(self) -> VideoSnapshot:
         """Return a snapshot of all jobs for metrics."""
         offered = any(node.video.packages for node in self.view.nodes)
-        return picture(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
+        return snapshot(self.counters, self.board.jobs.values(), self._wall(), offered=offered)
 
     async def _written(self) -> None:
         if self.broken:
@@ -172,14 +172,14 @@ class Conductor:
 
     # -- events of nodes -------------------------------------------------------------------
 
-    def see(self, view: ClusterView) -> None:
+    def apply_view(self, view: ClusterView) -> None:
         """Apply a new cluster view."""
         self.view = view
         for node in view.nodes:
             self._permit(node)
             if node.heard_at and self._heard.get(node.id) != node.heard_at and self._concerns(node):
                 self._heard[node.id] = node.heard_at
-                self.tell(events.Reported(node.id, node.video.leases))
+                self.apply_event(events.LeasesReported(node.id, node.video.leases))
         if not self._running:
             self._look()
             self._run()
@@ -194,28 +194,28 @@ class Conductor:
 
     def _concerns(self, node: NodeView) -> bool:
         """Return whether a node's report about leases can change anything, including a report without leases."""
-        if node.video.leases or self.board.held(node.id) is not None:
+        if node.video.leases or self.board.hold_of(node.id) is not None:
             return True
-        return any(job.node == node.id and job.state == State.FINALIZING for job in self.board.jobs.values())
+        return any(job.node == node.id and job.state == JobState.FINALIZING for job in self.board.jobs.values())
 
-    def hear(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+    def handle_frame(self, node: NodeId, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
         """Handle a node's frame about a lease."""
         log.info("lease", node=node, lease=frame.lease, said=type(frame).__name__, code=getattr(frame, "code", ""))
-        self.tell(events.Said(node, frame))
+        self.apply_event(events.LeaseAnswered(node, frame))
 
     def node_gone(self, node: NodeId) -> None:
         """Record the end of a node's link. Its last report was already applied, and has nothing new in a later view."""
-        self.tell(events.NodeAway(node))
+        self.apply_event(events.NodeAway(node))
 
     def forget(self, node: NodeId) -> None:
         """Delete the data of a node that is no longer a member."""
         self._heard.pop(node, None)
         self._permits.pop(node, None)
-        self.tell(events.NodeRemoved(node))
+        self.apply_event(events.NodeRemoved(node))
 
     # -- the board -------------------------------------------------------------------------
 
-    def tell(self, event: events.Event) -> None:
+    def apply_event(self, event: events.Event) -> None:
         """Apply an event and perform the resulting actions. Events that follow are queued after it."""
         self._events.append(event)
         self._run()
@@ -243,17 +243,17 @@ class Conductor:
         if before.holds != self.board.holds:
             self._count_grants(before)
 
-    def _count_grants(self, before: Board) -> None:
+    def _count_grants(self, before: JobTable) -> None:
         for hold in self.board.holds.values():
             old = before.holds.get(hold.lease)
             if hold.granted and old is not None and not old.granted:
-                self.counters.granted(self._wall() - hold.since)
+                self.counters.count_grant(self._wall() - hold.since)
 
-    def _tell_of_moves(self, before: Board) -> None:
+    def _tell_of_moves(self, before: JobTable) -> None:
         for job in self.board.jobs.values():
             old = before.jobs.get(job.id)
             if old is not None and old.state != job.state:
-                self.counters.moved(old, job, self._wall())
+                self.counters.count_transition(old, job, self._wall())
                 fault = {} if job.fault is None else {"code": job.fault.code, "message": job.fault.message}
                 log.info("video", job=job.id, state=str(job.state), node=job.node, generation=job.generation, **fault)
 
@@ -261,17 +261,17 @@ class Conductor:
         found = choose(self.board, self.view, self.profiles, self._wall(), self._clock())
         if found is None:
             return
-        if isinstance(found, Choice):
-            self._events.append(events.Placed(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
+        if isinstance(found, LeaseChoice):
+            self._events.append(events.JobPlaced(found.job.id, found.node, f"lease_{secrets.token_hex(12)}"))
         elif (found.job.phase, found.job.room_by is None) != (found.phase, found.busy):
-            self._events.append(events.Waits(found.job.id, found.phase, found.busy))
+            self._events.append(events.JobWaits(found.job.id, found.phase, found.busy))
 
     def _plan(self) -> None:
         if not self.board.jobs and not self.board.holds:
             self._stop_clock()
             return
         busy = self.board.holds or any(job.open for job in self.board.jobs.values())
-        due = self._loop.time() + (TICK if busy else IDLE_TICK)
+        due = self._loop.time() + (TICK_SECONDS if busy else IDLE_TICK_SECONDS)
         if self._timer is None or due < self._due:
             self._stop_clock()
             self._timer, self._due = self._loop.call_at(due, self._tick), due
@@ -283,26 +283,26 @@ class Conductor:
 
     def _tick(self) -> None:
         self._timer = None
-        self.tell(events.Tick())
+        self.apply_event(events.JobTick())
 
     def _act(self, action: events.Action) -> None:
         match action:
-            case events.Save(job):
+            case events.SaveJob(job):
                 self._save(lambda: self._store.put_job(job))
-            case events.Ask(job):
+            case events.AskForLease(job):
                 self._ask(job)
-            case events.GiveBack(node, lease, generation, cause):
-                self._links.send(NodeId(node), Release(lease, generation, cause))
-            case events.Fetch(job, artifacts):
+            case events.GiveBackLease(node, lease, generation, cause):
+                self._links.send(NodeId(node), LeaseRelease(lease, generation, cause))
+            case events.FetchFiles(job, artifacts):
                 if job.id not in self._fetching:
                     task = self._fetching[job.id] = self._loop.create_task(self._fetch(job, artifacts))
                     task.add_done_callback(lambda _: self._fetching.pop(job.id, None))
-            case events.Measured(job, peak):
+            case events.PeakMeasured(job, peak):
                 self._measured(job, peak)
-            case events.Drop(job):
+            case events.ForgetJob(job):
                 self._save(lambda: self._store.drop_job(job))
                 self._remove(job)
-            case events.Expire(job):
+            case events.ExpireFiles(job):
                 self._remove(job)
 
     def _save(self, write: Callable[[], None]) -> None:
@@ -311,35 +311,37 @@ class Conductor:
         except StoreError as error:
             self.broken = str(error)
 
-    def _ask(self, job: Job) -> None:
-        lease = Lease(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
+    def _ask(self, job: VideoJob) -> None:
+        lease = LeaseRequest(job.lease, job.generation, job.id, job.wanted.model, job.size, job.wanted.spec())
         if not self._links.send(NodeId(job.node), lease):
             why = "its node is not linked"
-            refused = LeaseRefused(job.lease, job.generation, "link_lost", why, retry_after=AGAIN, waiting_for=why)
-            self._events.append(events.Said(job.node, refused))
+            refused = LeaseRefused(
+                job.lease, job.generation, "link_lost", why, retry_after=RETRY_SECONDS, waiting_for=why
+            )
+            self._events.append(events.LeaseAnswered(job.node, refused))
 
-    async def _fetch(self, job: Job, artifacts: tuple[Artifact, ...]) -> None:
+    async def _fetch(self, job: VideoJob, artifacts: tuple[Artifact, ...]) -> None:
         while True:
             try:
                 found = await self.artifacts.fetch(job, artifacts)
                 break
-            except Interrupted as interrupted:
+            except FetchInterrupted as interrupted:
                 log.warning("artifacts interrupted", job=job.id, node=job.node, why=str(interrupted))
-            await asyncio.sleep(AGAIN)
+            await asyncio.sleep(RETRY_SECONDS)
             now = self.board.jobs.get(job.id)
-            if now is None or (now.state, now.generation) != (State.FINALIZING, job.generation):
+            if now is None or (now.state, now.generation) != (JobState.FINALIZING, job.generation):
                 return
-        if isinstance(found, Fault):
-            self.tell(events.NotFetched(job.id, job.generation, found))
+        if isinstance(found, JobFault):
+            self.apply_event(events.FilesLost(job.id, job.generation, found))
         else:
-            self.tell(events.Fetched(job.id, job.generation, found))
+            self.apply_event(events.FilesFetched(job.id, job.generation, found))
 
-    def _measured(self, job: Job, peak: int) -> None:
+    def _measured(self, job: VideoJob, peak: int) -> None:
         package = next((one for node, one in packages_of(self.view, job.wanted.model) if node.id == job.node), None)
         if package is None or peak <= 0:
             return
         key = key_of(package)
-        profile = self.profiles[key] = profile_of(package, self.profiles).after(job.wanted.tokens, peak)
+        profile = self.profiles[key] = profile_of(package, self.profiles).with_measurement(job.wanted.tokens, peak)
         log.info("video measured", package=key.package, engine=key.engine, peak=peak, base=profile.base)
         self._save(lambda: self._store.put_profile(key, profile))
 

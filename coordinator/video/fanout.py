@@ -1,29 +1,31 @@
 """Forwards the registry's callbacks to both the dispatcher and the video controller."""
 
-from coordinator.cluster.registry import Placing
-from coordinator.video.controller import HEARD, Conductor
+from coordinator.cluster.registry import RegistryListener
+from coordinator.video.controller import LEASE_FRAMES, VideoController
 from router.placement.cluster_view import ClusterView
 from wire.frames import Frame
 from wire.identity import NodeId
 
 
-class Both:
-    """Implements `coordinator.cluster.registry.Placing`. The video controller receives leases, the dispatcher all other
-    frames."""
+class ListenerFanout:
+    """Implements `coordinator.cluster.registry.RegistryListener`.
 
-    def __init__(self, dispatcher: Placing, conductor: Conductor) -> None:
+    The video controller receives leases, the dispatcher all other frames.
+    """
+
+    def __init__(self, dispatcher: RegistryListener, conductor: VideoController) -> None:
         self._dispatcher = dispatcher
         self._conductor = conductor
 
     def set_view(self, view: ClusterView) -> None:
         """The picture of the cluster changed."""
         self._dispatcher.set_view(view)
-        self._conductor.see(view)
+        self._conductor.apply_view(view)
 
     def receive(self, node: NodeId, frame: Frame) -> None:
         """A node said something."""
-        if isinstance(frame, HEARD):
-            self._conductor.hear(node, frame)
+        if isinstance(frame, LEASE_FRAMES):
+            self._conductor.handle_frame(node, frame)
         else:
             self._dispatcher.receive(node, frame)
 

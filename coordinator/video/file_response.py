@@ -11,25 +11,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from coordinator.video.artifacts import media_type
-from coordinator.video.state.jobs import Kept
+from coordinator.video.state.jobs import StoredFile
 from router.errors import Header, Problem
 from router.http.exchange import Exchange
 
-PIECE = 256 * 1024
-PATIENCE = 60.0
+CHUNK_BYTES = 256 * 1024
+CHUNK_TIMEOUT_SECONDS = 60.0
 """Seconds for one piece to be taken."""
 _RANGE = re.compile(r"bytes=\s*(\d{0,18})-(\d{0,18})\s*")
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class ByteRange:
     """Bytes `first` to `last` of a file, both included."""
 
     first: int
     last: int
 
 
-def span_of(header: str, size: int) -> Span | Problem | None:
+def span_of(header: str, size: int) -> ByteRange | Problem | None:
     """Parse a Range header for a file of `size` bytes.
 
     Return one range, None for the complete file (also for an unsupported header), or the 416 problem.
@@ -39,19 +39,19 @@ def span_of(header: str, size: int) -> Span | Problem | None:
         return None
     if not match[1]:
         wanted = min(int(match[2]), size)
-        return Span(size - wanted, size - 1) if wanted else _outside(size)
+        return ByteRange(size - wanted, size - 1) if wanted else _outside(size)
     first = int(match[1])
     last = min(int(match[2]), size - 1) if match[2] else size - 1
     if match[2] and int(match[2]) < first:
         return None
-    return Span(first, last) if first < size else _outside(size)
+    return ByteRange(first, last) if first < size else _outside(size)
 
 
 def _outside(size: int) -> Problem:
     return Problem(416, "range_not_satisfiable", f"the file has {size} bytes")
 
 
-async def send_file(exchange: Exchange, path: Path, kept: Kept) -> None:
+async def send_file(exchange: Exchange, path: Path, kept: StoredFile) -> None:
     """Send the file, or the range of the request. Raise `OSError` if it cannot be opened; then nothing was sent."""
     descriptor = await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -60,7 +60,7 @@ async def send_file(exchange: Exchange, path: Path, kept: Kept) -> None:
         os.close(descriptor)
 
 
-async def _send(exchange: Exchange, descriptor: int, kept: Kept) -> None:
+async def _send(exchange: Exchange, descriptor: int, kept: StoredFile) -> None:
     tag = f'"{kept.sha256[:32]}"'
     headers: list[Header] = [(b"accept-ranges", b"bytes"), (b"etag", tag.encode())]
     span = span_of((exchange.header(b"range") or b"").decode("latin-1"), kept.size)
@@ -70,7 +70,7 @@ async def _send(exchange: Exchange, descriptor: int, kept: Kept) -> None:
     if isinstance(span, Problem):
         await exchange.refuse(span, [*headers, (b"content-range", b"bytes */%d" % kept.size)])
         return
-    status, piece = (200, Span(0, kept.size - 1)) if span is None else (206, span)
+    status, piece = (200, ByteRange(0, kept.size - 1)) if span is None else (206, span)
     if span is not None:
         headers.append((b"content-range", b"bytes %d-%d/%d" % (span.first, span.last, kept.size)))
     headers += [
@@ -80,17 +80,17 @@ async def _send(exchange: Exchange, descriptor: int, kept: Kept) -> None:
     ]
     exchange.status = status
     await exchange.send({"type": "http.response.start", "status": status, "headers": headers + exchange.named()})
-    await _pieces(exchange, descriptor, Span(0, -1) if exchange.method == "HEAD" else piece)
+    await _pieces(exchange, descriptor, ByteRange(0, -1) if exchange.method == "HEAD" else piece)
 
 
-async def _pieces(exchange: Exchange, descriptor: int, span: Span) -> None:
+async def _pieces(exchange: Exchange, descriptor: int, span: ByteRange) -> None:
     at = span.first
     while at <= span.last:
-        found = await asyncio.to_thread(os.pread, descriptor, min(PIECE, span.last + 1 - at), at)
+        found = await asyncio.to_thread(os.pread, descriptor, min(CHUNK_BYTES, span.last + 1 - at), at)
         if not found:
             raise OSError(f"the file ends at {at}")  # the connection is cut: its length was promised
         at += len(found)
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(CHUNK_TIMEOUT_SECONDS):
             await exchange.send({"type": "http.response.body", "body": found, "more_body": at <= span.last})
     if span.last < span.first:
         await exchange.send({"type": "http.response.body", "body": b""})

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from coordinator.video.state.jobs import Job, State
-from wire.histogram import Buckets
+from coordinator.video.state.jobs import JobState, VideoJob
+from wire.histogram import Histogram
 from wire.identity import NodeId
 
 WAIT_BOUNDS = (1, 10, 60, 300, 900, 3600)
@@ -49,22 +49,22 @@ class VideoCounters:
     """By reason."""
     seconds: float = 0.0
     """Of video that was made."""
-    waited: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
-    took: Buckets = field(default_factory=lambda: Buckets(TIME_BOUNDS))
-    confirmed: Buckets = field(default_factory=lambda: Buckets(CONFIRM_BOUNDS))
+    waited: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    took: Histogram = field(default_factory=lambda: Histogram(TIME_BOUNDS))
+    confirmed: Histogram = field(default_factory=lambda: Histogram(CONFIRM_BOUNDS))
 
-    def moved(self, old: Job, job: Job, now: float) -> None:
+    def count_transition(self, old: VideoJob, job: VideoJob, now: float) -> None:
         """Count the state transition of a job."""
-        if old.state == State.LEASING and job.state == State.IN_PROGRESS:
+        if old.state == JobState.LEASING and job.state == JobState.IN_PROGRESS:
             self.waited.observe(max(0.0, now - job.created))
         if not job.open and old.open:
             self._ended(job)
 
-    def granted(self, seconds: float) -> None:
+    def count_grant(self, seconds: float) -> None:
         """Count a lease that its node granted `seconds` after the request."""
         self.confirmed.observe(max(0.0, seconds))
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: VideoJob) -> None:
         if job.fault is None:
             self.ends[COMPLETED] += 1
             self.seconds += job.wanted.frames / job.wanted.fps
@@ -78,7 +78,7 @@ class VideoCounters:
 
 
 @dataclass(frozen=True, slots=True)
-class VideoPicture:
+class VideoSnapshot:
     """Video jobs at one moment, for metrics.
 
     It has the open jobs by state, the wait of the first queued job in seconds, and the size of all kept files in bytes.
@@ -93,9 +93,9 @@ class VideoPicture:
     used: bool = False
 
 
-def picture(counters: VideoCounters, jobs: Iterable[Job], now: float, *, offered: bool) -> VideoPicture:
+def snapshot(counters: VideoCounters, jobs: Iterable[VideoJob], now: float, *, offered: bool) -> VideoSnapshot:
     """Return a snapshot of all jobs. `offered`: a node has a video model."""
-    states = {str(state): 0 for state in State if state not in (State.COMPLETED, State.FAILED)}
+    states = {str(state): 0 for state in JobState if state not in (JobState.COMPLETED, JobState.FAILED)}
     oldest, kept, used = 0.0, 0, offered or any(counters.ends.values())
     progress: dict[NodeId, float] = {}
     for job in jobs:
@@ -104,8 +104,8 @@ def picture(counters: VideoCounters, jobs: Iterable[Job], now: float, *, offered
         if not job.open:
             continue
         states[str(job.state)] += 1
-        if job.state == State.QUEUED:
+        if job.state == JobState.QUEUED:
             oldest = max(oldest, now - job.created)
-        elif job.state in (State.IN_PROGRESS, State.FINALIZING):
+        elif job.state in (JobState.IN_PROGRESS, JobState.FINALIZING):
             progress[NodeId(job.node)] = job.progress / 100
-    return VideoPicture(counters, states, oldest, kept, progress, used)
+    return VideoSnapshot(counters, states, oldest, kept, progress, used)

@@ -16,14 +16,14 @@ from router.dialects.shared.validation import unsupported
 from router.errors import Problem, invalid, too_long
 from router.http.exchange import Exchange
 
-MOST_PARTS = 32
-TEXT_BYTES = 64 * 1024
+MAX_PARTS = 32
+MAX_TEXT_BYTES = 64 * 1024
 """Of all fields together, names included."""
-MOST_HEADERS = 8
-HEADER_BYTES = 1024
+MAX_HEADERS = 8
+MAX_HEADER_BYTES = 1024
 
 
-class _Enough(Exception):
+class _StopParsing(Exception):
     """No more is read: the problem says why."""
 
     def __init__(self, problem: Problem) -> None:
@@ -62,8 +62,8 @@ class _Form:
         self.parts += 1
         self.text.clear()
         self.disposition = b""
-        if self.parts > MOST_PARTS:
-            raise _Enough(invalid(f"a form here may have {MOST_PARTS} fields"))
+        if self.parts > MAX_PARTS:
+            raise _StopParsing(invalid(f"a form here may have {MAX_PARTS} fields"))
 
     def _begin(self) -> None:
         self.header.clear()
@@ -83,18 +83,18 @@ class _Form:
         kind, options = parse_options_header(self.disposition)
         name = options.get(b"name", b"")
         if kind != b"form-data" or not name:
-            raise _Enough(invalid("a part of the form has no name"))
+            raise _StopParsing(invalid("a part of the form has no name"))
         try:
             self.name = name.decode()
         except UnicodeDecodeError:
-            raise _Enough(invalid("the name of a field is not UTF-8")) from None
+            raise _StopParsing(invalid("the name of a field is not UTF-8")) from None
         if b"filename" in options:
             known = self.name in INSTEAD
-            raise _Enough(
+            raise _StopParsing(
                 unsupported(self.name, INSTEAD) if known else invalid("files are not read here", self.name[:64])
             )
         if self.name in self.fields:
-            raise _Enough(invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
+            raise _StopParsing(invalid(f"the field {self.name[:64]!r} appears twice", self.name[:64]))
         self._count(len(name))
 
     def _data(self, data: bytes, start: int, end: int) -> None:
@@ -105,15 +105,15 @@ class _Form:
         try:
             self.fields[self.name] = bytes(self.text).decode()
         except UnicodeDecodeError:
-            raise _Enough(invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
+            raise _StopParsing(invalid(f"the field {self.name[:64]!r} is not UTF-8", self.name[:64])) from None
 
     def _done(self) -> None:
         self.ended = True
 
     def _count(self, size: int) -> None:
         self.size += size
-        if self.size > TEXT_BYTES:
-            raise _Enough(too_long(TEXT_BYTES))
+        if self.size > MAX_TEXT_BYTES:
+            raise _StopParsing(too_long(MAX_TEXT_BYTES))
 
 
 async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: float) -> dict[str, str] | Problem | None:
@@ -124,13 +124,13 @@ async def read_form(exchange: Exchange, boundary: bytes, limit: int, seconds: fl
     form = _Form()
     try:
         parser = MultipartParser(
-            boundary, form.callbacks(), max_header_count=MOST_HEADERS, max_header_size=HEADER_BYTES
+            boundary, form.callbacks(), max_header_count=MAX_HEADERS, max_header_size=MAX_HEADER_BYTES
         )
         async with asyncio.timeout(seconds):
             return await _fed(exchange, parser, form, limit)
     except TimeoutError:
         return Problem(408, "request_timeout", f"the body did not arrive within {seconds:.0f} s")
-    except _Enough as enough:
+    except _StopParsing as enough:
         return enough.problem
     except FormParserError as error:
         return invalid(f"the form cannot be read: {str(error)[:200]}")

@@ -4,10 +4,10 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator.video.state.job_table import Board, Hold
-from coordinator.video.state.jobs import Job
+from coordinator.video.state.job_table import JobTable, LeaseHold
+from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.lease_placement import Profiles, profile_of, video_denied
-from coordinator.video.state.memory_model import Profile
+from coordinator.video.state.memory_model import VideoMemoryProfile
 from router.placement.cluster_view import ClusterView, NodeView
 from wire.identity import NodeId
 from wire.video import LeaseState, VideoPackage, VideoState
@@ -23,7 +23,7 @@ def package_rows(view: ClusterView, profiles: Profiles) -> list[dict[str, Any]]:
     return [found[name] for name in sorted(found)]
 
 
-def _package_row(node: NodeView, package: VideoPackage, profile: Profile) -> dict[str, Any]:
+def _package_row(node: NodeView, package: VideoPackage, profile: VideoMemoryProfile) -> dict[str, Any]:
     return {
         "id": node.id,
         "name": node.name,
@@ -42,7 +42,7 @@ def profile_rows(profiles: Profiles) -> list[dict[str, Any]]:
     return [{**key._asdict(), **_profile(profile)} for key, profile in sorted(profiles.items())]
 
 
-def _profile(profile: Profile) -> dict[str, Any]:
+def _profile(profile: VideoMemoryProfile) -> dict[str, Any]:
     return {
         "base": profile.base,
         "slope": round(profile.slope),
@@ -52,7 +52,7 @@ def _profile(profile: Profile) -> dict[str, Any]:
     }
 
 
-def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
+def lease_row(hold: LeaseHold, board: JobTable, view: ClusterView) -> dict[str, Any]:
     """Return a lease with its node's report."""
     node, job = view.node(NodeId(hold.node)), board.jobs.get(hold.job)
     told = _told(hold, node.video) if node is not None else LeaseState(hold.lease, hold.generation)
@@ -73,11 +73,11 @@ def lease_row(hold: Hold, board: Board, view: ClusterView) -> dict[str, Any]:
     }
 
 
-def _told(hold: Hold, video: VideoState) -> LeaseState:
+def _told(hold: LeaseHold, video: VideoState) -> LeaseState:
     return next((one for one in video.leases if one.lease == hold.lease), LeaseState(hold.lease, hold.generation))
 
 
-def _runs(hold: Hold, job: Job | None) -> bool:
+def _runs(hold: LeaseHold, job: VideoJob | None) -> bool:
     return job is not None and job.lease == hold.lease and job.generation == hold.generation
 
 

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from coordinator.video.state.job_table import Rules
-from coordinator.video.state.memory_model import Limits
+from coordinator.video.state.job_table import JobRules
+from coordinator.video.state.memory_model import ClipLimits
 from host.settings_loader import Section
 from wire.units import parse_size
 
@@ -55,14 +55,14 @@ class VideoSettings(Section, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return parse_size(self.lease)
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> ClipLimits:
         """The most that a clip may be."""
-        return Limits(self.max_frames, self.max_steps, self.max_pixels)
+        return ClipLimits(self.max_frames, self.max_steps, self.max_pixels)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> JobRules:
         """Limits of the job table."""
-        return Rules(
+        return JobRules(
             self.on_node_loss,
             lease_seconds=self.lease_seconds,
             start_seconds=self.start_seconds,

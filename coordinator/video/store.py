@@ -15,8 +15,8 @@ import msgspec
 import structlog
 
 from coordinator.state.database import StoreError, open_database
-from coordinator.video.state.jobs import Job
-from coordinator.video.state.memory_model import Profile, ProfileKey
+from coordinator.video.state.jobs import VideoJob
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
 
 log = structlog.get_logger("coordinator.video.store")
 
@@ -40,9 +40,9 @@ class VideoStore:
         self._connection: sqlite3.Connection | None = None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="videos")
         self._failure: StoreError | None = None
-        self.jobs: tuple[Job, ...] = ()
+        self.jobs: tuple[VideoJob, ...] = ()
         """The jobs as they were when the database was opened."""
-        self.profiles: dict[ProfileKey, Profile] = {}
+        self.profiles: dict[VideoProfileKey, VideoMemoryProfile] = {}
         """Profiles as measured at that time."""
         if self._file.exists():
             self._open()
@@ -59,11 +59,11 @@ class VideoStore:
 
     def _load(self, connection: sqlite3.Connection) -> None:
         rows: Sequence[tuple[str]] = connection.execute("SELECT record FROM jobs ORDER BY sequence").fetchall()
-        self.jobs = tuple(msgspec.json.decode(record, type=Job) for (record,) in rows)
+        self.jobs = tuple(msgspec.json.decode(record, type=VideoJob) for (record,) in rows)
         for package, engine, bits, record in connection.execute("SELECT * FROM profiles"):
-            self.profiles[ProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=Profile)
+            self.profiles[VideoProfileKey(package, engine, bits)] = msgspec.json.decode(record, type=VideoMemoryProfile)
 
-    def put_job(self, job: Job) -> None:
+    def put_job(self, job: VideoJob) -> None:
         """Add or replace a job."""
         record = msgspec.json.encode(job).decode()
         self._put("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?)", job.id, job.sequence, record)
@@ -72,7 +72,7 @@ class VideoStore:
         """Forget a job."""
         self._put("DELETE FROM jobs WHERE id = ?", job)
 
-    def put_profile(self, key: ProfileKey, profile: Profile) -> None:
+    def put_profile(self, key: VideoProfileKey, profile: VideoMemoryProfile) -> None:
         """Add or replace the profile of a package."""
         record = msgspec.json.encode(profile).decode()
         self._put("INSERT OR REPLACE INTO profiles VALUES (?, ?, ?, ?)", *key, record)

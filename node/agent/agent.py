@@ -33,17 +33,26 @@ import structlog
 from msgspec.structs import replace
 
 from node.agent import discovery
-from node.agent.connection import Link, dial
-from node.agent.identity import Identity, client_context, follow, install, needs_renewal, new_csr, outgrow, remember
+from node.agent.connection import CoordinatorLink, dial
+from node.agent.identity import (
+    NodeIdentity,
+    adopt_generation,
+    client_context,
+    forget_address,
+    install,
+    needs_renewal,
+    new_csr,
+    remember,
+)
 from node.engine_process.supervisor import STOPPED, Supervisor
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of
-from node.memory.timer import Alarm
+from node.memory.timer import Timer
 from node.settings import NodeSettings
-from node.sharing.controller import Sharer
-from node.sharing.policy import Act, Holds, Standing
-from node.video.lease_manager import PREFIX, Lender
+from node.sharing.controller import SharingController
+from node.sharing.policy import Occupancy, SharingAction, SharingState
+from node.video.lease_manager import PREFIX, LeaseManager
 from node.video.ray.local_ray import LocalRay
 from wire.bounds import MAX_MODELS
 from wire.codec import MAX_REPORT_BYTES, decode, encode, head_of
@@ -51,54 +60,54 @@ from wire.frames import (
     TAGS,
     Admitted,
     AllowVideo,
-    Answer,
-    Ask,
     Cancel,
-    Count,
+    CertificateRenewed,
+    CountTokens,
     Deltas,
     Denied,
     Failed,
+    FetchChunk,
+    FetchRequest,
     Finished,
     Frame,
     Generate,
     Goodbye,
     Hello,
-    Lease,
-    Load,
-    Pause,
+    LeaseRelease,
+    LeaseRequest,
+    LoadModel,
+    PauseNode,
     Ping,
-    Profile,
+    ProfileModel,
     RayHead,
     Refusal,
-    Release,
-    Renew,
-    Renewed,
+    RenewCertificate,
     Report,
-    Unload,
+    UnloadModel,
     Welcome,
 )
 from wire.histogram import GateMeasures, NodeMeasures
 from wire.identity import PROTOCOL
-from wire.refusals import Code, Refused
-from wire.report import Enforcement, Hardware, Memory, Model, Sharing, System
+from wire.refusals import RefusalCode, Refused
+from wire.report import Enforcement, Hardware, Memory, Model, Sharing, SystemMemory
 from wire.video import VideoState
 
-SILENCE = 10.0
+SILENCE_TIMEOUT_SECONDS = 10.0
 """Seconds without a frame after which the link is aborted."""
-BACK_OFF = (0.5, 30.0)
+DIAL_DELAYS_SECONDS = (0.5, 30.0)
 """First and longest wait between two rounds of dialing, in seconds. Each wait is jittered by half."""
-SLUMBER_SECONDS = 60.0
+NO_WAKE_DIAL_SECONDS = 60.0
 """Seconds awake after which the agent dials again without a wake event, because the sleep was called off."""
 GOODBYE_SECONDS = 0.2
 """Seconds for a goodbye to leave this machine before it sleeps."""
-CHANGE_GAP = 0.2
+MIN_REPORT_GAP_SECONDS = 0.2
 """Minimum seconds between two reports that are sent because of a change."""
 MAX_LINE_BYTES = 1024 * 1024
 """Maximum bytes of a partial first line of a log that are skipped."""
-ANSWER_PIECE = 32 * 1024
-FIND_SECONDS = 3.0
+ANSWER_CHUNK_BYTES = 32 * 1024
+FIND_TIMEOUT_SECONDS = 3.0
 """Timeout in seconds of a Bonjour search for a coordinator whose address changed."""
-OUTGROWN_SECONDS = 30.0
+SUPERSEDED_ADDRESS_SECONDS = 30.0
 """Seconds for which the address of a superseded coordinator is not dialed."""
 SUPERSEDED = "superseded"
 """Denial reason of a coordinator that learned from our Hello that it is superseded."""
@@ -118,7 +127,7 @@ class Agent:
     """Links of this node to the coordinator. `run` ends after `stop`, or raises Expelled."""
 
     def __init__(
-        self, identity: Identity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
+        self, identity: NodeIdentity, settings: NodeSettings, version: str, hardware: Hardware, log_file: Path
     ) -> None:
         self._identity = identity
         self._settings = settings
@@ -126,14 +135,14 @@ class Agent:
         self._hardware = hardware
         self._log_file = log_file
         self._instance = uuid.uuid4().hex
-        self._link: Link | None = None
-        self._links: set[Link] = set()
+        self._link: CoordinatorLink | None = None
+        self._links: set[CoordinatorLink] = set()
         self._context = client_context(identity)
         self._sequence = 0
         self._ping = 0
         self._reported_at = 0.0
         self._told: tuple[object, ...] = ()
-        self._next_report = Alarm(self.report)
+        self._next_report = Timer(self.report)
         self._models: tuple[Model, ...] = ()
         self._draining = False
         self._outgrown: dict[str, float] = {}
@@ -147,10 +156,10 @@ class Agent:
         self._tasks: set[asyncio.Task[None]] = set()
         self.supervisor: Supervisor | None = None
         self.limiter: Limiter | None = None
-        self.poll: Poll | None = None
-        self.lender: Lender | None = None
+        self.poll: MemoryPoll | None = None
+        self.lender: LeaseManager | None = None
         self.ray: LocalRay | None = None
-        self.sharer: Sharer | None = None
+        self.sharer: SharingController | None = None
         self.on_sharing: Callable[[str], None] = lambda why: None
         """Called with the reason when this node stops sharing, and with an empty text when it shares again."""
         self.welcomed = asyncio.Event()
@@ -161,23 +170,23 @@ class Agent:
 
     async def run(self) -> None:
         """Stay connected until `stop`. Raises Expelled when the coordinator denies the node for good."""
-        wait = BACK_OFF[0]
+        wait = DIAL_DELAYS_SECONDS[0]
         while not self._stopped.is_set():
             link = await self._connect_unless_stopped()
             if link is not None:
-                wait = BACK_OFF[0]
+                wait = DIAL_DELAYS_SECONDS[0]
                 await self._until_lost(link)
             if self._expelled is not None:
                 raise Expelled(self._expelled)
             if not self._awake.is_set():
                 await self._slumber()
-                wait = BACK_OFF[0]
+                wait = DIAL_DELAYS_SECONDS[0]
                 continue
             if not self._stopped.is_set():
                 await self._pause(max(self._retry_after, wait * random.uniform(0.5, 1.5)))  # noqa: S311
-                wait, self._retry_after = min(wait * 2, BACK_OFF[1]), 0.0
+                wait, self._retry_after = min(wait * 2, DIAL_DELAYS_SECONDS[1]), 0.0
 
-    async def _connect_unless_stopped(self) -> Link | None:
+    async def _connect_unless_stopped(self) -> CoordinatorLink | None:
         """Connect, or return None at `stop`. An unreachable coordinator does not delay `stop`."""
         connecting = asyncio.ensure_future(self._connect(takeover=False))
         stopped = asyncio.ensure_future(self._stopped.wait())
@@ -190,10 +199,10 @@ class Agent:
             await asyncio.gather(connecting, stopped, return_exceptions=True)
 
     async def _slumber(self) -> None:
-        """Wait without dialing until the machine wakes, `stop`, or `SLUMBER_SECONDS` awake."""
+        """Wait without dialing until the machine wakes, `stop`, or `NO_WAKE_DIAL_SECONDS` awake."""
         stopped, awake = (asyncio.ensure_future(one.wait()) for one in (self._stopped, self._awake))
         try:
-            await asyncio.wait({stopped, awake}, timeout=SLUMBER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({stopped, awake}, timeout=NO_WAKE_DIAL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._awake.set()
             for one in (stopped, awake):
@@ -213,12 +222,12 @@ class Agent:
         except TimeoutError:
             return
 
-    async def _connect(self, *, takeover: bool) -> Link | None:
+    async def _connect(self, *, takeover: bool) -> CoordinatorLink | None:
         now = asyncio.get_running_loop().time()
-        besides = {address for address, at in self._outgrown.items() if now - at < OUTGROWN_SECONDS}
+        besides = {address for address, at in self._outgrown.items() if now - at < SUPERSEDED_ADDRESS_SECONDS}
         last = next((address for address in self._identity.addresses if address not in besides), None)
         for address in (last, None):
-            where = address or await discovery.locate(self._identity, FIND_SECONDS, besides=besides)
+            where = address or await discovery.locate(self._identity, FIND_TIMEOUT_SECONDS, besides=besides)
             if where is None or self._stopped.is_set():
                 return None
             try:
@@ -233,8 +242,8 @@ class Agent:
             return link
         return None
 
-    def _new_link(self) -> Link:
-        return Link(self._identity.cluster, self._received, self._lost)
+    def _new_link(self) -> CoordinatorLink:
+        return CoordinatorLink(self._identity.cluster, self._received, self._lost)
 
     def _hello(self, takeover: bool) -> Hello:
         identity = self._identity
@@ -251,19 +260,19 @@ class Agent:
             identity.seal,
         )
 
-    async def _until_lost(self, link: Link) -> None:
+    async def _until_lost(self, link: CoordinatorLink) -> None:
         loop = asyncio.get_running_loop()
         while link.open and not self._stopped.is_set():
             silent = loop.time() - link.heard_at
-            if silent >= SILENCE:
+            if silent >= SILENCE_TIMEOUT_SECONDS:
                 link.abort(f"the coordinator was silent for {silent:.0f} s")
                 return
             self._woken.clear()
-            await self._sleep(SILENCE - silent)
+            await self._sleep(SILENCE_TIMEOUT_SECONDS - silent)
             link = self._link or link
             self._renew_if_due()
 
-    def _lost(self, link: Link, reason: str) -> None:
+    def _lost(self, link: CoordinatorLink, reason: str) -> None:
         self._links.discard(link)
         for request in link.requests:
             self._to_engine(Cancel(request))
@@ -301,24 +310,24 @@ class Agent:
 
     # -- frames from the coordinator ------------------------------------------
 
-    def _received(self, link: Link, tag: int, body: bytes) -> None:
+    def _received(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         kind = TAGS.get(tag)
-        if kind in (Generate, Load, Unload, Profile, Count):
+        if kind in (Generate, LoadModel, UnloadModel, ProfileModel, CountTokens):
             self._take(link, tag, body)
         else:
             self._act(link, decode(tag, body))
 
-    def _take(self, link: Link, tag: int, body: bytes) -> None:
+    def _take(self, link: CoordinatorLink, tag: int, body: bytes) -> None:
         assert self.supervisor is not None  # noqa: S101  set before the first link
         request = head_of(body)
-        if self._paused and TAGS[tag] is not Unload:
+        if self._paused and TAGS[tag] is not UnloadModel:
             link.send(Refusal(request, self._not_now()))
             return
         link.requests.add(request)
         encoded = (len(body) + 1).to_bytes(4, "big") + bytes((tag,)) + body
         self.supervisor.send(encoded, TAGS[tag], request)
 
-    def _act(self, link: Link, frame: Frame) -> None:
+    def _act(self, link: CoordinatorLink, frame: Frame) -> None:
         match frame:
             case Cancel():
                 for each in self._links:
@@ -334,41 +343,41 @@ class Agent:
                 self._welcomed(link, frame)
             case Denied():
                 self._denied(link, frame)
-            case Ask():
+            case FetchRequest():
                 self._answer(link, frame)
-            case Lease() | Release() | AllowVideo():
+            case LeaseRequest() | LeaseRelease() | AllowVideo():
                 self._lend(frame)
             case RayHead():
                 pass
-            case Pause():
+            case PauseNode():
                 self._obey(frame)
-            case Renewed():
+            case CertificateRenewed():
                 self._spawn(self._take_over(frame))
             case _:
                 link.abort(f"the coordinator sent {type(frame).__name__}, which only nodes send")
 
-    def _obey(self, order: Pause) -> None:
+    def _obey(self, order: PauseNode) -> None:
         if self.sharer is not None:
-            self.sharer.obey(order)
+            self.sharer.apply_order(order)
             self.report()
 
-    def _lend(self, frame: Lease | Release | AllowVideo) -> None:
+    def _lend(self, frame: LeaseRequest | LeaseRelease | AllowVideo) -> None:
         """Forward a frame about video to the lender or to Ray."""
         assert self.lender is not None  # noqa: S101  set before the first link
         assert self.ray is not None  # noqa: S101  set with it
         match frame:
-            case Lease():
+            case LeaseRequest():
                 self.lender.ask(frame)
-            case Release():
+            case LeaseRelease():
                 self.lender.release(frame)
             case AllowVideo():
                 self.ray.allow(on=frame.allowed)
 
-    def _welcomed(self, link: Link, welcome: Welcome) -> None:
+    def _welcomed(self, link: CoordinatorLink, welcome: Welcome) -> None:
         if welcome.generation < self._identity.generation:
             self._outgrow(link)
             return
-        self._identity = follow(self._identity, welcome.generation, welcome.seal)
+        self._identity = adopt_generation(self._identity, welcome.generation, welcome.seal)
         older, self._link = self._link, link
         for address in reversed((link.address, *welcome.addresses)):
             self._identity = remember(self._identity, address)
@@ -379,22 +388,22 @@ class Agent:
         self.welcomed.set()
         self.report()
         if self.lender is not None:
-            self.lender.linked()
+            self.lender.resend_ends()
         self._tell_ready()
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: CoordinatorLink) -> None:
         if not link.requests:
             link.close()
 
-    def _outgrow(self, link: Link) -> None:
+    def _outgrow(self, link: CoordinatorLink) -> None:
         """Close the link to a superseded coordinator and search for the current coordinator."""
         log.warning("coordinator superseded", address=link.address, generation=self._identity.generation)
         self._outgrown[link.address] = asyncio.get_running_loop().time()
-        self._identity = outgrow(self._identity, link.address)
+        self._identity = forget_address(self._identity, link.address)
         link.close()
         self._woken.set()
 
-    def _denied(self, link: Link, denied: Denied) -> None:
+    def _denied(self, link: CoordinatorLink, denied: Denied) -> None:
         log.error("denied", reason=denied.reason, message=denied.message)
         if denied.reason == SUPERSEDED:
             self._outgrow(link)
@@ -418,7 +427,7 @@ class Agent:
         for link in tuple(self._links):
             if request in link.requests:
                 if kind is Admitted:
-                    link.accompany(encoded)
+                    link.send_with_next(encoded)
                     continue
                 link.forward(encoded)
                 if kind in (Finished, Refusal, Failed):
@@ -436,22 +445,22 @@ class Agent:
             if mine:
                 link.send(Deltas(mine))
 
-    def _end(self, link: Link, request: int) -> None:
+    def _end(self, link: CoordinatorLink, request: int) -> None:
         link.requests.discard(request)
         if link is not self._link:
             self._retire(link)
         if self._draining:
             self._woken.set()
         if self._paused and self.sharer is not None:
-            self.sharer.wake()
+            self.sharer.update_now()
 
-    def changed(self) -> None:
+    def schedule_report(self) -> None:
         """Schedule a report when a request began or ended, or when the engine's state changed.
 
         Generated tokens cause no report.
         """
         if self.poll is not None:
-            self.poll.changed()
+            self.poll.poll_sooner()
         if self.lender is not None:
             self.lender.engine_changed()
         self._tell_ready()
@@ -461,7 +470,7 @@ class Agent:
         """Schedule a report when a lease, an environment, a package or Ray changed."""
         self._report_soon()
 
-    def tell(self, frame: Frame) -> None:
+    def send_frame(self, frame: Frame) -> None:
         """Send a frame to the coordinator. Without a link the frame is discarded, and the next report carries the
         state."""
         if self._link is not None:
@@ -470,7 +479,7 @@ class Agent:
     def _report_soon(self) -> None:
         if self._link is not None and self._told != self._tellable():
             now = asyncio.get_running_loop().time()
-            self._next_report.sooner(max(now, self._reported_at + CHANGE_GAP))
+            self._next_report.move_forward(max(now, self._reported_at + MIN_REPORT_GAP_SECONDS))
 
     def _tellable(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
@@ -482,7 +491,7 @@ class Agent:
         level = self.poll.state.level if self.poll else 0
         acked = snapshot.acked_seq if snapshot else 0
         video = self._video()
-        told = self.lender.tellable() if self.lender is not None else ()
+        told = self.lender.report_key() if self.lender is not None else ()
         offered = (video.ready, video.cause, video.ray, video.ray_cause, video.allowed, len(video.packages))
         return (state.state, state.running, state.waiting, ceiling, standing, acked, level, told, offered)
 
@@ -524,10 +533,10 @@ class Agent:
                     snapshot.acked_seq if snapshot else 0,
                     self._draining or self._paused,
                     self._ping,
-                    self.poll.system() if self.poll else System(),
+                    self.poll.system() if self.poll else SystemMemory(),
                     self.poll.enforcement() if self.poll else Enforcement(),
                     self._video(),
-                    self.sharer.told() if self.sharer is not None else Sharing(),
+                    self.sharer.to_report() if self.sharer is not None else Sharing(),
                 )
             )
         )
@@ -578,7 +587,7 @@ class Agent:
         """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
         assert self.sharer is not None  # noqa: S101  the sharer caused the refusal
         text = f"this Mac takes nothing new: {self.sharer.standing.why}"
-        return Refused(Code.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
+        return Refused(RefusalCode.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
 
     def _resting_models(self) -> tuple[Model, ...]:
         """Return the models that this Mac can serve again after its engine was replaced to release memory.
@@ -596,27 +605,27 @@ class Agent:
         self.on_sharing("" if standing.shared else standing.why)
         self.report()
 
-    def holds(self) -> Holds:
+    def occupancy(self) -> Occupancy:
         """Return the open requests, whether memory is leased, and whether the engine rests."""
-        return Holds(
+        return Occupancy(
             sum(len(link.requests) for link in self._links),
             self.lender is not None and self.lender.holding,
             self.supervisor is not None and self.supervisor.resting,
         )
 
-    def act(self, act: Act, standing: Standing) -> None:
+    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
         """Execute one step of releasing memory, or accept work again."""
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
-            case Act.END_REQUESTS:
+            case SharingAction.END_REQUESTS:
                 self._let_go(f"its Mac takes no work now: {standing.why}")
-            case Act.END_LEASE if self.lender is not None:
+            case SharingAction.END_LEASE if self.lender is not None:
                 self.lender.end(standing.why)
-            case Act.END_LEASE:
+            case SharingAction.END_LEASE:
                 pass
-            case Act.REST:
-                self.supervisor.rest()
-            case Act.WAKE:
+            case SharingAction.REST:
+                self.supervisor.release_memory()
+            case SharingAction.WAKE:
                 self.supervisor.wake()
 
     def _let_go(self, why: str) -> None:
@@ -630,15 +639,15 @@ class Agent:
 
     # -- questions ---------------------------------------------------------------
 
-    def _answer(self, link: Link, ask: Ask) -> None:
+    def _answer(self, link: CoordinatorLink, ask: FetchRequest) -> None:
         if ask.what == "logs":
-            link.later(pieces(ask, self._log_file, lines=True))
+            link.send_background(pieces(ask, self._log_file, lines=True))
         elif ask.what == "metrics":
-            link.send(Answer(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
+            link.send(FetchChunk(ask.ask, msgspec.msgpack.encode(self._measures()), last=True))
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
-            link.later(pieces(ask, made))
+            link.send_background(pieces(ask, made))
         else:
-            link.send(Answer(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+            link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
 
     def _measures(self) -> NodeMeasures:
         report = self.supervisor.report if self.supervisor else None
@@ -650,9 +659,9 @@ class Agent:
     def _renew_if_due(self) -> None:
         if self._link is not None and not self._renewing and needs_renewal(self._identity, time.time()):
             self._renewing = True
-            self._link.send(Renew(new_csr(self._identity)))
+            self._link.send(RenewCertificate(new_csr(self._identity)))
 
-    async def _take_over(self, renewed: Renewed) -> None:
+    async def _take_over(self, renewed: CertificateRenewed) -> None:
         self._identity = install(self._identity, renewed.certificate)
         self._context = client_context(self._identity)
         log.info("certificate renewed")
@@ -706,7 +715,7 @@ def _line_start(file: BinaryIO, position: int) -> int:
     return start if line.endswith(b"\n") and file.read(1) else position
 
 
-def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
+def pieces(ask: FetchRequest, path: Path, *, lines: bool = False) -> Iterator[FetchChunk]:
     """Yield a window of a file as answers, read while they are sent. With `lines` a window at the end begins with a
     whole line."""
     try:
@@ -718,9 +727,9 @@ def pieces(ask: Ask, path: Path, *, lines: bool = False) -> Iterator[Answer]:
             start = 0 if start > size else start  # the log was rotated since the last request
             end = min(size, start + ask.limit)
             file.seek(start)
-            while start < end and (piece := file.read(min(ANSWER_PIECE, end - start))):
+            while start < end and (piece := file.read(min(ANSWER_CHUNK_BYTES, end - start))):
                 start += len(piece)
-                yield Answer(ask.ask, piece)
-        yield Answer(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
+                yield FetchChunk(ask.ask, piece)
+        yield FetchChunk(ask.ask, b"", last=True, next=start if start < size else 0, end=start)
     except OSError as error:
-        yield Answer(ask.ask, b"", last=True, error=str(error))
+        yield FetchChunk(ask.ask, b"", last=True, error=str(error))

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import cast
 
 from node.agent.identity import proves_coordinator
-from wire.link.endpoint import Endpoint
+from wire.link.endpoint import LinkEndpoint
 
-DIAL_SECONDS = 5.0
+DIAL_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the TCP connection, and again of the TLS handshake."""
 
 
@@ -16,11 +16,14 @@ class NotTheCoordinator(ConnectionError):
     """The remote end has no certificate of our cluster's coordinator."""
 
 
-class Link(Endpoint):
+class CoordinatorLink(LinkEndpoint):
     """One connection to the coordinator. `take(link, tag, body)` and `gone(link, reason)` are called on the loop."""
 
     def __init__(
-        self, cluster: str, take: Callable[["Link", int, bytes], None], gone: Callable[["Link", str], None]
+        self,
+        cluster: str,
+        take: Callable[["CoordinatorLink", int, bytes], None],
+        gone: Callable[["CoordinatorLink", str], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         super().__init__(self._loop)
@@ -56,21 +59,21 @@ class Link(Endpoint):
         self.verified = True
 
 
-async def dial(address: str, context: ssl.SSLContext, make: Callable[[], Link]) -> Link:
+async def dial(address: str, context: ssl.SSLContext, make: Callable[[], CoordinatorLink]) -> CoordinatorLink:
     """Connect to `host:port` and verify the coordinator.
 
     Raises OSError, ssl.SSLError, TimeoutError or NotTheCoordinator.
     """
     host, _, port = address.rpartition(":")
-    async with asyncio.timeout(2 * DIAL_SECONDS):
+    async with asyncio.timeout(2 * DIAL_TIMEOUT_SECONDS):
         _, protocol = await asyncio.get_running_loop().create_connection(
             lambda: cast("asyncio.Protocol", make()),
             host.strip("[]"),
             int(port),
             ssl=context,
             server_hostname="",
-            ssl_handshake_timeout=DIAL_SECONDS,
+            ssl_handshake_timeout=DIAL_TIMEOUT_SECONDS,
         )
-    link = cast("Link", protocol)
+    link = cast("CoordinatorLink", protocol)
     link.verify()
     return link

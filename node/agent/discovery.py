@@ -17,7 +17,7 @@ from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZerocon
 
 from host.bonjour_announce import addresses
 from node.agent.enrollment import proves_itself
-from node.agent.identity import Identity
+from node.agent.identity import NodeIdentity
 from wire.bonjour_record import (
     cluster_hint,
     from_txt,
@@ -27,22 +27,22 @@ from wire.identity import SERVICE_TYPE
 
 log = structlog.get_logger()
 
-RESOLVE_WITHIN = 3000
+RESOLVE_TIMEOUT_MS = 3000
 """Timeout in milliseconds of the resolution of one record."""
-SETTLE = 1.5
+SETTLE_SECONDS = 1.5
 """Seconds to wait for more records after the first.
 
 Two clusters on one LAN must both be found. A false announcement of our cluster's id must not hide the coordinator that
 can prove the id. A responder sends a record at most once a second (RFC 6762, section 6). The answer of a responder that
 has just announced itself therefore comes a second later.
 """
-MOST_FOUND = 64
-STAGGER = 1.0
+MAX_RECORDS = 64
+STAGGER_SECONDS = 1.0
 """Seconds after which the next address is tried in parallel with those that have not answered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class DiscoveredService:
     """Bonjour record of a coordinator or of a Mac."""
 
     name: str
@@ -65,7 +65,7 @@ class Found:
 
 async def find(
     seconds: float, cluster: str = "", *, role: str = "coord", interfaces: Sequence[str] | None = None
-) -> list[Found]:
+) -> list[DiscoveredService]:
     """Search for coordinators for at most `seconds`, or less once a record was found.
 
     `cluster` (a whole id) limits the search to one cluster. Returns an empty list also when multicast is not possible
@@ -103,13 +103,13 @@ class _Search:
         self._hint = hint
         self._tasks: set[asyncio.Task[None]] = set()
         self._first = asyncio.Event()
-        self.found: dict[str, Found] = {}
+        self.found: dict[str, DiscoveredService] = {}
 
     def heard(self, zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
         """Handle an event of the browser: resolve a new record, remove a record that was withdrawn."""
         if state_change is ServiceStateChange.Removed:
             self.found.pop(name, None)
-        elif len(self._tasks) < MOST_FOUND:
+        elif len(self._tasks) < MAX_RECORDS:
             task = asyncio.create_task(self._resolve(service_type, name))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -119,7 +119,7 @@ class _Search:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()
-                await asyncio.sleep(SETTLE)
+                await asyncio.sleep(SETTLE_SECONDS)
 
     def stop(self) -> None:
         """Cancel pending resolutions."""
@@ -129,7 +129,7 @@ class _Search:
     async def _resolve(self, service_type: str, name: str) -> None:
         with contextlib.suppress(OSError, Error, ValueError):
             record = AsyncServiceInfo(service_type, name)
-            if await record.async_request(self._zeroconf, RESOLVE_WITHIN):
+            if await record.async_request(self._zeroconf, RESOLVE_TIMEOUT_MS):
                 self._keep(name, record)
 
     def _keep(self, name: str, record: AsyncServiceInfo) -> None:
@@ -137,16 +137,16 @@ class _Search:
         if advert is None or advert.role != self._role or (self._hint and advert.cluster != self._hint):
             return
         ips = tuple(dict.fromkeys(record.parsed_scoped_addresses()))
-        if not ips or not record.port or len(self.found) >= MOST_FOUND:
+        if not ips or not record.port or len(self.found) >= MAX_RECORDS:
             return
-        self.found[name] = Found(
+        self.found[name] = DiscoveredService(
             shown_name(name), advert.cluster, ips, record.port, advert.protocol, advert.version, advert.fingerprint
         )
         self._first.set()
 
 
 async def locate(
-    identity: Identity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
+    identity: NodeIdentity, seconds: float, *, interfaces: Sequence[str] | None = None, besides: Collection[str] = ()
 ) -> str | None:
     """Search for our coordinator at the remembered addresses and by Bonjour in parallel.
 
@@ -180,7 +180,7 @@ def _without(addresses: Sequence[str], besides: Collection[str]) -> list[str]:
 
 
 async def first_proven(
-    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER
+    candidates: Sequence[str], proven: Callable[[str], Awaitable[bool]], stagger: float = STAGGER_SECONDS
 ) -> str | None:
     """Try addresses in parallel and return the first that is proven, None when all fail.
 

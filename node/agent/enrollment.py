@@ -22,9 +22,9 @@ from typing import TypeVar
 from msgspec.structs import replace
 
 from node.agent.identity import (
-    Identity,
     IdentityError,
     IdentityMismatch,
+    NodeIdentity,
     authority_context,
     client_context,
     create,
@@ -39,21 +39,21 @@ from node.agent.identity import (
 )
 from node.agent.machine_id import machine_id
 from wire.codec import Splitter, WireError, decode, encode
-from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame
+from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame
 from wire.identity import PROTOCOL, JoinToken, commitment, request_mac, short_code, token_key, valid_id
 from wire.report import Hardware
 from wire.units import KIB
 
 __all__ = [
-    "EnrolDenied",
-    "EnrolError",
-    "Identity",
+    "CoordinatorUnreachable",
+    "EnrollDenied",
+    "EnrollError",
     "IdentityError",
     "IdentityMismatch",
+    "NodeIdentity",
     "PinMismatch",
-    "Unreachable",
     "client_context",
-    "enrol",
+    "enroll",
     "install",
     "load_identity",
     "machine_id",
@@ -65,10 +65,10 @@ __all__ = [
     "remember",
 ]
 
-USUAL_PORT = 8081
-PATIENCE = 10.0
+DEFAULT_PORT = 8081
+ANSWER_TIMEOUT_SECONDS = 10.0
 """Timeout in seconds of the connection, and of an answer that needs no person."""
-LONGEST = 16 * KIB
+MAX_ANSWER_BYTES = 16 * KIB
 """Maximum bytes that the coordinator may answer on one connection of enrollment."""
 
 _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\]]+))(?::(\d{1,5}))?/?")
@@ -76,19 +76,19 @@ _ADDRESS = re.compile(r"(?:[a-z+]+://)?(?:\[([0-9A-Fa-f:.%A-Za-z]+)\]|([^\s:/\[\
 F = TypeVar("F", bound=Frame)
 
 
-class EnrolError(Exception):
+class EnrollError(Exception):
     """Joining failed. The text names the reason and the next step."""
 
 
-class Unreachable(EnrolError):
+class CoordinatorUnreachable(EnrollError):
     """The address did not answer, or not as a coordinator does."""
 
 
-class PinMismatch(EnrolError):
+class PinMismatch(EnrollError):
     """The coordinator's CA is not the one that the token names: the wrong cluster, or a man in the middle."""
 
 
-class EnrolDenied(EnrolError):
+class EnrollDenied(EnrollError):
     """The coordinator denied the enrollment, with a machine-readable reason."""
 
     def __init__(self, denied: Denied) -> None:
@@ -102,13 +102,13 @@ class EnrolDenied(EnrolError):
 def parse_address(text: str) -> tuple[str, int]:
     """Parse `host`, `host:port` or `[v6]:port`, with or without a scheme. Raises EnrolError with the accepted form."""
     match = _ADDRESS.fullmatch(text.strip())
-    port = int(match[3] or USUAL_PORT) if match else 0
+    port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
-        raise EnrolError(f"{text!r} is not an address: write host:port, as the coordinator printed it")
+        raise EnrollError(f"{text!r} is not an address: write host:port, as the coordinator printed it")
     return match[1] or match[2], port
 
 
-async def enrol(
+async def enroll(
     url: str,
     token: JoinToken | None,
     *,
@@ -117,7 +117,7 @@ async def enrol(
     hardware: Hardware,
     folder: Path,
     on_code: Callable[[str, float], None],
-) -> Identity:
+) -> NodeIdentity:
     """Join the cluster whose coordinator listens at `url` (`host:port`) and store the identity in `folder`.
 
     An existing identity, such as a clone's or a damaged one, is replaced once the coordinator has agreed. `on_code` is
@@ -135,13 +135,13 @@ async def enrol(
     nonce = secrets.token_bytes(16)
     async with _connect(host, port, _trusting(authority)) as line:
         if not proves_coordinator(line.tls, authority.cluster):
-            raise Unreachable(f"{host}:{port} shows a certificate that is not a coordinator's")
-        await line.send(EnrolStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
-        again = await line.receive(EnrolAuthority)
+            raise CoordinatorUnreachable(f"{host}:{port} shows a certificate that is not a coordinator's")
+        await line.send(EnrollStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
+        again = await line.receive(EnrollAuthority)
         if again.ca != authority.ca:
             raise PinMismatch("the coordinator changed its CA between two connections")
         certificate, proof = prove_identity(folder, request.csr)
-        asked = Enrol(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
+        asked = Enroll(request.csr, name, machine, hardware, certificate=certificate, proof=proof)
         enrolled = (
             await _with_token(line, asked, token) if token else await _with_code(line, asked, nonce, again, on_code)
         )
@@ -149,59 +149,63 @@ async def enrol(
     return remember(identity, _written(host, port))
 
 
-async def proves_itself(identity: Identity, address: str) -> bool:
+async def proves_itself(identity: NodeIdentity, address: str) -> bool:
     """Return whether our coordinator answers at `host:port`, proven by its certificate."""
     try:
         host, port = parse_address(address)
         async with _connect(host, port, client_context(identity)) as line:
             return proves_coordinator(line.tls, identity.cluster)
-    except EnrolError:
+    except EnrollError:
         return False
 
 
-async def _with_token(line: "_Line", asked: Enrol, token: JoinToken) -> Enrolled:
+async def _with_token(line: "_EnrollConnection", asked: Enroll, token: JoinToken) -> Enrolled:
     mac = request_mac(token_key(token.secret), asked.csr)
     await line.send(replace(asked, token=token.id, mac=mac))
     return await line.receive(Enrolled)
 
 
 async def _with_code(
-    line: "_Line", asked: Enrol, nonce: bytes, authority: EnrolAuthority, on_code: Callable[[str, float], None]
+    line: "_EnrollConnection",
+    asked: Enroll,
+    nonce: bytes,
+    authority: EnrollAuthority,
+    on_code: Callable[[str, float], None],
 ) -> Enrolled:
     await line.send(replace(asked, opening=nonce))
-    pending = await line.receive(EnrolPending)
+    pending = await line.receive(EnrollPending)
     on_code(short_code(authority.ca, asked.csr, nonce, authority.nonce), pending.seconds)
-    return await line.receive(Enrolled, pending.seconds + PATIENCE)
+    return await line.receive(Enrolled, pending.seconds + ANSWER_TIMEOUT_SECONDS)
 
 
-async def _fetch_authority(host: str, port: int) -> EnrolAuthority:
+async def _fetch_authority(host: str, port: int) -> EnrollAuthority:
     """Fetch the CA over an unverified connection. Only a pin or a code makes the answer trustworthy."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     async with _connect(host, port, context) as line:
-        await line.send(EnrolStart(PROTOCOL))
-        authority = await line.receive(EnrolAuthority)
+        await line.send(EnrollStart(PROTOCOL))
+        authority = await line.receive(EnrollAuthority)
     if not valid_id(authority.cluster):
-        raise Unreachable("the coordinator sent no valid cluster id")
+        raise CoordinatorUnreachable("the coordinator sent no valid cluster id")
     return authority
 
 
-def _trusting(authority: EnrolAuthority) -> ssl.SSLContext:
+def _trusting(authority: EnrollAuthority) -> ssl.SSLContext:
     try:
         return authority_context(authority.ca)
     except (ssl.SSLError, ValueError):
-        raise Unreachable("the coordinator sent no certificate authority") from None
+        raise CoordinatorUnreachable("the coordinator sent no certificate authority") from None
 
 
-class _Line:
+class _EnrollConnection:
     """One connection of enrollment, read and written frame by frame."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
-        self._splitter = Splitter(LONGEST, LONGEST)
+        self._splitter = Splitter(MAX_ANSWER_BYTES, MAX_ANSWER_BYTES)
         self._frames: list[Frame] = []
         self.tls: ssl.SSLObject = writer.get_extra_info("ssl_object")
 
@@ -209,38 +213,38 @@ class _Line:
         self._writer.write(encode(frame))
         await self._writer.drain()
 
-    async def receive(self, kind: type[F], seconds: float = PATIENCE) -> F:
+    async def receive(self, kind: type[F], seconds: float = ANSWER_TIMEOUT_SECONDS) -> F:
         """Return the next frame, which must be of this kind. Raises EnrolDenied when it is the coordinator's denial."""
         async with asyncio.timeout(seconds):
             while not self._frames:
-                data = await self._reader.read(LONGEST)
+                data = await self._reader.read(MAX_ANSWER_BYTES)
                 if not data:
-                    raise Unreachable("the coordinator closed the connection without an answer")
+                    raise CoordinatorUnreachable("the coordinator closed the connection without an answer")
                 self._frames += [decode(tag, body) for tag, body in self._splitter.feed(data)]
         frame = self._frames.pop(0)
         if isinstance(frame, Denied):
-            raise EnrolDenied(frame)
+            raise EnrollDenied(frame)
         if not isinstance(frame, kind):
             raise WireError(f"{type(frame).__name__} instead of {kind.__name__}")
         return frame
 
 
 @asynccontextmanager
-async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenerator[_Line]:
+async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenerator[_EnrollConnection]:
     where = _written(host, port)
     writer: asyncio.StreamWriter | None = None
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(ANSWER_TIMEOUT_SECONDS):
             reader, writer = await asyncio.open_connection(host, port, ssl=context)
-        yield _Line(reader, writer)
+        yield _EnrollConnection(reader, writer)
     except ssl.SSLError as error:
-        raise Unreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
+        raise CoordinatorUnreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
     except WireError as error:
-        raise Unreachable(f"{where} does not answer as a coordinator: {error}") from None
+        raise CoordinatorUnreachable(f"{where} does not answer as a coordinator: {error}") from None
     except TimeoutError:
-        raise Unreachable(f"{where} did not answer in time") from None
+        raise CoordinatorUnreachable(f"{where} did not answer in time") from None
     except OSError as error:
-        raise Unreachable(
+        raise CoordinatorUnreachable(
             f"{where} cannot be reached: {error.strerror or error}{_hint(error)}; "
             "is `cluster up` running there, and is this its address for nodes?"
         ) from None

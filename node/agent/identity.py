@@ -26,7 +26,7 @@ from host.private_files import private_folder, write_private
 from wire.certificate import read_certificate
 from wire.identity import NodeId, coordinator_uri, node_uri, parse_uri, rejoin_text
 
-MOST_ADDRESSES = 16
+MAX_ADDRESSES = 16
 """Maximum number of coordinator addresses that are stored."""
 
 
@@ -39,7 +39,7 @@ class IdentityMismatch(IdentityError):
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class NodeIdentity:
     """Identity of a joined node."""
 
     cluster: str
@@ -59,7 +59,7 @@ class Identity:
     """The coordinator's signature of `generation`."""
 
 
-class _Kept(msgspec.Struct, frozen=True):
+class _StoredIdentity(msgspec.Struct, frozen=True):
     cluster: str
     node: str
     name: str
@@ -71,7 +71,7 @@ class _Kept(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CertificateRequest:
     """A new key and the certificate request for it."""
 
     key: bytes
@@ -80,13 +80,13 @@ class Request:
     """Certificate request in DER."""
 
 
-def new_request(name: str) -> Request:
+def new_request(name: str) -> CertificateRequest:
     """Create a P-256 key and a request for it. The coordinator uses only the key of the request."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
     csr = x509.CertificateSigningRequestBuilder().subject_name(subject).sign(key, hashes.SHA256())
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    return Request(pem, csr.public_bytes(Encoding.DER))
+    return CertificateRequest(pem, csr.public_bytes(Encoding.DER))
 
 
 def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
@@ -105,7 +105,7 @@ def prove_identity(folder: Path, csr: bytes) -> tuple[bytes, bytes]:
     return certificate, key.sign(rejoin_text(csr), ec.ECDSA(hashes.SHA256()))
 
 
-def load_identity(folder: Path, machine: str) -> Identity | None:
+def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     """Read the identity stored in a folder, None when there is none.
 
     Raises IdentityMismatch when it belongs to another machine, IdentityError when the files are damaged.
@@ -117,7 +117,7 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     except OSError as error:
         raise IdentityError(f"{folder / 'identity.json'} cannot be read: {error.strerror}") from None
     try:
-        kept = msgspec.json.decode(content, type=_Kept)
+        kept = msgspec.json.decode(content, type=_StoredIdentity)
         certificate = _certificate_in(folder / "node.pem")
         uri = read_certificate(certificate).uri
     except (OSError, ValueError, TypeError) as error:
@@ -129,7 +129,7 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
         )
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
-    return Identity(
+    return NodeIdentity(
         kept.cluster,
         NodeId(kept.node),
         kept.name,
@@ -143,7 +143,9 @@ def load_identity(folder: Path, machine: str) -> Identity | None:
     )
 
 
-def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca: bytes, machine: str) -> Identity:
+def create(
+    folder: Path, request: CertificateRequest, certificate: bytes, cluster: str, ca: bytes, machine: str
+) -> NodeIdentity:
     """Store the identity that the coordinator issued. Raises IdentityError when the certificate is not for this
     request."""
     try:
@@ -153,7 +155,7 @@ def create(folder: Path, request: Request, certificate: bytes, cluster: str, ca:
     peer = parse_uri(told.uri)
     if peer is None or peer.node is None or peer.cluster != cluster:
         raise IdentityError("the coordinator sent a certificate that names no node of its cluster")
-    identity = Identity(cluster, peer.node, told.name, machine, private_folder(folder), certificate, ca)
+    identity = NodeIdentity(cluster, peer.node, told.name, machine, private_folder(folder), certificate, ca)
     _keep_certificate(identity, request.key, certificate)
     _keep(identity)
     return identity
@@ -165,16 +167,16 @@ def forget(folder: Path) -> None:
         (folder / name).unlink(missing_ok=True)
 
 
-def remember(identity: Identity, address: str) -> Identity:
+def remember(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Store an address at which the coordinator proved itself, the latest first."""
     others = [other for other in identity.addresses if other != address]
-    after = replace(identity, addresses=(address, *others)[:MOST_ADDRESSES])
+    after = replace(identity, addresses=(address, *others)[:MAX_ADDRESSES])
     if after.addresses != identity.addresses:
         _keep(after)
     return after
 
 
-def outgrow(identity: Identity, address: str) -> Identity:
+def forget_address(identity: NodeIdentity, address: str) -> NodeIdentity:
     """Remove the address of a superseded coordinator."""
     after = replace(identity, addresses=tuple(other for other in identity.addresses if other != address))
     if after.addresses != identity.addresses:
@@ -182,7 +184,7 @@ def outgrow(identity: Identity, address: str) -> Identity:
     return after
 
 
-def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
+def adopt_generation(identity: NodeIdentity, generation: int, seal: bytes) -> NodeIdentity:
     """Store the generation of a proven coordinator if it is higher than the stored one."""
     if generation <= identity.generation:
         return identity
@@ -191,7 +193,7 @@ def follow(identity: Identity, generation: int, seal: bytes) -> Identity:
     return after
 
 
-def client_context(identity: Identity) -> ssl.SSLContext:
+def client_context(identity: NodeIdentity) -> ssl.SSLContext:
     """Return the TLS context of the link: 1.3, our certificate, only the cluster's CA, strict.
 
     The caller must check `proves_coordinator` as well.
@@ -221,12 +223,12 @@ def proves_coordinator(shown: ssl.SSLObject | ssl.SSLSocket, cluster: str) -> bo
     return bool(der) and read_certificate(der).uri == coordinator_uri(cluster)
 
 
-def needs_renewal(identity: Identity, now: float) -> bool:
+def needs_renewal(identity: NodeIdentity, now: float) -> bool:
     """Return whether two thirds of the certificate's lifetime have passed. `now` is in Unix seconds."""
     return now >= read_certificate(identity.certificate).renew_from
 
 
-def new_csr(identity: Identity) -> bytes:
+def new_csr(identity: NodeIdentity) -> bytes:
     """Create the key of the next certificate, store it as `next.key`, and return the request (DER) to send in
     `Renew`."""
     request = new_request(identity.name)
@@ -234,7 +236,7 @@ def new_csr(identity: Identity) -> bytes:
     return request.csr
 
 
-def install(identity: Identity, certificate: bytes) -> Identity:
+def install(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     """Install the renewed certificate (DER) and its key. Raises IdentityError when it is not for this node and that
     key."""
     pending = identity.folder / "next.key"
@@ -247,8 +249,8 @@ def install(identity: Identity, certificate: bytes) -> Identity:
     return replace(identity, certificate=certificate)
 
 
-def _keep(identity: Identity) -> None:
-    kept = _Kept(
+def _keep(identity: NodeIdentity) -> None:
+    kept = _StoredIdentity(
         identity.cluster,
         identity.node,
         identity.name,
@@ -261,7 +263,7 @@ def _keep(identity: Identity) -> None:
     write_private(identity.folder / "identity.json", msgspec.json.encode(kept))
 
 
-def _keep_certificate(identity: Identity, key: bytes, certificate: bytes) -> None:
+def _keep_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) -> None:
     try:
         parsed = x509.load_der_x509_certificate(certificate)
         parsed.verify_directly_issued_by(x509.load_der_x509_certificate(identity.ca))

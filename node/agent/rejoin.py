@@ -12,12 +12,12 @@ from pathlib import Path
 
 import structlog
 
-from node.agent.identity import Identity, IdentityError, load_identity
+from node.agent.identity import IdentityError, NodeIdentity, load_identity
 from wire.identity import JoinToken
 
 DENIED = frozenset({"removed", "cloned", "identity"})
 """Reasons for which a coordinator denies an identity for good."""
-LEAVE_SECONDS = 30.0
+LEAVE_TIMEOUT_SECONDS = 30.0
 """Timeout in seconds of the goodbye to the coordinator when a node leaves."""
 
 log = structlog.get_logger("node.agent.rejoin")
@@ -27,7 +27,7 @@ class OtherClusterError(Exception):
     """This machine is a node of another cluster than the one to join."""
 
 
-def known(folder: Path, machine: str, token: JoinToken | None) -> Identity | None:
+def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity | None:
     """Return the identity to use, None where there is none or a new one is to replace it.
 
     Raises IdentityError for an unusable identity without a token to replace it. Raises OtherClusterError for an
@@ -48,5 +48,5 @@ def known(folder: Path, machine: str, token: JoinToken | None) -> Identity | Non
     return found
 
 
-def _same(identity: Identity, token: JoinToken) -> bool:
+def _same(identity: NodeIdentity, token: JoinToken) -> bool:
     return hmac.compare_digest(hashlib.sha256(identity.ca).digest(), token.pin)

@@ -20,31 +20,39 @@ import structlog
 from msgspec.structs import replace
 
 from node.engine.kv.commitments import Commitment
-from node.engine.memory.footprint import Footprint, Metal, Wiring, clear_pool, give_back, limit_pool, open_metal
-from node.engine.memory.gate import Gate, Site
-from node.engine.memory.gated_forward import LOAD_SPEED, Forwards
-from node.engine.memory.reserve import Canary
-from node.engine.memory.wired_limit import Wire
+from node.engine.memory.footprint import (
+    EngineMemory,
+    MetalMemory,
+    WiredLimit,
+    clear_pool,
+    limit_pool,
+    open_metal,
+    release_free_memory,
+)
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND, GatedForwards
+from node.engine.memory.reserve import EmergencyReserve
+from node.engine.memory.wired_limit import WireMode
 from node.engine.models.load_times import LoadTimes
-from node.engine.models.loaded_model import TICK, Resident, Step, load
-from node.engine.models.model_descriptor import Found
-from node.engine.models.model_manager import FilesChangedError, Loaded, Outcome, Shelf
-from node.engine.models.profile import Profiles
-from node.engine.models.profile_sweep import Sweeps
-from node.engine.models.profiler import Profiler, Spike
-from node.engine.process.interface import Call, Doing, Recording, Work
+from node.engine.models.loaded_model import BYTES_BETWEEN_STEPS, LoadedModel, LoadStep, load
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.models.model_manager import FilesChangedError, LoadSucceeded, ModelManager, Outcome
+from node.engine.models.profile import MemoryProfileStore
+from node.engine.models.profile_sweep import SweepQueue
+from node.engine.models.profiler import ForwardPeak, Profiler
+from node.engine.process.interface import CallRecording, NativeCall, NativeCallKind, Work
 from node.engine.requests import preflight
-from node.engine.requests.prepared import Prepared
-from node.engine.requests.preparer import Door
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.preparer import RequestPreparer
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.requests.tokenize_admission import Read, Unread, too_long
-from node.engine.scheduling.prefix_cache import Reuse, limit_of
+from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, too_long
+from node.engine.scheduling.prefix_cache import PrefixCacheManager, limit_of
 from node.engine.scheduling.sampling import sampling_of
-from node.engine.scheduling.scheduler import Generation, finished
-from node.engine.text.tokenizer_trial import Trials
+from node.engine.scheduling.scheduler import Scheduler, finished
+from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.environment import PROFILES
 from node.memory.sensor import open_machine
-from node.models.catalogue import Library
+from node.models.catalogue import ModelCatalogue
 from node.settings import NodeSettings
 from wire.capacity.arithmetic import (
     Fits,
@@ -56,39 +64,39 @@ from wire.capacity.arithmetic import (
     request_transient,
     row_bytes,
     shed,
-    waste_under,
+    waste_bytes,
 )
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,
     Cancel,
-    Count,
-    Enforce,
+    CountTokens,
     EngineReport,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
-    MakeRoom,
+    LoadModel,
+    MemoryLimits,
     Ping,
-    Profile,
+    ProfileModel,
+    ReclaimMemory,
+    ReduceMemory,
     Refusal,
-    Restore,
-    Unload,
+    RestoreModels,
+    UnloadModel,
 )
-from wire.refusals import Code, Refused
-from wire.report import Hardware, Level, Memory, Model, Transient
+from wire.refusals import RefusalCode, Refused
+from wire.report import Hardware, Memory, MemoryLevel, Model, TransientModel
 from wire.units import show_size
 
-WAY_SECONDS = 1.0
+PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
-REMEMBERED = 1024
+MAX_CANCELLED_REMEMBERED = 1024
 """Number of cancelled requests that are remembered until their `Generate` arrives."""
-MOST_BROKEN = 10
+MAX_VIOLATIONS_LOGGED = 10
 """Violations of the invariants in one line of the log."""
-LOAD_EXPECTED = 10.0
+LOAD_STEP_EXPECTED_SECONDS = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
 log = structlog.get_logger("engine.text")
@@ -103,25 +111,25 @@ class TextEngine:
     def __init__(
         self,
         settings: NodeSettings,
-        library: Library,
-        recorder: Recording,
+        library: ModelCatalogue,
+        recorder: CallRecording,
         hardware: Hardware,
         profiles: Path | None,
-        metal: Callable[[], Metal] = open_metal,
-        gate: type[Gate] = Gate,
+        metal: Callable[[], MetalMemory] = open_metal,
+        gate: type[MemoryGate] = MemoryGate,
     ) -> None:
         self._settings = settings.engine.mlx
         self.library = library
-        self.trials = Trials(profiles)
-        self.door = Door(
+        self.trials = TokenizerTrials(profiles)
+        self.door = RequestPreparer(
             library,
             self._context,
             recorder=recorder,
             trials=self.trials if settings.models.trial else None,
             barred=lambda found: self._cause(found, time.monotonic()),
         )
-        self.footprint = Footprint(hardware.memory, self._held)
-        self.forwards = Forwards(
+        self.footprint = EngineMemory(hardware.memory, self._held)
+        self.forwards = GatedForwards(
             recorder,
             self.footprint,
             self._reserved,
@@ -132,23 +140,23 @@ class TextEngine:
             gate=gate,
         )
         self.gate = self.forwards.gate
-        self.reuse = Reuse(self.forwards, self._kept_most, self.footprint.forget)
+        self.reuse = PrefixCacheManager(self.forwards, self._kept_most, self.footprint.forget)
         self.times = LoadTimes(profiles)
         pinned = frozenset(settings.models.preload)
         self.profiler = Profiler(
-            Profiles(profiles),
+            MemoryProfileStore(profiles),
             hardware,
             self._ask,
-            Spike(self.forwards.height, self.footprint.sensor),
+            ForwardPeak(self.forwards.height, self.footprint.sensor),
             self._longest,
-            self.gate.narrowed,
+            self.gate.narrowed_bytes,
             chunk=self._settings.chunk,
             batch=self._settings.batch,
             context=self._settings.context,
             on=settings.models.profile == "auto",
         )
-        self._wiring = Wiring(Wire(settings.memory.wire), metal)
-        self.shelf = Shelf(
+        self._wiring = WiredLimit(WireMode(settings.memory.wire), metal)
+        self.shelf = ModelManager(
             self.gate,
             self._memory,
             self._released,
@@ -158,7 +166,7 @@ class TextEngine:
             self._pieces,
             settings.models.idle_unload,
         )
-        self.generation = Generation(
+        self.generation = Scheduler(
             self.forwards,
             lambda: self.shelf.residents,
             self.reuse,
@@ -166,19 +174,19 @@ class TextEngine:
             self._settings.chunk,
             self._settings.chunk_floor,
         )
-        self.sweeps = Sweeps(
+        self.sweeps = SweepQueue(
             self.profiler,
             self.forwards,
             lambda: self.shelf.residents,
             self.shelf.loading,
             self._alone,
-            self.generation.still,
+            self.generation.synchronize,
             lambda resident: self._reported(resident.found, self._memory(), time.monotonic()),
         )
-        self.canary = Canary(settings.memory.canary, self._memory)
+        self.canary = EmergencyReserve(settings.memory.canary, self._memory)
         self.shelf.spares += [self.canary, self.sweeps]
-        self._pending: dict[int, tuple[Prepared, float]] = {}
-        self._unread: dict[int, tuple[int, Resident | None]] = {}
+        self._pending: dict[int, tuple[PreparedRequest, float]] = {}
+        self._unread: dict[int, tuple[int, LoadedModel | None]] = {}
         self._orders: dict[int, str] = {}
         self._acked = self._cap = self._coming = self._enforced = self._roomed = 0
         self._cancelled: dict[int, None] = {}
@@ -188,54 +196,54 @@ class TextEngine:
             if found is None:
                 log.error("preload", model=name, cause="no such model in the folders")
             else:
-                self.shelf.ask(found)
+                self.shelf.request_load(found)
 
     # for the threads
 
     def prepare(self, frame: Frame) -> Work | None:
         """Convert a frame into work, on the I/O thread. Short prompts are tokenized or counted at once; a `Ping`
         triggers a search for new models."""
-        if isinstance(frame, Generate | Count):
+        if isinstance(frame, Generate | CountTokens):
             if self.door.inline(frame):
                 return self._read(frame).work
-            return Unread(frame, self.door.need(frame), partial(self._read, frame))
-        if isinstance(frame, Load | Profile):
-            self.library.look(frame.model)
+            return UntokenizedPrompt(frame, self.door.need(frame), partial(self._read, frame))
+        if isinstance(frame, LoadModel | ProfileModel):
+            self.library.find_fresh(frame.model)
         if isinstance(frame, Ping):
             return frame if self.library.refresh() else None
         return frame
 
-    def call(self) -> Call | None:
+    def running_call(self) -> NativeCall | None:
         """Return the running native call."""
         return self.forwards.call
 
-    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+    def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         match work:
-            case Unread():
+            case UntokenizedPrompt():
                 return self._weigh(work)
-            case Read():
+            case TokenizeResult():
                 self._put_by(work.request)
-                return self.take(work.work, now)
-            case Prepared():
+                return self.handle(work.work, now)
+            case PreparedRequest():
                 return self._generate(work, now)
             case Cancel():
                 self._cancel(work.request)
-            case Limits():
+            case MemoryLimits():
                 self._hold(work)
-            case Enforce():
+            case ReduceMemory():
                 return self._enforce(work)
-            case MakeRoom():
+            case ReclaimMemory():
                 self._roomed = work.number
                 self.shelf.make_room(work.size, over_load=not self._waited_for(self.shelf.reading))
                 return self._ended_loads()
-            case Load():
+            case LoadModel():
                 return self._load(work, now)
-            case Unload():
+            case UnloadModel():
                 return self._unload(work)
-            case Profile():
+            case ProfileModel():
                 return self._profile(work, now)
-            case Restore():
+            case RestoreModels():
                 self._restore(work, now)
             case Finished() | Refusal():
                 return [work]
@@ -243,39 +251,45 @@ class TextEngine:
                 pass
         return []
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step; now while there is work. Otherwise it is the next retry for memory, fall of
         the recent height, unload of an unused model, or memory check."""
-        works = self.generation.due(now)
+        works = self.generation.next_step_at(now)
         if (works is not None and works <= now) or self.shelf.ended:
             return now
-        if self._may_load() or (self.sweeps.busy and self.gate.closed() is None):
+        if self._may_load() or (self.sweeps.busy and self.gate.not_ready_refusal() is None):
             return now
         shelf, footprint = self.shelf, self.footprint
-        times = works, footprint.falls_at(now), shelf.leaves_at(), shelf.looks_at, self.canary.due()
+        times = (
+            works,
+            footprint.peak_expires_at(now),
+            shelf.idle_unload_at(),
+            shelf.looks_at,
+            self.canary.next_check_at(),
+        )
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
         """Decode, load a piece of a model, prefill one chunk. The frames of each part are yielded before the next part
         starts: no token waits for a chunk."""
         self.generation.decode()
-        yield from self.generation.said()
+        yield from self.generation.drain_output()
         if self._may_load():
             self._tick()
         yield from self._ended_loads()
         self.generation.prefill()
-        yield from self.generation.said()
+        yield from self.generation.drain_output()
         yield from self._ended_loads()
         if self.sweeps.busy:
             yield from self.sweeps.step()
-        self.shelf.leave(now)
+        self.shelf.unload_idle(now)
         if (looks_at := self.shelf.looks_at) is not None and looks_at <= now:
             self._look_back()
-        if self.generation.due(now) is None:
+        if self.generation.next_step_at(now) is None:
             if broken := self.generation.check():
-                log.error("bookkeeping", broken=broken[:MOST_BROKEN], count=len(broken))
+                log.error("bookkeeping", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
             clear_pool()
-            self.canary.tend(now)
+            self.canary.maintain(now)
 
     def report(self, now: float) -> EngineReport:
         """Return the report."""
@@ -312,65 +326,65 @@ class TextEngine:
     def close(self) -> None:
         """Wait for work on the device; release rows, cached prefixes, models and free buffers."""
         try:
-            self.generation.still()
+            self.generation.synchronize()
         finally:
             self.generation.close()
             self.shelf.close()
 
-    def _cause(self, found: Found, now: float) -> str:
+    def _cause(self, found: ModelDescriptor, now: float) -> str:
         """Return why a model cannot be used now; empty when it can."""
         return self.shelf.cause(found, now) or self.trials.cause(found.fingerprint)
 
     def _look_back(self) -> None:
-        give_back()
+        release_free_memory()
         memory, returns = self._memory(), self.shelf.returns
         weights = returns.weights
-        if missing := returns.look(memory.phys, memory.base):
+        if missing := returns.check(memory.phys, memory.base):
             log.warning(
                 "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
             )
 
-    def _hold(self, limits: Limits) -> None:
+    def _hold(self, limits: MemoryLimits) -> None:
         """Apply new limits. The wired limit does not depend on them."""
         self.gate.hold(limits)
         self.canary.hold(limits.cap)
-        self.shelf.give_spare(lambda: level(self._memory()) <= Level.OK)
-        self.reuse.relieve(lambda: level(self._memory()) <= Level.OK)
+        self.shelf.release_spare(lambda: level(self._memory()) <= MemoryLevel.OK)
+        self.reuse.evict_until(lambda: level(self._memory()) <= MemoryLevel.OK)
         if limits.cap != self._cap:
             self._cap = limits.cap
             limit_pool(limits.cap)
             for resident in self.shelf.residents.values():
-                resident.bound_waste(waste_under(limits.cap))
+                resident.bound_waste(waste_bytes(limits.cap))
 
-    def _enforce(self, order: Enforce) -> list[Frame]:
+    def _enforce(self, order: ReduceMemory) -> list[Frame]:
         """Free memory on order of the agent, judged between forwards: first caches, spare memory and idle models. If
         that is not enough, abort the load, then end the newest request."""
         self._enforced = order.poll
-        if order.level < Level.OVER_HARD:
+        if order.level < MemoryLevel.OVER_HARD:
             # A past height in the recent readings is no reason to free memory.
-            self.shelf.relieve(lambda: level(replace(self._memory(), recent=0)) <= Level.OK)
+            self.shelf.reclaim(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(self._memory())
 
         def enough() -> bool:
             return before - excess(self._memory()) >= order.excess
 
-        self.shelf.relieve(enough)
+        self.shelf.reclaim(enough)
         if not enough():
-            self.shelf.give_up(shed(self._memory(), order.excess))
+            self.shelf.abort_load(shed(self._memory(), order.excess))
         if not enough():
-            self.generation.shed(shed(self._memory(), order.excess))
+            self.generation.evict_newest(shed(self._memory(), order.excess))
             self.footprint.forget()
-        return [*self._ended_loads(), *self.generation.said()]
+        return [*self._ended_loads(), *self.generation.drain_output()]
 
     # requests
 
-    def _read(self, frame: Generate | Count) -> Read:
+    def _read(self, frame: Generate | CountTokens) -> TokenizeResult:
         """Tokenize a prompt, or only count its tokens."""
-        counts = isinstance(frame, Count)
-        return Read(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
+        counts = isinstance(frame, CountTokens)
+        return TokenizeResult(frame.request, self.door.count(frame) if counts else self.door.prepare(frame))
 
-    def _weigh(self, unread: Unread) -> Collection[Frame | Unread]:
+    def _weigh(self, unread: UntokenizedPrompt) -> Collection[Frame | UntokenizedPrompt]:
         """Admit a long prompt to tokenization if there is room for it, and reserve that memory. Its model is not
         unloaded meanwhile."""
         number = unread.frame.request
@@ -379,14 +393,14 @@ class TextEngine:
             return []
         if self.generation.holds(number) or number in self._pending or number in self._unread:
             return []
-        refused = self.gate.closed() or too_long(unread.frame, unread.need, self._memory())
+        refused = self.gate.not_ready_refusal() or too_long(unread.frame, unread.need, self._memory())
         if refused is not None:
             return [Refusal(number, refused)]
         resident = self.shelf.residents.get(unread.frame.model)
         self._unread[number] = (0, resident)
         if resident is not None:
             resident.users += 1
-        refused = self.forwards.ask(Site.PREFLIGHT, unread.need) if unread.need else None
+        refused = self.forwards.check(GateSite.PREFLIGHT, unread.need) if unread.need else None
         if refused is not None:
             self._put_by(number)
             return [Refusal(number, refused)]
@@ -399,7 +413,7 @@ class TextEngine:
         if resident is not None:
             resident.users -= 1
 
-    def _generate(self, prepared: Prepared, now: float) -> list[Frame]:
+    def _generate(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         request = prepared.request
         self._acked = max(self._acked, request.seq)
         if request.request in self._cancelled:
@@ -407,7 +421,7 @@ class TextEngine:
             return []
         if self.generation.holds(request.request) or request.request in self._pending:
             return []
-        refused = self.gate.closed() or prepared.refused or self._unlike(request)
+        refused = self.gate.not_ready_refusal() or prepared.refused or self._unlike(request)
         if refused is not None:
             return [Refusal(request.request, refused)]
         resident = self.shelf.residents.get(request.model)
@@ -421,36 +435,38 @@ class TextEngine:
         found = self.library.find(request.model)
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
-        return Refused(Code.NOT_READY, f"{request.model} is another model here than the one that began the answer")
+        return Refused(
+            RefusalCode.NOT_READY, f"{request.model} is another model here than the one that began the answer"
+        )
 
-    def _await_model(self, prepared: Prepared, now: float) -> list[Frame]:
+    def _await_model(self, prepared: PreparedRequest, now: float) -> list[Frame]:
         """Queue a request until its model is loaded; refuse it if the model cannot be loaded."""
         request = prepared.request
         found = self.library.find(request.model)
         if found is None:
-            return [Refusal(request.request, Refused(Code.NO_MODEL, f"this node has no model {request.model}"))]
+            return [Refusal(request.request, Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}"))]
         shape = self._shape(prepared, found)
         cause = self._cause(found, now)
-        refused = preflight.impossible(request, shape, self._model(found, now), self._settings.batch)
+        refused = preflight.never_fits(request, shape, self._model(found, now), self._settings.batch)
         if cause:
-            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+            refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         if refused is None:
             refused = preflight.too_large(shape, self.forwards.memory(now), self._model(found, now))
         if refused is not None:
             return [Refusal(request.request, refused, prepared.tokens)]
         self._pending[request.request] = (prepared, now)
-        self.shelf.ask(found)
+        self.shelf.request_load(found)
         return []
 
-    def _shape(self, prepared: Prepared, found: Found) -> preflight.Shape:
+    def _shape(self, prepared: PreparedRequest, found: ModelDescriptor) -> preflight.RequestShape:
         context = self._context(found)
         return preflight.shape_of(prepared.request, prepared.tokens, self._settings.max_tokens, context)
 
-    def _context(self, found: Found) -> int:
+    def _context(self, found: ModelDescriptor) -> int:
         """Return the most tokens of a row: the model's context, or fewer by setting."""
         return min(found.context, self._settings.context or found.context)
 
-    def _admit(self, resident: Resident, prepared: Prepared, arrived: float, now: float) -> list[Frame]:
+    def _admit(self, resident: LoadedModel, prepared: PreparedRequest, arrived: float, now: float) -> list[Frame]:
         """Check a request against the memory now, commit its memory, and start it; or refuse it."""
         request = prepared.request
         shape = self._shape(prepared, resident.found)
@@ -458,7 +474,7 @@ class TextEngine:
         if refused is not None:
             return [Refusal(request.request, refused, shape.prompt)]
         sequence = self._sequence(resident, prepared, shape, arrived)
-        writing = list(sequence.writing())
+        writing = list(sequence.active_rows())
         if not writing:  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = sequence.joined = now
             return [Admitted(request.request, shape.prompt), finished(sequence, now)]
@@ -468,11 +484,13 @@ class TextEngine:
         for row, commitment in zip(writing, resident.ledger.commit(shape.length, len(writing)), strict=True):
             row.commitment = commitment
         text = sum(len(message.content.encode()) for message in request.messages) + len(request.text.encode())
-        resident.measured_text(text, len(prepared.ids))
+        resident.record_text(text, len(prepared.ids))
         self.generation.begin(resident, sequence)
         return [Admitted(request.request, shape.prompt, sequence.prompt_cached, sequence.prompt_hash)]
 
-    def _sequence(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, arrived: float) -> Sequence:
+    def _sequence(
+        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, arrived: float
+    ) -> Sequence:
         """Create a request's rows, without commitments; resumed rows contain their known tokens."""
         request = prepared.request
         assert prepared.voice is not None  # noqa: S101 only a refused request has none
@@ -484,10 +502,12 @@ class TextEngine:
             sequence.rows.append(row)
         return sequence
 
-    def _improper(self, resident: Resident, prepared: Prepared, shape: preflight.Shape, now: float) -> Refused | None:
+    def _improper(
+        self, resident: LoadedModel, prepared: PreparedRequest, shape: preflight.RequestShape, now: float
+    ) -> Refused | None:
         """Return the refusal of a request that no state of the memory would allow; None if one might."""
         model = self._model(resident.found, now)
-        refused = preflight.impossible(prepared.request, shape, model, self._settings.batch)
+        refused = preflight.never_fits(prepared.request, shape, model, self._settings.batch)
         if refused is not None:
             return refused
         request = prepared.request
@@ -495,30 +515,32 @@ class TextEngine:
         biased = (token for token, _ in request.params.logit_bias)
         for token in (max(prepared.ids), *biased, *told):
             if not 0 <= token < resident.vocabulary:
-                return Refused(Code.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+                return Refused(RefusalCode.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
         return None
 
-    def _crowded(self, resident: Resident, shape: preflight.Shape, now: float, owner: Owner) -> Refused | None:
+    def _crowded(
+        self, resident: LoadedModel, shape: preflight.RequestShape, now: float, owner: WeightedKey
+    ) -> Refused | None:
         """Return the refusal if there is no room for a request of this key now; None if there is. Before a refusal,
         caches and idle models are evicted. After those, requests of keys that hold more memory are preempted."""
         model = self._model(resident.found, now)
         held, key = resident.ledger.cost(shape.length, shape.choices), owner.name
         cost = held + request_transient(model, shape.prompt, shape.promised, shape.choices)
         answer = preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
-        wanted = cost + self.generation.wanted(key)
-        if answer is None or answer.code is not Code.NO_ROOM:
+        wanted = cost + self.generation.required_bytes(key)
+        if answer is None or answer.code is not RefusalCode.NO_ROOM:
             return answer
         if self.shelf.make_room(wanted) or self._make_way(owner, held, cost, now):
             return preflight.admit(shape, self._offered(now, key), model, cost, self.gate)
         return answer
 
-    def _make_way(self, owner: Owner, held: int, cost: int, now: float) -> bool:
+    def _make_way(self, owner: WeightedKey, held: int, cost: int, now: float) -> bool:
         """Preempt requests of keys that hold more memory than this key would with its request; return whether any was.
         The request will hold `held` bytes and costs `cost` at its admission."""
         room = self._offered(now, owner.name).headroom
         if room is None or now < self._way_at or not self.generation.make_way(owner, held, cost - room):
             return False
-        self._way_at = now + WAY_SECONDS
+        self._way_at = now + PREEMPTION_INTERVAL_SECONDS
         self._released()
         return True
 
@@ -527,12 +549,12 @@ class TextEngine:
         if known or self.generation.cancel(number):
             return
         self._cancelled[number] = None
-        while len(self._cancelled) > REMEMBERED:
+        while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
 
     # loading
 
-    def _load(self, order: Load, now: float) -> list[Frame]:
+    def _load(self, order: LoadModel, now: float) -> list[Frame]:
         if order.model in self.shelf.residents:
             return [Finished(order.request, (), 0, 0)]
         refused = self._ordered(order.model, now)
@@ -541,67 +563,72 @@ class TextEngine:
         self._orders[order.request] = order.model
         return []
 
-    def _profile(self, order: Profile, now: float) -> list[Frame]:
+    def _profile(self, order: ProfileModel, now: float) -> list[Frame]:
         refused = None if order.model in self.shelf.residents else self._ordered(order.model, now)
         if refused is not None:
             return [Refusal(order.request, refused)]
-        self.sweeps.ask(order.request, order.model)
+        self.sweeps.request_sweep(order.request, order.model)
         return []
 
     def _ordered(self, name: str, now: float) -> Refused | None:
         """Queue the load of a model ordered by name; return the refusal if it cannot be loaded."""
         found = self.library.find(name)
         if found is None:
-            return Refused(Code.NO_MODEL, f"this node has no model {name}")
-        self.shelf.forgive(name)
+            return Refused(RefusalCode.NO_MODEL, f"this node has no model {name}")
+        self.shelf.clear_failure(name)
         cause = self._cause(found, now)
         if cause:
-            return Refused(Code.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
-        self.shelf.ask(found)
+            return Refused(RefusalCode.LOAD_FAILED, f"{name} cannot be loaded: {cause}")
+        self.shelf.request_load(found)
         return None
 
-    def _unload(self, order: Unload) -> list[Frame]:
+    def _unload(self, order: UnloadModel) -> list[Frame]:
         cancelled = Refused(
-            Code.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
+            RefusalCode.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
         )
-        if self.shelf.loading(order.model) and self.shelf.give_up(cancelled, order.model):
+        if self.shelf.loading(order.model) and self.shelf.abort_load(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
         resident = self.shelf.residents.get(order.model)
         if resident is None:
-            return [Refusal(order.request, Refused(Code.NO_MODEL, f"{order.model} is not loaded here"))]
+            return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded here"))]
         if resident.users:
             message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
-            return [Refusal(order.request, Refused(Code.IN_USE, message))]
+            return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del resident
         self.shelf.drop(order.model)
         return [Finished(order.request, (), 0, 0)]
 
     def _may_load(self) -> bool:
-        return self.shelf.busy and self.gate.closed() is None
+        return self.shelf.busy and self.gate.not_ready_refusal() is None
 
-    def _restore(self, restore: Restore, now: float) -> None:
+    def _restore(self, restore: RestoreModels, now: float) -> None:
         self.shelf.ban(restore.bans, now)
         for name in restore.models:
             found = self.library.find(name)
             if found is not None and not self._cause(found, now):
-                self.shelf.ask(found)
+                self.shelf.request_load(found)
 
     def _waited_for(self, model: str) -> bool:
         """Return whether a request waits for this model."""
         return any(prepared.request.model == model for prepared, _ in self._pending.values())
 
-    def _make_room(self, site: Site, need: int) -> bool:
+    def _make_room(self, site: GateSite, need: int) -> bool:
         """Free memory for a forward. For a running request, a load in progress is aborted."""
-        return self.shelf.make_room(need, over_load=site in (Site.PREFILL, Site.JOIN, Site.GROW))
+        return self.shelf.make_room(need, over_load=site in (GateSite.PREFILL, GateSite.JOIN, GateSite.GROW))
 
     def _give_up_load(self, why: Refused) -> bool:
-        return self.shelf.give_up(why)
+        return self.shelf.abort_load(why)
 
     def _tick(self) -> None:
         name = self.shelf.reading
         first = next((number for number, (prepared, _) in self._pending.items() if prepared.request.model == name), 0)
-        self.generation.still()
-        with self.forwards.native(Doing.LOAD, name, first, LOAD_EXPECTED + TICK / LOAD_SPEED):
+        self.generation.synchronize()
+        with self.forwards.native(
+            NativeCallKind.LOAD,
+            name,
+            first,
+            LOAD_STEP_EXPECTED_SECONDS + BYTES_BETWEEN_STEPS / MIN_LOAD_BYTES_PER_SECOND,
+        ):
             self.shelf.tick()
 
     def _ended_loads(self) -> list[Frame]:
@@ -612,20 +639,20 @@ class TextEngine:
     def _loaded(self, outcome: Outcome) -> list[Frame]:
         """Admit the requests that waited for a load, or refuse them with the reason of its failure."""
         self._rewire()
-        if isinstance(outcome, Loaded):
-            outcome.resident.bound_waste(waste_under(self._cap))
-        name = outcome.resident.name if isinstance(outcome, Loaded) else outcome.model
-        if not isinstance(outcome, Loaded):
+        if isinstance(outcome, LoadSucceeded):
+            outcome.resident.bound_waste(waste_bytes(self._cap))
+        name = outcome.resident.name if isinstance(outcome, LoadSucceeded) else outcome.model
+        if not isinstance(outcome, LoadSucceeded):
             self.sweeps.failed(name, outcome.refused)
         frames: list[Frame] = []
         for number in [number for number, model in self._orders.items() if model == name]:
             del self._orders[number]
-            ended = isinstance(outcome, Loaded)
+            ended = isinstance(outcome, LoadSucceeded)
             frames.append(Finished(number, (), 0, 0) if ended else Refusal(number, outcome.refused))
         for prepared, arrived in [one for one in self._pending.values() if one[0].request.model == name]:
             number = prepared.request.request
             del self._pending[number]
-            if isinstance(outcome, Loaded):
+            if isinstance(outcome, LoadSucceeded):
                 frames += self._admit(outcome.resident, prepared, arrived, time.monotonic())
             else:
                 frames.append(Refusal(number, outcome.refused, prepared.tokens))
@@ -642,7 +669,7 @@ class TextEngine:
 
     def _offered(self, now: float, key: str | None = None) -> Memory:
         """Read the memory as it is for a new request of `key`: waiting requests come first."""
-        memory, wanted = self.forwards.memory(now), self.generation.wanted(key)
+        memory, wanted = self.forwards.memory(now), self.generation.required_bytes(key)
         room = None if memory.headroom is None else memory.headroom - wanted
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
@@ -658,11 +685,11 @@ class TextEngine:
 
     def _rewire(self) -> None:
         """Set the wired limit for the weights in memory."""
-        self._wiring.follow(self._coming + sum(one.weights for one in self.shelf.residents.values()))
+        self._wiring.apply(self._coming + sum(one.weights for one in self.shelf.residents.values()))
 
     def _held(self) -> int:
         """Return the known bytes in memory: weights as far as they are loaded, rows and cached prefixes."""
-        rows = sum(one.weights + one.ledger.written() for one in self.shelf.residents.values())
+        rows = sum(one.weights + one.ledger.written_bytes() for one in self.shelf.residents.values())
         return rows + self.shelf.read + self.reuse.nbytes
 
     def _weights(self, model: str) -> int:
@@ -672,7 +699,7 @@ class TextEngine:
     def _reserved(self) -> int:
         """Return the committed bytes: rows, weights still to load, rows that wait for them, and prompts in
         tokenization."""
-        reserved = self.shelf.left + sum(one.ledger.reserved() for one in self.shelf.residents.values())
+        reserved = self.shelf.left + sum(one.ledger.reserved_bytes() for one in self.shelf.residents.values())
         reserved += sum(need for need, _ in self._unread.values())
         for prepared, _ in self._pending.values():
             found = self.library.find(prepared.request.model)
@@ -681,7 +708,7 @@ class TextEngine:
                 reserved += row_bytes(found.kv, shape.length) * shape.choices
         return reserved
 
-    def _model(self, found: Found, now: float) -> Model:
+    def _model(self, found: ModelDescriptor, now: float) -> Model:
         resident, weights = self.shelf.residents.get(found.name), self.shelf.size_of(found)
         if resident is None:
             return Model(
@@ -697,14 +724,14 @@ class TextEngine:
                 kv_fixed=found.kv.fixed,
                 kv_window=found.kv.window,
                 kv_window_per_token=found.kv.window_per_token,
-                kv_waste=waste_under(self._cap),
+                kv_waste=waste_bytes(self._cap),
                 loading=self.shelf.loading(found.name),
                 cause=self._cause(found, now),
                 progress=self.shelf.progress(found.name),
                 pinned=found.name in self.shelf.pinned,
                 **self._transients(found.forward),
             )
-        kv, rested = resident.kv, resident.rested(now)
+        kv, rested = resident.kv, resident.idle_seconds(now)
         return Model(
             found.name,
             found.fingerprint,
@@ -724,16 +751,16 @@ class TextEngine:
             kv_window_per_token=kv.window_per_token,
             kv_waste=kv.waste,
             covered_rows=resident.estimator.rows,
-            uncovered=self.gate.narrowed() if resident.estimator.rows else 0,
+            uncovered=self.gate.narrowed_bytes() if resident.estimator.rows else 0,
             pinned=found.name in self.shelf.pinned,
             **self._transients(resident.estimator.transient),
         )
 
-    def _reported(self, found: Found, memory: Memory, now: float) -> Model:
+    def _reported(self, found: ModelDescriptor, memory: Memory, now: float) -> Model:
         resident, model = self.shelf.residents.get(found.name), self._model(found, now)
         return model if resident is None else self._measured(model, resident, memory)
 
-    def _measured(self, model: Model, resident: Resident, memory: Memory) -> Model:
+    def _measured(self, model: Model, resident: LoadedModel, memory: Memory) -> Model:
         """Add the results of measurements under the cap in force."""
         profile = resident.profile
         return replace(
@@ -746,35 +773,35 @@ class TextEngine:
             covered=0 if profile is None else profile.chunk,
         )
 
-    def _longest(self, resident: Resident) -> int:
+    def _longest(self, resident: LoadedModel) -> int:
         """Return the longest row that the measured costs of a model allow, in tokens."""
         model = replace(self._model(resident.found, 0.0), groups=(), **self._transients(resident.estimator.transient))
         return max_context(self._memory(), replace(model, loaded=True, weights=resident.weights))
 
-    def _alone(self, resident: Resident) -> bool:
+    def _alone(self, resident: LoadedModel) -> bool:
         """Return whether a model is the only loaded one, used only by a sweep."""
         return list(self.shelf.residents.values()) == [resident] and resident.users == 1
 
-    def _pieces(self, found: Found) -> Iterator[Step | Resident]:
+    def _pieces(self, found: ModelDescriptor) -> Iterator[LoadStep | LoadedModel]:
         """Load a model and measure its profile, piece by piece, with the seconds of each part."""
         begun = read = time.monotonic()
         try:
             for piece in load(found, self._weighed):
-                if isinstance(piece, Step):
+                if isinstance(piece, LoadStep):
                     read = time.monotonic()
                 else:
                     warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
                     if not self.library.unchanged(found):
                         raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
-                    yield from (Step() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
+                    yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.shelf.residents))
                     probe = time.monotonic() - warm if first else 0.0
-                    self.times.measured(found.fingerprint, piece.weights, read - begun, warm - read, probe)
+                    self.times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)
                 yield piece
         finally:
             self._coming = 0
 
     def _ask(self, need: int) -> bool:
-        return isinstance(self.gate.check(Site.PROBE, self._memory(), need), Fits)
+        return isinstance(self.gate.check(GateSite.PROBE, self._memory(), need), Fits)
 
     def _residual(self) -> int | None:
         """Return the worst residual of all loaded models, from their profiles or seen since. None if no model is
@@ -786,7 +813,7 @@ class TextEngine:
         seen = [one.estimator.residual for one in residents]
         return None if not profiles or len(measured) < len(profiles) else max(*measured, *seen)
 
-    def _transients(self, transient: Transient) -> "_Transients":
+    def _transients(self, transient: TransientModel) -> "_Transients":
         """Return the transients of a model's forwards, with the smallest chunk of this engine."""
         floor = min(self._settings.chunk, self._settings.chunk_floor)
         return {"forward": replace(transient, floor=floor), "transient": prefill_transient(transient, floor, 0)}
@@ -794,16 +821,16 @@ class TextEngine:
 
 class _Transients(TypedDict):
     transient: int
-    forward: Transient
+    forward: TransientModel
 
 
 def _seed() -> int:
     return int.from_bytes(os.urandom(8), "big")
 
 
-def build(settings: NodeSettings, recorder: Recording) -> TextEngine:
+def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
     """Return the text engine with the models that the settings allow."""
-    library = Library(settings.models)
+    library = ModelCatalogue(settings.models)
     library.scan()
     gc.freeze()
     folder = os.environ.get(PROFILES)

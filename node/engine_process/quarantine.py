@@ -5,12 +5,12 @@ After two crashes in the load or a forward of one model, this node does not load
 
 from dataclasses import dataclass, field
 
-from wire.frames import Ban
+from wire.frames import ModelBan
 
-DEATHS = 2
-WINDOW = 600.0
+MAX_CRASHES = 2
+WINDOW_SECONDS = 600.0
 """Seconds within which crashes are counted together."""
-SECONDS = 600.0
+QUARANTINE_SECONDS = 600.0
 """Seconds of quarantine."""
 
 
@@ -21,17 +21,17 @@ class Quarantine:
     _deaths: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
     _until: dict[str, float] = field(default_factory=dict[str, float])
 
-    def died(self, model: str, now: float) -> bool:
+    def record_crash(self, model: str, now: float) -> bool:
         """Record a crash in the load or a forward of a model; return whether the model is in quarantine now."""
-        recent = [when for when in self._deaths.get(model, []) if now - when < WINDOW]
+        recent = [when for when in self._deaths.get(model, []) if now - when < WINDOW_SECONDS]
         self._deaths[model] = [*recent, now]
-        if len(self._deaths[model]) < DEATHS:
+        if len(self._deaths[model]) < MAX_CRASHES:
             return False
-        self._until[model] = now + SECONDS
+        self._until[model] = now + QUARANTINE_SECONDS
         self._deaths[model] = []
         return True
 
-    def bans(self, now: float) -> tuple[Ban, ...]:
+    def bans(self, now: float) -> tuple[ModelBan, ...]:
         """Return the models in quarantine."""
-        cause = f"the engine died {DEATHS} times in its load, its template, its tokenizer or a forward"
-        return tuple(Ban(model, until - now, cause) for model, until in self._until.items() if until > now)
+        cause = f"the engine died {MAX_CRASHES} times in its load, its template, its tokenizer or a forward"
+        return tuple(ModelBan(model, until - now, cause) for model, until in self._until.items() if until > now)

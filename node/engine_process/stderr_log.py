@@ -6,9 +6,9 @@ from pathlib import Path
 
 from wire.units import MIB
 
-LONGEST = 8 * MIB
+MAX_LOG_BYTES = 8 * MIB
 """Bytes from which a log is rotated; one older log is kept."""
-TAIL = 2048
+TAIL_BYTES = 2048
 """Bytes of the log that the cause of a crash may quote."""
 TAIL_LINES = 3
 
@@ -22,7 +22,7 @@ class EngineLog:
     def open(self) -> int:
         """Rotate a long log, open the log to append, and return its descriptor. Raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self.size() > LONGEST:
+        if self.size() > MAX_LOG_BYTES:
             self._path.replace(self._older)
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
@@ -31,13 +31,13 @@ class EngineLog:
 
         Output of this very moment may be lost.
         """
-        if self.size() <= LONGEST:
+        if self.size() <= MAX_LOG_BYTES:
             return
         with suppress(OSError), self._path.open("r+b") as file:
             beside = os.open(self._older, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             with os.fdopen(beside, "wb") as older:
-                file.seek(-LONGEST, os.SEEK_END)
-                older.write(file.read(LONGEST))
+                file.seek(-MAX_LOG_BYTES, os.SEEK_END)
+                older.write(file.read(MAX_LOG_BYTES))
             file.truncate(0)
 
     @property
@@ -55,8 +55,8 @@ class EngineLog:
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
-                file.seek(max(start if start <= end else 0, end - TAIL))
-                lines = file.read(TAIL).decode(errors="replace").split("\n")
+                file.seek(max(start if start <= end else 0, end - TAIL_BYTES))
+                lines = file.read(TAIL_BYTES).decode(errors="replace").split("\n")
         except OSError:
             return ""
         told = [line.strip() for line in lines if line.strip() and "[info" not in line]

@@ -10,9 +10,9 @@ models.
 A child whose models are all unloaded, but whose memory was not returned, is recycled: ended while idle and replaced at
 once. A recycled child counts as no death: it delays no restart and blames no model.
 
-While the engine rests (`rest`), its owner wants the memory. A child that has loaded any model is recycled. No child
-then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded models
-again.
+While the engine rests (`release_memory`), its owner wants the memory. A child that has loaded any model is recycled. No
+child then loads a model unasked, neither of its predecessor nor of the preloaded models. `wake` loads the preloaded
+models again.
 
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
@@ -26,8 +26,9 @@ restarts (docs/decisions/0018):
 
     Stop ─(the call in flight may end, then `leave`)─► SIGTERM ─(`leave`)─► SIGKILL
 
-A hung child gets SIGTERM at once, because it will not react to Stop. Over the cap each wait is `over`. After each end
-the machine's wired memory is compared with that before the start (`wired`). After the second leak no engine is started.
+A hung child gets SIGTERM at once, because it will not react to `StopEngine`. Over the cap each wait is `over`. After
+each end the machine's wired memory is compared with that before the start (`wired`). After the second leak no engine is
+started.
 """
 
 import asyncio
@@ -48,41 +49,41 @@ from msgspec.structs import replace
 
 import node
 from node.engine.process import crash_recorder
-from node.engine.process.crash_recorder import Last
-from node.engine.process.interface import Doing
+from node.engine.process.crash_recorder import CrashRecord
+from node.engine.process.interface import NativeCallKind
 from node.engine.process.main import settings_message
 from node.engine_process.environment import engine_environment
 from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog
-from node.memory.reading import Highs, Reading
+from node.memory.reading import HighWaterMarks, MemoryReading
 from node.memory.sensor import Sensor, open_sensor
-from node.memory.wired import Leaks, Wired
+from node.memory.wired import WiredLeaks, WiredReadings
 from node.settings import NodeSettings
-from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode, head_of
+from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode, head_of
 from wire.frames import (
     TAGS,
     Admitted,
     Cancel,
-    Count,
+    CountTokens,
     Deltas,
-    Enforce,
     EngineReport,
     Failed,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
-    MakeRoom,
+    LoadModel,
+    MemoryLimits,
     Ping,
     Pong,
-    Profile,
+    ProfileModel,
+    ReclaimMemory,
+    ReduceMemory,
     Refusal,
-    Restore,
-    Stop,
-    Unload,
+    RestoreModels,
+    StopEngine,
+    UnloadModel,
 )
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState
 from wire.units import MIB, show_size
 
@@ -90,31 +91,31 @@ CRASHED = "engine_crashed"
 LOST = "engine_lost"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
-MOST_UNSENT = 64 * MIB
+MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
 
-BURIED = 2.0
+EXIT_AFTER_CLOSE_SECONDS = 2.0
 """Seconds that a process may live after its socket has closed."""
 
-MOST_LEAKS = 2
+MAX_WIRED_LEAKS = 2
 """Number of ends that leaked wired memory, after which no engine is started.
 
 Each new engine would have less memory than the one before, and end the same way. oMLX#2184 logged 233 starts two
 minutes apart.
 """
 
-MOST_TOLD = 20
+MAX_REQUESTS_LOGGED = 20
 """Maximum number of requests named in one log line."""
 
 log = structlog.get_logger("supervise")
 _HEADER = struct.Struct(">IB")
 _NO_PONG = Pong(0)
 _ENDS = (Finished, Refusal, Failed)
-_BEGINS = (Generate, Load, Unload, Profile, Count)
+_BEGINS = (Generate, LoadModel, UnloadModel, ProfileModel, CountTokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SupervisorTimeouts:
     """Delays and timeouts of the supervisor, in seconds."""
 
     first: float = 0.2
@@ -126,7 +127,7 @@ class Patience:
     turn_factor: float = 5.0
     silence: float = 30.0
     leave: float = 6.0
-    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.LEAVE_SECONDS`)."""
+    """Time to release the memory and end: 1 s above the engine's own limit (`process.main.EXIT_TIMEOUT_SECONDS`)."""
     over: float = 1.0
     """Each of the two waits over the cap, the call in flight included."""
     stopping: float = 15.0
@@ -140,7 +141,7 @@ class Patience:
         """Return the delay in seconds before the next start, after `deaths` deaths in a row."""
         return min(self.longest, self.first * 2.0 ** min(deaths - 1, 32))
 
-    def hung(self, busy: float, expected: float) -> bool:
+    def is_hung(self, busy: float, expected: float) -> bool:
         """Return whether a turn that has lasted `busy` seconds, of `expected`, counts as hung."""
         return busy > self._longest(expected)
 
@@ -153,31 +154,31 @@ class Patience:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class ExitTimeouts:
     """Timeouts of a child's end, in seconds."""
 
     asked: float
-    """Time after Stop."""
+    """Time after `StopEngine`."""
     terminated: float
     """Time after SIGTERM."""
 
 
 @dataclass(frozen=True, slots=True)
-class Death:
+class ChildExit:
     """End of a child process."""
 
     cause: str
     """Reason of the end."""
-    last: Last | None
+    last: CrashRecord | None
     """Native call in which the child died."""
-    wired: Wired
+    wired: WiredReadings
     """Wired memory before the start."""
     recycled: bool = False
     """Whether the child was recycled instead of having died."""
 
 
 @dataclass(slots=True, eq=False)
-class Child(asyncio.Protocol):
+class EngineChild(asyncio.Protocol):
     """One engine process and this end of its socket."""
 
     process: asyncio.subprocess.Process
@@ -186,8 +187,8 @@ class Child(asyncio.Protocol):
     on_frame: Callable[[int, bytes], None]
     on_fault: Callable[[str], None]
     page: int
-    wired: Wired
-    splitter: Splitter = field(default_factory=lambda: Splitter(longest=LONGEST_JOINED))
+    wired: WiredReadings
+    splitter: Splitter = field(default_factory=lambda: Splitter(longest=MAX_JOINED_BYTES))
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     transport: asyncio.Transport | None = None
     ready: bool = False
@@ -248,11 +249,11 @@ class Child(asyncio.Protocol):
     def stop(self, seconds: float) -> None:
         """Ask the process to end within `seconds`, and close the sending side."""
         if self.transport is not None and not self.asked and not self.transport.is_closing():
-            self.transport.write(encode(Stop(seconds)))
+            self.transport.write(encode(StopEngine(seconds)))
             self.transport.write_eof()
         self.asked = True
 
-    async def gone(self, seconds: float) -> bool:
+    async def wait_exit(self, seconds: float) -> bool:
         """Wait at most `seconds` for the process to end. Returns whether it has ended."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.process.wait(), seconds)
@@ -283,7 +284,7 @@ class Supervisor:
         scratch: Path,
         wired: Callable[[], int | None],
         command: Sequence[str] = COMMAND,
-        patience: Patience | None = None,
+        patience: SupervisorTimeouts | None = None,
     ) -> None:
         self._settings = settings
         self._on_frame = on_frame
@@ -291,14 +292,14 @@ class Supervisor:
         self._log = EngineLog(log_file)
         self._scratch = scratch
         self._wired = wired
-        self._leaks = Leaks()
+        self._leaks = WiredLeaks()
         self._quarantine = Quarantine()
         self._wanted: set[str] = set()
         self._command = command
-        self._patience = patience or Patience()
-        self._child: Child | None = None
+        self._patience = patience or SupervisorTimeouts()
+        self._child: EngineChild | None = None
         self._live: set[int] = set()
-        self._limits: Limits | None = None
+        self._limits: MemoryLimits | None = None
         self._numbered = self._rooms = 0
         self._report: EngineReport | None = None
         self._reported_at: float | None = None
@@ -361,7 +362,7 @@ class Supervisor:
         return self._child.process.pid if self._child else None
 
     @property
-    def child(self) -> Child | None:
+    def child(self) -> EngineChild | None:
         """Current child; None while there is none."""
         return self._child
 
@@ -399,14 +400,14 @@ class Supervisor:
             return 0.0
         return child.ponged - child.pong.busy + self._patience.turn_factor * child.pong.expected
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Read the kernel's high-water marks of the child."""
-        return Highs() if self._child is None else self._child.sensor.highs()
+        return HighWaterMarks() if self._child is None else self._child.sensor.highs()
 
-    def phys(self) -> Reading:
+    def phys(self) -> MemoryReading:
         """Read the child's footprint now; unknown while there is no child."""
         if self._child is None:
-            return Reading(None, "no engine", time.monotonic())
+            return MemoryReading(None, "no engine", time.monotonic())
         return self._child.sensor.phys()
 
     # orders
@@ -421,7 +422,7 @@ class Supervisor:
         `on_frame`."""
         child = self._child
         if kind in _BEGINS:
-            if child is None or not child.ready or child.unsent() > MOST_UNSENT:
+            if child is None or not child.ready or child.unsent() > MAX_UNSENT_BYTES:
                 self._say(Refusal(request, self._not_ready()), request)
                 return
             self._live.add(request)
@@ -431,7 +432,7 @@ class Supervisor:
         if child is not None:
             child.write(encoded)
 
-    def set_limits(self, limits: Limits) -> int:
+    def set_limits(self, limits: MemoryLimits) -> int:
         """Put limits in force, in this child and in all later children. Returns their number.
 
         Once `held` has reached that number, the engine judges by these limits, and keeps no more wired than they allow.
@@ -447,7 +448,7 @@ class Supervisor:
         if self._child is not None:
             self._child.ping(time.monotonic())
 
-    def enforce(self, order: Enforce) -> None:
+    def enforce(self, order: ReduceMemory) -> None:
         """Notify the engine that its memory is over a watermark."""
         if self._child is not None:
             self._child.write(encode(order))
@@ -456,13 +457,13 @@ class Supervisor:
         """Ask the engine to evict and unload reclaimable memory until `size` bytes fit. Returns the order's number."""
         self._rooms += 1
         if self._child is not None:
-            self._child.write(encode(MakeRoom(self._rooms, size)))
+            self._child.write(encode(ReclaimMemory(self._rooms, size)))
         return self._rooms
 
     def end(self, blame: str) -> None:
         """End the current child quickly, because it is over its cap. A new child starts as after any death."""
         if self._child is not None:
-            self._let_go(self._child, blame, Waits(self._patience.over, self._patience.over))
+            self._let_go(self._child, blame, ExitTimeouts(self._patience.over, self._patience.over))
             self._become("restarting", blame)
 
     @property
@@ -470,7 +471,7 @@ class Supervisor:
         """Whether the engine was asked to hold no memory."""
         return self._resting
 
-    def rest(self) -> None:
+    def release_memory(self) -> None:
         """Release all of the engine's memory, and load no model until `wake`. Running requests are lost."""
         self._resting = True
         child = self._child
@@ -515,13 +516,13 @@ class Supervisor:
             await self._look_for_leak(death.wired)
             await self._stopped_within(delay)
 
-    async def _look_for_leak(self, wired: Wired) -> None:
+    async def _look_for_leak(self, wired: WiredReadings) -> None:
         """Compare the wired memory with that before the start of an ended child, within `settle` seconds.
 
         After too many leaks, wait until the readings disprove the leaks, or until stopped.
         """
         deadline = time.monotonic() + self._patience.settle
-        while wired.missing(after := self._wired()) and time.monotonic() < deadline:
+        while wired.leaked_bytes(after := self._wired()) and time.monotonic() < deadline:
             if await self._stopped_within(self._patience.look):
                 return
         if missing := self._leaks.add(wired, after):
@@ -529,10 +530,10 @@ class Supervisor:
                 "wired memory lost", missing=show_size(missing), leaks=self._leaks.count, warning=self._leaks.warning()
             )
             self._on_change()
-        if self._leaks.count >= MOST_LEAKS:
+        if self._leaks.count >= MAX_WIRED_LEAKS:
             self._become("failed", f"it is not started again: {self._leaks.warning()}")
-        while self._leaks.count >= MOST_LEAKS and not await self._stopped_within(self._patience.ping_idle):
-            self._leaks.look(self._wired())
+        while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._patience.ping_idle):
+            self._leaks.update(self._wired())
 
     async def _stopped_within(self, seconds: float) -> bool:
         """Wait `seconds`, or until stopped. Returns whether the supervisor was stopped."""
@@ -540,14 +541,14 @@ class Supervisor:
             await asyncio.wait_for(self._stopping.wait(), seconds)
         return self._stopping.is_set()
 
-    async def _live_once(self) -> Death:
+    async def _live_once(self) -> ChildExit:
         """Run one child from start to death."""
-        written, wired = self._log.size(), Wired(self._wired())
+        written, wired = self._log.size(), WiredReadings(self._wired())
         try:
             child = await self._spawn(wired)
         except OSError as error:
             self._deaths += 1
-            return Death(f"the engine could not be started: {error}", None, wired)
+            return ChildExit(f"the engine could not be started: {error}", None, wired)
         self._child = child
         if self._stopping.is_set():
             self._let_go(child, "", self._while_stopping(child))
@@ -564,22 +565,22 @@ class Supervisor:
             last = crash_recorder.read(child.page, hung=child.hung)
             os.close(child.page)
         if child.recycled:
-            return Death(child.blame, None, wired, recycled=True)
+            return ChildExit(child.blame, None, wired, recycled=True)
         healthy = time.monotonic() - child.started >= self._patience.healthy
         self._deaths = 1 if healthy else self._deaths + 1
         cause = child.blame or _cause(child.process.returncode, self._log.tail(written))
-        return Death(cause + self._accuse(last), last, wired)
+        return ChildExit(cause + self._accuse(last), last, wired)
 
-    def _accuse(self, last: Last | None) -> str:
+    def _accuse(self, last: CrashRecord | None) -> str:
         """Return a text on the work that the engine died in. A model that killed it twice is quarantined."""
         if last is None or self._stopping.is_set():
             return ""
         text = f"; it was in the {last.doing.name.lower()} of {last.model}"
-        if self._quarantine.died(last.model, time.monotonic()):
+        if self._quarantine.record_crash(last.model, time.monotonic()):
             text += ", for the second time: the model is kept out for 10 minutes"
         return text
 
-    async def _spawn(self, wired: Wired) -> Child:
+    async def _spawn(self, wired: WiredReadings) -> EngineChild:
         ours, theirs = socket.socketpair()
         errors, page = -1, crash_recorder.new_page()
         try:
@@ -608,7 +609,7 @@ class Supervisor:
             if errors >= 0:
                 os.close(errors)
         now = time.monotonic()
-        child = Child(
+        child = EngineChild(
             process, open_sensor(process.pid), now, self._receive, self._broke, page, wired, resting=self._resting
         )
         ours.setblocking(False)
@@ -629,7 +630,7 @@ class Supervisor:
         engine = self._settings.engine
         return engine_environment(os.environ, self._scratch, engine.mlx.blas if engine.kind == "mlx" else "bundled")
 
-    def _restore(self, child: Child) -> None:
+    def _restore(self, child: EngineChild) -> None:
         """Send a new child the models to load again and the models in quarantine.
 
         They are sent before the limits, hence before the child loads any model.
@@ -639,9 +640,9 @@ class Supervisor:
             self._wanted.clear()
         self._wanted -= {ban.model for ban in bans}
         if self._wanted or bans:
-            child.write(encode(Restore(tuple(sorted(self._wanted)), bans)))
+            child.write(encode(RestoreModels(tuple(sorted(self._wanted)), bans)))
 
-    def _let_go(self, child: Child, blame: str, waits: Waits) -> None:
+    def _let_go(self, child: EngineChild, blame: str, waits: ExitTimeouts) -> None:
         """End a child gracefully. An end under way is only replaced by an earlier deadline."""
         child.blame, child.ready = child.blame or blame, False
         killed_at = time.monotonic() + waits.asked + waits.terminated
@@ -653,17 +654,17 @@ class Supervisor:
         child.stop(waits.asked + waits.terminated)
         child.ending = asyncio.create_task(_end(child, waits))
 
-    def _in_order(self, child: Child) -> Waits:
+    def _in_order(self, child: EngineChild) -> ExitTimeouts:
         """Return timeouts that include the time of the call in flight, by the last pong."""
         busy, patience = child.pong.busy, self._patience
         if busy:
             busy += time.monotonic() - child.ponged
-        return Waits(patience.left(busy, child.pong.expected) + patience.leave, patience.leave)
+        return ExitTimeouts(patience.left(busy, child.pong.expected) + patience.leave, patience.leave)
 
-    def _while_stopping(self, child: Child) -> Waits:
+    def _while_stopping(self, child: EngineChild) -> ExitTimeouts:
         """Return the timeouts of `_in_order`, bounded by the time that the agent itself has."""
         waits = self._in_order(child)
-        return Waits(min(waits.asked, max(0.0, self._patience.stopping - waits.terminated)), waits.terminated)
+        return ExitTimeouts(min(waits.asked, max(0.0, self._patience.stopping - waits.terminated)), waits.terminated)
 
     def _broke(self, blame: str) -> None:
         """End a child that violated the wire protocol."""
@@ -671,20 +672,20 @@ class Supervisor:
             self._let_go(self._child, blame, self._in_order(self._child))
             self._become("restarting", blame)
 
-    async def _bury(self, child: Child) -> None:
+    async def _bury(self, child: EngineChild) -> None:
         """Wait for the end of a process whose socket is closed."""
-        if not await child.gone(BURIED):
-            self._let_go(child, "it closed its socket and went on", Waits(0.0, self._patience.leave))
+        if not await child.wait_exit(EXIT_AFTER_CLOSE_SECONDS):
+            self._let_go(child, "it closed its socket and went on", ExitTimeouts(0.0, self._patience.leave))
             await child.process.wait()
 
-    async def _watch(self, child: Child) -> None:
+    async def _watch(self, child: EngineChild) -> None:
         """Ping the child, and end it when it hangs."""
         patience = self._patience
         while not child.asked:
             now = time.monotonic()
             self._log.bound()
             child.wired.last = self._wired()
-            self._leaks.look(child.wired.last)
+            self._leaks.update(child.wired.last)
             if child.pinged is not None and now - child.pinged > patience.silence:
                 self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
                 return
@@ -696,9 +697,9 @@ class Supervisor:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._busier.wait(), patience.ping_idle)
 
-    def _hang(self, child: Child, blame: str) -> None:
+    def _hang(self, child: EngineChild, blame: str) -> None:
         child.hung = True
-        self._let_go(child, f"the engine hung: {blame}", Waits(0.0, self._patience.leave))
+        self._let_go(child, f"the engine hung: {blame}", ExitTimeouts(0.0, self._patience.leave))
         self._become("hung", blame)
 
     # frames
@@ -738,10 +739,10 @@ class Supervisor:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged, child.pong, child.ponged = None, frame, time.monotonic()
-            if not child.asked and self._patience.hung(frame.busy, frame.expected):
+            if not child.asked and self._patience.is_hung(frame.busy, frame.expected):
                 self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
 
-    def _spent(self, child: Child, report: EngineReport) -> bool:
+    def _spent(self, child: EngineChild, report: EngineReport) -> bool:
         """Return whether only a new process returns this child's memory, and no client would notice the replacement.
 
         With preloaded models a client would notice: a new child loads them again, even those that a user had unloaded.
@@ -751,7 +752,7 @@ class Supervisor:
         here = any(model.loaded or model.loading for model in report.models)
         return report.unreturned > 0 and child.ready and bool(child.seen) and not used and not here
 
-    def recycle(self, child: Child, why: str) -> None:
+    def recycle(self, child: EngineChild, why: str) -> None:
         """End a healthy child to replace it. A child that already ends is replaced without this call."""
         if child.asked:
             return
@@ -778,12 +779,12 @@ class Supervisor:
             self._cause = cause
         self._on_change()
 
-    def _fail_all(self, cause: str, last: Last | None) -> None:
+    def _fail_all(self, cause: str, last: CrashRecord | None) -> None:
         """End every open request. The request that was in the forward gets its own code."""
         live, self._live = self._live, set()
-        guilty = last.request if last is not None and last.doing is not Doing.DECODE else 0
+        guilty = last.request if last is not None and last.doing is not NativeCallKind.DECODE else 0
         if live:
-            log.warning("requests lost", requests=sorted(live)[:MOST_TOLD], count=len(live), guilty=guilty)
+            log.warning("requests lost", requests=sorted(live)[:MAX_REQUESTS_LOGGED], count=len(live), guilty=guilty)
         for request in sorted(live):
             code = STOPPED if self._stopping.is_set() else CRASHED if request == guilty else LOST
             self._say(Failed(request, code, cause), request)
@@ -795,7 +796,7 @@ class Supervisor:
     def _not_ready(self) -> Refused:
         cause = f", it ended: {self._cause}" if self._cause else ""
         wait = self._patience.delay(max(1, self._deaths)) + 1.0
-        return Refused(Code.NOT_READY, f"the engine is {self._state}{cause}", None, wait)
+        return Refused(RefusalCode.NOT_READY, f"the engine is {self._state}{cause}", None, wait)
 
 
 def _weights(report: EngineReport) -> int:
@@ -803,13 +804,13 @@ def _weights(report: EngineReport) -> int:
     return sum(model.weights if model.loaded else int(model.weights * model.progress) for model in report.models)
 
 
-async def _end(child: Child, waits: Waits) -> None:
+async def _end(child: EngineChild, waits: ExitTimeouts) -> None:
     """Wait for a child that was asked to end. On timeout send SIGTERM, then SIGKILL."""
-    if await child.gone(waits.asked):
+    if await child.wait_exit(waits.asked):
         return
     log.warning("engine terminated", pid=child.process.pid, waited=waits.asked, cause=child.blame)
     child.send_signal(signal.SIGTERM)
-    if await child.gone(waits.terminated):
+    if await child.wait_exit(waits.terminated):
         return
     log.error("engine killed", pid=child.process.pid, waited=waits.terminated, cause=child.blame)
     child.send_signal(signal.SIGKILL)

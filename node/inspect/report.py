@@ -22,20 +22,20 @@ from typing import Any
 
 from host.settings_loader import (
     Flat,
-    Resolved,
+    ResolvedSettings,
     SettingsError,
-    drifted,
-    explained,
+    changed_settings,
     faults,
     from_environment,
     from_pairs,
     from_tree,
+    setting_rows,
 )
-from node.agent.enrollment import EnrolError, parse_address
-from node.agent.identity import Identity, IdentityError, authority_context, load_identity, proves_coordinator
+from node.agent.enrollment import EnrollError, parse_address
+from node.agent.identity import IdentityError, NodeIdentity, authority_context, load_identity, proves_coordinator
 from node.agent.machine_id import machine_id
 from node.inspect.running_settings import running
-from node.memory.cap import Bounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
+from node.memory.cap import MachineBounds, resolve_cap, resolve_margin, safe_wired_limit, with_device
 from node.memory.metal_limit import read_device
 from node.memory.sensor import open_machine
 from node.models.catalogue import hub_folder
@@ -43,7 +43,7 @@ from node.settings import AUTO, SECTIONS, NodeSettings, check, resolve
 from wire.certificate import read_certificate
 
 OTHERS = frozenset({"cluster", "http", "router", "conditions", "video"})
-DIAL_SECONDS = 2.0
+DIAL_TIMEOUT_SECONDS = 2.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -77,20 +77,22 @@ def settings(file: Path, environ: Mapping[str, str], pairs: Sequence[str]) -> di
         told: dict[str, Any] = {"error": str(error), "faults": [asdict(one) for one in wrong]}
     else:
         told = {"error": "", "faults": []}
-    return {**told, "settings": list(explained(resolved)), "made": resolved.value}
+    return {**told, "settings": list(setting_rows(resolved)), "made": resolved.value}
 
 
-def about_running(now: Resolved[NodeSettings], file: Path) -> dict[str, Any]:
+def about_running(now: ResolvedSettings[NodeSettings], file: Path) -> dict[str, Any]:
     """Return the settings of the running node, and those that differ from its file now."""
-    rows = explained(now)
+    rows = setting_rows(now)
     try:
-        later = drifted(rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS)
+        later = changed_settings(
+            rows, NodeSettings, from_tree(tomllib.loads(file.read_text()) if file.exists() else {}), OTHERS
+        )
     except (OSError, ValueError):
         later = []  # faults of the file are reported as faults
     return {"settings": rows, "drift": [asdict(one) for one in later]}
 
 
-def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> Resolved[NodeSettings]:
+def _without(layers: Sequence[tuple[str, Flat]], wrong: set[str]) -> ResolvedSettings[NodeSettings]:
     """Resolve the settings without the wrong ones, or the defaults where the rest is inconsistent."""
     kept = [(origin, {key: flat[key] for key in flat if key not in wrong}) for origin, flat in layers]
     try:
@@ -123,7 +125,7 @@ def asdict_of(struct: Any) -> dict[str, Any]:
     return {name: getattr(struct, name) for name in struct.__struct_fields__}
 
 
-def memory(made: NodeSettings, bounds: Bounds) -> dict[str, Any]:
+def memory(made: NodeSettings, bounds: MachineBounds) -> dict[str, Any]:
     """Return the cap in bytes with its binding term, or the error.
 
     `safe` is the highest wired limit in bytes that leaves the system the reserve of the tier.
@@ -177,7 +179,7 @@ def identity(folder: Path, machine: str) -> dict[str, Any]:
     }
 
 
-def dial(known: Identity, address: str) -> dict[str, Any]:
+def dial(known: NodeIdentity, address: str) -> dict[str, Any]:
     """Connect to an address, verify the coordinator by the cluster's CA, and close before any frame."""
     told: dict[str, Any] = {
         "address": address,
@@ -189,7 +191,7 @@ def dial(known: Identity, address: str) -> dict[str, Any]:
     }
     try:
         where, began = parse_address(address), time.monotonic()
-        with socket.create_connection(where, DIAL_SECONDS) as line:
+        with socket.create_connection(where, DIAL_TIMEOUT_SECONDS) as line:
             told |= {"errno": 0, "seconds": time.monotonic() - began}
             with authority_context(known.ca).wrap_socket(line) as secure:
                 der = secure.getpeercert(binary_form=True)
@@ -203,7 +205,7 @@ def dial(known: Identity, address: str) -> dict[str, Any]:
         told["error"] = "no answer"
     except OSError as error:
         told |= {"errno": error.errno if told["errno"] is None else 0, "error": error.strerror or str(error)}
-    except EnrolError as error:
+    except EnrollError as error:
         told["error"] = str(error)
     return told
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import msgspec
 
 from host.private_files import write_private
-from host.settings_loader import Resolved, explained
+from host.settings_loader import ResolvedSettings, setting_rows
 from node.settings import NodeSettings, resolve
 
 FILE = "running.json"
 
 
-class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RunningSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Process id of a node, and its settings that are not defaults: value and origin by key."""
 
     pid: int
@@ -28,18 +28,18 @@ class Told(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @contextmanager
-def telling(folder: Path, pid: int, resolved: Resolved[NodeSettings]) -> Generator[None]:
+def published(folder: Path, pid: int, resolved: ResolvedSettings[NodeSettings]) -> Generator[None]:
     """Publish the settings in a node's folder while the block runs.
 
     A write error, such as a full disk, does not stop the node: the settings are then not published.
     """
     set_here = {
         str(row["key"]): (row["value"], str(row["origin"]))
-        for row in explained(resolved)
+        for row in setting_rows(resolved)
         if row["key"] in resolved.origins
     }
     with suppress(OSError):
-        write_private(folder / FILE, msgspec.json.encode(Told(pid, set_here)))
+        write_private(folder / FILE, msgspec.json.encode(RunningSettings(pid, set_here)))
     try:
         yield
     finally:
@@ -47,10 +47,10 @@ def telling(folder: Path, pid: int, resolved: Resolved[NodeSettings]) -> Generat
             (folder / FILE).unlink(missing_ok=True)
 
 
-def running(folder: Path, others: frozenset[str]) -> Resolved[NodeSettings] | None:
+def running(folder: Path, others: frozenset[str]) -> ResolvedSettings[NodeSettings] | None:
     """Return the settings of the node that runs in a folder; None where none runs or they cannot be read."""
     try:
-        told = msgspec.json.decode((folder / FILE).read_bytes(), type=Told)
+        told = msgspec.json.decode((folder / FILE).read_bytes(), type=RunningSettings)
         if told.pid != _holder(folder / "lock"):
             return None
         return resolve([(origin, {key: value}) for key, (value, origin) in told.settings.items()], others)

@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 
 from host.settings_loader import SettingsError
 from wire.capacity.arithmetic import UNREADABLE, default_margin
-from wire.frames import Limits
+from wire.frames import MemoryLimits
 from wire.units import GIB, MIB, parse_size, show_size
 
 
 @dataclass(frozen=True, slots=True)
-class Tier:
+class MemoryTier:
     """Memory that a tier leaves to the system."""
 
     reserve: int
@@ -37,13 +37,13 @@ class Tier:
 CUSTOM = "custom"
 """Tier of an explicit cap, without a reserve."""
 TIERS = {
-    "safe": Tier(12 * GIB, 0.2),
-    "balanced": Tier(8 * GIB, 0.5),
-    "aggressive": Tier(6 * GIB, 0.8),
-    CUSTOM: Tier(0, 0.5),
+    "safe": MemoryTier(12 * GIB, 0.2),
+    "balanced": MemoryTier(8 * GIB, 0.5),
+    "aggressive": MemoryTier(6 * GIB, 0.8),
+    CUSTOM: MemoryTier(0, 0.5),
 }
-SMALL_MACHINE = 24 * GIB
-SMALL_RESERVE = 4 * GIB
+SMALL_MACHINE_BYTES = 24 * GIB
+SMALL_RESERVE_BYTES = 4 * GIB
 METAL_SHARES = (
     (8 * GIB, 2 / 3),
     (16 * GIB, 0.74),
@@ -64,12 +64,12 @@ METAL_SHARE_BEFORE, METAL_SHARE_BEFORE_SMALL, METAL_SMALL = 0.75, 2 / 3, 36 * GI
 
 Sources: https://github.com/ollama/ollama/pull/17367, https://github.com/exo-explore/exo/pull/1672
 """
-WIRED_SHARE_MOST = 0.95
+MAX_WIRED_SHARE = 0.95
 """Maximum share of the RAM for a wired limit; higher limits caused a crash loop on a machine with 512 GiB."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class MachineBounds:
     """Limits of this machine in bytes."""
 
     total: int
@@ -89,15 +89,15 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Device:
-    """Metal limit that the device of the engine reported, in bytes, and `Bounds.wired` at that time."""
+class MetalDevice:
+    """Metal limit that the device of the engine reported, in bytes, and `MachineBounds.wired` at that time."""
 
     limit: int
     wired: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Cap:
+class MemoryCap:
     """Maximum memory of the engine."""
 
     bytes: int
@@ -131,7 +131,7 @@ class Margin:
 
 def reserve(tier: str, total: int) -> int:
     """Return the bytes that an automatic cap leaves to the system, for `total` bytes of RAM."""
-    return SMALL_RESERVE if total < SMALL_MACHINE else TIERS[tier].reserve
+    return SMALL_RESERVE_BYTES if total < SMALL_MACHINE_BYTES else TIERS[tier].reserve
 
 
 def default_metal(total: int, system: str = "") -> int:
@@ -150,7 +150,7 @@ def default_metal(total: int, system: str = "") -> int:
     return int(total * (low + (high - low) * (total - below) / (above - below)))
 
 
-def with_device(bounds: Bounds, device: Device | None) -> Bounds:
+def with_device(bounds: MachineBounds, device: MetalDevice | None) -> MachineBounds:
     """Return the bounds with the Metal limit that the device reported; unchanged without a device.
 
     The figure of the device follows `iogpu.wired_limit_mb`, but MLX reads it once for each process. A limit that
@@ -164,12 +164,12 @@ def with_device(bounds: Bounds, device: Device | None) -> Bounds:
 
 def safe_wired_limit(tier: str, total: int) -> int:
     """Return the highest wired limit in bytes that keeps the reserve of the system, for `total` bytes of RAM."""
-    return max(0, min(total - reserve(tier, total), int(total * WIRED_SHARE_MOST)))
+    return max(0, min(total - reserve(tier, total), int(total * MAX_WIRED_SHARE)))
 
 
 def resolve_cap(
-    setting: str | int, tier: str, bounds: Bounds, *, above_metal: bool = False, starting: bool = True
-) -> Cap:
+    setting: str | int, tier: str, bounds: MachineBounds, *, above_metal: bool = False, starting: bool = True
+) -> MemoryCap:
     """Return the cap for a value of `memory.cap`.
 
     Raises SettingsError for an explicit cap of 0 or above the RAM, and for a relative cap if the RAM cannot be read. At
@@ -186,7 +186,7 @@ def resolve_cap(
     size = _explicit(setting, bounds, starting=starting)
     metal_first = bounds.metal is not None and not above_metal and bounds.metal < (bounds.container or 0)
     if bounds.container is not None and size > bounds.container and not metal_first:
-        return Cap(
+        return MemoryCap(
             max(1, bounds.container),
             "container",
             _CONTAINER,
@@ -199,14 +199,16 @@ _RAISE_CAP = "raise memory.cap"
 _CONTAINER = "raise the memory limit of the container that the node runs in"
 
 
-def _under_metal(setting: str | int, size: int, bounds: Bounds, *, above_metal: bool, starting: bool) -> Cap:
+def _under_metal(
+    setting: str | int, size: int, bounds: MachineBounds, *, above_metal: bool, starting: bool
+) -> MemoryCap:
     metal = bounds.metal
     if metal is None or size <= metal:
         warning = "" if bounds.total else "the RAM cannot be read, so memory.cap is taken as it is"
-        return Cap(size, "setting", _RAISE_CAP, warning)
+        return MemoryCap(size, "setting", _RAISE_CAP, warning)
     if above_metal:
         warning = f"the cap of {show_size(size)} is above the Metal limit of {show_size(metal)} (memory.above_metal)"
-        return Cap(size, "setting", _RAISE_CAP, warning)
+        return MemoryCap(size, "setting", _RAISE_CAP, warning)
     raising = _sysctl(size, bounds.total)
     if starting:
         raise SettingsError(
@@ -214,19 +216,19 @@ def _under_metal(setting: str | int, size: int, bounds: Bounds, *, above_metal: 
             f"it, raise the limit ({raising}), or set memory.above_metal = true and bear the risk"
         )
     warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower counts"
-    return Cap(max(1, metal), "metal", _raise_metal(raising), warning)
+    return MemoryCap(max(1, metal), "metal", _raise_metal(raising), warning)
 
 
-def _automatic_cap(tier: str, bounds: Bounds) -> Cap:
+def _automatic_cap(tier: str, bounds: MachineBounds) -> MemoryCap:
     static, metal = max(1, bounds.ram - reserve(tier, bounds.ram)), bounds.metal
     if metal is not None and metal < static:
-        return Cap(max(1, metal), "metal", _raise_metal(_sysctl(static, bounds.total)))
+        return MemoryCap(max(1, metal), "metal", _raise_metal(_sysctl(static, bounds.total)))
     if bounds.ram < bounds.total:
-        return Cap(static, "container", _CONTAINER)
-    return Cap(static, "static", "choose a memory.tier with a smaller reserve, or set memory.cap")
+        return MemoryCap(static, "container", _CONTAINER)
+    return MemoryCap(static, "static", "choose a memory.tier with a smaller reserve, or set memory.cap")
 
 
-def _explicit(setting: str | int, bounds: Bounds, *, starting: bool) -> int:
+def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> int:
     try:
         size = parse_size(setting, whole=bounds.ram)
     except ValueError as error:
@@ -244,7 +246,7 @@ def _raise_metal(command: str) -> str:
 
 
 def _sysctl(wanted: int, total: int) -> str:
-    return f"sudo sysctl iogpu.wired_limit_mb={min(wanted, int(total * WIRED_SHARE_MOST)) // MIB}"
+    return f"sudo sysctl iogpu.wired_limit_mb={min(wanted, int(total * MAX_WIRED_SHARE)) // MIB}"
 
 
 def resolve_margin(setting: str | int, cap: int) -> Margin:
@@ -272,7 +274,7 @@ def dynamic(phys: int | None, reclaimable: int | None, *, worker: int = 0, lease
     return phys + reclaimable + min(worker, lease)
 
 
-def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
+def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
     """Return the ceiling for a cap, the result of `dynamic` and the bytes of leases; 1 byte if `reach` is None.
 
     The limiting term is the one that reduces the cap most, or that of the cap if nothing reduces it.
@@ -288,6 +290,6 @@ def ceiling(cap: Cap, reach: int | None, leases: int = 0) -> Ceiling:
     return Ceiling(size, cap.bound_by, cap.remedy)
 
 
-def limits(cap: Cap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> Limits:
+def limits(cap: MemoryCap, margin: Margin, now: Ceiling, *, guard: bool, leases: int = 0) -> MemoryLimits:
     """Return the frame with the limits in force for the engine."""
-    return Limits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)
+    return MemoryLimits(cap.bytes, now.bytes, margin.bytes, now.bound_by, guard, leases, margin_auto=margin.automatic)

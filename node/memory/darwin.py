@@ -11,7 +11,7 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 from typing import ClassVar
 
-from node.memory.reading import Highs
+from node.memory.reading import HighWaterMarks
 from wire.units import MIB
 
 SYSTEM = "/usr/lib/libSystem.B.dylib"
@@ -63,7 +63,7 @@ class ProcBsdInfo(ctypes.Structure):
     ]
 
 
-class System:
+class LibSystem:
     """Calls of libSystem. Raises OSError if the library cannot be loaded."""
 
     def __init__(self, library: str = SYSTEM) -> None:
@@ -85,12 +85,12 @@ class System:
         usage = self._usage(pid)
         return None if usage is None else usage.phys_footprint or None
 
-    def highs(self, pid: int) -> Highs:
+    def highs(self, pid: int) -> HighWaterMarks:
         """Return the high-water marks of a process."""
         usage = self._usage(pid)
         if usage is None:
-            return Highs()
-        return Highs(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
+            return HighWaterMarks()
+        return HighWaterMarks(usage.lifetime_max_phys_footprint or None, usage.interval_max_phys_footprint or None)
 
     def begin_interval(self, pid: int) -> bool:
         """Reset the high-water mark of the interval; return whether that succeeded."""
@@ -136,12 +136,12 @@ class System:
         return buffer.raw[: size.value]
 
 
-class Footprint:
+class DarwinFootprint:
     """Footprint of a process."""
 
     source = "phys_footprint"
 
-    def __init__(self, pid: int, system: System) -> None:
+    def __init__(self, pid: int, system: LibSystem) -> None:
         self._pid = pid
         self._system = system
 
@@ -149,7 +149,7 @@ class Footprint:
         """Return the footprint in bytes; None if it cannot be read."""
         return self._system.phys(self._pid)
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Return the high-water marks."""
         return self._system.highs(self._pid)
 

@@ -22,22 +22,22 @@ engine may not have been read yet.
 
 from dataclasses import dataclass, replace
 
-from node.memory.reading import PERIOD
+from node.memory.reading import POLL_PERIOD_SECONDS
 from wire.capacity import arithmetic
-from wire.frames import Enforce
-from wire.report import Level, Memory
+from wire.frames import ReduceMemory
+from wire.report import Memory, MemoryLevel
 from wire.units import show_size
 
-BUSY = 0.25
-IDLE = PERIOD
-EMPTY = 5.0
+BUSY_POLL_SECONDS = 0.25
+IDLE_POLL_SECONDS = POLL_PERIOD_SECONDS
+EMPTY_POLL_SECONDS = 5.0
 """Seconds between polls: while the engine works or is over its cap, while it is idle, and without a loaded model."""
-LATE = 2 * BUSY
+LATE_POLL_SECONDS = 2 * BUSY_POLL_SECONDS
 """Seconds after which the next poll of an engine over its cap is late."""
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class EnforcerInput:
     """Input of one poll."""
 
     engine: int | None
@@ -51,11 +51,11 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class EnforcerState:
     """State of the enforcer between polls."""
 
     polls: int = 0
-    level: Level = Level.UNKNOWN
+    level: MemoryLevel = MemoryLevel.UNKNOWN
     engine: int | None = None
     over: int = 0
     """Consecutive readings over the cap."""
@@ -74,32 +74,32 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class Tell:
+class SendOrder:
     """Send this order to the engine."""
 
-    order: Enforce
+    order: ReduceMemory
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndEngine:
     """End the engine process for this reason."""
 
     blame: str
 
 
-Action = Tell | End
+Action = SendOrder | EndEngine
 
 
-def step(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ...]]:
+def step(state: EnforcerState, seen: EnforcerInput, now: float) -> tuple[EnforcerState, tuple[Action, ...]]:
     """Return the state after one poll, and the actions. `now` is in seconds of a monotonic clock."""
-    level = Level.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
+    level = MemoryLevel.UNKNOWN if seen.engine is None else arithmetic.level(seen.memory)
     if seen.engine != state.engine:
         state = replace(state, engine=seen.engine, over=0, asked=0, ended=None)
-    late = now - state.looked_at > LATE
+    late = now - state.looked_at > LATE_POLL_SECONDS
     state = replace(state, polls=state.polls + 1, level=level, looked_at=now)
-    if level is Level.UNKNOWN:
+    if level is MemoryLevel.UNKNOWN:
         return state if seen.engine is None or seen.memory.phys is None else replace(state, over=0, asked=0), ()
-    if level is not Level.OVER_HARD:
+    if level is not MemoryLevel.OVER_HARD:
         return replace(state, over=0, asked=0), _soft(state, seen)
     state = replace(state, over=state.over + 1, over_caps=state.over_caps + (state.over == 0))
     if state.over == 1 or not seen.memory.guard:
@@ -107,27 +107,29 @@ def step(state: State, seen: Seen, now: float) -> tuple[State, tuple[Action, ...
     return _hard(state, seen, now, late=late)
 
 
-def _soft(state: State, seen: Seen) -> tuple[Action, ...]:
-    if state.level < Level.OVER_SOFT or not seen.memory.guard:
+def _soft(state: EnforcerState, seen: EnforcerInput) -> tuple[Action, ...]:
+    if state.level < MemoryLevel.OVER_SOFT or not seen.memory.guard:
         return ()
-    return (Tell(Enforce(state.polls, Level.OVER_SOFT)),)
+    return (SendOrder(ReduceMemory(state.polls, MemoryLevel.OVER_SOFT)),)
 
 
-def _hard(state: State, seen: Seen, now: float, *, late: bool) -> tuple[State, tuple[Action, ...]]:
+def _hard(
+    state: EnforcerState, seen: EnforcerInput, now: float, *, late: bool
+) -> tuple[EnforcerState, tuple[Action, ...]]:
     if state.engine == state.ended:
         return state, ()
     if state.asked <= seen.enforced:
-        order = Enforce(state.polls, Level.OVER_HARD, arithmetic.excess(seen.memory))
-        return replace(state, asked=state.polls, asked_at=now), (Tell(order),)
-    if late or now - state.asked_at < PERIOD or now < seen.call_until:
+        order = ReduceMemory(state.polls, MemoryLevel.OVER_HARD, arithmetic.excess(seen.memory))
+        return replace(state, asked=state.polls, asked_at=now), (SendOrder(order),)
+    if late or now - state.asked_at < POLL_PERIOD_SECONDS or now < seen.call_until:
         return state, ()
     over, line = arithmetic.excess(seen.memory), arithmetic.hard_line(seen.memory)
     blame = f"over its cap: {show_size(line + over)} of {show_size(line)} on two readings, and it did not answer"
-    return replace(state, ended=state.engine, kills=state.kills + 1), (End(blame),)
+    return replace(state, ended=state.engine, kills=state.kills + 1), (EndEngine(blame),)
 
 
-def pause(state: State, *, busy: bool, loaded: bool) -> float:
+def pause(state: EnforcerState, *, busy: bool, loaded: bool) -> float:
     """Return the seconds until the next poll."""
     if busy or state.over:
-        return BUSY
-    return IDLE if loaded else EMPTY
+        return BUSY_POLL_SECONDS
+    return IDLE_POLL_SECONDS if loaded else EMPTY_POLL_SECONDS

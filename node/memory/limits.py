@@ -4,8 +4,8 @@ Each poll reads all inputs, because Metal's limit, the container's limit and the
 The engine receives new limits when the ceiling moved by more than a step, or when a lease, the cap or the binding term
 changed. An idle machine sends nothing.
 
-A failed reading says nothing about memory: the last good reading holds for `reading.STALE` seconds. After that the
-reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
+A failed reading says nothing about memory: the last good reading holds for `reading.STALE_AFTER_SECONDS` seconds. After
+that the reach of the engine is unknown; the engine admits no request and evicts nothing for this reason.
 """
 
 import time
@@ -15,11 +15,11 @@ from pathlib import Path
 import structlog
 
 from node.memory.cap import (
-    Bounds,
-    Cap,
     Ceiling,
-    Device,
+    MachineBounds,
     Margin,
+    MemoryCap,
+    MetalDevice,
     ceiling,
     dynamic,
     limits,
@@ -29,13 +29,13 @@ from node.memory.cap import (
 )
 from node.memory.metal_limit import read_device, write_device
 from node.memory.reading import LastGood
-from node.memory.sensor import Machine, footprint, members
+from node.memory.sensor import MachineMemory, footprint, members
 from node.settings import NodeSettings
-from wire.frames import Limits
+from wire.frames import MemoryLimits
 from wire.units import MIB, show_size
 
-STEP = 64 * MIB
-STEP_SHARE = 0.01
+CEILING_STEP_BYTES = 64 * MIB
+CEILING_STEP_SHARE = 0.01
 """Change of the ceiling that is sent to the engine: the lesser of these bytes and this share of the cap."""
 
 log = structlog.get_logger("node.memory.limits")
@@ -51,7 +51,7 @@ class Limiter:
     def __init__(
         self,
         settings: NodeSettings,
-        machine: Machine,
+        machine: MachineMemory,
         origins: Mapping[str, str] | None = None,
         folder: Path | None = None,
     ) -> None:
@@ -66,12 +66,12 @@ class Limiter:
         bounds = machine.bounds()
         self._device = None if folder is None else read_device(folder, machine.hardware, bounds.wired)
         self._engine = 0
-        self.cap: Cap = self._resolve(bounds, starting=True)
+        self.cap: MemoryCap = self._resolve(bounds, starting=True)
         self.margin: Margin = resolve_margin(settings.memory.margin, self.cap.bytes)
         self.standing = Ceiling(self.cap.bytes, self.cap.bound_by, self.cap.remedy)
         """Ceiling of the last poll, with the binding term and its remedy."""
         self._reach = LastGood()
-        self._told: Limits | None = None
+        self._told: MemoryLimits | None = None
         self._say(origins or {})
 
     @property
@@ -102,7 +102,7 @@ class Limiter:
             return
         self._engine = engine
         known, bounds = self._device, self._machine.bounds()
-        self._device = Device(limit, bounds.wired)
+        self._device = MetalDevice(limit, bounds.wired)
         if self._device == known:
             return
         log.info("metal limit", reported=show_size(limit), before=show_size(with_device(bounds, known).metal))
@@ -117,14 +117,14 @@ class Limiter:
         wired = self._machine.wired()
         return None if wired is None else max(0, wired - self.worker_phys())
 
-    def now(self, phys: int | None) -> Limits:
+    def now(self, phys: int | None) -> MemoryLimits:
         """Return the limits for the engine's footprint in bytes: 0 while there is no engine, None when unreadable."""
         self._look()
-        reach = self._reach.take(self._reaches(phys), time.monotonic())
+        reach = self._reach.update(self._reaches(phys), time.monotonic())
         self.standing = ceiling(self.cap, reach, self.leases)
         return limits(self.cap, self.margin, self.standing, guard=self._guard, leases=self.leases)
 
-    def poll(self, phys: int | None, tell: Callable[[Limits], object]) -> Limits:
+    def poll(self, phys: int | None, tell: Callable[[MemoryLimits], object]) -> MemoryLimits:
         """Return the current limits, and pass them to `tell` when they changed."""
         found, told = self.now(phys), self._told
         if told is None or _fixed(found) != _fixed(told) or abs(found.ceiling - told.ceiling) >= self._step:
@@ -142,7 +142,7 @@ class Limiter:
 
     @property
     def _step(self) -> int:
-        return max(1, min(STEP, int(self.cap.bytes * STEP_SHARE)))
+        return max(1, min(CEILING_STEP_BYTES, int(self.cap.bytes * CEILING_STEP_SHARE)))
 
     def _look(self) -> None:
         """Update cap and margin. An unreadable RAM size keeps the last cap, because RAM does not change."""
@@ -155,7 +155,7 @@ class Limiter:
             log.warning("cap changed", cap=show_size(cap.bytes), bound_by=cap.bound_by, remedy=cap.remedy)
             self.warn()
 
-    def _resolve(self, bounds: Bounds, *, starting: bool) -> Cap:
+    def _resolve(self, bounds: MachineBounds, *, starting: bool) -> MemoryCap:
         memory, bounds = self._settings, with_device(bounds, self._device)
         return resolve_cap(memory.cap, memory.tier, bounds, above_metal=memory.above_metal, starting=starting)
 
@@ -175,6 +175,6 @@ class Limiter:
         self.warn()
 
 
-def _fixed(limits: Limits) -> tuple[object, ...]:
+def _fixed(limits: MemoryLimits) -> tuple[object, ...]:
     """Return all values except the ceiling."""
     return limits.cap, limits.margin, limits.bound_by, limits.guard, limits.leases

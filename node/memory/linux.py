@@ -8,10 +8,10 @@ RAM. The kernel has one high-water mark (VmHWM), which `clear_refs` resets; the 
 import os
 from pathlib import Path
 
-from node.memory.reading import Highs
+from node.memory.reading import HighWaterMarks
 
 DEAD = (b"Z", b"X")
-PAGE = os.sysconf("SC_PAGE_SIZE")
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 KIB = 1024
 UNLIMITED = 2**60
 """Values from this on mean "no limit": cgroup v1 uses a number near 2^63."""
@@ -19,7 +19,7 @@ STALLED = (("critical", 60.0), ("warn", 10.0))
 """Percent of the last 10 s in which a task waited for memory. systemd-oomd kills processes from 60."""
 
 
-class Statm:
+class LinuxFootprint:
     """Resident set of a process."""
 
     source = "statm"
@@ -38,15 +38,15 @@ class Statm:
             resident = int(os.pread(self._file, 128, 0).split()[1])
         except (OSError, IndexError, ValueError):
             return None
-        return resident * PAGE or None
+        return resident * PAGE_BYTES or None
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Return the high-water marks."""
         mark = _kilobytes(self._folder / "status").get("VmHWM")
         if mark is None:
-            return Highs()
+            return HighWaterMarks()
         self._highest = max(self._highest, mark)
-        return Highs(self._highest, mark)
+        return HighWaterMarks(self._highest, mark)
 
     def begin_interval(self) -> bool:
         """Reset the high-water mark of the interval; return whether that succeeded."""

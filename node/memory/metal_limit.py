@@ -10,7 +10,7 @@ import msgspec
 import structlog
 
 from host.private_files import private_folder, write_private
-from node.memory.cap import Device
+from node.memory.cap import MetalDevice
 from wire.report import Hardware
 
 FILE = "metal.json"
@@ -18,7 +18,7 @@ FILE = "metal.json"
 log = structlog.get_logger("node.memory.metal_limit")
 
 
-class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _StoredLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of the file: the key of the limit, and the limit. Sizes in bytes."""
 
     chip: str
@@ -28,20 +28,20 @@ class _Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit: int
 
 
-def read_device(folder: Path, hardware: Hardware, wired: int | None) -> Device | None:
+def read_device(folder: Path, hardware: Hardware, wired: int | None) -> MetalDevice | None:
     """Return the stored limit of this machine; None without one.
 
     `wired` is the present value of `iogpu.wired_limit_mb` in bytes, None when it is not set.
     """
     try:
-        kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_Kept)
+        kept = msgspec.json.decode((folder / FILE).read_bytes(), type=_StoredLimit)
     except (OSError, msgspec.MsgspecError):
         return None
-    device = Device(kept.limit, wired)
+    device = MetalDevice(kept.limit, wired)
     return device if kept.limit > 0 and kept == _belongs(hardware, device) else None
 
 
-def write_device(folder: Path, hardware: Hardware, device: Device) -> None:
+def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:
     """Store a limit for later starts. A full disk stops no node: the next start uses an estimate again."""
     try:
         write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
@@ -49,5 +49,5 @@ def write_device(folder: Path, hardware: Hardware, device: Device) -> None:
         log.warning("metal limit not kept", error=str(error))
 
 
-def _belongs(hardware: Hardware, device: Device) -> _Kept:
-    return _Kept(hardware.chip, hardware.memory, hardware.system, device.wired, device.limit)
+def _belongs(hardware: Hardware, device: MetalDevice) -> _StoredLimit:
+    return _StoredLimit(hardware.chip, hardware.memory, hardware.system, device.wired, device.limit)

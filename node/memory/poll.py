@@ -12,22 +12,22 @@ from msgspec.structs import replace
 
 from node.engine_process.supervisor import Supervisor
 from node.memory import enforcer
-from node.memory.enforcer import End, Seen, State, Tell
+from node.memory.enforcer import EndEngine, EnforcerInput, EnforcerState, SendOrder
 from node.memory.limits import Limiter
-from node.memory.reading import Spare
-from node.memory.sensor import Machine
-from node.memory.timer import Alarm
+from node.memory.reading import AvailableMemory
+from node.memory.sensor import MachineMemory
+from node.memory.timer import Timer
 from wire.capacity.arithmetic import Fits, judge_load
-from wire.frames import Limits
-from wire.report import Enforcement, Level, Memory, System
+from wire.frames import MemoryLimits
+from wire.report import Enforcement, Memory, MemoryLevel, SystemMemory
 
-WARN_EVERY = 600.0
+WARNING_INTERVAL_SECONDS = 600.0
 """Seconds between log events about settings that weaken the memory safety of this node."""
 
 log = structlog.get_logger("node.memory.poll")
 
 
-def margin_in_force(limits: Limits, said: Memory) -> int:
+def margin_in_force(limits: MemoryLimits, said: Memory) -> int:
     """Return the margin in bytes by which the engine's gate judges, from its report `said`.
 
     The gate decides an automatic margin, because only the engine has the profiles from which it follows. It depends on
@@ -37,35 +37,35 @@ def margin_in_force(limits: Limits, said: Memory) -> int:
     return said.margin if decided else limits.margin
 
 
-class Poll:
+class MemoryPoll:
     """Polls of one engine. All methods run on the loop that called `start`."""
 
-    def __init__(self, limiter: Limiter, machine: Machine, supervisor: Supervisor) -> None:
+    def __init__(self, limiter: Limiter, machine: MachineMemory, supervisor: Supervisor) -> None:
         self._limiter = limiter
         self._machine = machine
         self._supervisor = supervisor
-        self._alarm = Alarm(self.look)
+        self._alarm = Timer(self.poll_once)
         self._looked = 0.0
         self._warned = time.monotonic()
         self._phys: int | None = None
-        self._spare: Spare = machine.spare()
-        self.state = State()
+        self._spare: AvailableMemory = machine.spare()
+        self.state = EnforcerState()
 
     def start(self) -> None:
         """Poll now, before the first engine needs limits, and then periodically."""
-        self.look()
+        self.poll_once()
 
     def stop(self) -> None:
         """Stop polling."""
         self._alarm.cancel()
 
-    def changed(self) -> None:
+    def poll_sooner(self) -> None:
         """Move the next poll forward after a change at the engine; poll a new process at once."""
         now = asyncio.get_running_loop().time()
         new = self._supervisor.ready is not None and self._supervisor.ready != self.state.engine
-        self._alarm.sooner(now if new else max(now, self._looked + self._pause()))
+        self._alarm.move_forward(now if new else max(now, self._looked + self._pause()))
 
-    def look(self) -> None:
+    def poll_once(self) -> None:
         """Read the memory, set the limits, and run the enforcer."""
         loop = asyncio.get_running_loop()
         self._looked = loop.time()
@@ -81,7 +81,9 @@ class Poll:
         if report is not None and supervisor.ready is not None:
             self._limiter.report_metal(supervisor.ready, report.metal_limit)
         limits = self._limiter.poll(self._held(), supervisor.set_limits)
-        seen = Seen(supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until)
+        seen = EnforcerInput(
+            supervisor.ready, self._judged(limits), report.enforced if report else 0, supervisor.call_until
+        )
         before = self.state.level
         self.state, actions = enforcer.step(self.state, seen, now)
         if self.state.level != before and self._tells(seen.memory):
@@ -99,7 +101,7 @@ class Poll:
             self._act(action)
         if self.state.asked:
             supervisor.ping()
-        if now - self._warned >= WARN_EVERY:
+        if now - self._warned >= WARNING_INTERVAL_SECONDS:
             self._warned = now
             self._limiter.warn()
 
@@ -109,15 +111,15 @@ class Poll:
         A load may use the margin (`arithmetic.judge_load`): a headroom below 0 deserves no warning while all loaded
         models and all commitments fit under the ceiling.
         """
-        if self.state.level is not Level.OVER_SOFT:
-            return self.state.level is Level.OVER_HARD
+        if self.state.level is not MemoryLevel.OVER_SOFT:
+            return self.state.level is MemoryLevel.OVER_HARD
         return not isinstance(judge_load(memory, 0), Fits)
 
     def _held(self) -> int | None:
         """Return the footprint in bytes that the ceiling follows from: 0 without an engine, None when unreadable."""
         return 0 if self._supervisor.pid is None else self._phys
 
-    def _judged(self, limits: Limits) -> Memory:
+    def _judged(self, limits: MemoryLimits) -> Memory:
         """Return the memory part of the engine's last report, with the agent's own reading and the current limits."""
         report = self._supervisor.report
         said = report.memory if report else Memory()
@@ -134,9 +136,9 @@ class Poll:
 
     def _act(self, action: enforcer.Action) -> None:
         match action:
-            case Tell():
+            case SendOrder():
                 self._supervisor.enforce(action.order)
-            case End():
+            case EndEngine():
                 log.error("engine ended", reason=action.blame)
                 self._supervisor.end(action.blame)
 
@@ -153,11 +155,11 @@ class Poll:
 
     # parts of the report
 
-    def system(self) -> System:
+    def system(self) -> SystemMemory:
         """Return the last reading of the machine with its age in seconds."""
         spare = self._spare
         age = max(0.0, time.monotonic() - spare.at)
-        return System(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
+        return SystemMemory(spare.available, spare.pressure, spare.source, age, self._limiter.worker_phys())
 
     def enforcement(self) -> Enforcement:
         """Return the level, the limits and the counts of the enforcer."""

@@ -7,18 +7,18 @@ would count twice.
 
 from dataclasses import dataclass
 
-POLLS = 5
-"""Number of polls in the window of `Recent`."""
-PERIOD = 1.0
+RECENT_POLLS = 5
+"""Number of polls in the window of `RecentPeak`."""
+POLL_PERIOD_SECONDS = 1.0
 """Seconds of a poll; of the readings in a poll, the highest counts."""
-WINDOW = POLLS * PERIOD
-"""Seconds in the window of `Recent`."""
-STALE = 5.0
+RECENT_PEAK_SECONDS = RECENT_POLLS * POLL_PERIOD_SECONDS
+"""Seconds in the window of `RecentPeak`."""
+STALE_AFTER_SECONDS = 5.0
 """Age in seconds from which a reading is not used."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MemoryReading:
     """A reading of the memory that the kernel charges to a process."""
 
     phys: int | None
@@ -30,7 +30,7 @@ class Reading:
 
     def live(self, now: float) -> bool:
         """Return whether the reading has a value and is at most STALE seconds old."""
-        return self.phys is not None and now - self.at <= STALE
+        return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
 
 @dataclass(slots=True)
@@ -40,15 +40,15 @@ class LastGood:
     value: int | None = None
     at: float = 0.0
 
-    def take(self, value: int | None, now: float) -> int | None:
+    def update(self, value: int | None, now: float) -> int | None:
         """Return `value`, or the last value for STALE seconds after it if `value` is None."""
         if value is not None:
             self.value, self.at = value, now
-        return self.value if now - self.at <= STALE else None
+        return self.value if now - self.at <= STALE_AFTER_SECONDS else None
 
 
 @dataclass(frozen=True, slots=True)
-class Highs:
+class HighWaterMarks:
     """High-water marks of a process in bytes, kept by the kernel; None if unknown.
 
     They include the transients of forwards. They calibrate margin and estimate and are not part of `current`.
@@ -60,7 +60,7 @@ class Highs:
 
 
 @dataclass(frozen=True, slots=True)
-class Spare:
+class AvailableMemory:
     """Available memory of the system."""
 
     available: int | None
@@ -73,7 +73,7 @@ class Spare:
 
 
 @dataclass(frozen=True, slots=True)
-class Recent:
+class RecentPeak:
     """Highest reading of each of the last polls, as pairs of start time and bytes, newest last.
 
     Entries expire by time. An idle process without polls therefore does not keep an old maximum.
@@ -81,25 +81,25 @@ class Recent:
 
     polls: tuple[tuple[float, int], ...] = ()
 
-    def observed(self, phys: int, now: float) -> "Recent":
+    def with_reading(self, phys: int, now: float) -> "RecentPeak":
         """Return the window with a further reading."""
         polls = self._within(now)
-        if polls and now - polls[-1][0] < PERIOD:
+        if polls and now - polls[-1][0] < POLL_PERIOD_SECONDS:
             start, height = polls[-1]
-            return Recent((*polls[:-1], (start, max(height, phys))))
-        return Recent((*polls, (now, phys))[-POLLS:])
+            return RecentPeak((*polls[:-1], (start, max(height, phys))))
+        return RecentPeak((*polls, (now, phys))[-RECENT_POLLS:])
 
     def highest(self, now: float) -> int:
         """Return the highest reading in the window in bytes; 0 without readings."""
         return max((height for _, height in self._within(now)), default=0)
 
-    def falls_at(self, floor: int, now: float) -> float | None:
+    def peak_expires_at(self, floor: int, now: float) -> float | None:
         """Return the time at which `highest` falls next; None if it is at most `floor` bytes."""
         polls = self._within(now)
         top = max((height for _, height in polls), default=0)
         if top <= floor:
             return None
-        return max(start for start, height in polls if height == top) + WINDOW
+        return max(start for start, height in polls if height == top) + RECENT_PEAK_SECONDS
 
     def _within(self, now: float) -> tuple[tuple[float, int], ...]:
-        return tuple(poll for poll in self.polls if now - poll[0] < WINDOW)
+        return tuple(poll for poll in self.polls if now - poll[0] < RECENT_PEAK_SECONDS)

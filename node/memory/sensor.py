@@ -14,14 +14,14 @@ import msgspec
 import psutil
 
 from node.memory import darwin, linux
-from node.memory.cap import TIERS, Bounds, default_metal
-from node.memory.reading import Highs, Reading, Spare
+from node.memory.cap import TIERS, MachineBounds, default_metal
+from node.memory.reading import AvailableMemory, HighWaterMarks, MemoryReading
 from node.settings import NodeSettings
 from wire.report import Hardware
 from wire.units import parse_size
 
 
-class Source(Protocol):
+class FootprintSource(Protocol):
     """Reader of the footprint of a process."""
 
     source: str
@@ -30,7 +30,7 @@ class Source(Protocol):
         """Return the footprint in bytes; None if it cannot be read."""
         ...
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Return the high-water marks."""
         ...
 
@@ -43,7 +43,7 @@ class Source(Protocol):
         ...
 
 
-class Pages(Protocol):
+class PageCounts(Protocol):
     """Counts of psutil in bytes. `available` are free and inactive pages on macOS, MemAvailable on Linux."""
 
     total: int
@@ -54,14 +54,14 @@ class Pages(Protocol):
 class Sensor:
     """Readings of a process with their time."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: FootprintSource) -> None:
         self.source = source
 
-    def phys(self) -> Reading:
+    def phys(self) -> MemoryReading:
         """Read the footprint; the time is that of the monotonic clock."""
-        return Reading(self.source.phys(), self.source.source, time.monotonic())
+        return MemoryReading(self.source.phys(), self.source.source, time.monotonic())
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Read the high-water marks, for calibration and display."""
         return self.source.highs()
 
@@ -76,7 +76,7 @@ class Sensor:
 
 def open_sensor(pid: int) -> Sensor:
     """Return a sensor for a process of this user. Readings of an ended process are None."""
-    return Sensor(darwin.Footprint(pid, _system()) if sys.platform == "darwin" else linux.Statm(pid))
+    return Sensor(darwin.DarwinFootprint(pid, _system()) if sys.platform == "darwin" else linux.LinuxFootprint(pid))
 
 
 def footprint(group: int) -> int | None:
@@ -115,7 +115,7 @@ def _group(pid: int) -> int | None:
         return None
 
 
-def virtual_memory() -> "Pages | None":
+def virtual_memory() -> "PageCounts | None":
     """Return the memory counts of this machine; None if they cannot be read."""
     try:
         return psutil.virtual_memory()
@@ -128,7 +128,7 @@ def born(pid: int) -> str:
     return _system().born(pid) if sys.platform == "darwin" else linux.born(pid)
 
 
-class Machine(Protocol):
+class MachineMemory(Protocol):
     """Memory of a machine. Every call reads the system."""
 
     @property
@@ -136,7 +136,7 @@ class Machine(Protocol):
         """Description of the machine for `Hello`."""
         ...
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> MachineBounds:
         """Return RAM, Metal limit and limit of the container."""
         ...
 
@@ -144,7 +144,7 @@ class Machine(Protocol):
         """Return the bytes that the system can free for the engine; None if unknown."""
         ...
 
-    def spare(self) -> Spare:
+    def spare(self) -> AvailableMemory:
         """Return the available memory, for display."""
         ...
 
@@ -159,24 +159,24 @@ class Mac:
 
     hardware: Hardware
     active_share: float
-    system: darwin.System
-    pages: Callable[[], Pages | None] = virtual_memory
+    system: darwin.LibSystem
+    pages: Callable[[], PageCounts | None] = virtual_memory
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> MachineBounds:
         """Return the RAM and the Metal limit, which a person can change at any time."""
         wired, hardware = self.system.wired_limit(), self.hardware
-        return Bounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
+        return MachineBounds(hardware.memory, wired or default_metal(hardware.memory, hardware.system), wired=wired)
 
     def reclaimable(self) -> int | None:
         """Return free and inactive pages, and `active_share` of the active pages, in bytes."""
         found = self.pages()
         return None if found is None else int(found.available + found.active * self.active_share)
 
-    def spare(self) -> Spare:
+    def spare(self) -> AvailableMemory:
         """Return free and inactive pages as available memory."""
         found = self.pages()
         available = None if found is None else found.available
-        return Spare(available, self.system.pressure(), "psutil", time.monotonic())
+        return AvailableMemory(available, self.system.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Return wired pages in bytes."""
@@ -190,19 +190,19 @@ class LinuxMachine:
 
     hardware: Hardware
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> MachineBounds:
         """Return the RAM and the limit of the cgroups."""
         found = virtual_memory()
-        return Bounds(0 if found is None else found.total, None, linux.container_limit())
+        return MachineBounds(0 if found is None else found.total, None, linux.container_limit())
 
     def reclaimable(self) -> int | None:
         """Return the minimum of MemAvailable and the free memory of the cgroups."""
         found, room = virtual_memory(), linux.container_room()
         return None if found is None else found.available if room is None else min(found.available, room)
 
-    def spare(self) -> Spare:
+    def spare(self) -> AvailableMemory:
         """Return reclaimable memory as available memory, and the pressure."""
-        return Spare(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
+        return AvailableMemory(self.reclaimable(), linux.pressure(), "psutil", time.monotonic())
 
     def wired(self) -> int | None:
         """Return Unevictable: locked memory and memory of drivers."""
@@ -219,17 +219,17 @@ class PretendedMachine:
     hardware: Hardware
     readings: str = ""
 
-    def bounds(self) -> Bounds:
+    def bounds(self) -> MachineBounds:
         """Return the RAM and the default Metal limit."""
-        return Bounds(self.hardware.memory, default_metal(self.hardware.memory))
+        return MachineBounds(self.hardware.memory, default_metal(self.hardware.memory))
 
     def reclaimable(self) -> int | None:
         """Return the value in the file, or the RAM."""
         return self._reading("reclaimable", self.hardware.memory)
 
-    def spare(self) -> Spare:
+    def spare(self) -> AvailableMemory:
         """Return reclaimable memory as available memory."""
-        return Spare(self.reclaimable(), "normal", "pretended", time.monotonic())
+        return AvailableMemory(self.reclaimable(), "normal", "pretended", time.monotonic())
 
     def wired(self) -> int | None:
         """Return the value in the file, or None."""
@@ -244,7 +244,7 @@ class PretendedMachine:
         return found.get(name, otherwise)
 
 
-def open_machine(settings: NodeSettings) -> Machine:
+def open_machine(settings: NodeSettings) -> MachineMemory:
     """Return a simulated machine for the scripted engine, else this machine."""
     if settings.engine.kind == "scripted":
         scripted = settings.engine.scripted
@@ -271,5 +271,5 @@ def machine(memory: int | None = None) -> Hardware:
 
 
 @functools.cache
-def _system() -> darwin.System:
-    return darwin.System()
+def _system() -> darwin.LibSystem:
+    return darwin.LibSystem()

@@ -7,7 +7,7 @@ import asyncio
 from collections.abc import Callable
 
 
-class Alarm:
+class Timer:
     """Timer that calls `ring` once for each `set`, on the running loop. Times are seconds of the loop's clock."""
 
     def __init__(self, ring: Callable[[], None]) -> None:
@@ -21,7 +21,7 @@ class Alarm:
         self._when = when
         self._handle = asyncio.get_running_loop().call_at(when, self._rung)
 
-    def sooner(self, when: float) -> None:
+    def move_forward(self, when: float) -> None:
         """Move a later call forward to this time."""
         if self._handle is not None and when < self._when:
             self.set(when)

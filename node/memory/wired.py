@@ -10,20 +10,20 @@ after an orderly end). No count of the process shows that: `ri_wired_size` does 
 The lower value is the leak. The second value excludes memory that other programs wired meanwhile: a busy engine unwires
 all of its weights at an orderly end. An idle engine may have had no wired memory. Then only the first value counts, and
 memory wired by another program can look like a leak. Leaked memory never returns; memory that returns later disproves
-the leak (`Leaks.look`).
+the leak (`WiredLeaks.update`).
 """
 
 from dataclasses import dataclass
 
 from wire.units import GIB, show_size
 
-SHARE = 0.5
-LEAST = GIB
+LEAK_SHARE = 0.5
+MIN_LEAK_BYTES = GIB
 """Thresholds of a leak, as share of the weights and in bytes, because other programs wire memory as well."""
 
 
 @dataclass(slots=True)
-class Wired:
+class WiredReadings:
     """Wired bytes of the system around the lifetime of a process."""
 
     before: int | None
@@ -33,17 +33,17 @@ class Wired:
     weights: int = 0
     """Maximum bytes of weights in the process."""
 
-    def missing(self, after: int | None) -> int:
+    def leaked_bytes(self, after: int | None) -> int:
         """Return the leaked bytes by a reading after the end; 0 below the thresholds or if unknown."""
         if self.before is None or after is None:
             return 0
         fall = 0 if self.last is None else max(0, self.last - after)
         missing = min(after - self.before, self.weights - fall)
-        return missing if missing > max(LEAST, SHARE * self.weights) else 0
+        return missing if missing > max(MIN_LEAK_BYTES, LEAK_SHARE * self.weights) else 0
 
 
 @dataclass(slots=True)
-class Leaks:
+class WiredLeaks:
     """Leaks of ended processes."""
 
     count: int = 0
@@ -56,18 +56,18 @@ class Leaks:
     after: int = 0
     """Wired bytes after its end."""
 
-    def add(self, wired: Wired, after: int | None) -> int:
+    def add(self, wired: WiredReadings, after: int | None) -> int:
         """Record the leak of an ended process; return its bytes, 0 for none."""
-        missing = wired.missing(after)
+        missing = wired.leaked_bytes(after)
         if missing and wired.before is not None and after is not None:
             self.first = self.first if self.count else wired.before
             self.count, self.missing = self.count + 1, self.missing + missing
             self.before, self.after = wired.before, after
         return missing
 
-    def look(self, wired: int | None) -> None:
+    def update(self, wired: int | None) -> None:
         """Forget the leaks if a reading shows that most of the memory returned."""
-        if wired is not None and wired < self.first + SHARE * self.missing:
+        if wired is not None and wired < self.first + LEAK_SHARE * self.missing:
             self.count = self.missing = 0
 
     def warning(self) -> str:

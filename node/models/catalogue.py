@@ -26,27 +26,27 @@ from typing import Any, Protocol, cast
 
 import structlog
 
-from node.engine.models.model_descriptor import Found
+from node.engine.models.model_descriptor import ModelDescriptor
 from node.settings import ModelSettings
 from wire.identity import valid_model
-from wire.report import Kv, Transient
+from wire.report import KvParameters, TransientModel
 
 MODEL, PACKAGE = "config.json", "model_index.json"
 """Files that identify a model and a diffusers package."""
-DEPTH = 3
+MAX_DEPTH = 3
 """Levels below a configured folder: FOLDER/publisher/model and one more."""
-MOST_FOLDERS = 20_000
+MAX_FOLDERS = 20_000
 """Maximum number of folders in one scan, because a home directory set by mistake must not hang a node."""
-LONGEST_HEADER = 100 * 1024 * 1024
+MAX_HEADER_BYTES = 100 * 1024 * 1024
 """Maximum bytes of a safetensors header (the format's own limit)."""
-FRESH = 2.0
+SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
-EVERY = 30.0
+SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
-STEP = 256
+CACHE_STEP_TOKENS = 256
 DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
-SAMPLE = 4096
+SAMPLE_BYTES = 4096
 """Bytes of one sample of a tensor: a page of most disks. A smaller sample is not read faster."""
 GGUF = "it is in GGUF, the format of llama.cpp: download its MLX or safetensors build, for example from mlx-community"
 _IDENTITY = (
@@ -108,32 +108,32 @@ class Digest(Protocol):
         ...
 
 
-class Library:
+class ModelCatalogue:
     """Models of the last scan. One thread scans; all other threads see the complete result of one scan."""
 
     def __init__(self, settings: ModelSettings, environment: Mapping[str, str] = os.environ) -> None:
         self._settings = settings
         self._hub = hub_folder(environment) if settings.hub else None
-        self._known: Mapping[str, Found] = {}
-        self._held: Mapping[str, Found] = {}
-        self._described: dict[Path, tuple[tuple[object, ...], Found]] = {}
-        self._scanned = -EVERY
+        self._known: Mapping[str, ModelDescriptor] = {}
+        self._held: Mapping[str, ModelDescriptor] = {}
+        self._described: dict[Path, tuple[tuple[object, ...], ModelDescriptor]] = {}
+        self._scanned = -SCAN_INTERVAL_SECONDS
 
-    def known(self) -> Mapping[str, Found]:
+    def known(self) -> Mapping[str, ModelDescriptor]:
         """Return all models by name, including those that cannot be served."""
         return {**self._known, **self._held}
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name; None if it is unknown."""
         return self._held.get(name) or self._known.get(name)
 
-    def look(self, name: str) -> Found | None:
+    def find_fresh(self, name: str) -> ModelDescriptor | None:
         """Return a model by its name, after a new scan if it is unknown, because it may just have been downloaded."""
-        if self.find(name) is None and time.monotonic() - self._scanned > FRESH:
+        if self.find(name) is None and time.monotonic() - self._scanned > SCAN_VALID_SECONDS:
             self.scan()
         return self.find(name)
 
-    def hold(self, found: Found) -> None:
+    def hold(self, found: ModelDescriptor) -> None:
         """Keep the description of a loaded model until `release`."""
         self._held = {**self._held, found.name: found}
 
@@ -141,7 +141,7 @@ class Library:
         """Return to the description of the files on the disk after a model was unloaded."""
         self._held = {other: found for other, found in self._held.items() if other != name}
 
-    def replacement(self, found: Found) -> Found | None:
+    def replacement(self, found: ModelDescriptor) -> ModelDescriptor | None:
         """Return the model that replaced a loaded one on the disk by the last scan.
 
         Returns None if the files are the same, are gone, or cannot be loaded.
@@ -149,7 +149,7 @@ class Library:
         newest = self._known.get(found.name)
         return None if newest is None or newest.cause or newest.fingerprint == found.fingerprint else newest
 
-    def unchanged(self, found: Found) -> bool:
+    def unchanged(self, found: ModelDescriptor) -> bool:
         """Describe a model again, independent of the last scan, and return whether it is unchanged."""
         try:
             newest = describe(found.name, Path(found.folder))
@@ -160,8 +160,8 @@ class Library:
         return newest is not None and newest.fingerprint == found.fingerprint
 
     def refresh(self) -> bool:
-        """Scan again if the last scan is older than `EVERY` seconds. Returns whether the models changed."""
-        if time.monotonic() - self._scanned < EVERY:
+        """Scan again if the last scan is older than `SCAN_INTERVAL_SECONDS`. Returns whether the models changed."""
+        if time.monotonic() - self._scanned < SCAN_INTERVAL_SECONDS:
             return False
         before = self._known
         self.scan()
@@ -169,7 +169,7 @@ class Library:
 
     def scan(self) -> None:
         """Scan all folders. The embedded model is served only where no other model can be served."""
-        found: dict[str, Found] = {}
+        found: dict[str, ModelDescriptor] = {}
         for name, folder in self._places():
             if name not in found and valid_model(name):
                 described = self._describe(name, folder)
@@ -186,7 +186,7 @@ class Library:
         if self._hub is not None:
             yield from snapshots(self._hub)
 
-    def _describe(self, name: str, folder: Path) -> Found | None:
+    def _describe(self, name: str, folder: Path) -> ModelDescriptor | None:
         """Describe a folder, or return the previous description if none of its files changed."""
         try:
             state = _state(folder)
@@ -195,9 +195,11 @@ class Library:
                 return kept[1]
             found = describe(name, folder)
         except OSError as error:
-            return Found(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
+            return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
-            return Found(name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
+            return ModelDescriptor(
+                name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300]
+            )
         if found is not None:
             self._described[folder] = ((name, *state), found)
         return found
@@ -220,14 +222,14 @@ def roots(top: Path, marker: str = MODEL) -> Iterator[tuple[str, Path]]:
     """
     looked = 0
     waiting: list[tuple[Path, int]] = [(top, 0)]
-    while waiting and looked < MOST_FOLDERS:
+    while waiting and looked < MAX_FOLDERS:
         folder, depth = waiting.pop(0)
         looked += 1
         names = _names(folder)
         kind = next((one for one in (PACKAGE, MODEL) if one in names), None)
         if kind == marker or (kind is None and marker == MODEL and _has_gguf(names)):
             yield (folder.name if folder == top else str(folder.relative_to(top))), folder
-        if kind is None and depth < DEPTH:
+        if kind is None and depth < MAX_DEPTH:
             waiting += [(folder / name, depth + 1) for name in names if _descend(folder / name)]
 
 
@@ -280,10 +282,10 @@ def _state(folder: Path) -> tuple[object, ...]:
     return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
 
 
-def describe(name: str, folder: Path) -> Found | None:
+def describe(name: str, folder: Path) -> ModelDescriptor | None:
     """Describe a model's folder; None when it holds no text model. Raises OSError when it cannot be read."""
     if not (folder / MODEL).exists() and _has_gguf(_names(folder)):
-        return Found(name, folder, cause=GGUF)
+        return ModelDescriptor(name, folder, cause=GGUF)
     digest = hashlib.sha256()
     for part in _IDENTITY:
         if (folder / part).exists():
@@ -291,25 +293,27 @@ def describe(name: str, folder: Path) -> Found | None:
     try:
         config = _object((folder / "config.json").read_bytes())
     except ValueError as error:
-        return Found(name, folder, cause=f"its config.json is no JSON object: {error}")
+        return ModelDescriptor(name, folder, cause=f"its config.json is no JSON object: {error}")
     if not is_text(config):
         return None
     if config.get("model_file") is not None:
-        return Found(name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run")
+        return ModelDescriptor(
+            name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run"
+        )
     weights = read_weights(folder, digest)
     missing = unknown(config)
     if missing:
         log.warning("dimensions unknown", model=name, missing=", ".join(missing), foreseen=0)
     context = _context(config)
-    return Found(
+    return ModelDescriptor(
         name,
         folder,
         digest.hexdigest()[:32],
         loaded_size(config, weights),
         context,
-        foresee(config, weights.float_size),
+        predict_kv(config, weights.float_size),
         weights.cause,
-        forecast(config, weights.float_size),
+        predict_transient(config, weights.float_size),
         weights.size,
     )
 
@@ -328,7 +332,7 @@ def is_text(config: Config) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Weights:
+class WeightHeaders:
     """Weights of a model, by their headers."""
 
     size: int = 0
@@ -341,25 +345,27 @@ class Weights:
     """Bytes of the tensors in fp8."""
 
 
-def read_weights(folder: Path, digest: Digest) -> Weights:
+def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
     """Read the headers of all weight files and samples of their tensors, and add both to `digest`."""
     files = sorted(folder.glob("model*.safetensors"))
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
-        return Weights(cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again")
+        return WeightHeaders(
+            cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again"
+        )
     if not files:
-        return Weights(cause="it has no model*.safetensors")
-    found = Weights()
+        return WeightHeaders(cause="it has no model*.safetensors")
+    found = WeightHeaders()
     for file in files:
         try:
             size, float_size, fp8 = _header(file, digest)
         except ValueError as error:
-            return Weights(cause=f"{file.name}: {error}")
+            return WeightHeaders(cause=f"{file.name}: {error}")
         found = replace(found, size=found.size + size, float_size=float_size or found.float_size, fp8=found.fp8 + fp8)
     return found
 
 
-def loaded_size(config: Config, weights: Weights) -> int:
+def loaded_size(config: Config, weights: WeightHeaders) -> int:
     """Return the expected bytes of loaded weights. Building the model gives the exact number.
 
     mlx-lm converts fp8 checkpoints to bf16, two bytes for one, except where they stay packed (`load_model` in
@@ -404,9 +410,13 @@ def _sample(file: Path, begin: int, extents: Iterable[Sequence[int]], digest: Di
     with file.open("rb", buffering=0) as opened:
         for first, last in extents:
             size = last - first
-            starts = range(0, size, SAMPLE) if size <= 3 * SAMPLE else (0, (size - SAMPLE) // 2, size - SAMPLE)
+            starts = (
+                range(0, size, SAMPLE_BYTES)
+                if size <= 3 * SAMPLE_BYTES
+                else (0, (size - SAMPLE_BYTES) // 2, size - SAMPLE_BYTES)
+            )
             for start in starts:
-                digest.update(os.pread(opened.fileno(), min(SAMPLE, size - start), begin + first + start))
+                digest.update(os.pread(opened.fileno(), min(SAMPLE_BYTES, size - start), begin + first + start))
 
 
 def read_header(file: Path) -> tuple[bytes, int]:
@@ -416,7 +426,7 @@ def read_header(file: Path) -> tuple[bytes, int]:
     """
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
-        if not 2 <= length <= LONGEST_HEADER:
+        if not 2 <= length <= MAX_HEADER_BYTES:
             raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
         raw = opened.read(length)
         held = os.fstat(opened.fileno()).st_size
@@ -477,7 +487,7 @@ def _whole(value: object) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 0
 
 
-def foresee(config: Config, float_size: int) -> Kv:
+def predict_kv(config: Config, float_size: int) -> KvParameters:
     """Predict the KV bytes of a row from the config alone. They are measured once the model is loaded
     (`node.engine.kv.kv_cache.kv_of`).
 
@@ -489,7 +499,7 @@ def foresee(config: Config, float_size: int) -> Kv:
     layer = _kept(text) * number
     full, windowed, states = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed else 0
-    return Kv(full * layer, STEP, states * _state_bytes(text, number), window, windowed * layer)
+    return KvParameters(full * layer, CACHE_STEP_TOKENS, states * _state_bytes(text, number), window, windowed * layer)
 
 
 def _kept(text: Config) -> int:
@@ -524,7 +534,7 @@ def _state_bytes(text: Config, number: int) -> int:
     return hidden * 4 * 4
 
 
-def forecast(config: Config, float_size: int) -> Transient:
+def predict_transient(config: Config, float_size: int) -> TransientModel:
     """Predict the transient bytes of a forward from the config alone.
 
     They consist of the scores of one layer (4 bytes each, where attention is not fused), a second copy of its keys and
@@ -540,7 +550,7 @@ def forecast(config: Config, float_size: int) -> Transient:
     seen = 2.0 * kv_heads * size * _float_size(text, float_size)
     full, windowed, _ = _layers(text)
     window = _whole(text.get("sliding_window")) if windowed and not full else 0
-    return Transient(
+    return TransientModel(
         token=4.0 * numbers,
         pair=pair,
         seen=seen,

@@ -14,44 +14,44 @@ from typing import Protocol
 
 import structlog
 
-from host.pause_file import Pause as Kept
 from host.pause_file import PauseFile
-from host.power import Power, read_power
+from host.pause_file import PauseRecord as Kept
+from host.power import PowerState, read_power
 from node.settings import AgentSettings
 from node.sharing.policy import (
     SHARED,
-    Act,
-    Facts,
-    Grace,
-    Holds,
-    Pause,
-    Rule,
-    Standing,
-    When,
+    GracePeriods,
+    Occupancy,
+    ShareWhen,
+    SharingAction,
+    SharingInputs,
+    SharingPause,
+    SharingRule,
+    SharingState,
     due,
     read_hours,
-    standing,
+    sharing_state,
     too_low,
 )
-from wire.frames import Pause as Order
+from wire.frames import PauseNode as Order
 from wire.report import Sharing
 
-LOOK_SECONDS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 """Seconds between checks of the pause, the clock and the remaining work."""
-READ_SECONDS = 5.0
+SENSOR_INTERVAL_SECONDS = 5.0
 """Seconds between readings of power supply and last input: each reading starts two tools of the system."""
 
 log = structlog.get_logger("node.sharing.controller")
 
 
-class Holder(Protocol):
+class SharingTarget(Protocol):
     """Interface of the node for the controller."""
 
-    def holds(self) -> Holds:
+    def occupancy(self) -> Occupancy:
         """Return the present use of the node."""
         ...
 
-    def act(self, act: Act, standing: Standing) -> None:
+    def apply_sharing_action(self, act: SharingAction, standing: SharingState) -> None:
         """Run an action."""
         ...
 
@@ -60,7 +60,7 @@ class Holder(Protocol):
         ...
 
 
-class Sharer:
+class SharingController:
     """Decision whether this Mac accepts work now. All methods run on the loop that called `start`."""
 
     def __init__(
@@ -68,29 +68,29 @@ class Sharer:
         settings: AgentSettings,
         folder: Path,
         *,
-        read: Callable[[], Power] = read_power,
+        read: Callable[[], PowerState] = read_power,
         wall: Callable[[], float] = time.time,
     ) -> None:
         hours = read_hours(settings.share_hours) if settings.share_hours else None
-        self._rule = Rule(When(settings.share), hours, settings.share_idle, settings.share_battery)
-        self._grace = Grace(settings.share_grace, settings.share_video_grace)
+        self._rule = SharingRule(ShareWhen(settings.share), hours, settings.share_idle, settings.share_battery)
+        self._grace = GracePeriods(settings.share_grace, settings.share_video_grace)
         self._file = PauseFile(folder)
         self._read, self._wall = read, wall
-        self._power = Power()
+        self._power = PowerState()
         self._read_at = -math.inf
         self._low = False
         self._stamp: tuple[int, int] | None = None
-        self._pause: Pause | None = None
+        self._pause: SharingPause | None = None
         self._changed_at = -math.inf
         self._task: asyncio.Task[None] | None = None
         self._woken = asyncio.Event()
-        self.standing: Standing = SHARED
-        self.holder: Holder | None = None
+        self.standing: SharingState = SHARED
+        self.holder: SharingTarget | None = None
 
     async def start(self) -> None:
         """Decide before the node accepts work, and then periodically."""
         await self.read_power()
-        self.look()
+        self.update()
         log.info(
             "sharing",
             when=self._rule.when.value,
@@ -107,11 +107,11 @@ class Sharer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def wake(self) -> None:
+    def update_now(self) -> None:
         """Decide now, because a request or a video has ended."""
         self._woken.set()
 
-    def told(self) -> Sharing:
+    def to_report(self) -> Sharing:
         """Return the decision for the report."""
         one = self.standing
         return Sharing(self._rule.when.value, not one.shared, one.why, one.until, one.by_hand)
@@ -121,7 +121,7 @@ class Sharer:
         until = self.standing.until
         return None if until is None else max(1.0, until - self._wall())
 
-    def obey(self, order: Order) -> None:
+    def apply_order(self, order: Order) -> None:
         """Set or remove the pause by an order of the coordinator."""
         try:
             if order.seconds is None or order.seconds > 0:
@@ -131,17 +131,17 @@ class Sharer:
                 self._file.remove()
         except OSError as error:
             log.error("pause unwritable", error=str(error))  # noqa: TRY400  the sentence is for a person
-        self.look()
+        self.update()
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Decide, report a change, and run the actions that are due."""
         now, clock = self._wall(), asyncio.get_running_loop().time()
         self._read_file()
-        facts = Facts(
+        facts = SharingInputs(
             self._pause, self._power.plugged, self._power.idle_s, _second_of_day(now), self._power.battery, self._low
         )
         self._low = too_low(self._rule, facts)
-        before, self.standing = self.standing, standing(self._rule, facts, now)
+        before, self.standing = self.standing, sharing_state(self._rule, facts, now)
         if before.shared != self.standing.shared:
             self._changed_at = clock
             log.info("shared" if self.standing.shared else "paused", why=self.standing.why, until=self.standing.until)
@@ -149,26 +149,26 @@ class Sharer:
             return
         if before != self.standing:
             self.holder.sharing_changed()
-        for act in due(self.standing.shared, self.holder.holds(), clock - self._changed_at, self._grace):
-            self.holder.act(act, self.standing)
+        for act in due(self.standing.shared, self.holder.occupancy(), clock - self._changed_at, self._grace):
+            self.holder.apply_sharing_action(act, self.standing)
 
     async def _keep(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._woken.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_SECONDS):
+                async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                     await self._woken.wait()
             try:
-                if loop.time() - self._read_at >= READ_SECONDS:
+                if loop.time() - self._read_at >= SENSOR_INTERVAL_SECONDS:
                     await self.read_power()
-                self.look()
+                self.update()
             except Exception:
                 log.exception("sharing")  # the last decision holds until the next check
 
     async def read_power(self) -> None:
         """Read the power supply and the battery, where the rule depends on them."""
-        if self._rule.when in (When.PLUGGED_IN, When.IDLE) or self._rule.battery:
+        if self._rule.when in (ShareWhen.PLUGGED_IN, ShareWhen.IDLE) or self._rule.battery:
             self._power = await asyncio.to_thread(self._read)
         self._read_at = asyncio.get_running_loop().time()
 
@@ -178,12 +178,12 @@ class Sharer:
             stamp = self._file.stamp()
             if stamp != self._stamp:
                 kept = None if stamp is None else self._file.read()
-                self._pause = None if kept is None else Pause(kept.until, kept.by)
+                self._pause = None if kept is None else SharingPause(kept.until, kept.by)
         except FileNotFoundError:
             return  # removed meanwhile: the next check sees that
         except (OSError, ValueError) as error:
             log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
-            self._pause = Pause(None, "a file that cannot be read: `cluster resume` removes it")
+            self._pause = SharingPause(None, "a file that cannot be read: `cluster resume` removes it")
             stamp = self._file_stamp()
         self._stamp = stamp
 

@@ -2,23 +2,23 @@
 
 from collections.abc import Callable
 
-from host.sleep_inhibitor import Awake
+from host.sleep_inhibitor import SleepInhibitor
 
 LINGER_SECONDS = 60.0
 """Seconds without idle sleep after the last request, because the next request of a chat comes soon."""
 
 
-class Wakeful:
+class SleepPolicy:
     """Rule of idle sleep. `busy` returns whether there is work, `clock` seconds."""
 
-    def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: Awake) -> None:
+    def __init__(self, rule: str, busy: Callable[[], bool], clock: Callable[[], float], awake: SleepInhibitor) -> None:
         self._rule = rule
         self._busy = busy
         self._clock = clock
         self._awake = awake
         self._worked_at = -LINGER_SECONDS
 
-    def look(self) -> None:
+    def update(self) -> None:
         """Prevent or allow sleep according to the present work."""
         now = self._clock()
         if self._busy():

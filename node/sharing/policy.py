@@ -25,13 +25,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-DAY = 86400
-REGAIN = 5
+DAY_SECONDS = 86400
+BATTERY_HYSTERESIS_PERCENT = 5
 """Percent of charge above `node.share_battery` from which a Mac whose battery fell below it shares again."""
 _SPAN = re.compile(r"(\d{1,2}):(\d{2})-(\d{1,2}):(\d{2})")
 
 
-class When(StrEnum):
+class ShareWhen(StrEnum):
     """Values of `node.share`."""
 
     ALWAYS = "always"
@@ -41,7 +41,7 @@ class When(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Hours:
+class ShareHours:
     """Time spans of the day with work, in seconds since midnight. A span may cross midnight."""
 
     spans: tuple[tuple[int, int], ...]
@@ -54,18 +54,18 @@ class Hours:
         """Return the seconds until the next span begins; 0 within a span."""
         if self.inside(second):
             return 0.0
-        return min((begin - second) % DAY for begin, _ in self.spans)
+        return min((begin - second) % DAY_SECONDS for begin, _ in self.spans)
 
     def __str__(self) -> str:
         return ",".join(f"{_clock(begin)}-{_clock(end)}" for begin, end in self.spans)
 
 
-def read_hours(text: str) -> Hours:
+def read_hours(text: str) -> ShareHours:
     """Parse `22:00-07:00`, or several spans separated by commas. Raises ValueError with the faulty part."""
     spans = tuple(_spans(text))
     if not spans:
         raise ValueError("no hours are given: write them as 22:00-07:00, several with commas between")
-    return Hours(spans)
+    return ShareHours(spans)
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
@@ -74,14 +74,14 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
         if match is None:
             raise ValueError(f"{part!r} is no span of hours: write it as 22:00-07:00")
         begin, end = _second(match[1], match[2], part), _second(match[3], match[4], part)
-        if begin % DAY == end % DAY:
+        if begin % DAY_SECONDS == end % DAY_SECONDS:
             raise ValueError(f'{part!r} has no length: for the whole day there is share = "always"')
-        yield begin % DAY, end % DAY
+        yield begin % DAY_SECONDS, end % DAY_SECONDS
 
 
 def _second(hours: str, minutes: str, part: str) -> int:
     second = int(hours) * 3600 + int(minutes) * 60
-    if int(minutes) > 59 or second > DAY:
+    if int(minutes) > 59 or second > DAY_SECONDS:
         raise ValueError(f"{part!r} names a time that no day has")
     return second
 
@@ -95,12 +95,12 @@ def _clock(second: float) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class SharingRule:
     """Settings of the rule."""
 
-    when: When = When.ALWAYS
-    hours: Hours | None = None
-    """Spans of `When.HOURS`."""
+    when: ShareWhen = ShareWhen.ALWAYS
+    hours: ShareHours | None = None
+    """Spans of `ShareWhen.HOURS`."""
     idle: float = 600.0
     """Seconds without input after which a Mac is idle."""
     battery: int = 0
@@ -108,7 +108,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Pause:
+class SharingPause:
     """Pause that a person set."""
 
     until: float | None
@@ -118,10 +118,10 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class SharingInputs:
     """Last readings of all inputs. None: unreadable."""
 
-    pause: Pause | None = None
+    pause: SharingPause | None = None
     plugged: bool | None = None
     """Whether the Mac is on mains power."""
     idle: float | None = None
@@ -135,7 +135,7 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class SharingState:
     """Decision: whether this Mac shares."""
 
     shared: bool = True
@@ -147,79 +147,79 @@ class Standing:
     """Whether a person set the pause."""
 
 
-SHARED = Standing()
+SHARED = SharingState()
 
 
-def in_force(pause: Pause | None, now: float) -> Pause | None:
+def in_force(pause: SharingPause | None, now: float) -> SharingPause | None:
     """Return the pause if it has not expired at `now` (Unix seconds)."""
     return pause if pause is not None and (pause.until is None or now < pause.until) else None
 
 
-def standing(rule: Rule, facts: Facts, now: float) -> Standing:
+def sharing_state(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     """Return whether this node shares at `now` (Unix seconds), with the reason and the end if it does not."""
     pause = in_force(facts.pause, now)
     if pause is not None:
-        return Standing(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
+        return SharingState(False, f"paused by {pause.by or 'its owner'}", pause.until, by_hand=True)
     ruled = _ruled(rule, facts, now)
     return _charged(rule, facts) if ruled.shared else ruled
 
 
-def too_low(rule: Rule, facts: Facts) -> bool:
+def too_low(rule: SharingRule, facts: SharingInputs) -> bool:
     """Return whether the battery keeps this Mac from sharing. The result is `low` of the next call."""
     if not rule.battery or facts.plugged or facts.battery is None:
         return False
-    return facts.battery < (regained(rule.battery) if facts.low else rule.battery)
+    return facts.battery < (recovery_percent(rule.battery) if facts.low else rule.battery)
 
 
-def regained(least: int) -> int:
+def recovery_percent(least: int) -> int:
     """Return the charge in percent at which a battery that fell below `least` allows sharing again."""
-    return min(100, least + REGAIN)
+    return min(100, least + BATTERY_HYSTERESIS_PERCENT)
 
 
-def _ruled(rule: Rule, facts: Facts, now: float) -> Standing:
+def _ruled(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
     match rule.when:
-        case When.ALWAYS:
+        case ShareWhen.ALWAYS:
             return SHARED
-        case When.PLUGGED_IN:
+        case ShareWhen.PLUGGED_IN:
             return _plugged(facts.plugged)
-        case When.IDLE:
+        case ShareWhen.IDLE:
             return _idle(facts.idle, rule.idle)
-        case When.HOURS:
+        case ShareWhen.HOURS:
             return _hours(rule.hours, facts.second, now)
 
 
-def _plugged(plugged: bool | None) -> Standing:
+def _plugged(plugged: bool | None) -> SharingState:
     if plugged is None:
-        return _unread("whether it draws from the mains", When.PLUGGED_IN)
-    return SHARED if plugged else Standing(False, "it runs on battery, and shares only while it is plugged in")
+        return _unread("whether it draws from the mains", ShareWhen.PLUGGED_IN)
+    return SHARED if plugged else SharingState(False, "it runs on battery, and shares only while it is plugged in")
 
 
-def _idle(idle: float | None, least: float) -> Standing:
+def _idle(idle: float | None, least: float) -> SharingState:
     if idle is None:
-        return _unread("when it was last touched", When.IDLE)
-    return SHARED if idle >= least else Standing(False, f"somebody uses it; it shares after {_span(least)} of rest")
+        return _unread("when it was last touched", ShareWhen.IDLE)
+    return SHARED if idle >= least else SharingState(False, f"somebody uses it; it shares after {_span(least)} of rest")
 
 
-def _hours(hours: Hours | None, second: float, now: float) -> Standing:
+def _hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
     if hours is None:
-        return _unread("node.share_hours", When.HOURS)
+        return _unread("node.share_hours", ShareWhen.HOURS)
     wait = hours.opens_in(second)
-    return Standing(False, f"it shares from {hours} only", float(round(now + wait))) if wait else SHARED
+    return SharingState(False, f"it shares from {hours} only", float(round(now + wait))) if wait else SHARED
 
 
-def _charged(rule: Rule, facts: Facts) -> Standing:
+def _charged(rule: SharingRule, facts: SharingInputs) -> SharingState:
     least, charge = rule.battery, facts.battery
     if least and charge is None and not facts.plugged:
         needs = f"which node.share_battery = {least} needs: leave it out"
-        return Standing(False, f"the charge of its battery cannot be read here, {needs}")
+        return SharingState(False, f"the charge of its battery cannot be read here, {needs}")
     if not too_low(rule, facts):
         return SHARED
-    again = f"it shares again from {regained(least)} % on, or plugged in"
-    return Standing(False, f"its battery is at {charge:.0f} %, and node.share_battery = {least}; {again}")
+    again = f"it shares again from {recovery_percent(least)} % on, or plugged in"
+    return SharingState(False, f"its battery is at {charge:.0f} %, and node.share_battery = {least}; {again}")
 
 
-def _unread(what: str, when: When) -> Standing:
-    return Standing(False, f'{what} cannot be read here, which node.share = "{when}" needs: choose another')
+def _unread(what: str, when: ShareWhen) -> SharingState:
+    return SharingState(False, f'{what} cannot be read here, which node.share = "{when}" needs: choose another')
 
 
 def _span(seconds: float) -> str:
@@ -229,7 +229,7 @@ def _span(seconds: float) -> str:
 # actions of a node that does not share
 
 
-class Act(Enum):
+class SharingAction(Enum):
     """Actions that return the memory of a node to its owner."""
 
     END_REQUESTS = "end what is still running here"
@@ -239,7 +239,7 @@ class Act(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class Occupancy:
     """Present use of the node: number of requests, whether memory is leased, and whether its engine rests."""
 
     requests: int = 0
@@ -248,21 +248,21 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
-class Grace:
+class GracePeriods:
     """Seconds that requests and a video may continue after the node stopped sharing."""
 
     requests: float = 30.0
     video: float = 300.0
 
 
-def due(shared: bool, holds: Holds, waited: float, grace: Grace) -> tuple[Act, ...]:
-    """Return the actions that are due `waited` seconds after the decision of `standing` last changed.
+def due(shared: bool, holds: Occupancy, waited: float, grace: GracePeriods) -> tuple[SharingAction, ...]:
+    """Return the actions that are due `waited` seconds after the decision of `sharing_state` last changed.
 
     An action is returned again until its effect is visible in `holds`.
     """
     if shared:
-        return (Act.WAKE,) if holds.resting else ()
-    acts = [Act.END_REQUESTS] if holds.requests and waited >= grace.requests else []
-    acts += [Act.END_LEASE] if holds.lending and waited >= grace.video else []
-    acts += [Act.REST] if not holds.requests and not holds.resting else []
+        return (SharingAction.WAKE,) if holds.resting else ()
+    acts = [SharingAction.END_REQUESTS] if holds.requests and waited >= grace.requests else []
+    acts += [SharingAction.END_LEASE] if holds.lending and waited >= grace.video else []
+    acts += [SharingAction.REST] if not holds.requests and not holds.resting else []
     return tuple(acts)

@@ -14,14 +14,14 @@ from node.settings import NodeSettings
 from node.video import environment, packages
 from node.video.packages import Package
 
-EVERY = 30.0
+CHECK_INTERVAL_SECONDS = 30.0
 """Seconds between two checks."""
 
 log = structlog.get_logger("node.video")
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class VideoCheck:
     """Result of one check."""
 
     packages: Mapping[str, Package]
@@ -30,10 +30,10 @@ class Found:
     """Reason why the packages cannot run here; empty when they can."""
 
 
-NOTHING = Found({}, "this node is still looking for its video packages")
+NOTHING = VideoCheck({}, "this node is still looking for its video packages")
 
 
-class Offer:
+class VideoCapability:
     """Latest result of the periodic check. `changed` is called on the loop when a result differs from the one
     before."""
 
@@ -95,19 +95,19 @@ class Offer:
                 log.info("video", packages=sorted(found.packages), unready=self.unready)
                 self.changed()
             self.looked.set()
-            await asyncio.sleep(EVERY)
+            await asyncio.sleep(CHECK_INTERVAL_SECONDS)
 
-    def _look(self) -> Found:
+    def _look(self) -> VideoCheck:
         try:
             return self._seen()
         except OSError as error:
-            return Found({}, f"packages and environment cannot be looked at: {error}")
+            return VideoCheck({}, f"packages and environment cannot be looked at: {error}")
 
-    def _seen(self) -> Found:
+    def _seen(self) -> VideoCheck:
         engine = environment.engine_of(environment.locks())
         missing = environment.missing(self.environments)
         found = packages.find(self._settings.models.folders, self._hub)
-        return Found(
+        return VideoCheck(
             {
                 name: Package(one.folder, replace(one.described, engine="" if missing else engine))
                 for name, one in found.items()

@@ -45,7 +45,7 @@ NO_TORCH = (
 )
 
 
-class Failure(Exception):
+class EnvironmentBuildError(Exception):
     """The environment cannot be built. The text is a sentence for a person."""
 
 
@@ -91,7 +91,7 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
     """
     files = locks()
     if not files:
-        raise Failure(missing(folder))
+        raise EnvironmentBuildError(missing(folder))
     environment = named(folder, files)
     if not missing(folder):
         return environment
@@ -173,7 +173,7 @@ def run(command: Sequence[str], otherwise: str) -> None:
     )
     if done.returncode:
         lines = [line for line in done.stdout.splitlines() if line.strip()]
-        raise Failure(f"{otherwise}: {' / '.join(lines[-3:])[:600]}")
+        raise EnvironmentBuildError(f"{otherwise}: {' / '.join(lines[-3:])[:600]}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,7 +184,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())
-    except (Failure, OSError) as error:
+    except (EnvironmentBuildError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps({"schema": 1, "environment": str(environment), "engine": engine_of(locks())}))

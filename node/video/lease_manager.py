@@ -24,47 +24,53 @@ import structlog
 from msgspec.structs import replace
 
 from host.private_files import private_folder, write_private
-from node.engine.memory.wired_limit import Wire
+from node.engine.memory.wired_limit import WireMode
 from node.engine_process.supervisor import Supervisor
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
 from node.video import leases
-from node.video.capability import Offer
-from node.video.leases import Held, Ledger, Phase, Worker
+from node.video.capability import VideoCapability
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import watchdog_policy
-from node.video.worker.job_spec import Spec, read_spec
-from node.video.worker.lease_files import GRANT, OUT, SCRATCH, Grant, read_claim
-from node.video.worker.watchdog_policy import Bounds, End
-from node.video.worker.worker_monitor import COMPLETED, LOOK, Watch, kill, worker_environment
+from node.video.worker.job_spec import JobSpec, read_spec
+from node.video.worker.lease_files import GRANT, OUT, SCRATCH, LeaseGrant, read_claim
+from node.video.worker.watchdog_policy import EndWorker, WorkerBounds
+from node.video.worker.worker_monitor import COMPLETED, POLL_INTERVAL_SECONDS, WorkerMonitor, kill, worker_environment
 from wire.capacity.arithmetic import judge
-from wire.frames import Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.frames import Frame, LeaseEnded, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.refusals import Refused
 from wire.units import show_size
 from wire.video import Artifact, LeaseState, VideoState
 
-CONFIRM_SECONDS = 5.0
+CONFIRM_TIMEOUT_SECONDS = 5.0
 """Timeout in seconds of the engine's confirmation that it holds lower limits, or that it made room."""
 ACKNOWLEDGED = "acknowledged"
 NO_DISK = "disk_full"
 STOPPING = "node_stopping"
 SILENT = "engine_silent"
 PAUSED = "node_paused"
-RETRY_SOON = 2.0
-LEFT = 64 * 1024
+RETRY_SOON_SECONDS = 2.0
+MIN_FREE_DISK_BYTES = 64 * 1024
 """Minimum free bytes of a disk. With less, the end of a worker is attributed to the full disk."""
-KEPT = 32
+MAX_ENDED_LEASES = 32
 """Maximum number of ended leases without acknowledgement. Above that, the oldest are removed with their files."""
 PREFIX = "artifact:"
 
 log = structlog.get_logger("node.video.lease_manager")
 
 
-class Lender:
+class LeaseManager:
     """Leases of this node. Every method runs on the loop that called `start`."""
 
     def __init__(
-        self, settings: NodeSettings, limiter: Limiter, poll: Poll, supervisor: Supervisor, offer: Offer, folder: Path
+        self,
+        settings: NodeSettings,
+        limiter: Limiter,
+        poll: MemoryPoll,
+        supervisor: Supervisor,
+        offer: VideoCapability,
+        folder: Path,
     ) -> None:
         self._settings = settings
         self._limiter = limiter
@@ -72,8 +78,8 @@ class Lender:
         self._supervisor = supervisor
         self._offer = offer
         self._folder = folder
-        self._ledger = Ledger()
-        self._watch: Watch | None = None
+        self._ledger = LeaseLedger()
+        self._watch: WorkerMonitor | None = None
         self._asked: tuple[str, int] | None = None
         self._order = ""
         self._unstarted = ""
@@ -102,16 +108,16 @@ class Lender:
         """Return all leases as rows of the report."""
         return tuple(self._state(held) for held in self._ledger.leases)
 
-    def _state(self, held: Held) -> LeaseState:
+    def _state(self, held: LeaseRecord) -> LeaseState:
         watch = self._watch
         if held.ended is not None or watch is None or watch.held.lease != held.lease:
-            return leases.state_of(held, Phase.GRANTING if watch is None else Phase.ENDING)
+            return leases.state_of(held, LeasePhase.GRANTING if watch is None else LeasePhase.ENDING)
         job = watch.job
-        phase = Phase.ENDING if self._order else job.phase
+        phase = LeasePhase.ENDING if self._order else job.phase
         state = leases.state_of(held, phase, job.step, job.steps, watch.footprint, watch.peak)
-        return state if self.holding else replace(state, size=0, phase=Phase.ENDING)
+        return state if self.holding else replace(state, size=0, phase=LeasePhase.ENDING)
 
-    def tellable(self) -> tuple[object, ...]:
+    def report_key(self) -> tuple[object, ...]:
         """Return the values whose change causes a report."""
         return tuple((one.lease, one.phase, one.progress, one.size) for one in self.states())
 
@@ -130,34 +136,38 @@ class Lender:
 
     # requests of the coordinator
 
-    def ask(self, ask: Lease) -> None:
+    def ask(self, ask: LeaseRequest) -> None:
         """Handle a request for a lease. The answer is a frame, sent at once or within seconds."""
         held = self._ledger.find(ask.lease, ask.generation)
         if held is not None:
             self._repeat(held)
         elif self._stopping:
-            self.say(leases.no(ask, STOPPING, "this node is stopping", leases.RETRY_READY))
+            self.say(leases.refuse(ask, STOPPING, "this node is stopping", leases.READY_RETRY_SECONDS))
         elif self._paused:
             self.say(self._no_more(ask))
         elif self._task is not None or self._asked is not None:
             holding = self._ledger.holding
-            what, wait = (f"to {holding.job}", leases.RETRY_HELD) if holding is not None else ("already", RETRY_SOON)
-            self.say(leases.no(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
+            what, wait = (
+                (f"to {holding.job}", leases.HELD_RETRY_SECONDS)
+                if holding is not None
+                else ("already", RETRY_SOON_SECONDS)
+            )
+            self.say(leases.refuse(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
         else:
             self._asked, self._order = (ask.lease, ask.generation), ""
             self._task = asyncio.get_running_loop().create_task(self._live(ask))
 
-    def _no_more(self, ask: Lease) -> LeaseRefused:
-        return leases.no(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.RETRY_READY)
+    def _no_more(self, ask: LeaseRequest) -> LeaseRefused:
+        return leases.refuse(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.READY_RETRY_SECONDS)
 
-    def _repeat(self, held: Held) -> None:
+    def _repeat(self, held: LeaseRecord) -> None:
         """Send an earlier answer again. Sends nothing while the decision is pending."""
         if held.ended is not None:
             self.say(held.ended)
         elif self._watch is not None:
             self.say(LeaseGranted(held.lease, held.generation, str(self._watch.folder)))
 
-    def release(self, order: Release) -> None:
+    def release(self, order: LeaseRelease) -> None:
         """End a lease, or remove a lease whose end is acknowledged."""
         held = self._ledger.find(order.lease, order.generation)
         if held is None and self._asked == (order.lease, order.generation):
@@ -185,7 +195,7 @@ class Lender:
             self._paused, self._order = why, PAUSED
             self._news.set()
 
-    def linked(self) -> None:
+    def resend_ends(self) -> None:
         """Send unacknowledged ends again on a new link."""
         for held in self._ledger.leases:
             if held.ended is not None:
@@ -214,14 +224,14 @@ class Lender:
         self._limiter.leases = held.size
         place = self._place(held)
         claim = read_claim(place)
-        worker = held.worker or (Worker(pid=claim.worker, born=claim.born) if claim is not None else None)
+        worker = held.worker or (WorkerGroup(pid=claim.worker, born=claim.born) if claim is not None else None)
         if worker is not None:
             await kill(worker, 0.0)
         self._give_back()
         (place / GRANT).unlink(missing_ok=True)
         shutil.rmtree(place / SCRATCH, ignore_errors=True)
         log.warning("lease recovered", lease=held.lease, job=held.job, size=show_size(held.size))
-        self._conclude(held, End(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
+        self._conclude(held, EndWorker(watchdog_policy.LOST, "the node was restarted while the job ran"), None)
 
     async def stop(self) -> None:
         """End the worker, return the lease, and refuse all further leases."""
@@ -231,7 +241,7 @@ class Lender:
             self._news.set()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _live(self, ask: Lease) -> None:
+    async def _live(self, ask: LeaseRequest) -> None:
         """Grant, watch and end one lease."""
         try:
             granted = await self._grant(ask)
@@ -251,13 +261,15 @@ class Lender:
 
     # the grant
 
-    async def _grant(self, ask: Lease) -> LeaseRefused | Watch:
+    async def _grant(self, ask: LeaseRequest) -> LeaseRefused | WorkerMonitor:
         spec = self._readable(ask)
         refused = spec if isinstance(spec, LeaseRefused) else await self._fitted(ask)
         if refused is not None or isinstance(spec, LeaseRefused):
-            return refused or leases.no(ask, leases.INVALID, "no job")
-        held = Held(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
-        refused = leases.no(ask, NO_DISK, "the lease cannot be written down on this node", leases.RETRY_READY)
+            return refused or leases.refuse(ask, leases.INVALID, "no job")
+        held = LeaseRecord(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
+        refused = leases.refuse(
+            ask, NO_DISK, "the lease cannot be written down on this node", leases.READY_RETRY_SECONDS
+        )
         if self._keep(held):
             refused = await self._lowered(ask)
         if refused is None and self._paused:
@@ -266,27 +278,29 @@ class Lender:
             try:
                 return self._open(held, spec)
             except OSError as error:
-                refused = leases.no(ask, NO_DISK, f"there is no place for the job: {error}", leases.RETRY_READY)
+                refused = leases.refuse(
+                    ask, NO_DISK, f"there is no place for the job: {error}", leases.READY_RETRY_SECONDS
+                )
         self._restore()
         return refused
 
-    def _readable(self, ask: Lease) -> LeaseRefused | Spec:
+    def _readable(self, ask: LeaseRequest) -> LeaseRefused | JobSpec:
         """Check the request without a reading of the memory."""
         refused = (
-            leases.unnamed(ask)
-            or leases.fenced(ask, self._ledger)
-            or leases.barred(ask, self._poll.memory(), self._offer.unready)
+            leases.check_name(ask)
+            or leases.check_generation(ask, self._ledger)
+            or leases.check_ready(ask, self._poll.memory(), self._offer.unready)
         )
         if refused is not None:
             return refused
         package = self._offer.packages.get(ask.model)
         if package is None or package.described.cause:
             cause = package.described.cause if package is not None else "it is not here"
-            return leases.no(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
+            return leases.refuse(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
         spec = read_spec(ask.spec)
-        return leases.no(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
+        return leases.refuse(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
 
-    async def _fitted(self, ask: Lease) -> LeaseRefused | None:
+    async def _fitted(self, ask: LeaseRequest) -> LeaseRefused | None:
         """Judge the lease. Where it does not fit, ask the engine once to make room, and judge again."""
         refused = self._judged(ask)
         if refused is None or not self._short(refused):
@@ -298,24 +312,26 @@ class Lender:
     def _short(self, refused: LeaseRefused) -> bool:
         return refused.headroom is not None
 
-    def _judged(self, ask: Lease) -> LeaseRefused | None:
+    def _judged(self, ask: LeaseRequest) -> LeaseRefused | None:
         report = self._supervisor.report
         pinned = frozenset(self._settings.models.preload)
-        return leases.judged(ask, self._poll.memory(), report.models if report is not None else (), pinned)
+        return leases.check_fits(ask, self._poll.memory(), report.models if report is not None else (), pinned)
 
-    async def _lowered(self, ask: Lease) -> LeaseRefused | None:
+    async def _lowered(self, ask: LeaseRequest) -> LeaseRefused | None:
         """Lower the ceiling and wait until the engine holds the new limits.
 
         The lease must then still fit, because new work may have arrived.
         """
         began = time.monotonic()
         self._limiter.leases = ask.size
-        self._poll.look()
+        self._poll.poll_once()
         number = self._supervisor.told
         await self._until(lambda: self._supervisor.held >= number)
         if self._supervisor.held < number:
-            message = f"the engine did not say within {CONFIRM_SECONDS:.0f} s that it holds to the lower ceiling"
-            return leases.no(ask, SILENT, message, leases.RETRY_ROOM)
+            message = (
+                f"the engine did not say within {CONFIRM_TIMEOUT_SECONDS:.0f} s that it holds to the lower ceiling"
+            )
+            return leases.refuse(ask, SILENT, message, leases.ROOM_RETRY_SECONDS)
         memory = self._poll.memory()
         after = judge(memory, 0)
         if isinstance(after, Refused):
@@ -327,7 +343,7 @@ class Lender:
                 "work came in while the ceiling was lowered",
                 ask.size,
                 None if headroom is None else headroom + ask.size,
-                leases.RETRY_ROOM,
+                leases.ROOM_RETRY_SECONDS,
                 "the work that came in",
             )
         log.info(
@@ -336,27 +352,27 @@ class Lender:
         return None
 
     async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait at most `CONFIRM_SECONDS` for the engine to meet a condition."""
+        """Wait at most `CONFIRM_TIMEOUT_SECONDS` for the engine to meet a condition."""
         with suppress(TimeoutError):
-            async with asyncio.timeout(CONFIRM_SECONDS):
+            async with asyncio.timeout(CONFIRM_TIMEOUT_SECONDS):
                 while not condition():
                     self._news.clear()
                     await self._news.wait()
 
-    def _open(self, held: Held, spec: Spec) -> Watch:
+    def _open(self, held: LeaseRecord, spec: JobSpec) -> WorkerMonitor:
         """Create the lease's folder for its worker."""
         settings, package = self._settings.worker, self._offer.packages[held.model]
-        bounds = Bounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
+        bounds = WorkerBounds(held.size, spec.stall or settings.stall_timeout, spec.timeout or settings.job_timeout)
         place = self._place(held)
-        watch = Watch(held, place, bounds, settings.start_timeout, settings.grace)
+        watch = WorkerMonitor(held, place, bounds, settings.start_timeout, settings.grace)
         job = {
             **spec.job(package.described),
             "package": str(package.folder),
             "out": str(place / OUT),
-            "wire": self._settings.memory.wire != Wire.OFF,
+            "wire": self._settings.memory.wire != WireMode.OFF,
         }
         watch.open(
-            Grant(
+            LeaseGrant(
                 lease=held.lease,
                 generation=held.generation,
                 size=held.size,
@@ -377,7 +393,7 @@ class Lender:
 
     # while it is granted
 
-    async def _serve(self, watch: Watch) -> None:
+    async def _serve(self, watch: WorkerMonitor) -> None:
         self._watch = watch
         held = watch.held
         log.info("lease granted", lease=held.lease, generation=held.generation, job=held.job, size=show_size(held.size))
@@ -385,26 +401,26 @@ class Lender:
         self.say(LeaseGranted(held.lease, held.generation, str(watch.folder)))
         self.begin(held.lease, held.generation, str(watch.folder), held.size)
         self.changed()
-        end = End(watchdog_policy.UNREADABLE, "the watch itself failed", at_once=True)
+        end = EndWorker(watchdog_policy.UNREADABLE, "the watch itself failed", at_once=True)
         try:
             end = await self._watched(watch)
         finally:
             await self._end(watch, end)
 
-    async def _watched(self, watch: Watch) -> End:
+    async def _watched(self, watch: WorkerMonitor) -> EndWorker:
         """Watch the worker until there is a reason to end it."""
         while True:
             if self._order:
-                return End(self._order, self._ordered())
+                return EndWorker(self._order, self._ordered())
             if self._unstarted and watch.worker is None:
-                return End(watchdog_policy.NOT_STARTED, self._unstarted)
-            end = watch.look()
+                return EndWorker(watchdog_policy.NOT_STARTED, self._unstarted)
+            end = watch.check()
             self._note(watch)
             if end is not None:
                 return end
             self._news.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(LOOK):
+                async with asyncio.timeout(POLL_INTERVAL_SECONDS):
                     await self._news.wait()
 
     def _ordered(self) -> str:
@@ -417,18 +433,18 @@ class Lender:
             else "the coordinator ended the lease"
         )
 
-    def _note(self, watch: Watch) -> None:
+    def _note(self, watch: WorkerMonitor) -> None:
         """Store a worker that has started, and report a changed state."""
         if watch.worker is not None and watch.held.worker is None:
             self._limiter.worker = watch.worker.pid
             watch.held = replace(watch.held, worker=watch.worker)
             self._keep(watch.held)
-        told = self.tellable()
+        told = self.report_key()
         if told != self._told:
             self._told = told
             self.changed()
 
-    async def _end(self, watch: Watch, end: End) -> None:
+    async def _end(self, watch: WorkerMonitor, end: EndWorker) -> None:
         """Return the memory once the worker is dead, then report the result."""
         began = time.monotonic()
         await watch.kill(end)
@@ -446,37 +462,39 @@ class Lender:
         await asyncio.to_thread(watch.close)
         artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()
         if end.code == COMPLETED and not artifacts:
-            end = End("output_invalid", "the worker said that it was done, and left no clip")
+            end = EndWorker("output_invalid", "the worker said that it was done, and left no clip")
         if end.code in (watchdog_policy.LOST, watchdog_policy.CRASHED) and await asyncio.to_thread(_full, self._folder):
-            end = End(NO_DISK, f"the disk of this node is full: {end.message}")
+            end = EndWorker(NO_DISK, f"the disk of this node is full: {end.message}")
         self._conclude(watch.held, end, watch, artifacts)
         self._watch = None
 
     def _give_back(self) -> None:
         self._limiter.leases, self._limiter.worker = 0, None
-        self._poll.look()
+        self._poll.poll_once()
 
-    def _conclude(self, held: Held, end: End, watch: Watch | None, artifacts: tuple[Artifact, ...] = ()) -> None:
+    def _conclude(
+        self, held: LeaseRecord, end: EndWorker, watch: WorkerMonitor | None, artifacts: tuple[Artifact, ...] = ()
+    ) -> None:
         made = msgspec.json.encode(watch.job.made) if watch is not None and artifacts else b""
         peak, seconds = (watch.peak, watch.seconds) if watch is not None else (0, 0.0)
         ended = LeaseEnded(held.lease, held.generation, end.code, end.message, artifacts, peak, round(seconds, 3), made)
         self._keep(replace(held, ended=ended))
         if not artifacts:
             shutil.rmtree(self._place(held) / OUT, ignore_errors=True)
-        for old in [one for one in self._ledger.leases if one.ended is not None][:-KEPT]:
+        for old in [one for one in self._ledger.leases if one.ended is not None][:-MAX_ENDED_LEASES]:
             self._forget(old)
         self.say(ended)
 
     # on the disk
 
-    def _place(self, held: Held) -> Path:
+    def _place(self, held: LeaseRecord) -> Path:
         return self._folder / f"{held.lease}.{held.generation}"
 
-    def _keep(self, held: Held) -> bool:
+    def _keep(self, held: LeaseRecord) -> bool:
         self._ledger = self._ledger.put(held)
         return self._save()
 
-    def _forget(self, held: Held) -> None:
+    def _forget(self, held: LeaseRecord) -> None:
         self._ledger = self._ledger.drop(held.lease, held.generation)
         self._save()
         shutil.rmtree(self._place(held), ignore_errors=True)
@@ -490,15 +508,15 @@ class Lender:
             return False
         return True
 
-    def _load(self) -> Ledger:
+    def _load(self) -> LeaseLedger:
         """Read the ledger of an earlier agent, and remove folders that belong to no lease."""
         try:
-            ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=Ledger)
+            ledger = msgspec.json.decode((self._folder / "leases.json").read_bytes(), type=LeaseLedger)
         except FileNotFoundError:
-            ledger = Ledger()
+            ledger = LeaseLedger()
         except (OSError, msgspec.MsgspecError) as error:
             log.error("leases unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
-            ledger = Ledger()
+            ledger = LeaseLedger()
         known = {f"{held.lease}.{held.generation}" for held in ledger.leases}
         for entry in self._folder.iterdir():
             if entry.is_dir() and entry.name not in known:
@@ -509,11 +527,11 @@ class Lender:
 def _full(folder: Path) -> bool:
     """Return whether the disk has no room even for the text of an error."""
     with suppress(OSError):
-        return shutil.disk_usage(folder).free < LEFT
+        return shutil.disk_usage(folder).free < MIN_FREE_DISK_BYTES
     return False
 
 
-def _artifacts(watch: Watch) -> tuple[Artifact, ...]:
+def _artifacts(watch: WorkerMonitor) -> tuple[Artifact, ...]:
     """Measure the artifacts that the worker reports; empty when the clip is missing or empty."""
     names = (watch.job.made or {}).get("files")
     found: list[Artifact] = []

@@ -26,8 +26,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from wire.capacity.arithmetic import judge, most_bytes
-from wire.frames import Lease, LeaseEnded, LeaseRefused
-from wire.refusals import Code, Refused
+from wire.frames import LeaseEnded, LeaseRefused, LeaseRequest
+from wire.refusals import RefusalCode, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
 from wire.video import LeaseState
@@ -37,16 +37,16 @@ SUPERSEDED = "lease_superseded"
 GUARD_OFF = "guard_off"
 NOT_READY = "video_not_ready"
 NEVER_FITS = "lease_too_large"
-INVALID = Code.INVALID.value
-RETRY_HELD = 30.0
-RETRY_ROOM = 5.0
-RETRY_READY = 60.0
+INVALID = RefusalCode.INVALID.value
+HELD_RETRY_SECONDS = 30.0
+ROOM_RETRY_SECONDS = 5.0
+READY_RETRY_SECONDS = 60.0
 NAME = re.compile(r"[A-Za-z0-9_-]{1,96}")
-REMEMBERED = 64
+MAX_JOBS_REMEMBERED = 64
 """Maximum number of jobs whose newest generation is stored."""
 
 
-class Phase(StrEnum):
+class LeasePhase(StrEnum):
     """Phase of a lease, as in `LeaseState.phase`."""
 
     GRANTING = "granting"
@@ -60,12 +60,20 @@ class Phase(StrEnum):
     ENDED = "ended"
 
 
-WORKING = frozenset({Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.SAVING})
-SHARES = {Phase.STARTING: 2, Phase.LOADING: 3, Phase.DENOISING: 5, Phase.DECODING: 95, Phase.SAVING: 97}
+WORKING = frozenset(
+    {LeasePhase.STARTING, LeasePhase.LOADING, LeasePhase.DENOISING, LeasePhase.DECODING, LeasePhase.SAVING}
+)
+SHARES = {
+    LeasePhase.STARTING: 2,
+    LeasePhase.LOADING: 3,
+    LeasePhase.DENOISING: 5,
+    LeasePhase.DECODING: 95,
+    LeasePhase.SAVING: 97,
+}
 """Percent of the whole at the start of each phase."""
 
 
-class Worker(Struct, frozen=True, kw_only=True):
+class WorkerGroup(Struct, frozen=True, kw_only=True):
     """Process group of a worker."""
 
     pid: int
@@ -74,7 +82,7 @@ class Worker(Struct, frozen=True, kw_only=True):
     """Start time of the leader, which distinguishes it from a later process with the same id."""
 
 
-class Held(Struct, frozen=True, kw_only=True):
+class LeaseRecord(Struct, frozen=True, kw_only=True):
     """A lease as stored on the disk, from before the ceiling is lowered until its end is acknowledged."""
 
     lease: str
@@ -82,89 +90,94 @@ class Held(Struct, frozen=True, kw_only=True):
     job: str
     model: str
     size: int
-    worker: Worker | None = None
+    worker: WorkerGroup | None = None
     ended: LeaseEnded | None = None
 
 
-class Ledger(Struct, frozen=True, kw_only=True):
+class LeaseLedger(Struct, frozen=True, kw_only=True):
     """State that outlives the agent."""
 
-    leases: tuple[Held, ...] = ()
+    leases: tuple[LeaseRecord, ...] = ()
     """Leases that are held or not acknowledged."""
     newest: tuple[tuple[str, int], ...] = ()
     """Newest generation of each job."""
 
-    def find(self, lease: str, generation: int) -> Held | None:
+    def find(self, lease: str, generation: int) -> LeaseRecord | None:
         """Return the lease with this id and generation, None when there is none."""
         return next((one for one in self.leases if (one.lease, one.generation) == (lease, generation)), None)
 
     @property
-    def holding(self) -> Held | None:
+    def holding(self) -> LeaseRecord | None:
         """Lease that has not ended."""
         return next((one for one in self.leases if one.ended is None), None)
 
-    def put(self, held: Held) -> "Ledger":
+    def put(self, held: LeaseRecord) -> "LeaseLedger":
         """Return a ledger with this lease in place of its earlier state."""
         others = tuple(one for one in self.leases if (one.lease, one.generation) != (held.lease, held.generation))
         newest = {job: number for job, number in self.newest if job != held.job}
         newest[held.job] = max(held.generation, dict(self.newest).get(held.job, 0))
-        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-REMEMBERED:])
+        return replace(self, leases=(*others, held), newest=tuple(newest.items())[-MAX_JOBS_REMEMBERED:])
 
-    def drop(self, lease: str, generation: int) -> "Ledger":
+    def drop(self, lease: str, generation: int) -> "LeaseLedger":
         """Return a ledger without this lease. The generation of its job stays stored."""
         left = tuple(one for one in self.leases if (one.lease, one.generation) != (lease, generation))
         return replace(self, leases=left)
 
 
-def no(ask: Lease, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
+def refuse(ask: LeaseRequest, code: str, message: str, retry_after: float = 0.0) -> LeaseRefused:
     """Return a refusal as a frame."""
     return LeaseRefused(ask.lease, ask.generation, code, message, ask.size, retry_after=retry_after)
 
 
-def unnamed(ask: Lease) -> LeaseRefused | None:
+def check_name(ask: LeaseRequest) -> LeaseRefused | None:
     """Refuse invalid names, because the name of a lease is also the name of a folder."""
     if NAME.fullmatch(ask.lease) and NAME.fullmatch(ask.job) and ask.generation >= 0:
         return None
-    return no(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
+    return refuse(ask, INVALID, "leases and jobs are named by 1 to 96 letters, digits, dashes or underscores")
 
 
-def fenced(ask: Lease, ledger: Ledger) -> LeaseRefused | None:
+def check_generation(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | None:
     """Refuse a request of an older generation, and a second lease while one is held."""
     newest = dict(ledger.newest).get(ask.job, 0)
     if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
-        return no(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
+        return refuse(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
     holding = ledger.holding
     if holding is not None:
-        return no(
-            ask, HELD, f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time", RETRY_HELD
+        return refuse(
+            ask,
+            HELD,
+            f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
+            HELD_RETRY_SECONDS,
         )
     return None
 
 
-def _same(ask: Lease, ledger: Ledger) -> bool:
+def _same(ask: LeaseRequest, ledger: LeaseLedger) -> bool:
     return ledger.find(ask.lease, ask.generation) is not None
 
 
-def barred(ask: Lease, memory: Memory, unready: str) -> LeaseRefused | None:
+def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused | None:
     """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
     if not memory.guard:
-        return no(
+        return refuse(
             ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
         )
     if unready:
-        return no(ask, NOT_READY, unready, RETRY_READY)
+        return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)
     if ask.size <= 0:
-        return no(ask, INVALID, f"a lease of {ask.size} bytes")
+        return refuse(ask, INVALID, f"a lease of {ask.size} bytes")
     if memory.cap and ask.size > most_bytes(memory):
         message = (
             f"{show_size(ask.size)} never fit here: the cap of {show_size(memory.cap)} leaves "
             f"{show_size(max(0, most_bytes(memory)))} beside margin and engine"
         )
-        return no(ask, NEVER_FITS, message)
+        return refuse(ask, NEVER_FITS, message)
     return None
 
 
-def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozenset[str]) -> LeaseRefused | None:
+def check_fits(
+    ask: LeaseRequest, memory: Memory, models: Iterable[Model], pinned: frozenset[str]
+) -> LeaseRefused | None:
     """Refuse a lease that does not fit next to the current memory; None when it fits."""
     answer = judge(memory, ask.size)
     if not isinstance(answer, Refused):
@@ -177,7 +190,7 @@ def judged(ask: Lease, memory: Memory, models: Iterable[Model], pinned: frozense
         f"the lease {answer.message}",
         ask.size,
         room,
-        answer.retry_after or RETRY_ROOM,
+        answer.retry_after or ROOM_RETRY_SECONDS,
         waiting_for(ask.size, room, memory, models, pinned),
     )
 
@@ -195,17 +208,21 @@ def waiting_for(size: int, room: int | None, memory: Memory, models: Iterable[Mo
     return f"{what}, held by {', '.join(holders)}" if holders else f"{what}, bound by {memory.bound_by or 'the cap'}"
 
 
-def progress(phase: Phase, step: int, steps: int) -> int:
+def progress(phase: LeasePhase, step: int, steps: int) -> int:
     """Return the completed percent of a job: 5 to 95 while it denoises."""
-    if phase is Phase.ENDED:
+    if phase is LeasePhase.ENDED:
         return 100
-    share = 90 * step // steps if phase is Phase.DENOISING and steps else 0
+    share = 90 * step // steps if phase is LeasePhase.DENOISING and steps else 0
     return SHARES.get(phase, 0) + share
 
 
-def state_of(held: Held, phase: Phase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0) -> LeaseState:
+def state_of(
+    held: LeaseRecord, phase: LeasePhase, step: int = 0, steps: int = 0, footprint: int = 0, peak: int = 0
+) -> LeaseState:
     """Return a lease as a row of the report. A lease that has ended holds no memory."""
     if held.ended is not None:
-        return LeaseState(held.lease, held.generation, held.job, 0, Phase.ENDED, 100, steps, steps, 0, held.ended.peak)
+        return LeaseState(
+            held.lease, held.generation, held.job, 0, LeasePhase.ENDED, 100, steps, steps, 0, held.ended.peak
+        )
     done = progress(phase, step, steps)
     return LeaseState(held.lease, held.generation, held.job, held.size, phase, done, step, steps, footprint, peak)

@@ -22,7 +22,7 @@ PIPELINES = frozenset({"WanPipeline"})
 EXPERTS = ("transformer", "transformer_2")
 NEEDED = ("transformer", "vae", "text_encoder")
 TOKENIZERS = ("tokenizer.json", "spiece.model")
-LONGEST_INDEX = 256 * 1024
+MAX_INDEX_BYTES = 256 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _bits(raw: bytes) -> int:
 def _object(path: Path) -> dict[str, Any]:
     """Read a JSON object. Raises ValueError for any other JSON value."""
     with path.open("rb") as file:
-        raw = file.read(LONGEST_INDEX)
+        raw = file.read(MAX_INDEX_BYTES)
     found: object = json.loads(raw)
     if not isinstance(found, dict):
         raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files

@@ -7,10 +7,10 @@ import structlog
 
 from node.engine_process.supervisor import Supervisor
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.settings import NodeSettings
-from node.video.capability import Offer
-from node.video.lease_manager import Lender
+from node.video.capability import VideoCapability
+from node.video.lease_manager import LeaseManager
 from node.video.ray.local_ray import LocalRay
 from wire.frames import Frame
 from wire.units import GIB
@@ -18,15 +18,15 @@ from wire.units import GIB
 log = structlog.get_logger("node.video")
 
 
-class Studio:
+class VideoSubsystem:
     """Video parts of a node, started and ended in order. Without a video offer only the periodic check runs."""
 
     def __init__(
-        self, settings: NodeSettings, state: Path, limiter: Limiter, poll: Poll, supervisor: Supervisor
+        self, settings: NodeSettings, state: Path, limiter: Limiter, poll: MemoryPoll, supervisor: Supervisor
     ) -> None:
         folder = state / "node" / "video"
-        self.offer = Offer(settings, state)
-        self.lender = Lender(settings, limiter, poll, supervisor, self.offer, folder / "leases")
+        self.offer = VideoCapability(settings, state)
+        self.lender = LeaseManager(settings, limiter, poll, supervisor, self.offer, folder / "leases")
         gib = limiter.cap.bytes // GIB
         self.ray = LocalRay(settings.worker, folder / "ray", state / "logs" / "ray.log", gib)
         self._changed: Callable[[], None] = lambda: None
@@ -62,6 +62,6 @@ class Studio:
         self._offered()
 
     def _offered(self) -> None:
-        self.ray.lend(on=self.lender.holding)
+        self.ray.set_running(on=self.lender.holding)
         self.ray.offer(wanted=not self.offer.unready and (not self._paused or self.lender.holding))
         self._changed()

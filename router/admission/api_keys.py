@@ -17,11 +17,11 @@ from router.admission.rate_limits import KeyLimits
 SCOPES = frozenset({"infer", "admin", "metrics"})
 _PREFIX = b"mp_"
 _SECRET_BYTES = 32
-_LONGEST = 256
+_MAX_KEY_BYTES = 256
 _NO_DIGEST = bytes(32)
 """Digest compared with when no key has the id."""
-SESSION = b"x-session-id"
-LONGEST_SESSION = 200
+SESSION_HEADER = b"x-session-id"
+MAX_SESSION_BYTES = 200
 """Maximum bytes of a session name."""
 
 
@@ -134,7 +134,7 @@ class KeyRing:
         text = presented.encode("utf-8", "replace") if isinstance(presented, str) else presented
         if self.anonymous is not None and not text.startswith(_PREFIX):  # client libraries always send a key
             return self.anonymous
-        known = self._find(text) if len(text) <= _LONGEST else None
+        known = self._find(text) if len(text) <= _MAX_KEY_BYTES else None
         if known is None or self._expired(known):
             self.refused += 1
             return None
@@ -151,7 +151,7 @@ class KeyRing:
 
     def knows(self, presented: bytes) -> bool:
         """Return whether a key is known and valid, without counting a wrong key."""
-        known = self._prove(presented) if len(presented) <= _LONGEST else None
+        known = self._prove(presented) if len(presented) <= _MAX_KEY_BYTES else None
         return known is not None and not self._expired(known)
 
     def _prove(self, text: bytes) -> ApiKey | None:
@@ -179,4 +179,4 @@ def credential(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 def session_of(value: bytes | None) -> str:
     """Parse the header that names a conversation; return an empty text if it is absent or longer than a name."""
-    return "" if value is None or len(value) > LONGEST_SESSION else value.decode("latin-1").strip()
+    return "" if value is None or len(value) > MAX_SESSION_BYTES else value.decode("latin-1").strip()

@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class _Lane:
+class _KeyIntake:
     """Bytes reserved by a key's bodies, and its waiting bodies."""
 
     taken: int = 0
     waiting: deque[tuple[int, asyncio.Future[None]]] = field(default_factory=deque[tuple[int, asyncio.Future[None]]])
 
 
-class Intake:
+class BodyIntake:
     """Room of `most` bytes for each API key; a single body always fits."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _KeyIntake] = {}
 
     @property
     def keys(self) -> frozenset[str]:
@@ -33,7 +33,7 @@ class Intake:
     async def take(self, key: str, size: int) -> None:
         """Reserve `size` bytes of a key's room, after waiting if needed; `release` must follow unless this call is
         cancelled."""
-        lane = self._lanes.setdefault(key, _Lane())
+        lane = self._lanes.setdefault(key, _KeyIntake())
         if not lane.waiting and self._fits(lane, size):
             lane.taken += size
             return
@@ -55,10 +55,10 @@ class Intake:
         lane.taken -= size
         self._admit(key, lane)
 
-    def _fits(self, lane: _Lane, size: int) -> bool:
+    def _fits(self, lane: _KeyIntake, size: int) -> bool:
         return not lane.taken or lane.taken + size <= self._most
 
-    def _admit(self, key: str, lane: _Lane) -> None:
+    def _admit(self, key: str, lane: _KeyIntake) -> None:
         while lane.waiting and self._fits(lane, lane.waiting[0][0]):
             size, turn = lane.waiting.popleft()
             lane.taken += size

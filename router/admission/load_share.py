@@ -1,8 +1,8 @@
 """Requested work of each API key in tokens, updated as requests come and go; finds keys far above their share."""
 
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 
-HOG = 2
+FAIR_SHARE_FACTOR = 2
 """Multiple of its share of the work from which a key is greedy.
 
 Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
@@ -13,7 +13,7 @@ next to a normal one reaches it from two fifths of the work.
 _NOTHING = 0, 0
 
 
-class Asked:
+class LoadShare:
     """Work of all open requests in tokens by key. A key's share of it depends on its weight."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Asked:
         """Tokens and weight by key."""
         self._whole = self._parts = 0
 
-    def add(self, owner: Owner, tokens: int) -> None:
+    def add(self, owner: WeightedKey, tokens: int) -> None:
         """Add a new request."""
         name, weight = owner.name, owner.weight
         here, before = self._tokens.get(name, _NOTHING)
@@ -29,7 +29,7 @@ class Asked:
         self._whole += tokens
         self._parts += weight - before
 
-    def drop(self, owner: Owner, tokens: int) -> None:
+    def drop(self, owner: WeightedKey, tokens: int) -> None:
         """Remove a request with the tokens of its `add`."""
         here, weight = self._tokens[owner.name]
         self._whole -= tokens
@@ -39,7 +39,7 @@ class Asked:
             del self._tokens[owner.name]
             self._parts -= weight
 
-    def much(self, name: str) -> bool:
+    def exceeds_share(self, name: str) -> bool:
         """Return whether a key asks for far more than its share."""
         here, weight = self._tokens.get(name, _NOTHING)
-        return here * self._parts > HOG * self._whole * weight
+        return here * self._parts > FAIR_SHARE_FACTOR * self._whole * weight

@@ -18,30 +18,30 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
-QUANTUM = 256
+QUANTUM_TOKENS = 256
 """Tokens that a key of weight 1 earns per round: with normal priority, whose weight is 4, a common request."""
-MOST_OVERTAKES = 8
+MAX_OVERTAKES = 8
 """Number of overtakes after which room is held for a request."""
-PATIENCE = 5.0
+HOLD_ROOM_AFTER_SECONDS = 5.0
 """Seconds in the queue after which room is held for a request."""
-LEAST_LIMIT = 64
+MIN_QUEUE_LENGTH = 64
 """Minimum length of the queue."""
-PER_NODE = 4
+ENTRIES_PER_NODE = 4
 """Entries per node."""
-SHARE = 4
+KEY_SHARE_DIVISOR = 4
 """Divisor of the queue's length for the share of one key."""
-LEAST_SHARE = 16
+MIN_KEY_SHARE = 16
 """Minimum share of one key."""
-PACES = 4
+PACE_ROUNDS = 4
 """Rounds over which the pace of the queue is averaged."""
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[T]):
+class QueuedRequest(Generic[T]):
     """One queued request."""
 
     item: T
@@ -59,10 +59,10 @@ class Entry(Generic[T]):
 
 
 @dataclass(slots=True)
-class _Lane(Generic[T]):
-    entries: deque[Entry[T]] = field(default_factory=deque[Entry[T]])
+class _KeyQueue(Generic[T]):
+    entries: deque[QueuedRequest[T]] = field(default_factory=deque[QueuedRequest[T]])
     deficit: int = 0
-    quantum: int = QUANTUM
+    quantum: int = QUANTUM_TOKENS
 
 
 class AdmissionQueue(Generic[T]):
@@ -70,7 +70,7 @@ class AdmissionQueue(Generic[T]):
 
     def __init__(self, limit: int = 0) -> None:
         self._limit = limit
-        self._lanes: dict[str, _Lane[T]] = {}
+        self._lanes: dict[str, _KeyQueue[T]] = {}
         self._count = 0
         self._number = 0
         self._pace: float | None = None
@@ -89,11 +89,11 @@ class AdmissionQueue(Generic[T]):
 
     def limit(self, nodes: int) -> int:
         """Return the maximum length of the queue in a cluster of this many nodes."""
-        return self._limit or max(LEAST_LIMIT, PER_NODE * nodes)
+        return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
         """Return the maximum number of entries of one key."""
-        return max(LEAST_SHARE, self.limit(nodes) // SHARE)
+        return max(MIN_KEY_SHARE, self.limit(nodes) // KEY_SHARE_DIVISOR)
 
     def offer(
         self,
@@ -107,7 +107,7 @@ class AdmissionQueue(Generic[T]):
         weight: int = 1,
         share: int | None = None,
         begun: bool = False,
-    ) -> Entry[T] | Refused:
+    ) -> QueuedRequest[T] | Refused:
         """Enqueue an item, or refuse it: over the key's share (429) or full queue (503).
 
         `weight` is the key's weight against the other queued keys. `share` overrides the key's maximum number of
@@ -118,10 +118,10 @@ class AdmissionQueue(Generic[T]):
         most = self.share(nodes) if share is None else share
         if self.depth(key) >= most and (share is not None or not self._lends(key, nodes, now, deadline)):
             text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
-            return Refused(Code.OVER_SHARE, text, None, self._patience(self.depth(key), now))
+            return Refused(RefusalCode.OVER_SHARE, text, None, self._patience(self.depth(key), now))
         if self._count >= self.limit(nodes):
             text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
-            return Refused(Code.QUEUE_FULL, text, None, self._patience(self._count, now))
+            return Refused(RefusalCode.QUEUE_FULL, text, None, self._patience(self._count, now))
         return self._enter(item, key, cost, now, deadline, weight)
 
     def _lends(self, key: str, nodes: int, now: float, deadline: float) -> bool:
@@ -133,12 +133,12 @@ class AdmissionQueue(Generic[T]):
         alone = self.depth(key) == self._count < self.limit(nodes) - self.share(nodes)
         return alone and self._wait(self._count + 1, now) <= deadline - now
 
-    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> Entry[T]:
+    def _enter(self, item: T, key: str, cost: int, now: float, deadline: float, weight: int) -> QueuedRequest[T]:
         self._number += 1
-        entry = Entry(item, key, max(1, cost), now, deadline, self._number)
-        lane = self._lanes.setdefault(key, _Lane())
+        entry = QueuedRequest(item, key, max(1, cost), now, deadline, self._number)
+        lane = self._lanes.setdefault(key, _KeyQueue())
         lane.entries.append(entry)
-        lane.quantum = QUANTUM * weight
+        lane.quantum = QUANTUM_TOKENS * weight
         self._count += 1
         return entry
 
@@ -158,11 +158,11 @@ class AdmissionQueue(Generic[T]):
         """Update the average pace, in seconds per placed entry."""
         if left and self._left_at:
             pace = (now - self._left_at) / left
-            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACES
+            self._pace = pace if self._pace is None else self._pace + (pace - self._pace) / PACE_ROUNDS
         if left:
             self._left_at = now
 
-    def remove(self, entry: Entry[T]) -> bool:
+    def remove(self, entry: QueuedRequest[T]) -> bool:
         """Remove an entry; return False when it is not queued."""
         lane = self._lanes.get(entry.key)
         if lane is None or entry not in lane.entries:
@@ -173,7 +173,7 @@ class AdmissionQueue(Generic[T]):
             del self._lanes[entry.key]
         return True
 
-    def entries(self) -> list[Entry[T]]:
+    def entries(self) -> list[QueuedRequest[T]]:
         """Return all entries, the oldest of each key first."""
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
@@ -184,14 +184,14 @@ class AdmissionQueue(Generic[T]):
             self.remove(entry)
         return [entry.item for entry in late]
 
-    def wake(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
+    def place_waiting(self, now: float, attempt: Callable[[T, bool], bool]) -> int:
         """Try every entry once in fair order; return the number of entries that were placed.
 
         `attempt(item, keep)` places the item or returns False. With `keep` it should hold room for an item that does
         not fit.
         """
         untried = {key: deque(lane.entries) for key, lane in self._lanes.items()}
-        passed: list[Entry[T]] = []
+        passed: list[QueuedRequest[T]] = []
         tried: set[str] = set()
         left = 0
         while (turn := self._turn(untried)) is not None:
@@ -209,16 +209,16 @@ class AdmissionQueue(Generic[T]):
         self._note_leaving(left, now)
         return left
 
-    def overdue(self, entry: Entry[T], now: float) -> bool:
+    def overdue(self, entry: QueuedRequest[T], now: float) -> bool:
         """Return whether room must now be held for an entry."""
-        return entry.overtaken >= MOST_OVERTAKES or now - entry.arrived >= PATIENCE
+        return entry.overtaken >= MAX_OVERTAKES or now - entry.arrived >= HOLD_ROOM_AFTER_SECONDS
 
-    def overtake(self) -> None:
+    def count_overtake(self) -> None:
         """Count a placement that bypassed the queue for every queued entry."""
         for entry in self.entries():
             entry.overtaken += 1
 
-    def _turn(self, untried: dict[str, deque[Entry[T]]]) -> tuple[Entry[T], int] | None:
+    def _turn(self, untried: dict[str, deque[QueuedRequest[T]]]) -> tuple[QueuedRequest[T], int] | None:
         """Return the next entry, and the number of rounds that every key must earn first.
 
         Nothing changes: a turn without a placement costs no key anything.
@@ -229,10 +229,10 @@ class AdmissionQueue(Generic[T]):
         rounds = min(self._rounds(head) for head in heads)
         return next(head for head in heads if self._rounds(head) == rounds), rounds
 
-    def _rounds(self, head: Entry[T]) -> int:
+    def _rounds(self, head: QueuedRequest[T]) -> int:
         return max(0, -(-(head.cost - self._lanes[head.key].deficit) // self._lanes[head.key].quantum))
 
-    def _pay(self, entry: Entry[T], rounds: int, untried: dict[str, deque[Entry[T]]]) -> None:
+    def _pay(self, entry: QueuedRequest[T], rounds: int, untried: dict[str, deque[QueuedRequest[T]]]) -> None:
         """Credit `rounds` to every competing key and charge the entry's key; that key stays at the front until its
         credit is spent."""
         if entry.key not in self._lanes:
@@ -246,7 +246,7 @@ class AdmissionQueue(Generic[T]):
                 lane.deficit += rounds * lane.quantum
         self._lanes[entry.key].deficit -= entry.cost
 
-    def _leave(self, entry: Entry[T], passed: list[Entry[T]]) -> None:
+    def _leave(self, entry: QueuedRequest[T], passed: list[QueuedRequest[T]]) -> None:
         for other in passed:
             if other.number < entry.number:
                 other.overtaken += 1

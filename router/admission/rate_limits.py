@@ -18,13 +18,13 @@ from typing import Annotated, Literal, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from router.placement.place import Demand
+from router.placement.place import ResourceDemand
 from router.settings import RouterSettings
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 
-MINUTE = 60.0
-ANSWER = 256
+MINUTE_SECONDS = 60.0
+DEFAULT_ANSWER_TOKENS = 256
 """Tokens of an answer without a limit by the client."""
 BYTES_PER_TOKEN = 4
 VIDEO_RETRY_SECONDS = 30.0
@@ -63,7 +63,7 @@ class KeyLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 NO_LIMITS = KeyLimits()
 
 
-class Rate(NamedTuple):
+class RateState(NamedTuple):
     """State of one rate of a key."""
 
     what: str
@@ -85,17 +85,17 @@ class _Bucket:
     at: float
 
     def fill(self, now: float) -> None:
-        self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE)
+        self.level = min(float(self.rate), self.level + max(0.0, now - self.at) * self.rate / MINUTE_SECONDS)
         self.at = now
 
     def wait_for(self, wanted: float) -> float:
         """Return the seconds until `wanted` is available; more than a minute's worth needs a full bucket."""
         missing = min(wanted, float(self.rate)) - self.level
-        return max(0.0, missing) * MINUTE / self.rate
+        return max(0.0, missing) * MINUTE_SECONDS / self.rate
 
 
 @dataclass(slots=True)
-class _Meter:
+class _KeyMeter:
     running: int = 0
     prompt_tokens: int = 0
     prompt_bytes: int = 0
@@ -103,7 +103,7 @@ class _Meter:
     tokens: _Bucket | None = None
 
 
-class Quotas:
+class RateLimits:
     """Meters of all keys; a key without limits may get some while its requests run.
 
     `limits_of` returns a key's limits by its id, None where it has none.
@@ -116,16 +116,16 @@ class Quotas:
     ) -> None:
         self._limits_of = limits_of
         self._settings = settings or RouterSettings()
-        self._meters: dict[str, _Meter] = {}
+        self._meters: dict[str, _KeyMeter] = {}
 
     def limits(self, key: str) -> KeyLimits:
         """Return a key's limits."""
         return self._limits_of(key) or NO_LIMITS
 
-    def take(self, key: str, demand: Demand, now: float) -> int | Refused:
+    def admit(self, key: str, demand: ResourceDemand, now: float) -> int | Refused:
         """Admit a request and return its charge in tokens, or the refusal with the exceeded limit and the wait.
 
-        After an admission `settle` must follow.
+        After an admission `record_end` must follow.
         """
         limits = self.limits(key)
         if not limits.allows(demand.model):
@@ -133,12 +133,12 @@ class Quotas:
         meter = self._filled(key, limits, now)
         crowded = self._crowded(meter, limits, demand)
         if crowded:
-            return Refused(Code.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
+            return Refused(RefusalCode.RATE_LIMITED, f"{crowded}: wait for an answer", None, 1.0)
         charge = 0 if meter.tokens is None else estimate(demand)
         for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
             if bucket is not None and (wait := bucket.wait_for(cost)):
                 text = f"this API key may take {bucket.rate} {what} a minute, and this asks for {cost}"
-                return Refused(Code.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
+                return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.running += 1
         meter.prompt_tokens += _prompt(demand)
         meter.prompt_bytes += demand.prompt_bytes
@@ -148,7 +148,7 @@ class Quotas:
             meter.tokens.level -= charge
         return charge
 
-    def take_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
+    def admit_video(self, key: str, model: str, open_videos: int, queued: int, now: float) -> Refused | None:
         """Count a new video of a key that has `open_videos` under way, of these `queued` in the queue.
 
         Return the refusal for the exceeded limit, None within all limits. Videos use no tokens and end hours later.
@@ -161,17 +161,17 @@ class Quotas:
         for most, has, where in bounds:
             if most is not None and has >= max(1, most):
                 text = f"this API key may have {max(1, most)} videos {where} and has {has}: wait for one to end"
-                return Refused(Code.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
+                return Refused(RefusalCode.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
         requests = self._filled(key, limits, now).requests
         if requests is None:
             return None
         if wait := requests.wait_for(1):
             text = f"this API key may send {requests.rate} requests a minute: retry in {math.ceil(wait)} s"
-            return Refused(Code.RATE_LIMITED, text, None, wait)
+            return Refused(RefusalCode.RATE_LIMITED, text, None, wait)
         requests.level -= 1
         return None
 
-    def _crowded(self, meter: _Meter, limits: KeyLimits, demand: Demand) -> str:
+    def _crowded(self, meter: _KeyMeter, limits: KeyLimits, demand: ResourceDemand) -> str:
         """Return the bound that a request would exceed together with its key's open requests; empty where it fits."""
         most, settings = limits.concurrency or self._settings.key_requests, self._settings
         if meter.running >= most:
@@ -184,16 +184,16 @@ class Quotas:
             return f"this API key may have {most_size} of prompts under way, and this makes it {show_size(size)}"
         return ""
 
-    def rates(self, key: str, now: float) -> tuple[Rate, ...]:
+    def rates(self, key: str, now: float) -> tuple[RateState, ...]:
         """Return the state of a key's rates; empty for a key without any."""
         meter = self._filled(key, self.limits(key), now)
         return tuple(
-            Rate(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
+            RateState(what, bucket.rate, max(0, math.floor(bucket.level)), bucket.wait_for(bucket.rate))
             for what, bucket in (("requests", meter.requests), ("tokens", meter.tokens))
             if bucket is not None
         )
 
-    def settle(self, key: str, demand: Demand, charged: int, used: int, now: float) -> None:
+    def record_end(self, key: str, demand: ResourceDemand, charged: int, used: int, now: float) -> None:
         """Record the end of an admitted request with the tokens that it used."""
         meter = self._meters[key]
         meter.running -= 1
@@ -203,13 +203,13 @@ class Quotas:
             meter.tokens.fill(now)
             meter.tokens.level += charged - used
 
-    def _meter(self, key: str) -> _Meter:
+    def _meter(self, key: str) -> _KeyMeter:
         meter = self._meters.get(key)
         if meter is None:
-            meter = self._meters[key] = _Meter()
+            meter = self._meters[key] = _KeyMeter()
         return meter
 
-    def _filled(self, key: str, limits: KeyLimits, now: float) -> _Meter:
+    def _filled(self, key: str, limits: KeyLimits, now: float) -> _KeyMeter:
         meter = self._meter(key)
         meter.requests = _kept(meter.requests, limits.requests_per_minute, now)
         meter.tokens = _kept(meter.tokens, limits.tokens_per_minute, now)
@@ -224,20 +224,20 @@ class Quotas:
 def not_allowed(model: str, limits: KeyLimits) -> Refused:
     """Return the refusal of a model that a key may not use."""
     text = f"this API key may not use the model {model[:200]!r}, only {', '.join(limits.models)}"
-    return Refused(Code.NOT_ALLOWED, text)
+    return Refused(RefusalCode.NOT_ALLOWED, text)
 
 
-def estimate(demand: Demand) -> int:
+def estimate(demand: ResourceDemand) -> int:
     """Return the maximum tokens of a request: its prompt, and for each choice the longest answer."""
-    return _prompt(demand) + demand.choices * (demand.max_tokens or ANSWER)
+    return _prompt(demand) + demand.choices * (demand.max_tokens or DEFAULT_ANSWER_TOKENS)
 
 
-def work(demand: Demand) -> int:
+def probable_tokens(demand: ResourceDemand) -> int:
     """Return the probable tokens of a request, to compare with other requests: few answers use their whole limit."""
-    return _prompt(demand) + demand.choices * min(demand.max_tokens or ANSWER, ANSWER)
+    return _prompt(demand) + demand.choices * min(demand.max_tokens or DEFAULT_ANSWER_TOKENS, DEFAULT_ANSWER_TOKENS)
 
 
-def _prompt(demand: Demand) -> int:
+def _prompt(demand: ResourceDemand) -> int:
     return demand.prompt_tokens if demand.prompt_tokens is not None else demand.prompt_bytes // BYTES_PER_TOKEN
 
 

@@ -18,33 +18,33 @@ parsing.
 """
 MAX_KEYS = 2048
 """Maximum keys of one object. The validator collects an error for each wrong key, and 2,048 errors take 10 ms."""
-MOST_TOKENS = 10_000_000
-MOST_CHOICES = 16
-MOST_IGNORED = 32
+MAX_TOKENS = 10_000_000
+MAX_CHOICES = 16
+MAX_IGNORED = 32
 """Maximum ignored fields named in the header of an answer; a body with more unknown fields is refused."""
-MOST_STOPS = 16
-MOST_PARTS = 4096
+MAX_STOPS = 16
+MAX_PARTS = 4096
 """Maximum blocks of one message."""
-MOST_PROMPTS = 64
+MAX_PROMPTS = 64
 """Maximum prompts of one completion: each is a separate request to the cluster."""
-MOST_TOKEN_ID = 2**31 - 1
-LONGEST_STOP = 512
-MOST_MESSAGES = 16_384
-LONGEST_NAME = 256
+MAX_TOKEN_ID = 2**31 - 1
+MAX_STOP_CHARS = 512
+MAX_MESSAGES = 16_384
+MAX_NAME_CHARS = 256
 TEMPLATE_BYTES = 16
 """Bytes of text that the chat template adds to each message and to each call."""
 PLAIN_ROLES = ("system", "developer", "user", "assistant")
 """Roles whose messages need only text."""
-MOST_TOP_K = 2**31 - 1
-MOST_BIASES = 1024
-MOST_TOP_LOGPROBS = 20
-MOST_TOOLS = 128
-MOST_CALLS = 128
+MAX_TOP_K = 2**31 - 1
+MAX_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_TOOLS = 128
+MAX_CALLS = 128
 """Maximum tool calls in one message of the conversation."""
-GRAMMAR_BYTES = 128 * 1024
+MAX_GRAMMAR_BYTES = 128 * 1024
 """Maximum bytes of a schema or a grammar for an answer."""
-MOST_SCHEMA_CHOICES = 1024
-TOOLS_BYTES = 256 * 1024
-VARIABLES_BYTES = 16 * 1024
-DEEPEST = 64
+MAX_SCHEMA_CHOICES = 1024
+MAX_TOOLS_BYTES = 256 * 1024
+MAX_VARIABLES_BYTES = 16 * 1024
+MAX_JSON_DEPTH = 64
 """Maximum nesting of objects and lists in JSON for the engine, whose parser must not run out of stack."""

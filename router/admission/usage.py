@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 
-class Used(msgspec.Struct, gc=False):
+class UsageTotals(msgspec.Struct, gc=False):
     """Totals of one key and model."""
 
     requests: int = 0
@@ -15,7 +15,7 @@ class Used(msgspec.Struct, gc=False):
     """Tokens of `prompt_tokens` that came from the prefix cache."""
     completion_tokens: int = 0
 
-    def add(self, other: "Used") -> None:
+    def add(self, other: "UsageTotals") -> None:
         """Add the totals of `other`."""
         self.requests += other.requests
         self.failed += other.failed
@@ -24,20 +24,20 @@ class Used(msgspec.Struct, gc=False):
         self.completion_tokens += other.completion_tokens
 
 
-class Usage:
+class UsageCounter:
     """Usage since the last `drain`, by (key, model)."""
 
     def __init__(self) -> None:
-        self._used: dict[tuple[str, str], Used] = {}
+        self._used: dict[tuple[str, str], UsageTotals] = {}
 
-    def of(self, key: str, model: str) -> Used:
+    def of(self, key: str, model: str) -> UsageTotals:
         """Return the totals of a key and model, for updates."""
         found = self._used.get((key, model))
         if found is None:
-            found = self._used[key, model] = Used()
+            found = self._used[key, model] = UsageTotals()
         return found
 
-    def drain(self) -> Mapping[tuple[str, str], Used]:
+    def drain(self) -> Mapping[tuple[str, str], UsageTotals]:
         """Return all totals and start from zero."""
         used, self._used = self._used, {}
         return used

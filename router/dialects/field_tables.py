@@ -10,9 +10,9 @@ from router.dialects.openai.chat_schema import CHAT
 from router.dialects.openai.completion_schema import COMPLETION
 from router.dialects.openai.responses_schema import RESPONSES
 from router.dialects.openai.video_schema import VIDEO
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.field_table import FieldTable
 
-TABLES: Mapping[str, Parameters[Any]] = MappingProxyType(
+TABLES: Mapping[str, FieldTable[Any]] = MappingProxyType(
     {
         "/v1/chat/completions": CHAT,
         "/v1/completions": COMPLETION,

@@ -122,7 +122,7 @@ _FILES = ("video/mp4", "image/webp", "image/jpeg", "image/png")
 _NO_VIDEOS = ("/v1/videos/edits", "/v1/videos/extensions", "/v1/videos/characters")
 
 
-def told(path: str, status: int) -> dict[str, Any]:
+def describe_error(path: str, status: int) -> dict[str, Any]:
     """Describe an error of a route: its reason and its shapes."""
     own = "AnthropicError" if path.startswith("/v1/messages") else "Error"
     if path.startswith("/api/") and not path.startswith("/api/v1/"):
@@ -255,7 +255,7 @@ def _operation(
     answers: dict[str, Any] = {
         "200": {"description": good, "content": content or {"application/json": {"schema": {"type": "object"}}}}
     }
-    answers |= {str(status): told(path, status) for status in sorted(bad)}
+    answers |= {str(status): describe_error(path, status) for status in sorted(bad)}
     return {
         "operationId": name,
         "summary": summary,
@@ -282,5 +282,5 @@ def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": ["status"]}}}
     answers = {"200": {"description": "yes", "content": state}}
     answers |= {str(status): {"description": "no, and why", "content": state} for status in bad}
-    answers |= {str(status): told("/", status) for status in ALWAYS if status != HTTPStatus.UNAUTHORIZED}
+    answers |= {str(status): describe_error("/", status) for status in ALWAYS if status != HTTPStatus.UNAUTHORIZED}
     return {"operationId": name, "summary": summary, "tags": ["health"], "security": [], "responses": answers}

@@ -6,13 +6,13 @@ A request that ends early is charged for the tokens processed until then: discon
 import structlog
 from msgspec.structs import replace
 
-from router.admission.rate_limits import ANSWER, Quotas
-from router.admission.usage import Usage
+from router.admission.rate_limits import DEFAULT_ANSWER_TOKENS, RateLimits
+from router.admission.usage import UsageCounter
 from router.dispatch.counters import Counters
-from router.dispatch.decision_log import History, Story
-from router.dispatch.request import Failure, Outcome, Ticket
+from router.dispatch.decision_log import DecisionLog, RequestRecord
+from router.dispatch.request import ActiveRequest, Outcome, RequestFailure
 from wire.frames import Finished
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
 log = structlog.get_logger("router.dispatch.accounting")
 TEMPLATE_TOKENS = 4096
@@ -21,31 +21,31 @@ MESSAGE_TOKENS = 32
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
-    Code.INVALID: "its grammar, or a value of it, is not valid for this model; the client's answer has the details",
-    Code.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
-    Code.TEMPLATE: "the model's template or tokenizer failed on this conversation; the client's answer has the details",
+    RefusalCode.INVALID: "its grammar or a value in it is invalid for this model; the client's answer has the details",
+    RefusalCode.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
+    RefusalCode.TEMPLATE: "the template or tokenizer failed on this conversation; the client's answer has the details",
 }
 """Stored text for refusals whose message may quote the request: the message goes to the client and is not stored."""
 
 
-class Endings:
+class Accounting:
     """Recorder of ended requests; refunds a key's unused charge."""
 
-    def __init__(self, counters: Counters, usage: Usage, history: History) -> None:
+    def __init__(self, counters: Counters, usage: UsageCounter, history: DecisionLog) -> None:
         self._counters = counters
         self._usage = usage
         self._history = history
 
-    def ended(self, ticket: Ticket, outcome: Outcome, model: str, quotas: Quotas, now: float) -> None:
+    def ended(self, ticket: ActiveRequest, outcome: Outcome, model: str, quotas: RateLimits, now: float) -> None:
         """Record a request that ended at `now`. `model` is a name that some member has, empty for an unknown one."""
         seconds = now - ticket.arrived
         if ticket.charged is not None:
             used, job = self._account(ticket, outcome, model), ticket.job
-            quotas.settle(job.key, job.demand, ticket.charged, used, now)
+            quotas.record_end(job.key, job.demand, ticket.charged, used, now)
         self._counters.ended(_label(outcome), model, seconds)
         self._history.stories.append(_story(ticket, outcome, seconds))
 
-    def _account(self, ticket: Ticket, outcome: Outcome, model: str) -> int:
+    def _account(self, ticket: ActiveRequest, outcome: Outcome, model: str) -> int:
         """Record a request's usage for its key and return its tokens: at least the tokens that were sent."""
         prompt, cached, written = _took(ticket, outcome)
         used = self._usage.of(ticket.job.key, model)
@@ -59,20 +59,20 @@ class Endings:
         return max(prompt + written, ticket.wrote)
 
 
-def most_prompt(ticket: Ticket) -> int:
+def most_prompt(ticket: ActiveRequest) -> int:
     """Return the maximum prompt tokens that a node may count for a request: no byte is more than one token."""
     demand, messages = ticket.job.demand, ticket.job.messages
     text = max(demand.prompt_bytes, demand.prompt_tokens or 0, len(ticket.job.ids))
     return text + TEMPLATE_TOKENS + MESSAGE_TOKENS * len(messages)
 
 
-def credible(ticket: Ticket, frame: Finished) -> Finished:
+def credible(ticket: ActiveRequest, frame: Finished) -> Finished:
     """Return a node's usage numbers, limited to the bounds of the client's request.
 
     A false report can therefore exhaust neither a key's quota nor its usage.
     """
     params = ticket.job.params
-    unbounded = max(ANSWER * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
+    unbounded = max(DEFAULT_ANSWER_TOKENS * params.n, ticket.wrote + UNSENT_TOKENS * params.n)
     prompt = min(frame.prompt_tokens, most_prompt(ticket))
     completion = min(frame.completion_tokens, params.max_tokens * params.n if params.max_tokens else unbounded)
     cached, thought = min(frame.cached_tokens, prompt), min(frame.thought, completion)
@@ -83,18 +83,18 @@ def credible(ticket: Ticket, frame: Finished) -> Finished:
     return replace(frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought)
 
 
-def _took(ticket: Ticket, outcome: Outcome) -> tuple[int, int, int]:
+def _took(ticket: ActiveRequest, outcome: Outcome) -> tuple[int, int, int]:
     """Return the prompt tokens, the cached tokens among them, and the generated tokens."""
     if isinstance(outcome, Finished):
         return outcome.prompt_tokens, outcome.cached_tokens, outcome.completion_tokens
     return (*ticket.read, ticket.wrote)
 
 
-def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
+def _story(ticket: ActiveRequest, outcome: Outcome, seconds: float) -> RequestRecord:
     job = ticket.job
     steps = tuple(ticket.steps)
     if isinstance(outcome, Finished):
-        return Story(
+        return RequestRecord(
             job.request_id,
             job.key,
             job.demand.model,
@@ -110,7 +110,7 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
             outcome.timings,
             job.ignored,
         )
-    return Story(
+    return RequestRecord(
         job.request_id,
         job.key,
         job.demand.model,
@@ -127,7 +127,7 @@ def _story(ticket: Ticket, outcome: Outcome, seconds: float) -> Story:
     )
 
 
-def _worth_keeping(outcome: Refused | Failure) -> str:
+def _worth_keeping(outcome: Refused | RequestFailure) -> str:
     """Return the stored message of an end: never a message that may quote the client's request."""
     quoting = QUOTING.get(outcome.code) if isinstance(outcome, Refused) else None
     return quoting or outcome.message

@@ -23,22 +23,22 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-FAULTS = 3
+MAX_FAULTS = 3
 """Faults in a row that open a breaker."""
-TOGETHER = 1.0
+SAME_FAULT_SECONDS = 1.0
 """Seconds within which faults count as one."""
-WITHIN = 60.0
+FAULT_WINDOW_SECONDS = 60.0
 """Seconds of quiet after which the count of faults starts again."""
-SHORTEST, LONGEST = 5.0, 120.0
+MIN_OPEN_SECONDS, MAX_OPEN_SECONDS = 5.0, 120.0
 """First and maximum open time of a breaker, in seconds."""
-LONG = 10.0
+PROBE_SUCCESS_SECONDS = 10.0
 """Running time in seconds after which a probe succeeds."""
 
 N = TypeVar("N", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
-class Standing:
+class BreakerState:
     """State of a breaker that is not closed."""
 
     state: str
@@ -59,12 +59,12 @@ class _Breaker:
     opened: int = 0
     last: float = 0.0
     until: float | None = None
-    lasts: float = SHORTEST
+    lasts: float = MIN_OPEN_SECONDS
     probe: int | None = None
     probed: float = 0.0
 
 
-class Breakers(Generic[N]):
+class CircuitBreakers(Generic[N]):
     """Breakers of all nodes `N`; a node without faults has none. Requests are identified by their numbers."""
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Breakers(Generic[N]):
         self.opened = 0
         """Number of openings of all breakers."""
 
-    def barred(self, now: float) -> list[N]:
+    def barred_nodes(self, now: float) -> list[N]:
         """List the nodes that take no request now: open, or half open with a running probe."""
         return [node for node in self._nodes if self._bars(node, now)]
 
@@ -82,12 +82,12 @@ class Breakers(Generic[N]):
             return False
         if now < breaker.until:
             return True
-        if breaker.probe is not None and now >= breaker.probed + LONG:
+        if breaker.probe is not None and now >= breaker.probed + PROBE_SUCCESS_SECONDS:
             breaker.until = breaker.probe = None
             breaker.faults = breaker.opened = 0
         return breaker.probe is not None
 
-    def tried(self, node: N, request: int, now: float) -> None:
+    def record_attempt(self, node: N, request: int, now: float) -> None:
         """Record that a request was sent to a node; at a half-open breaker it is the probe.
 
         At a closed breaker the record has no effect, and opening the breaker removes it.
@@ -96,42 +96,42 @@ class Breakers(Generic[N]):
         if breaker is not None and breaker.probe is None:
             breaker.probe, breaker.probed = request, now
 
-    def standing(self, node: N, now: float) -> Standing | None:
+    def state_of(self, node: N, now: float) -> BreakerState | None:
         """Return the state of a node's breaker; None where it is closed."""
         breaker = self._nodes.get(node)
         barred = breaker is not None and self._bars(node, now)
         if breaker is None or breaker.until is None:
             return None
         state = "half open" if not barred else "probing" if now >= breaker.until else "open"
-        return Standing(state, breaker.why, breaker.until, breaker.opened)
+        return BreakerState(state, breaker.why, breaker.until, breaker.opened)
 
-    def fault(self, node: N, request: int, now: float, why: str = "") -> None:
+    def record_fault(self, node: N, request: int, now: float, why: str = "") -> None:
         """Record that a node broke a request, with the node's message."""
         breaker = self._nodes.setdefault(node, _Breaker())
         breaker.why = why or breaker.why
         if breaker.until is not None:
             if breaker.probe == request:
-                self._open(breaker, min(LONGEST, 2 * breaker.lasts), now)
+                self._open(breaker, min(MAX_OPEN_SECONDS, 2 * breaker.lasts), now)
             return
-        if breaker.faults and now < breaker.last + TOGETHER:
+        if breaker.faults and now < breaker.last + SAME_FAULT_SECONDS:
             return
-        breaker.faults = breaker.faults + 1 if now <= breaker.last + WITHIN else 1
+        breaker.faults = breaker.faults + 1 if now <= breaker.last + FAULT_WINDOW_SECONDS else 1
         breaker.last = now
-        if breaker.faults >= FAULTS:
-            self._open(breaker, SHORTEST, now)
+        if breaker.faults >= MAX_FAULTS:
+            self._open(breaker, MIN_OPEN_SECONDS, now)
 
     def _open(self, breaker: _Breaker, lasts: float, now: float) -> None:
         breaker.until, breaker.lasts, breaker.probe = now + lasts, lasts, None
         breaker.opened += 1
         self.opened += 1
 
-    def good(self, node: N, request: int) -> None:
+    def record_success(self, node: N, request: int) -> None:
         """Record that a node finished a request."""
         breaker = self._nodes.get(node)
         if breaker is not None and (breaker.until is None or breaker.probe == request):
             del self._nodes[node]
 
-    def let_go(self, node: N, request: int) -> None:
+    def record_departure(self, node: N, request: int) -> None:
         """Record that a request left a node without a result."""
         breaker = self._nodes.get(node)
         if breaker is not None and breaker.probe == request:

@@ -15,35 +15,35 @@ from router.dispatch.node_commands import Ended
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, failed, from_refused
 from router.placement.cluster_view import NodeView
-from wire.capacity.fairness import Owner
-from wire.frames import Count, Finished, Params
-from wire.refusals import FINAL, Code, Refused
+from wire.capacity.fairness import WeightedKey
+from wire.frames import CountTokens, Finished, GenerationParams
+from wire.refusals import FINAL, RefusalCode, Refused
 
-LONGEST = 30.0
+COUNT_TIMEOUT_SECONDS = 30.0
 """Timeout of a node's count in seconds: a tokenizer processes some megabytes of text per second."""
-_ELSEWHERE = frozenset({Code.NO_MODEL, Code.LOAD_FAILED})
+_ELSEWHERE = frozenset({RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 
 
-async def count(dispatcher: Dispatcher, asked: Count, key: str) -> int | Problem:
+async def count(dispatcher: Dispatcher, asked: CountTokens, key: str) -> int | Problem:
     """Count the tokens of a prompt within the limits of its key; return the count or the problem."""
     quotas = dispatcher.quotas
     limits = quotas.limits(key)
     asked = replace(asked, model=dispatcher.canonical_name(asked.model, limits))
-    demand = replace(demand_of(asked.model, asked.messages, Params(), asked.tools), choices=0)
-    charged = quotas.take(key, demand, dispatcher.now())
+    demand = replace(demand_of(asked.model, asked.messages, GenerationParams(), asked.tools), choices=0)
+    charged = quotas.admit(key, demand, dispatcher.now())
     if isinstance(charged, Refused):
         return from_refused(charged)
     try:
-        return await _counted(dispatcher, replace(asked, owner=Owner(key, limits.weight)), limits)
+        return await _counted(dispatcher, replace(asked, owner=WeightedKey(key, limits.weight)), limits)
     finally:
-        quotas.settle(key, demand, charged, 0, dispatcher.now())
+        quotas.record_end(key, demand, charged, 0, dispatcher.now())
 
 
-async def _counted(dispatcher: Dispatcher, asked: Count, limits: KeyLimits) -> int | Problem:
+async def _counted(dispatcher: Dispatcher, asked: CountTokens, limits: KeyLimits) -> int | Problem:
     """Ask nodes in turn, those with the model loaded first."""
     why: Refused | None = None
     for node in _able(dispatcher, asked.model, limits):
-        away = dispatcher.away(node)
+        away = dispatcher.unavailable_reason(node)
         if away is not None:
             why = why or away
             continue
@@ -52,18 +52,24 @@ async def _counted(dispatcher: Dispatcher, asked: Count, limits: KeyLimits) -> i
             return ended.prompt_tokens
         if not isinstance(ended, Refused):
             return failed(ended.code, ended.message)
-        if ended.code in FINAL - _ELSEWHERE or ended.code is Code.OVER_SHARE:
+        if ended.code in FINAL - _ELSEWHERE or ended.code is RefusalCode.OVER_SHARE:
             return from_refused(ended)
         why = ended
     return from_refused(why or _nowhere(dispatcher, asked.model, limits))
 
 
-async def _ask(dispatcher: Dispatcher, node: NodeView, asked: Count) -> Ended:
+async def _ask(dispatcher: Dispatcher, node: NodeView, asked: CountTokens) -> Ended:
     try:
-        async with asyncio.timeout(LONGEST):
+        async with asyncio.timeout(COUNT_TIMEOUT_SECONDS):
             return await dispatcher.orders.count(node.id, node.name, asked)
     except TimeoutError:
-        return Refused(Code.NOT_READY, f"{node.name} has not counted within {LONGEST:.0f} s", None, 2.0, node.name)
+        return Refused(
+            RefusalCode.NOT_READY,
+            f"{node.name} has not counted within {COUNT_TIMEOUT_SECONDS:.0f} s",
+            None,
+            2.0,
+            node.name,
+        )
 
 
 def _able(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> list[NodeView]:
@@ -76,5 +82,5 @@ def _nowhere(dispatcher: Dispatcher, model: str, limits: KeyLimits) -> Refused:
     if any(model in node.models for node in dispatcher.view.nodes) and limits.labels:
         labels = ", ".join(sorted(limits.labels))
         text = f"no node with the labels that this API key is bound to ({labels}) serves {model}"
-        return Refused(Code.NOT_ALLOWED, text)
-    return Refused(Code.NO_MODEL, f"no node serves the model {model!r}")
+        return Refused(RefusalCode.NOT_ALLOWED, text)
+    return Refused(RefusalCode.NO_MODEL, f"no node serves the model {model!r}")

@@ -9,9 +9,9 @@ Rules
 from collections.abc import Container
 from dataclasses import dataclass, field
 
-from wire.histogram import Buckets
+from wire.histogram import Histogram
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -19,9 +19,9 @@ E2E_BOUNDS = (0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 240, 480, 960)
 WAIT_BOUNDS = (0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60)
 PLACEMENT_BOUNDS = (0.00001, 0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.005, 0.02)
 """Bounds of the histograms, all in seconds."""
-MOST_MODELS = 64
+MAX_MODELS = 64
 """Maximum number of models with a row of their own."""
-MOST_PACES = 4096
+MAX_PACES = 4096
 """Maximum pairs of node and model with a remembered last step. Beyond it all are removed, which loses one gap of each.
 """
 MAX_KEY_MODELS = 1024
@@ -42,7 +42,7 @@ OUTCOMES = frozenset(
         "answer_too_long",
         "memory_pressure",
         FAILED,
-        *(code.value for code in Code),
+        *(code.value for code in RefusalCode),
     }
 )
 """Outcomes of a request: success, cancelled by its client, failed, or refused with a code."""
@@ -56,9 +56,9 @@ class ModelCounts:
     def __init__(self) -> None:
         self.outcomes: dict[str, int] = {}
         self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
-        self.ttft = Buckets(TTFT_BOUNDS)
-        self.itl = Buckets(ITL_BOUNDS)
-        self.e2e = Buckets(E2E_BOUNDS)
+        self.ttft = Histogram(TTFT_BOUNDS)
+        self.itl = Histogram(ITL_BOUNDS)
+        self.e2e = Histogram(E2E_BOUNDS)
 
     def used(self, prompt: int, cached: int, written: int) -> None:
         """Add a request's tokens, as far as the node's numbers are credible."""
@@ -115,8 +115,8 @@ class Counters:
     """Tokens and times to the first token of each member."""
     keys: dict[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     """Prompt and generated tokens of ended requests by key id and model; at most MAX_KEY_MODELS pairs."""
-    queue_wait: Buckets = field(default_factory=lambda: Buckets(WAIT_BOUNDS))
-    placement: Buckets = field(default_factory=lambda: Buckets(PLACEMENT_BOUNDS))
+    queue_wait: Histogram = field(default_factory=lambda: Histogram(WAIT_BOUNDS))
+    placement: Histogram = field(default_factory=lambda: Histogram(PLACEMENT_BOUNDS))
     """Duration of placement decisions."""
     _paces: dict[tuple[NodeId, str], tuple[int, float]] = field(
         default_factory=dict[tuple[NodeId, str], tuple[int, float]]
@@ -126,7 +126,7 @@ class Counters:
         """Return a model's totals; an empty name stands for a model that no member has."""
         found = self.models.get(name or OTHER)
         if found is None:
-            name = name if name and len(self.models) < MOST_MODELS else OTHER
+            name = name if name and len(self.models) < MAX_MODELS else OTHER
             found = self.models.setdefault(name, ModelCounts())
         return found
 
@@ -179,7 +179,7 @@ class Counters:
         counts.first_token_seconds += seconds
         self.model(model).ttft.observe(seconds)
 
-    def left_line(self, seconds: float) -> None:
+    def count_queue_exit(self, seconds: float) -> None:
         """Record the queue time of a request that leaves the queue."""
         self.queue_seconds += seconds
         self.queue_wait.observe(seconds)
@@ -196,7 +196,7 @@ class Counters:
         """
         key = node, model
         last = self._paces.get(key)
-        if last is None and len(self._paces) >= MOST_PACES:
+        if last is None and len(self._paces) >= MAX_PACES:
             self._paces.clear()
         self._paces[key] = leader, now
         if last is not None and last[0] == leader:

@@ -12,33 +12,33 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from router.errors import Problem
-from router.placement.place import Candidate, Demand, NoPlacement, Placement, Policy, explain
+from router.placement.place import Candidate, NoPlacement, Placement, Policy, ResourceDemand, explain
 from wire.frames import Timings
 from wire.identity import NodeId
 from wire.refusals import Refused
 
-STORIES_KEPT = 1000
+MAX_REQUESTS_KEPT = 1000
 """Ended requests in the history."""
-REFUSALS_KEPT = 500
+MAX_INVALID_KEPT = 500
 """Invalid requests in the history."""
-DECISIONS_KEPT = 1000
+MAX_DECISIONS_KEPT = 1000
 """Placement decisions in the history."""
-ROWS_KEPT = 16
+MAX_CANDIDATES_KEPT = 16
 """Maximum nodes of each decision: enough to explain it, bounded in a large cluster."""
-LONGEST_LINE = 4 * 2**20
+MAX_LINE_BYTES = 4 * 2**20
 """Maximum bytes of a line for `read_line`."""
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 _NAME = re.compile(r"[A-Za-z0-9_.:/=-]{1,64}")
 
 
-class Decision(msgspec.Struct, frozen=True, gc=False):
+class PlacementDecision(msgspec.Struct, frozen=True, gc=False):
     """One placement decision."""
 
     at: float
     """Time in monotonic seconds."""
     request_id: str
     key: str
-    demand: Demand
+    demand: ResourceDemand
     candidates: tuple[Candidate, ...]
     chosen: NodeId | None = None
     refused: Refused | None = None
@@ -50,7 +50,7 @@ class Decision(msgspec.Struct, frozen=True, gc=False):
         return explain(self.candidates, self.chosen)
 
 
-class Story(msgspec.Struct, frozen=True, gc=False):
+class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     """History of one request from its arrival to its end."""
 
     request_id: str
@@ -74,42 +74,44 @@ class Story(msgspec.Struct, frozen=True, gc=False):
     """Fields and tools of its body that had no effect."""
 
 
-class History:
+class DecisionLog:
     """Rings of ended requests, invalid requests and placement decisions."""
 
     def __init__(self) -> None:
-        self.stories: deque[Story] = deque(maxlen=STORIES_KEPT)
-        self.refusals: deque[Story] = deque(maxlen=REFUSALS_KEPT)
-        self.decisions: deque[Decision] = deque(maxlen=DECISIONS_KEPT)
+        self.stories: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)
+        self.refusals: deque[RequestRecord] = deque(maxlen=MAX_INVALID_KEPT)
+        self.decisions: deque[PlacementDecision] = deque(maxlen=MAX_DECISIONS_KEPT)
 
-    def decided(
-        self, at: float, request_id: str, key: str, demand: Demand, result: Placement | NoPlacement, nodes: int
+    def record_decision(
+        self, at: float, request_id: str, key: str, demand: ResourceDemand, result: Placement | NoPlacement, nodes: int
     ) -> None:
         """Record a decision; in a large cluster with the chosen node and some other candidates."""
         kept = result.candidates
         if isinstance(result, NoPlacement):
-            self.decisions.append(Decision(at, request_id, key, demand, kept[:ROWS_KEPT], None, result.refused, nodes))
+            self.decisions.append(
+                PlacementDecision(at, request_id, key, demand, kept[:MAX_CANDIDATES_KEPT], None, result.refused, nodes)
+            )
             return
         chosen = result.chosen
-        if len(kept) > ROWS_KEPT:
-            kept = (chosen, *(one for one in kept[:ROWS_KEPT] if one is not chosen))
-        self.decisions.append(Decision(at, request_id, key, demand, kept, chosen.node, None, nodes))
+        if len(kept) > MAX_CANDIDATES_KEPT:
+            kept = (chosen, *(one for one in kept[:MAX_CANDIDATES_KEPT] if one is not chosen))
+        self.decisions.append(PlacementDecision(at, request_id, key, demand, kept, chosen.node, None, nodes))
 
     def refused(self, at: float, request_id: str, key: str, problem: Problem) -> None:
         """Record a request that was refused as invalid, `at` in monotonic seconds."""
         reason = unquoted(problem.message, problem.param or "")
-        self.refusals.append(Story(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
+        self.refusals.append(RequestRecord(request_id, key, "", False, at, 0.0, problem.code, reason, ()))
 
-    def newest(self, count: int) -> list[Story]:
+    def newest(self, count: int) -> list[RequestRecord]:
         """Return the newest requests that have ended, refused ones included, oldest first."""
         ended = list(self.stories)[-count:] + list(self.refusals)[-count:]
         return sorted(ended, key=lambda story: story.arrived + story.seconds)[-count:]
 
-    def told(self, request_id: str) -> list[Story]:
+    def requests_by_id(self, request_id: str) -> list[RequestRecord]:
         """Return the stored requests with a request id, oldest first: a client may use one id twice."""
         return [story for story in (*self.refusals, *self.stories) if story.request_id == request_id]
 
-    def decided_on(self, request_id: str) -> list[Decision]:
+    def decisions_about(self, request_id: str) -> list[PlacementDecision]:
         """Return the stored decisions about one request, oldest first."""
         return [decision for decision in self.decisions if decision.request_id == request_id]
 
@@ -118,7 +120,7 @@ class History:
         return (msgspec.json.encode(decision) + b"\n" for decision in tuple(self.decisions))
 
 
-class Replayed(msgspec.Struct, frozen=True):
+class ReplayResult(msgspec.Struct, frozen=True):
     """Comparison of recorded decisions with another policy."""
 
     decisions: int
@@ -140,17 +142,17 @@ def unquoted(message: str, param: str) -> str:
     return _QUOTED.sub(lambda quoted: quoted[0] if _NAME.fullmatch(quoted[0][1:-1]) else "'…'", message)
 
 
-def read_line(line: bytes) -> Decision:
-    """Parse one line of `History.lines`; raise ValueError with the reason when it is invalid."""
-    if len(line) > LONGEST_LINE:
-        raise ValueError(f"the line has {len(line)} bytes, at most {LONGEST_LINE} are read")
+def read_line(line: bytes) -> PlacementDecision:
+    """Parse one line of `DecisionLog.lines`; raise ValueError with the reason when it is invalid."""
+    if len(line) > MAX_LINE_BYTES:
+        raise ValueError(f"the line has {len(line)} bytes, at most {MAX_LINE_BYTES} are read")
     try:
-        return msgspec.json.decode(line, type=Decision)
+        return msgspec.json.decode(line, type=PlacementDecision)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
 
 
-def replay(decisions: Iterable[Decision], policy: Policy, draw: Callable[[], float]) -> Replayed:
+def replay(decisions: Iterable[PlacementDecision], policy: Policy, draw: Callable[[], float]) -> ReplayResult:
     """Evaluate every decision with another policy, each on the state known at that time.
 
     Effects on later decisions are not modelled (`cluster simulate` does that).
@@ -173,7 +175,7 @@ def replay(decisions: Iterable[Decision], policy: Policy, draw: Callable[[], flo
             same += 1
         else:
             instead.append((one.request_id, taken.name, best.name))
-    return Replayed(count, same, refused, tuple(instead), (_mean(was), _mean(would)))
+    return ReplayResult(count, same, refused, tuple(instead), (_mean(was), _mean(would)))
 
 
 def _mean(values: list[float]) -> float:

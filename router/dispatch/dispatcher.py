@@ -36,71 +36,71 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
-    from router.placement.vectorized import Columns
+    from router.placement.vectorized import VectorIndex
 from router.admission.cache_scope import CacheScopes
 from router.admission.key_scope import visible
-from router.admission.load_share import Asked
-from router.admission.queue import AdmissionQueue, Entry
-from router.admission.rate_limits import KeyLimits, Quotas, work
-from router.admission.usage import Usage
+from router.admission.load_share import LoadShare
+from router.admission.queue import AdmissionQueue, QueuedRequest
+from router.admission.rate_limits import KeyLimits, RateLimits, probable_tokens
+from router.admission.usage import UsageCounter
 from router.dispatch import work_stealing
-from router.dispatch.accounting import Endings, credible, most_prompt
-from router.dispatch.circuit_breaker import Breakers
+from router.dispatch.accounting import Accounting, credible, most_prompt
+from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.counters import Counters
-from router.dispatch.decision_log import History
-from router.dispatch.model_swaps import Ask, Begun, Ended, Swaps, fits_beside, picture_of
-from router.dispatch.node_commands import Orders
+from router.dispatch.decision_log import DecisionLog
+from router.dispatch.model_swaps import BeginTurn, EndTurn, SendRequest, SwapPlanner, fits_beside, swap_input
+from router.dispatch.node_commands import NodeCommands
 from router.dispatch.request import (
     CANCELLED,
-    LONGEST_WHOLE,
+    MAX_ANSWER_CHARS,
     SLOW,
     SWAP,
-    Failure,
-    Job,
+    ActiveRequest,
+    BufferedRequest,
     Outcome,
-    StreamTicket,
-    Ticket,
-    WholeTicket,
+    RequestFailure,
+    RequestSpec,
+    StreamingRequest,
 )
-from router.placement.cluster_view import LEFT, ClusterView, NodeView, seen_as
-from router.placement.model_load import Choice, choose
+from router.placement.cluster_view import LEFT, ClusterView, NodeView, with_state
+from router.placement.model_load import LoadPlacement, choose
 from router.placement.place import (
     FIRST,
     POLICIES,
+    AttemptHistory,
     Candidate,
-    Correction,
-    Demand,
+    HeadroomCorrection,
     NoPlacement,
     Placement,
     Policy,
-    Trials,
-    away,
+    ResourceDemand,
     consider,
     place,
+    unavailable_reason,
 )
-from router.placement.prefix_affinity import Affinity, Chain, chain_of
-from router.placement.recovery import STOPS, Fall, fall_of, is_fault, patience, survives
-from router.placement.reservations import Ledger, Turn
+from router.placement.prefix_affinity import PrefixAffinity, PrefixHashChain, chain_of
+from router.placement.recovery import STOPS, LossKind, is_fault, loss_kind, may_recover, resume_after_seconds
+from router.placement.reservations import ReservationLedger, SwapTurn
 from router.settings import RouterSettings
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
-from wire.refusals import FINAL, Code, Refused
+from wire.refusals import FINAL, RefusalCode, Refused
 from wire.report import Model
 
-WORTH_KNOWING = 1024
+MIN_AFFINITY_BYTES = 1024
 """Minimum bytes of a prompt for prefix affinity: a shorter prompt is prefilled in an instant."""
-LARGE = 32
+LARGE_CLUSTER_NODES = 32
 """Number of nodes above which array ranking is faster."""
-MOST_IN_A_ROW = 4
+MAX_NODES_IN_A_ROW = 4
 """Maximum nodes asked at once for one request before it is queued."""
-BACKLOG = 5.0
+QUEUE_BACKLOG_SECONDS = 5.0
 """Seconds of queued prompts on the best node from which a request of a greedy key is queued.
 
 A greedy key is one that asks for far more than its share. Nodes are fair between keys, but their memory is reserved in
 order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
 """
-SPARE = 0.5
+SPARE_MEMORY_SHARE = 0.5
 """Share of a node's memory for prompts and answers that is kept free of such a key's requests.
 
 At its deadline such a request is sent if that share stays free, else refused.
@@ -109,11 +109,11 @@ FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
 READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
 """Names of node states."""
-LINKED = frozenset({READY, SUSPECT, DRAINING})
+USABLE_STATES = frozenset({READY, SUSPECT, DRAINING})
 """States that placement and moves distinguish; in all other states a node has no usable link."""
-SWEEP_SECONDS = 0.25
+SWEEP_INTERVAL_SECONDS = 0.25
 """Maximum interval between two sweeps, in seconds."""
-ELSEWHERE = frozenset({Code.TOO_LARGE, Code.CONTEXT, Code.NO_MODEL, Code.LOAD_FAILED})
+ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
 """Refusals that are final on one node, not in the cluster: another node may be larger."""
 ABOUT_ONE = Finished, Admitted, Refusal, Failed
 """Frames of a node about one request."""
@@ -138,7 +138,7 @@ class Dispatcher:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
         counters: Counters | None = None,
-        quotas: Quotas | None = None,
+        quotas: RateLimits | None = None,
         policy: Policy | None = None,
         scopes: CacheScopes | None = None,
     ) -> None:
@@ -152,23 +152,23 @@ class Dispatcher:
         self._policy = policy or POLICIES[settings.policy]
         self.counters = counters or Counters()
         self.view = ClusterView()
-        self.ledger = Ledger()
-        self.breakers: Breakers[NodeId] = Breakers()
-        self.affinity = Affinity()
-        self.quotas = quotas or Quotas()
-        self.usage = Usage()
-        self._columns: Columns | None = None
-        self.queue: AdmissionQueue[Ticket] = AdmissionQueue(settings.queue_limit)
-        self.history = History()
-        self._endings = Endings(self.counters, self.usage, self.history)
-        self.orders = Orders(send, lambda: numbers()[0])
-        self.on_trouble: Callable[[Ticket, str], None] = _nobody_told
+        self.ledger = ReservationLedger()
+        self.breakers: CircuitBreakers[NodeId] = CircuitBreakers()
+        self.affinity = PrefixAffinity()
+        self.quotas = quotas or RateLimits()
+        self.usage = UsageCounter()
+        self._columns: VectorIndex | None = None
+        self.queue: AdmissionQueue[ActiveRequest] = AdmissionQueue(settings.queue_limit)
+        self.history = DecisionLog()
+        self._endings = Accounting(self.counters, self.usage, self.history)
+        self.orders = NodeCommands(send, lambda: numbers()[0])
+        self.on_trouble: Callable[[ActiveRequest, str], None] = _nobody_told
         """Callback for a request that broke on its node, with the failure code."""
-        self._corrections: dict[NodeId, Correction] = {}
-        self._live: dict[int, Ticket] = {}
-        self._open: dict[int, Ticket] = {}
-        self._asked = Asked()
-        self._swaps = Swaps(settings.swap_seconds)
+        self._corrections: dict[NodeId, HeadroomCorrection] = {}
+        self._live: dict[int, ActiveRequest] = {}
+        self._open: dict[int, ActiveRequest] = {}
+        self._asked = LoadShare()
+        self._swaps = SwapPlanner(settings.swap_seconds)
         self._closing = False
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -179,7 +179,10 @@ class Dispatcher:
         self._emptying: dict[NodeId, list[asyncio.Event]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._interval = min(
-            SWEEP_SECONDS, settings.queue_seconds / 4, settings.keepalive_seconds / 4, settings.slow_client_seconds / 4
+            SWEEP_INTERVAL_SECONDS,
+            settings.queue_seconds / 4,
+            settings.keepalive_seconds / 4,
+            settings.slow_client_seconds / 4,
         )
 
     # cluster events
@@ -189,13 +192,13 @@ class Dispatcher:
         old = {node.id: node for node in self.view.nodes}
         self.view = view
         self._follow(view)
-        self._swaps.follow((node for node in view.nodes if old.get(node.id) is not node), self._clock())
+        self._swaps.update_loaded((node for node in view.nodes if old.get(node.id) is not node), self._clock())
         for node in view.nodes:
             if old.get(node.id) is node:
                 continue
             self.ledger.acknowledge(node.id, node.acked_seq)
             cache = node.engine.cache
-            self.affinity.heard(node.id, node.life, cache.evictions, cache.evicted)
+            self.affinity.apply_report(node.id, node.life, cache.evictions, cache.evicted)
             self._read_in(node)
             correction = self._corrections.get(node.id)
             if correction is not None and correction.heard_at != node.heard_at:
@@ -209,22 +212,22 @@ class Dispatcher:
 
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
         """Allow a node that is ready again to serve the requests that were lost with it."""
-        if node.state == READY and before is not None and before.state not in LINKED:
+        if node.state == READY and before is not None and before.state not in USABLE_STATES:
             for ticket in self._open.values():
                 ticket.lost.discard(node.id)
 
     def _follow(self, view: ClusterView) -> None:
         """Update the arrays of a large cluster. They are imported here: a household does not need numpy."""
-        if self._columns is None and len(view.nodes) > LARGE:
-            from router.placement.vectorized import Columns
+        if self._columns is None and len(view.nodes) > LARGE_CLUSTER_NODES:
+            from router.placement.vectorized import VectorIndex
 
-            self._columns = Columns(self.ledger)
+            self._columns = VectorIndex(self.ledger)
         if self._columns is not None:
-            self._columns.follow(view)
+            self._columns.apply_view(view)
 
     def _read_in(self, node: NodeView) -> None:
         """Release the reserved weights of a load, now that the node's report counts them."""
-        reading = {model.name for model in node.models.values() if node.reads(model)}
+        reading = {model.name for model in node.models.values() if node.is_loading(model)}
         if reading:
             for ticket in self._live.values():
                 if ticket.node == node.id and ticket.demand.model in reading:
@@ -249,23 +252,23 @@ class Dispatcher:
         else:
             self._failed(ticket, node, frame)
 
-    def _failed(self, ticket: Ticket, node: NodeId, frame: Failed) -> None:
+    def _failed(self, ticket: ActiveRequest, node: NodeId, frame: Failed) -> None:
         """Handle a request that broke on its node, alone or because the engine died."""
         if is_fault(frame.code):
-            self.breakers.fault(node, frame.request, self._clock(), frame.message)
+            self.breakers.record_fault(node, frame.request, self._clock(), frame.message)
         self.on_trouble(ticket, frame.code)
-        fall = fall_of(frame.code)
+        fall = loss_kind(frame.code)
         if fall is None:
-            self._end(ticket, Failure(frame.code, frame.message))
+            self._end(ticket, RequestFailure(frame.code, frame.message))
             return
-        if fall is Fall.NODE:
+        if fall is LossKind.NODE:
             if frame.code == STOPS:
                 ticket.lost.add(node)
-            self._fell(ticket, fall, Failure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
+            self._fell(ticket, fall, RequestFailure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
             return
         ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room
-        code = frame.code if fall is Fall.MEMORY else "engine_crashed"
-        self._fell(ticket, fall, Failure(code, frame.message))
+        code = frame.code if fall is LossKind.MEMORY else "engine_crashed"
+        self._fell(ticket, fall, RequestFailure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """Handle the end of a node's link: its requests resume elsewhere."""
@@ -277,8 +280,8 @@ class Dispatcher:
             name = ticket.node_name
             self.on_trouble(ticket, "node_lost")
             ticket.lost.add(node)
-            why = Failure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
-            self._fell(ticket, Fall.NODE, why)
+            why = RequestFailure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
+            self._fell(ticket, LossKind.NODE, why)
 
     def forget(self, node: NodeId) -> None:
         """Remove all state of a departed node. All state kept by node is removed here."""
@@ -296,7 +299,7 @@ class Dispatcher:
             for tried in (ticket.refused, ticket.never):
                 tried.pop(node, None)
 
-    async def emptied(self, node: NodeId, seconds: float) -> int:
+    async def wait_drained(self, node: NodeId, seconds: float) -> int:
         """Move the requests off a node and wait until it has none, for at most `seconds`.
 
         A request without room elsewhere is moved once there is room, or ends on the node. Return the number of requests
@@ -318,11 +321,11 @@ class Dispatcher:
         return self.ledger.in_flight(node)
 
     @property
-    def tickets(self) -> tuple[Ticket, ...]:
+    def tickets(self) -> tuple[ActiveRequest, ...]:
         """Requests that are not closed, including ended ones."""
         return tuple(self._open.values())
 
-    def under_way(self) -> list[Ticket]:
+    def open_requests(self) -> list[ActiveRequest]:
         """List the requests that have not ended, the oldest first."""
         return sorted((one for one in self._open.values() if one.outcome is None), key=lambda one: one.number)
 
@@ -334,19 +337,19 @@ class Dispatcher:
         """
         return sum(not self._moved(ticket) for ticket in self._on(node))
 
-    def _on(self, node: NodeId) -> list[Ticket]:
+    def _on(self, node: NodeId) -> list[ActiveRequest]:
         """List the requests on a node, the oldest first."""
         return sorted((one for one in self._live.values() if one.node == node), key=lambda one: one.number)
 
-    def _fell(self, ticket: Ticket, fall: Fall, why: Failure) -> None:
+    def _fell(self, ticket: ActiveRequest, fall: LossKind, why: RequestFailure) -> None:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
-        ticket.mark(self._clock(), f"dropped: {why.message}", ticket.node_name)
+        ticket.add_step(self._clock(), f"dropped: {why.message}", ticket.node_name)
         self._leave_node(ticket)
-        if fall in (Fall.NODE, Fall.MEMORY):
+        if fall in (LossKind.NODE, LossKind.MEMORY):
             ticket.losses += 1
         else:
             ticket.crashes += 1
-        if not survives(fall, ticket.losses, ticket.crashes):
+        if not may_recover(fall, ticket.losses, ticket.crashes):
             self._end(ticket, why)
             return
         if not self._continues(ticket):
@@ -355,7 +358,7 @@ class Dispatcher:
         ticket.fallen, ticket.in_a_row = why, 0
         self._place(ticket)
 
-    def _continues(self, ticket: Ticket) -> bool:
+    def _continues(self, ticket: ActiveRequest) -> bool:
         """Return whether any node could continue a request, now or later.
 
         A request of which the client has received nothing restarts where no other node has the model that began it.
@@ -370,35 +373,37 @@ class Dispatcher:
         ticket.demand = replace(ticket.demand, written=0)
         return True
 
-    def _named(self, ticket: Ticket, why: Failure) -> Failure:
+    def _named(self, ticket: ActiveRequest, why: RequestFailure) -> RequestFailure:
         """Add to a failure that other nodes hold a different model under the same name."""
         if not ticket.fingerprint or all(one.fingerprint == ticket.fingerprint for one in self._others(ticket)):
             return why
         text = f"the other nodes hold another model under the name {ticket.demand.model} (`cluster models`)"
         return replace(why, message=f"{why.message}; {text}, which cannot resume it")
 
-    def _others(self, ticket: Ticket) -> list[Model]:
+    def _others(self, ticket: ActiveRequest) -> list[Model]:
         """List the models of a request's name on the members with which it was not lost."""
         name = ticket.demand.model
         nodes = (node for node in self.view.nodes if node.state != LEFT and node.id not in ticket.lost)
         return [node.models[name] for node in nodes if name in node.models]
 
-    def _moved(self, ticket: Ticket, silent: float | None = None) -> bool:
+    def _moved(self, ticket: ActiveRequest, silent: float | None = None) -> bool:
         """Move a request to another node with room for it, and only then cancel it on its node; return whether it
         moved.
 
         Where the node has been `silent` for some seconds, the move must also pay.
         """
         nothing = ticket.heard and not ticket.written and not ticket.begun
-        if not (nothing or ticket.resumable) or not survives(Fall.NODE, ticket.losses + 1, 0):
+        if not (nothing or ticket.resumable) or not may_recover(LossKind.NODE, ticket.losses + 1, 0):
             return False
         others = ClusterView(tuple(one for one in self.view.nodes if one.id != ticket.node))
-        if not self._moved_to(others, ticket, lambda there: silent is None or silent >= patience(there.expected_ttft)):
+        if not self._moved_to(
+            others, ticket, lambda there: silent is None or silent >= resume_after_seconds(there.expected_ttft)
+        ):
             return False
         ticket.losses += 1
         return True
 
-    def _moved_to(self, others: ClusterView, ticket: Ticket, worth: Callable[[Candidate], bool]) -> bool:
+    def _moved_to(self, others: ClusterView, ticket: ActiveRequest, worth: Callable[[Candidate], bool]) -> bool:
         """Send a request to the best of `others` if `worth` allows it, then cancel it on its node; return whether it
         moved."""
         where = ticket.request, ticket.node, ticket.node_name
@@ -412,7 +417,7 @@ class Dispatcher:
             return False
         ticket.demand = asked
         self._kept(ticket, result)
-        ticket.mark(self._clock(), "moved away", where[2])
+        ticket.add_step(self._clock(), "moved away", where[2])
         self.counters.moves += 1
         self._free(node, where[0])
         self._send(node, Cancel(where[0]))
@@ -420,24 +425,24 @@ class Dispatcher:
 
     # client requests
 
-    def submit(self, job: Job) -> Ticket:
+    def submit(self, job: RequestSpec) -> ActiveRequest:
         """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the ticket."""
         self._count += 1
-        kind = StreamTicket if job.stream else WholeTicket
+        kind = StreamingRequest if job.stream else BufferedRequest
         limits = self.quotas.limits(job.key)
         name = self.canonical_name(job.demand.model, limits)
         if name != job.demand.model:
             job = replace(job, demand=replace(job.demand, model=name))
-        owner = Owner(job.key, limits.weight)
+        owner = WeightedKey(job.key, limits.weight)
         ticket = kind(job, owner, self._count, self._clock())
         if job.params.seed is None:  # without a seed no other node could resume the answer with the same draws
             ticket.params = replace(job.params, seed=random.getrandbits(53))
-        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= WORTH_KNOWING or job.session):
+        if len(self.view.nodes) > 1 and (job.demand.prompt_bytes >= MIN_AFFINITY_BYTES or job.session):
             ticket.chain = chain = self._chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
-            self._end(ticket, Failure("shutting_down", STOPPING))
-        elif isinstance(charged := self.quotas.take(job.key, job.demand, ticket.arrived), Refused):
+            self._end(ticket, RequestFailure("shutting_down", STOPPING))
+        elif isinstance(charged := self.quotas.admit(job.key, job.demand, ticket.arrived), Refused):
             ticket.rates = self.quotas.rates(job.key, ticket.arrived)
             self._end(ticket, charged)
         else:
@@ -447,7 +452,7 @@ class Dispatcher:
                 ticket.demand = replace(ticket.demand, labels=frozenset(limits.labels))
             self._place(ticket)
         self._open[ticket.number] = ticket
-        ticket.asked = asked = work(job.demand)
+        ticket.asked = asked = probable_tokens(job.demand)
         self._asked.add(owner, asked)
         self._quiet.clear()
         self._arm()
@@ -459,14 +464,14 @@ class Dispatcher:
             return model
         return visible(self.view, limits).canonical_name(model)
 
-    def _chain(self, job: Job) -> Chain:
+    def _chain(self, job: RequestSpec) -> PrefixHashChain:
         fingerprint = self.view.identity(job.demand.model).fingerprint
         root = (job.demand.model, fingerprint, job.tools, job.template, job.ids)
         messages = (Message("", job.text),) if job.text else job.messages
         shared = self._scopes.shares(messages)
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
-    def close(self, ticket: Ticket) -> None:
+    def close(self, ticket: ActiveRequest) -> None:
         """Close a ticket; if it has not ended, its client is gone and the node gets a cancel."""
         if ticket.outcome is None:
             self._cancel(ticket)
@@ -476,7 +481,7 @@ class Dispatcher:
         if not self._open:
             self._quiet.set()
 
-    def preview(self, demand: Demand) -> Placement | NoPlacement:
+    def preview(self, demand: ResourceDemand) -> Placement | NoPlacement:
         """Compute a placement without acting, for `cluster place` and for health."""
         now = self._clock()
         return place(
@@ -490,8 +495,8 @@ class Dispatcher:
             trials=self._one_model(FIRST, demand.model),
         )
 
-    def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> Choice | Refused:
-        """Return the node that should load a model, after those in `tried`, which have refused."""
+    def choose_load(self, model: str, tried: Mapping[NodeId, Refused]) -> LoadPlacement | Refused:
+        """Return the node that should load a model, after those in `record_attempt`, which have refused."""
         now = self._clock()
         return choose(
             self._seen(self.view, now),
@@ -505,12 +510,12 @@ class Dispatcher:
             fingerprint=self._one_model(FIRST, model).fingerprint,
         )
 
-    def away(self, node: NodeView) -> Refused | None:
+    def unavailable_reason(self, node: NodeView) -> Refused | None:
         """Return the refusal of a node that takes no request now; None when it takes requests."""
-        why, code = away(node, self._clock())
+        why, code = unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
-    def servable(self) -> str:
+    def outage_reason(self) -> str:
         """Return why no request could be served now; empty when one could."""
         if self._closing:
             return STOPPING
@@ -519,7 +524,7 @@ class Dispatcher:
             return f"{len(self.queue)} requests wait already"
         refused = "no node of the cluster has reported a model"
         for name in models:
-            result = self.preview(Demand(name, prompt_bytes=64))
+            result = self.preview(ResourceDemand(name, prompt_bytes=64))
             if isinstance(result, Placement):
                 return ""
             refused = result.refused.message
@@ -560,22 +565,22 @@ class Dispatcher:
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
                 self._cancel(ticket)
-                self._end(ticket, Failure("shutting_down", message))
+                self._end(ticket, RequestFailure("shutting_down", message))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     # placement and sending
 
-    def _place(self, ticket: Ticket) -> None:
+    def _place(self, ticket: ActiveRequest) -> None:
         """Ask nodes in turn until one link takes the request; else queue or end it."""
         result = self._decide(ticket, self.view)
-        while isinstance(result, Placement) and ticket.in_a_row < MOST_IN_A_ROW:
+        while isinstance(result, Placement) and ticket.in_a_row < MAX_NODES_IN_A_ROW:
             if self._crowded(ticket, result.chosen):
                 self._wait(ticket, result)
                 return
             if self._start(ticket, result.chosen, result.chosen.need):
-                self.queue.overtake()
+                self.queue.count_overtake()
                 return
             result = self._decide(ticket, self.view)
         if isinstance(result, NoPlacement) and result.refused.final:
@@ -585,28 +590,30 @@ class Dispatcher:
             return
         self._wait(ticket, result)
 
-    def _ask(self, ticket: Ticket, ask: Candidate | None) -> bool:
+    def _ask(self, ticket: ActiveRequest, ask: Candidate | None) -> bool:
         """Send a request to the node that alone can decide, unless it has a model swap; return whether it was sent."""
         return ask is not None and ask.node not in self.ledger.turns and self._start(ticket, ask, 0)
 
-    def _ask_for_share(self, ticket: Ticket, result: NoPlacement) -> bool:
+    def _ask_for_share(self, ticket: ActiveRequest, result: NoPlacement) -> bool:
         """Send a request to a node that is full of another key's requests; return whether it was sent.
 
         Its engine preempts one of those requests where that key holds more than its share.
         """
-        if ticket.in_a_row >= MOST_IN_A_ROW:
+        if ticket.in_a_row >= MAX_NODES_IN_A_ROW:
             return False
         full = [
             one
             for one in result.candidates
-            if one.code is Code.NO_ROOM
+            if one.code is RefusalCode.NO_ROOM
             and one.model is not None
             and one.model.loaded
             and one.node not in self.ledger.turns
             and ticket.refused.get(one.node) != self._heard_at(one.node)
         ]
         rows = (
-            Counter((one.node, one.owner) for one in self._live.values()) if full else Counter[tuple[NodeId, Owner]]()
+            Counter((one.node, one.owner) for one in self._live.values())
+            if full
+            else Counter[tuple[NodeId, WeightedKey]]()
         )
         for one in sorted(full, key=lambda one: one.expected_ttft):
             mine = ticket.owner.load(rows[one.node, ticket.owner] + 1)
@@ -615,10 +622,10 @@ class Dispatcher:
                 return True
         return False
 
-    def _decide(self, ticket: Ticket, view: ClusterView) -> Placement | NoPlacement:
+    def _decide(self, ticket: ActiveRequest, view: ClusterView) -> Placement | NoPlacement:
         return self._kept(ticket, self._judged(ticket, view, ticket.demand))
 
-    def _judged(self, ticket: Ticket, view: ClusterView, demand: Demand) -> Placement | NoPlacement:
+    def _judged(self, ticket: ActiveRequest, view: ClusterView, demand: ResourceDemand) -> Placement | NoPlacement:
         now, trials = self._clock(), self._one_model(ticket.trials(), demand.model)
         seen = self._seen(view, now)
         if self._columns is not None:
@@ -647,7 +654,7 @@ class Dispatcher:
         self.counters.placement.observe(self._clock() - now)
         return result
 
-    def _one_model(self, trials: Trials, name: str) -> Trials:
+    def _one_model(self, trials: AttemptHistory, name: str) -> AttemptHistory:
         """Restrict a request to one fingerprint of a name with several.
 
         It is the fingerprint that began the answer, or the one served by the nodes that the request has not lost.
@@ -660,20 +667,22 @@ class Dispatcher:
         identity = view.identity(name)
         return replace(trials, fingerprint=identity.fingerprint) if identity.conflict else trials
 
-    def _kept(self, ticket: Ticket, result: Placement | NoPlacement) -> Placement | NoPlacement:
+    def _kept(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> Placement | NoPlacement:
         """Record a decision for later explanation."""
         job = ticket.job
-        self.history.decided(self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes))
+        self.history.record_decision(
+            self._clock(), job.request_id, job.key, ticket.demand, result, len(self.view.nodes)
+        )
         return result
 
     def _seen(self, view: ClusterView, now: float) -> ClusterView:
         """Return the view for placement, in which nodes with an open breaker are not ready."""
-        barred = self.breakers.barred(now)
+        barred = self.breakers.barred_nodes(now)
         if not barred:
             return view
-        return ClusterView(tuple(seen_as(node, FAILING) if node.id in barred else node for node in view.nodes))
+        return ClusterView(tuple(with_state(node, FAILING) if node.id in barred else node for node in view.nodes))
 
-    def _start(self, ticket: Ticket, chosen: Candidate, need: int) -> bool:
+    def _start(self, ticket: ActiveRequest, chosen: Candidate, need: int) -> bool:
         """Reserve `need` bytes and send the request; return False without a link, as the next view will show."""
         job = ticket.job
         request, seq = self._numbers()
@@ -682,7 +691,7 @@ class Dispatcher:
         self.counters.attempts += 1
         self.counters.retries += ticket.attempts > 1
         self.counters.placed(chosen.node)
-        known = ticket.known() if ticket.attempts > 1 else ()
+        known = ticket.token_ids() if ticket.attempts > 1 else ()
         if known:
             self.counters.resumes += 1
         elif chosen.model is not None:
@@ -708,7 +717,7 @@ class Dispatcher:
             self._scopes.shares(job.messages),
         )
         seconds = chosen.reading / chosen.model.prefill_speed if chosen.model else 0.0
-        self.ledger.claim(
+        self.ledger.reserve(
             chosen.node, request, seq, need, chosen.reading, min(need, chosen.weights), seconds, job.demand.choices
         )
         if known:
@@ -716,8 +725,8 @@ class Dispatcher:
         ticket.request, ticket.node, ticket.node_name = request, chosen.node, chosen.name
         self._live[request] = ticket
         now = self._clock()
-        self.breakers.tried(chosen.node, request, now)
-        ticket.mark(now, "resumed" if known else "sent", chosen.name)
+        self.breakers.record_attempt(chosen.node, request, now)
+        ticket.add_step(now, "resumed" if known else "sent", chosen.name)
         sent = False
         try:
             sent = self._send(chosen.node, frame)
@@ -725,10 +734,10 @@ class Dispatcher:
             if not sent:
                 self._leave_node(ticket)
                 ticket.refused[chosen.node] = self._heard_at(chosen.node)
-                ticket.mark(now, "no link", chosen.name)
+                ticket.add_step(now, "no link", chosen.name)
         return sent
 
-    def _leave_node(self, ticket: Ticket) -> None:
+    def _leave_node(self, ticket: ActiveRequest) -> None:
         """Remove the request from its node."""
         if ticket.node is not None:
             self._free(ticket.node, ticket.request)
@@ -738,7 +747,7 @@ class Dispatcher:
         """End an attempt: the only place where a reservation is released."""
         self._live.pop(request, None)
         self.ledger.release(request)
-        self.breakers.let_go(node, request)
+        self.breakers.record_departure(node, request)
         if node in self._emptying and not self.ledger.in_flight(node):
             for waits in self._emptying[node]:
                 waits.set()
@@ -750,7 +759,7 @@ class Dispatcher:
 
     # queue
 
-    def _wait(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
+    def _wait(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> None:
         """Queue a request, or end it."""
         now = self._clock()
         ticket.in_a_row = 0
@@ -759,7 +768,7 @@ class Dispatcher:
         entry = self.queue.offer(
             ticket,
             ticket.job.key,
-            work(ticket.demand),
+            probable_tokens(ticket.demand),
             now,
             ticket.deadline,
             len(self.view.nodes),
@@ -772,7 +781,7 @@ class Dispatcher:
             self._end(ticket, Refused(entry.code, entry.message, numbers, entry.retry_after))
             return
         ticket.entry, ticket.queued_at = entry, now
-        ticket.mark(now, "queued")
+        ticket.add_step(now, "queued")
         self.counters.queue_entries += 1
         if ticket.fallen is not None and isinstance(result, NoPlacement):
             self._keep(ticket, result)
@@ -792,9 +801,9 @@ class Dispatcher:
             self._swap(self._clock())
         changed = ClusterView(tuple(node for node in self.view.nodes if node.id in self._changed))
         self._changed.clear()
-        self.queue.wake(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
+        self.queue.place_waiting(self._clock(), lambda ticket, keep: self._attempt(ticket, keep, changed))
 
-    def _attempt(self, ticket: Ticket, keep: bool, changed: ClusterView) -> bool:
+    def _attempt(self, ticket: ActiveRequest, keep: bool, changed: ClusterView) -> bool:
         """Try a queued request on the changed nodes: on all other nodes it did not fit before."""
         result = self._judged(ticket, changed, ticket.demand)
         if isinstance(result, Placement):
@@ -805,7 +814,7 @@ class Dispatcher:
             self._keep(ticket, result)
         return False
 
-    def _go(self, ticket: Ticket) -> bool:
+    def _go(self, ticket: ActiveRequest) -> bool:
         """Send a queued request to the best of all nodes, unless it is better off in the queue; return whether it was
         sent."""
         result = self._judged(ticket, self.view, ticket.demand)
@@ -817,7 +826,7 @@ class Dispatcher:
         self._left_line(ticket)
         return True
 
-    def _crowded(self, ticket: Ticket, chosen: Candidate) -> bool:
+    def _crowded(self, ticket: ActiveRequest, chosen: Candidate) -> bool:
         """Return whether a request must be queued although a node has room for it.
 
         This applies where many prompt tokens are ahead of it and its key asks for far more than its share. A resumed
@@ -826,25 +835,25 @@ class Dispatcher:
         model = chosen.model
         if ticket.fallen is not None or model is None or not model.loaded:
             return False
-        return chosen.ahead > BACKLOG * model.prefill_speed and self._asked.much(ticket.job.key)
+        return chosen.ahead > QUEUE_BACKLOG_SECONDS * model.prefill_speed and self._asked.exceeds_share(ticket.job.key)
 
     def _scarce(self, chosen: Candidate) -> bool:
         """Return whether a request would use the last half of its node's memory for prompts and answers."""
         node = self.view.node(chosen.node)
         loaded = sum(model.weights for model in node.models.values() if model.loaded) if node else 0
-        return (chosen.headroom or 0) - chosen.need < SPARE * (chosen.most - loaded)
+        return (chosen.headroom or 0) - chosen.need < SPARE_MEMORY_SHARE * (chosen.most - loaded)
 
-    def _settled_by_all(self, ticket: Ticket, part: NoPlacement) -> bool:
+    def _settled_by_all(self, ticket: ActiveRequest, part: NoPlacement) -> bool:
         """Decide over all nodes where the changed nodes show that waiting may be useless; return whether it settled.
 
         It may be useless if the model can no longer be loaded there, or only after other models are unloaded.
         """
-        if part.ask is None and part.refused.code is not Code.LOAD_FAILED:
+        if part.ask is None and part.refused.code is not RefusalCode.LOAD_FAILED:
             return False
         whole = self._decide(ticket, self.view)
         if isinstance(whole, Placement):
             return False
-        if whole.refused.code is Code.LOAD_FAILED:
+        if whole.refused.code is RefusalCode.LOAD_FAILED:
             self._deny(ticket, whole.refused)
             return True
         if not self._ask(ticket, whole.ask):
@@ -852,7 +861,7 @@ class Dispatcher:
         self._left_line(ticket)
         return True
 
-    def _keep(self, ticket: Ticket, result: Placement | NoPlacement) -> None:
+    def _keep(self, ticket: ActiveRequest, result: Placement | NoPlacement) -> None:
         """Hold room on the node that lacks least, unless the request has a hold on a node that is still ready.
 
         Where a model is in the way, nothing can be held before the slice of that model has ended.
@@ -864,7 +873,7 @@ class Dispatcher:
         short = [
             one
             for one in result.candidates
-            if one.code is Code.NO_ROOM
+            if one.code is RefusalCode.NO_ROOM
             and fits_beside(nodes[one.node], one)
             and self.ledger.holder(one.node) is None
             and one.node not in self.ledger.turns
@@ -873,8 +882,8 @@ class Dispatcher:
             best = max(short, key=lambda one: (one.headroom or 0) - one.need)
             self.ledger.hold(ticket.number, best.node, best.need)
 
-    def _left_line(self, ticket: Ticket) -> None:
-        self.counters.left_line(self._clock() - ticket.queued_at)
+    def _left_line(self, ticket: ActiveRequest) -> None:
+        self.counters.count_queue_exit(self._clock() - ticket.queued_at)
         self.ledger.drop_hold(ticket.number)
         ticket.entry, ticket.swap = None, ""
 
@@ -888,7 +897,7 @@ class Dispatcher:
                 kept = self._crowded(ticket, chosen) and self._scarce(chosen)
                 if kept or not self._start(ticket, chosen, chosen.need):
                     text = f"others need {chosen.name}, too: send it again{waited}"
-                    self._deny(ticket, Refused(Code.DEADLINE, text, None, 1.0))
+                    self._deny(ticket, Refused(RefusalCode.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused
             self._deny(
@@ -904,13 +913,13 @@ class Dispatcher:
             return
         entries = sorted(self.queue.entries(), key=lambda entry: entry.item.arrived)
         queued = [entry.item for entry in entries]
-        picture = picture_of(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
+        picture = swap_input(self._seen(self.view, now), queued, self._live.values(), self.ledger, self._judge_at)
         plan = self._swaps.step(picture, now)
         for action in plan.actions:
             turn = action.turn
-            if isinstance(action, Ended):
+            if isinstance(action, EndTurn):
                 self._end_turn(action)
-            elif isinstance(action, Begun):
+            elif isinstance(action, BeginTurn):
                 self.ledger.turns[turn.node] = turn
                 held = self.ledger.holder(turn.node)
                 if held is not None:
@@ -921,13 +930,13 @@ class Dispatcher:
         for entry in entries:
             self._wait_for_swap(entry, plan.waits, now)
 
-    def _end_turn(self, ended: Ended) -> None:
+    def _end_turn(self, ended: EndTurn) -> None:
         turn = self.ledger.turns.pop(ended.turn.node)
         self.counters.swapped(done=not ended.why)
         self.ledger.drop_hold(turn.ticket)
         self._wake_soon(turn.node)
 
-    def _take_turn(self, ask: Ask) -> None:
+    def _take_turn(self, ask: SendRequest) -> None:
         """Send the request for which a node has unloaded models."""
         ticket = self._open[ask.turn.ticket]
         entry = ticket.entry
@@ -936,7 +945,9 @@ class Dispatcher:
             self.queue.remove(entry)
             self._left_line(ticket)
 
-    def _wait_for_swap(self, entry: Entry[Ticket], waits: Mapping[str, Turn | None], now: float) -> None:
+    def _wait_for_swap(
+        self, entry: QueuedRequest[ActiveRequest], waits: Mapping[str, SwapTurn | None], now: float
+    ) -> None:
         """Extend the deadline of a request while it waits for a swap, and record the swap."""
         ticket, model = entry.item, entry.item.demand.model
         if ticket.entry is not entry:
@@ -951,13 +962,13 @@ class Dispatcher:
         if swap != ticket.swap:
             ticket.swap = swap
             if turn is None:
-                ticket.mark(now, swap)
+                ticket.add_step(now, swap)
             else:
-                ticket.mark(now, f"{SWAP}: {turn.models}", turn.name)
+                ticket.add_step(now, f"{SWAP}: {turn.models}", turn.name)
         later = min(ticket.arrived + self._settings.swap_seconds, now + self._settings.queue_seconds)
         entry.deadline = ticket.deadline = max(entry.deadline, later)
 
-    def _judge_at(self, ticket: Ticket, node: NodeView) -> Candidate:
+    def _judge_at(self, ticket: ActiveRequest, node: NodeView) -> Candidate:
         trials = self._one_model(ticket.trials(), ticket.demand.model)
         return consider(node, ticket.demand, self.ledger, self._clock(), self._corrections, trials, ticket.warm)
 
@@ -965,7 +976,7 @@ class Dispatcher:
 
     def _deltas(self, node: NodeId, frame: Deltas) -> None:
         live = self._live
-        touched: list[Ticket] = []
+        touched: list[ActiveRequest] = []
         tokens = 0
         for delta in frame.deltas:
             ticket = live.get(delta.request)
@@ -986,15 +997,15 @@ class Dispatcher:
         for ticket in touched:
             ticket.flush()
 
-    def _first(self, ticket: Ticket, node: NodeId) -> None:
+    def _first(self, ticket: ActiveRequest, node: NodeId) -> None:
         now = self._clock()
         ticket.first_at = now
-        ticket.mark(now, "first token", ticket.node_name)
+        ticket.add_step(now, "first token", ticket.node_name)
         self.ledger.admitted(ticket.request)
         self.ledger.read(ticket.request)
         self.counters.first(node, ticket.demand.model, ticket.read[0], now - ticket.arrived)
 
-    def _admitted(self, ticket: Ticket, frame: Admitted) -> None:
+    def _admitted(self, ticket: ActiveRequest, frame: Admitted) -> None:
         self.ledger.admitted(frame.request)
         ticket.deadline = None
         prompt = min(frame.prompt_tokens, most_prompt(ticket))
@@ -1004,9 +1015,9 @@ class Dispatcher:
         if ticket.chain is not None and ticket.node is not None:
             self.affinity.read(ticket.chain, ticket.node, frame.prompt_hash, prompt, cached)
 
-    def _finished(self, ticket: Ticket, frame: Finished) -> None:
+    def _finished(self, ticket: ActiveRequest, frame: Finished) -> None:
         if ticket.node is not None:
-            self.breakers.good(ticket.node, frame.request)
+            self.breakers.record_success(ticket.node, frame.request)
         frame = credible(ticket, frame)
         counters = self.counters
         counters.prompt_tokens += frame.prompt_tokens
@@ -1014,10 +1025,10 @@ class Dispatcher:
         counters.completion_tokens += frame.completion_tokens
         self._end(ticket, frame)
 
-    def _refused(self, ticket: Ticket, node: NodeId, frame: Refusal) -> None:
+    def _refused(self, ticket: ActiveRequest, node: NodeId, frame: Refusal) -> None:
         refused = frame.refused
         self.counters.refused(refused.code.value)
-        ticket.mark(self._clock(), f"refused: {refused.code}", ticket.node_name)
+        ticket.add_step(self._clock(), f"refused: {refused.code}", ticket.node_name)
         self._leave_node(ticket)
         if refused.code in FINAL and refused.code not in ELSEWHERE:
             self._deny(ticket, refused)
@@ -1028,28 +1039,30 @@ class Dispatcher:
             ticket.never[node] = refused
         heard_at = self._heard_at(node)
         ticket.refused[node] = heard_at
-        if refused.code is Code.NO_ROOM and refused.numbers is not None and refused.numbers.headroom is not None:
-            self._corrections[node] = Correction(heard_at, refused.numbers.headroom)
+        if refused.code is RefusalCode.NO_ROOM and refused.numbers is not None and refused.numbers.headroom is not None:
+            self._corrections[node] = HeadroomCorrection(heard_at, refused.numbers.headroom)
         self._place(ticket)
 
     # ends
 
-    def _cancel(self, ticket: Ticket) -> None:
+    def _cancel(self, ticket: ActiveRequest) -> None:
         if ticket.node is not None:
             self._send(ticket.node, Cancel(ticket.request))
 
-    def _deny(self, ticket: Ticket, refused: Refused) -> None:
+    def _deny(self, ticket: ActiveRequest, refused: Refused) -> None:
         """End a request that no node takes: as refused, or as failed when its client has a part of the answer."""
         fallen = ticket.fallen
-        if refused.code is Code.NO_MODEL and self.quotas.limits(ticket.job.key).models:
+        if refused.code is RefusalCode.NO_MODEL and self.quotas.limits(ticket.job.key).models:
             # the message names similar models, which the key may not use
             refused = replace(refused, message=f"no node serves the model {ticket.demand.model[:256]!r}")
         if fallen is None or not ticket.begun:
             self._end(ticket, refused)
         else:
-            self._end(ticket, Failure(fallen.code, f"{fallen.message}; nobody could go on with it: {refused.message}"))
+            self._end(
+                ticket, RequestFailure(fallen.code, f"{fallen.message}; nobody could go on with it: {refused.message}")
+            )
 
-    def _end(self, ticket: Ticket, outcome: Outcome) -> None:
+    def _end(self, ticket: ActiveRequest, outcome: Outcome) -> None:
         """Remove a request from its place and notify its reader: the only way to end."""
         if ticket.outcome is not None:
             return
@@ -1062,7 +1075,7 @@ class Dispatcher:
         self._endings.ended(ticket, outcome, self._model_of(ticket), self.quotas, self._clock())
         ticket.end(outcome)
 
-    def _model_of(self, ticket: Ticket) -> str:
+    def _model_of(self, ticket: ActiveRequest) -> str:
         """Return the model name for a request's counters; empty for a name that no member has.
 
         An invented name must not add a row to the database.
@@ -1071,14 +1084,16 @@ class Dispatcher:
         known = ticket.attempts or any(model in node.models for node in self.view.nodes)
         return model if known else ""
 
-    def _too_much(self, ticket: Ticket) -> None:
-        if isinstance(ticket, StreamTicket):
+    def _too_much(self, ticket: ActiveRequest) -> None:
+        if isinstance(ticket, StreamingRequest):
             self._stuck(ticket)
-        elif ticket.held > LONGEST_WHOLE:
+        elif ticket.held > MAX_ANSWER_CHARS:
             self._cancel(ticket)
-            self._end(ticket, Failure("answer_too_long", f"the answer is longer than {LONGEST_WHOLE} characters"))
+            self._end(
+                ticket, RequestFailure("answer_too_long", f"the answer is longer than {MAX_ANSWER_CHARS} characters")
+            )
 
-    def _stuck(self, ticket: StreamTicket) -> None:
+    def _stuck(self, ticket: StreamingRequest) -> None:
         """End a stream whose reader does not read."""
         self.counters.slow_clients += 1
         self._cancel(ticket)
@@ -1100,8 +1115,8 @@ class Dispatcher:
         self._leave_silent(now)
         self._relieve(now)
         for ticket in list(self._open.values()):
-            ticket.bound()
-            if isinstance(ticket, StreamTicket):
+            ticket.discard_excess()
+            if isinstance(ticket, StreamingRequest):
                 self._look_after(ticket)
         self._arm()
 
@@ -1125,18 +1140,18 @@ class Dispatcher:
         if not waiting:
             return
         view, judged = self._seen(self.view, now), 0
-        nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.helpers(view, self.ledger)
+        nodes, helpers = {node.id: node for node in view.nodes}, work_stealing.idle_nodes(view, self.ledger)
         for ticket in waiting:
             node = None if ticket.node is None else nodes.get(ticket.node)
             others = helpers.get(ticket.demand.model)
             if node is None or others is None or others.node(node.id) is not None:
                 continue
             here = consider(node, ticket.demand, self.ledger, now, self._corrections, FIRST, ticket.warm)
-            if work_stealing.behind(here) > work_stealing.SOONER and judged < work_stealing.MOST:
-                self._moved_to(others, ticket, lambda there, here=here: work_stealing.worth(here, there))
+            if work_stealing.queue_wait(here) > work_stealing.MIN_GAIN_SECONDS and judged < work_stealing.MAX_JUDGED:
+                self._moved_to(others, ticket, lambda there, here=here: work_stealing.is_worth_moving(here, there))
                 judged += 1
 
-    def _look_after(self, ticket: StreamTicket) -> None:
+    def _look_after(self, ticket: StreamingRequest) -> None:
         if ticket.takes != ticket.seen_takes:
             ticket.seen_takes, ticket.still = ticket.takes, 0.0
             return
@@ -1152,9 +1167,9 @@ class Dispatcher:
             ticket.flush()
 
 
-def _nobody_told(_: Ticket, __: str) -> None:
+def _nobody_told(_: ActiveRequest, __: str) -> None:
     return
 
 
-def _counted(demand: Demand, tokens: int) -> Demand:
+def _counted(demand: ResourceDemand, tokens: int) -> ResourceDemand:
     return replace(demand, prompt_tokens=tokens)

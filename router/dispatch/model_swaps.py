@@ -9,8 +9,8 @@ running request is aborted.
                    └ dropped: no request waits, the node is away, memory no longer suffices, or timeout
 
 A request waits for a swap if every node that could hold it must unload models first. Memory alone is then in the way
-(`Code.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits next to all loaded
-models it waits for rows to end, as usual, and no node swaps for it.
+(`RefusalCode.NO_ROOM`), and ceiling − margin − base − weights of the models that stay ≥ need. Where it fits next to all
+loaded models it waits for rows to end, as usual, and no node swaps for it.
 
 Rules
 
@@ -36,44 +36,44 @@ from functools import partial
 
 import msgspec
 
-from router.dispatch.request import Ticket
+from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, away
-from router.placement.recovery import GROWTH
-from router.placement.reservations import Ledger, Turn
-from wire.capacity.fairness import Owner
+from router.placement.place import Candidate, unavailable_reason
+from router.placement.recovery import KV_GROWTH_TOKENS
+from router.placement.reservations import ReservationLedger, SwapTurn
+from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import ROW_COST, Model
 
-PATIENCE = 5.0
+SWAP_AFTER_SECONDS = 5.0
 """Seconds that a request waits before a model in use is unloaded for it."""
-LEAST_SLICE = 5.0
+MIN_SLICE_SECONDS = 5.0
 """Minimum slice, in seconds."""
-SLICE_LOADS = 8
+SLICE_LOAD_FACTOR = 8
 """Load times added to the minimum slice."""
-KEYS = 4
+MAX_SLICE_KEYS = 4
 """Maximum factor of a slice for a model that more keys use."""
-SLICES = 4
+WAIT_SLICES = 4
 """Divisor of the longest wait that bounds a slice."""
-MAX_LOOKS, MAX_NODES = 4, 32
+MAX_REQUESTS_EXAMINED, MAX_NODES_EXAMINED = 4, 32
 """Oldest requests examined for each model, and nodes examined for each request."""
 
 
-class Use(msgspec.Struct, frozen=True, gc=False):
+class ModelUse(msgspec.Struct, frozen=True, gc=False):
     """Request on a node."""
 
     ticket: int
-    owner: Owner
+    owner: WeightedKey
     seconds: float
     """Expected remaining seconds."""
 
 
-class Waiting(msgspec.Struct, frozen=True, gc=False):
+class SwapCandidate(msgspec.Struct, frozen=True, gc=False):
     """Queued request with the arithmetic of the nodes that serve its model."""
 
     ticket: int
-    owner: Owner
+    owner: WeightedKey
     model: str
     since: float
     """Arrival, in monotonic seconds."""
@@ -82,55 +82,55 @@ class Waiting(msgspec.Struct, frozen=True, gc=False):
     """Nodes that have refused the request and have not reported since."""
 
 
-class Picture(msgspec.Struct, frozen=True, gc=False):
+class SwapInput(msgspec.Struct, frozen=True, gc=False):
     """Input of one step."""
 
     nodes: Mapping[NodeId, NodeView]
-    waiting: Sequence[Waiting]
+    waiting: Sequence[SwapCandidate]
     """Oldest few requests of each model, oldest first."""
     keys: Mapping[str, Mapping[str, int]]
     """Weight of every key that waits for a model."""
-    running: Mapping[NodeId, Mapping[str, Sequence[Use]]]
+    running: Mapping[NodeId, Mapping[str, Sequence[ModelUse]]]
     """Requests of every node by model."""
-    turns: Mapping[NodeId, Turn]
+    turns: Mapping[NodeId, SwapTurn]
 
 
-class Begun(msgspec.Struct, frozen=True, gc=False):
+class BeginTurn(msgspec.Struct, frozen=True, gc=False):
     """Action: begin a turn, or assign a running turn to another request."""
 
-    turn: Turn
+    turn: SwapTurn
     hold: int
     """Bytes to hold for the request in addition to the memory of the models to unload."""
 
 
-class Ask(msgspec.Struct, frozen=True, gc=False):
+class SendRequest(msgspec.Struct, frozen=True, gc=False):
     """Action: send the request, because no model is in the way any more."""
 
-    turn: Turn
+    turn: SwapTurn
     candidate: Candidate
 
 
-class Ended(msgspec.Struct, frozen=True, gc=False):
+class EndTurn(msgspec.Struct, frozen=True, gc=False):
     """Action: end a turn."""
 
-    turn: Turn
+    turn: SwapTurn
     why: str = ""
     """Reason why the turn was dropped; empty when the model is loaded."""
 
 
-Action = Begun | Ask | Ended
+Action = BeginTurn | SendRequest | EndTurn
 
 
-class Plan(msgspec.Struct, frozen=True, gc=False):
+class SwapPlan(msgspec.Struct, frozen=True, gc=False):
     """Result of one step."""
 
     actions: tuple[Action, ...]
     """Actions to execute now."""
-    waits: Mapping[str, Turn | None]
+    waits: Mapping[str, SwapTurn | None]
     """Models whose requests wait for a swap, each with its turn if one is under way."""
 
 
-class Swaps:
+class SwapPlanner:
     """Planner of model swaps. `longest` is the maximum wait of a request for a swap, in seconds."""
 
     def __init__(self, longest: float) -> None:
@@ -141,7 +141,7 @@ class Swaps:
         """Remove the state of a departed node."""
         self._came = {where: at for where, at in self._came.items() if where[0] != node}
 
-    def follow(self, nodes: Iterable[NodeView], now: float) -> None:
+    def update_loaded(self, nodes: Iterable[NodeView], now: float) -> None:
         """Record the time since which each node has each model loaded."""
         for node in nodes:
             for model in node.models.values():
@@ -150,19 +150,19 @@ class Swaps:
                 else:
                     self._came.pop((node.id, model.name), None)
 
-    def step(self, picture: Picture, now: float) -> Plan:
+    def step(self, picture: SwapInput, now: float) -> SwapPlan:
         """Compute the actions for now."""
         actions: list[Action] = []
         turns = dict(picture.turns)
         for turn in picture.turns.values():
             followed = self._follow(turn, picture, now)
-            if isinstance(followed, Ended):
+            if isinstance(followed, EndTurn):
                 del turns[turn.node]
             else:
                 turns[turn.node] = followed.turn
-            if isinstance(followed, Ended) or followed.turn != turn:
+            if isinstance(followed, EndTurn) or followed.turn != turn:
                 actions.append(followed)
-        waits: dict[str, Turn | None] = {turn.model: turn for turn in turns.values()}
+        waits: dict[str, SwapTurn | None] = {turn.model: turn for turn in turns.values()}
         for one in picture.waiting:
             if waits.get(one.model) is not None:
                 continue
@@ -177,62 +177,69 @@ class Swaps:
         for turn in turns.values():
             candidate = _ready(turn, picture)
             if candidate is not None:
-                actions.append(Ask(msgspec.structs.replace(turn, asked_at=now), candidate))
-        return Plan(tuple(actions), waits)
+                actions.append(SendRequest(msgspec.structs.replace(turn, asked_at=now), candidate))
+        return SwapPlan(tuple(actions), waits)
 
-    def _follow(self, turn: Turn, picture: Picture, now: float) -> Begun | Ended:
+    def _follow(self, turn: SwapTurn, picture: SwapInput, now: float) -> BeginTurn | EndTurn:
         """Return the turn with its current request, or its end."""
         node = picture.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
-        if node is None or model is None or away(node, now)[0]:
-            return Ended(turn, "the node is away")
+        if node is None or model is None or unavailable_reason(node, now)[0]:
+            return EndTurn(turn, "the node is away")
         if now - turn.began > self._longest:
             self._came.update({(turn.node, name): now for name in turn.leaving})
-            return Ended(turn, f"not free within {self._longest:.0f} s")
+            return EndTurn(turn, f"not free within {self._longest:.0f} s")
         if turn.asked_at is not None:
             if (model.loaded or model.loading) and node.heard_at > turn.asked_at:
-                return Ended(turn)
+                return EndTurn(turn)
             if any(use.ticket == turn.ticket for use in picture.running.get(node.id, {}).get(turn.model, ())):
-                return Begun(turn, 0)
+                return BeginTurn(turn, 0)
         for one in picture.waiting:
             candidate = _at(one, node.id)
             if one.model != turn.model or candidate is None or _needs_none(one, picture, picture.turns):
                 continue
             if _spare(node, candidate, turn.leaving) >= candidate.need:
                 changed = msgspec.structs.replace(turn, ticket=one.ticket, asked_at=None)
-                return Begun(changed, _hold(node, candidate, turn.leaving))
-        return Ended(turn, "no request needs it any more")
+                return BeginTurn(changed, _hold(node, candidate, turn.leaving))
+        return EndTurn(turn, "no request needs it any more")
 
-    def _begin(self, one: Waiting, options: Sequence["_Option"], picture: Picture, now: float) -> Begun | None:
+    def _begin(
+        self, one: SwapCandidate, options: Sequence["_Option"], picture: SwapInput, now: float
+    ) -> BeginTurn | None:
         """Return the turn that a request gets now, if one is allowed."""
         allowed = [option for option in options if self._allowed(one, option, picture, now)]
         if not allowed:
             return None
         best = min(allowed, key=lambda option: option.cost)
-        turn = Turn(best.node.id, best.node.name, one.model, best.leaving, one.ticket, now)
-        return Begun(turn, _hold(best.node, best.candidate, best.leaving))
+        turn = SwapTurn(best.node.id, best.node.name, one.model, best.leaving, one.ticket, now)
+        return BeginTurn(turn, _hold(best.node, best.candidate, best.leaving))
 
-    def _allowed(self, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
+    def _allowed(self, one: SwapCandidate, option: "_Option", picture: SwapInput, now: float) -> bool:
         """Return whether the models in use may be unloaded from a node for a request now."""
         if not option.busy:
             return True
-        if now - one.since < PATIENCE or not all(self._served(name, one, option, picture, now) for name in option.busy):
+        if now - one.since < SWAP_AFTER_SECONDS or not all(
+            self._served(name, one, option, picture, now) for name in option.busy
+        ):
             return False
         older = (other for other in picture.waiting if other.since < one.since and other.model in option.busy)
         return not any(_at(other, option.node.id) for other in older)
 
-    def _served(self, name: str, one: Waiting, option: "_Option", picture: Picture, now: float) -> bool:
+    def _served(self, name: str, one: SwapCandidate, option: "_Option", picture: SwapInput, now: float) -> bool:
         """Return whether the slice of a model on a node has ended."""
         came = self._came.get((option.node.id, name))
         return came is not None and now - came >= self.slice_seconds(name, one.model, option.node, picture)
 
-    def slice_seconds(self, name: str, coming: str, node: NodeView, picture: Picture) -> float:
+    def slice_seconds(self, name: str, coming: str, node: NodeView, picture: SwapInput) -> float:
         """Return the minimum seconds that a model stays on a node while requests for the `coming` model wait."""
         load = max(node.models[name].load_seconds, node.models[coming].load_seconds)
         mine = {use.owner.name: use.owner.weight for use in picture.running.get(node.id, {}).get(name, ())}
         mine |= picture.keys.get(name, {})
         ratio = sum(mine.values()) / max(1, sum(picture.keys.get(coming, {}).values()))
-        return min(self._longest / SLICES, (LEAST_SLICE + SLICE_LOADS * load) * min(KEYS, max(1.0, ratio)))
+        return min(
+            self._longest / WAIT_SLICES,
+            (MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * load) * min(MAX_SLICE_KEYS, max(1.0, ratio)),
+        )
 
 
 class _Option(msgspec.Struct, frozen=True, gc=False):
@@ -251,7 +258,7 @@ def fits_beside(node: NodeView, candidate: Candidate) -> bool:
     return _spare(node, candidate, frozenset()) >= candidate.need
 
 
-def _needs_none(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> bool:
+def _needs_none(one: SwapCandidate, picture: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> bool:
     """Return whether a request needs no swap.
 
     It needs none if it fits next to all models of some node, now or later, or if its model is being loaded.
@@ -260,14 +267,14 @@ def _needs_none(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) ->
         node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
         if not candidate.why:
             return True
-        if candidate.code is Code.NO_ROOM and (turn is None or turn.model == one.model):
+        if candidate.code is RefusalCode.NO_ROOM and (turn is None or turn.model == one.model):
             coming = candidate.weights and picture.running.get(node.id, {}).get(one.model)
             if coming or fits_beside(node, candidate):
                 return True
     return False
 
 
-def _options(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> "list[_Option] | None":
+def _options(one: SwapCandidate, picture: SwapInput, turns: Mapping[NodeId, SwapTurn]) -> "list[_Option] | None":
     """Return the nodes that could swap for a request; None if it waits for no swap."""
     if _needs_none(one, picture, turns):
         return None
@@ -275,7 +282,7 @@ def _options(one: Waiting, picture: Picture, turns: Mapping[NodeId, Turn]) -> "l
     turned = False
     for candidate in one.candidates:
         node, turn = picture.nodes[candidate.node], turns.get(candidate.node)
-        if candidate.code is not Code.NO_ROOM:
+        if candidate.code is not RefusalCode.NO_ROOM:
             continue
         if turn is not None:
             turned = True
@@ -302,7 +309,9 @@ def _spare(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int
     return memory.ceiling - memory.margin - memory.base - stays - own
 
 
-def _in_the_way(node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[Use]]) -> frozenset[str] | None:
+def _in_the_way(
+    node: NodeView, candidate: Candidate, running: Mapping[str, Sequence[ModelUse]]
+) -> frozenset[str] | None:
     """Return the fewest models to unload from a node for a request, idle models first; None if that is not enough."""
 
     def rank(model: Model) -> tuple[bool, int, float]:
@@ -329,7 +338,7 @@ def _in_the_way(node: NodeView, candidate: Candidate, running: Mapping[str, Sequ
     return frozenset(taken)
 
 
-def _sole(node: NodeView, busy: frozenset[str], picture: Picture) -> int:
+def _sole(node: NodeView, busy: frozenset[str], picture: SwapInput) -> int:
     """Return the weight of the keys that use the `busy` models of this node that no other node has loaded."""
     keys: dict[str, int] = {}
     for name in busy:
@@ -341,9 +350,9 @@ def _sole(node: NodeView, busy: frozenset[str], picture: Picture) -> int:
     return sum(keys.values())
 
 
-def _at(one: Waiting, node: NodeId) -> Candidate | None:
+def _at(one: SwapCandidate, node: NodeId) -> Candidate | None:
     """Return the arithmetic of one node, unless something other than memory excludes the node."""
-    return next((at for at in one.candidates if at.node == node and at.code in (None, Code.NO_ROOM)), None)
+    return next((at for at in one.candidates if at.node == node and at.code in (None, RefusalCode.NO_ROOM)), None)
 
 
 def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
@@ -352,7 +361,7 @@ def _hold(node: NodeView, candidate: Candidate, leaving: frozenset[str]) -> int:
     return max(0, candidate.need - gives)
 
 
-def _ready(turn: Turn, picture: Picture) -> Candidate | None:
+def _ready(turn: SwapTurn, picture: SwapInput) -> Candidate | None:
     """Return the arithmetic for sending a turn's request, once it fits in place of the unused models; None before."""
     one = next((one for one in picture.waiting if one.ticket == turn.ticket), None)
     if turn.asked_at is not None or one is None:
@@ -370,13 +379,13 @@ def _ready(turn: Turn, picture: Picture) -> Candidate | None:
     return candidate if room is not None and room + idle >= candidate.need else None
 
 
-def picture_of(
+def swap_input(
     view: ClusterView,
-    queued: Sequence[Ticket],
-    live: Iterable[Ticket],
-    ledger: Ledger,
-    judge: Callable[[Ticket, NodeView], Candidate],
-) -> Picture:
+    queued: Sequence[ActiveRequest],
+    live: Iterable[ActiveRequest],
+    ledger: ReservationLedger,
+    judge: Callable[[ActiveRequest, NodeView], Candidate],
+) -> SwapInput:
     """Build the picture for a step.
 
     `queued` requests are given oldest first, `live` requests are on nodes. `judge` computes the arithmetic of a node
@@ -386,39 +395,39 @@ def picture_of(
     served: dict[str, list[NodeView]] = {}
     keys: dict[str, dict[str, int]] = {}
     looks: dict[str, int] = {}
-    waiting: list[Waiting] = []
+    waiting: list[SwapCandidate] = []
     for ticket in queued:
         model, owner = ticket.demand.model, ticket.owner
         keys.setdefault(model, {})[owner.name] = owner.weight
         looks[model] = looks.get(model, 0) + 1
-        if looks[model] <= MAX_LOOKS:
+        if looks[model] <= MAX_REQUESTS_EXAMINED:
             if model not in served:
                 serving = [node for node in view.nodes if model in node.models]
-                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES]
+                served[model] = sorted(serving, key=partial(_rank, model, ledger))[:MAX_NODES_EXAMINED]
             candidates = tuple(judge(ticket, node) for node in served[model])
             refused = frozenset(node.id for node in served[model] if ticket.refused.get(node.id) == node.heard_at)
-            waiting.append(Waiting(ticket.number, owner, model, ticket.arrived, candidates, refused))
-    running: dict[NodeId, dict[str, list[Use]]] = {}
+            waiting.append(SwapCandidate(ticket.number, owner, model, ticket.arrived, candidates, refused))
+    running: dict[NodeId, dict[str, list[ModelUse]]] = {}
     for ticket in live:
         node = None if ticket.node is None else nodes.get(ticket.node)
         if node is not None:
-            use = Use(ticket.number, ticket.owner, _seconds_left(ticket, node, ledger))
+            use = ModelUse(ticket.number, ticket.owner, _seconds_left(ticket, node, ledger))
             running.setdefault(node.id, {}).setdefault(ticket.demand.model, []).append(use)
-    return Picture(nodes, waiting, keys, running, ledger.turns)
+    return SwapInput(nodes, waiting, keys, running, ledger.turns)
 
 
-def _rank(model: str, ledger: Ledger, node: NodeView) -> tuple[bool, bool, int]:
+def _rank(model: str, ledger: ReservationLedger, node: NodeView) -> tuple[bool, bool, int]:
     """Rank a node for examination: nodes with a turn first, then nodes with the model, then the least busy."""
     here = node.models[model]
     return node.id not in ledger.turns, not (here.loaded or here.loading), ledger.in_flight(node.id)
 
 
-def _seconds_left(ticket: Ticket, node: NodeView, ledger: Ledger) -> float:
+def _seconds_left(ticket: ActiveRequest, node: NodeView, ledger: ReservationLedger) -> float:
     """Return the expected remaining seconds of a request on a node; 0 where its speed is unknown."""
     model, account = node.models.get(ticket.demand.model), ledger.account(node.id)
     if model is None or model.decode_speed <= 0:
         return 0.0
     expected = ticket.demand.output_on(model, ticket.demand.tokens_on(model))
-    answer = max(expected - ticket.written, GROWTH) / model.decode_speed * (1.0 + ROW_COST * account.rows)
+    answer = max(expected - ticket.written, KV_GROWTH_TOKENS) / model.decode_speed * (1.0 + ROW_COST * account.rows)
     unread = account.unread.get(ticket.request)
     return answer + (0.0 if unread is None else unread.seconds)

@@ -10,16 +10,23 @@ from typing import Generic, TypeVar
 
 from msgspec.structs import replace
 
-from router.admission.rate_limits import Rate
-from router.dispatch.request import Answer, Job, Outcome, StreamTicket, Ticket, WholeTicket
-from router.placement.place import Demand
+from router.admission.rate_limits import RateState
+from router.dispatch.request import (
+    ActiveRequest,
+    BufferedRequest,
+    CompleteAnswer,
+    Outcome,
+    RequestSpec,
+    StreamingRequest,
+)
+from router.placement.place import ResourceDemand
 from wire.frames import Delta, Finished
 
 T = TypeVar("T")
-K = TypeVar("K", bound=Ticket)
+K = TypeVar("K", bound=ActiveRequest)
 
 
-class Confluence(Generic[K]):
+class MergedAnswer(Generic[K]):
     """Base of the streamed and the whole answer of several tickets."""
 
     def __init__(self, tickets: Sequence[K]) -> None:
@@ -29,12 +36,12 @@ class Confluence(Generic[K]):
         self._choices = first.job.params.n
         self.sink: Callable[[], None] | None = None
         params = replace(first.job.params, n=len(tickets) * self._choices)
-        self.job: Job = replace(first.job, params=params)
+        self.job: RequestSpec = replace(first.job, params=params)
         for ticket in tickets:
             ticket.sink = self._flow
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> ResourceDemand:
         """Demand of the first ticket."""
         return self._tickets[0].demand
 
@@ -44,7 +51,7 @@ class Confluence(Generic[K]):
         return self._tickets[0].fingerprint
 
     @property
-    def rates(self) -> tuple[Rate, ...]:
+    def rates(self) -> tuple[RateState, ...]:
         """Rate state of the key after the last ticket."""
         return self._tickets[-1].rates
 
@@ -85,8 +92,8 @@ class Confluence(Generic[K]):
             self._waiter.set_result(None)
 
 
-class Stream(Confluence[StreamTicket]):
-    """Streamed answer of several tickets; see `StreamTicket`."""
+class MergedStream(MergedAnswer[StreamingRequest]):
+    """Streamed answer of several tickets; see `StreamingRequest`."""
 
     @property
     def opened(self) -> bool:
@@ -138,8 +145,8 @@ class Stream(Confluence[StreamTicket]):
         return taken
 
 
-class Whole(Confluence[WholeTicket]):
-    """Whole answer of several tickets, read once at the end; see `WholeTicket`."""
+class MergedResponse(MergedAnswer[BufferedRequest]):
+    """Whole answer of several tickets, read once at the end; see `BufferedRequest`."""
 
     async def outcome_of(self) -> Outcome:
         """Wait for the outcome."""
@@ -147,7 +154,7 @@ class Whole(Confluence[WholeTicket]):
             await self.wait()
         return outcome
 
-    def answer(self) -> Answer:
+    def answer(self) -> CompleteAnswer:
         """Return the whole answer with consecutive choice numbers."""
         answers = [ticket.answer() for ticket in self._tickets]
         texts = {
@@ -156,7 +163,7 @@ class Whole(Confluence[WholeTicket]):
             for (choice, channel), text in answer.texts.items()
         }
         calls, logprobs = ([answer.calls for answer in answers], [answer.logprobs for answer in answers])
-        return Answer(texts, self._counted(calls), self._counted(logprobs))
+        return CompleteAnswer(texts, self._counted(calls), self._counted(logprobs))
 
     def _counted(self, found: Sequence[Mapping[int, T]]) -> dict[int, T]:
         return {at * self._choices + choice: one for at, each in enumerate(found) for choice, one in each.items()}

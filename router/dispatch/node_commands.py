@@ -12,26 +12,42 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from router.dispatch.request import Failure
-from wire.frames import Admitted, Cancel, Count, Failed, Finished, Frame, Load, Profile, Refusal, Unload
+from router.dispatch.request import RequestFailure
+from wire.frames import (
+    Admitted,
+    Cancel,
+    CountTokens,
+    Failed,
+    Finished,
+    Frame,
+    LoadModel,
+    ProfileModel,
+    Refusal,
+    UnloadModel,
+)
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
-MOST_OPEN = 64
+MAX_OPEN_COMMANDS = 64
 """Maximum open commands about models, and maximum open counts."""
-MAX_COUNTS_OF_A_KEY = 16
+MAX_COUNTS_PER_KEY = 16
 """Maximum open counts of one API key: the rest is for other keys."""
-LONGEST = 3600.0
+COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
 _DIED = frozenset({"engine_crashed", "engine_lost"})
 
-Ended = Finished | Refused | Failure
-Kind = type[Load] | type[Unload] | type[Profile]
-_DID: dict[type[Frame], str] = {Load: "loaded", Unload: "unloaded", Profile: "measured", Count: "counted a prompt for"}
+Ended = Finished | Refused | RequestFailure
+Kind = type[LoadModel] | type[UnloadModel] | type[ProfileModel]
+_DID: dict[type[Frame], str] = {
+    LoadModel: "loaded",
+    UnloadModel: "unloaded",
+    ProfileModel: "measured",
+    CountTokens: "counted a prompt for",
+}
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _OpenCommand:
     kind: type[Frame]
     node: NodeId
     name: str
@@ -49,7 +65,7 @@ class _Order:
         return f"while it {_DID[self.kind]} {self.model}"
 
 
-class Orders:
+class NodeCommands:
     """Open commands. Constructor parameters:
 
     `send` writes a frame to a node's link and returns whether there is a link. `number` returns the next request
@@ -59,44 +75,48 @@ class Orders:
     def __init__(self, send: Callable[[NodeId, Frame], bool], number: Callable[[], int]) -> None:
         self._send = send
         self._number = number
-        self._open: dict[int, _Order] = {}
+        self._open: dict[int, _OpenCommand] = {}
         self._closed = ""
 
     def __len__(self) -> int:
         return len(self._open)
 
-    async def give(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
+    async def send(self, kind: Kind, node: NodeId, name: str, model: str) -> Ended:
         """Send a command and wait for its result. `name` is the node's display name."""
         number = self._number()
         return await self._carried(kind(number, model), number, node, name, model)
 
-    async def count(self, node: NodeId, name: str, asked: Count) -> Ended:
+    async def count(self, node: NodeId, name: str, asked: CountTokens) -> Ended:
         """Send a prompt to a node for counting and wait for the result; assigns the request number of `asked`."""
         number, key = self._number(), asked.owner.name
-        mine = sum(one.kind is Count and one.key == key for one in self._open.values())
-        if mine >= MAX_COUNTS_OF_A_KEY:
+        mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
+        if mine >= MAX_COUNTS_PER_KEY:
             text = f"{mine} counts of this API key are under way already: wait for one to end"
-            return Refused(Code.OVER_SHARE, text, None, 1.0)
+            return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
         return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
 
     async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
         if self._closed:
-            return Failure("shutting_down", self._closed)
-        order = _Order(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
-        same = sum((one.kind is Count) == (order.kind is Count) for one in self._open.values())
-        if same >= MOST_OPEN:
-            what = "counts" if order.kind is Count else "loads"
-            return Refused(Code.QUEUE_FULL, f"{MOST_OPEN} {what} are under way already: wait for one to end")
+            return RequestFailure("shutting_down", self._closed)
+        order = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
+        same = sum((one.kind is CountTokens) == (order.kind is CountTokens) for one in self._open.values())
+        if same >= MAX_OPEN_COMMANDS:
+            what = "counts" if order.kind is CountTokens else "loads"
+            return Refused(
+                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are under way already: wait for one to end"
+            )
         self._open[number] = order
         ended: Ended | None = None
         try:
             if not self._send(node, frame):
-                ended = Refused(Code.NOT_READY, f"{name} is not linked", None, 2.0, name)
+                ended = Refused(RefusalCode.NOT_READY, f"{name} is not linked", None, 2.0, name)
                 return ended
-            async with asyncio.timeout(LONGEST):
+            async with asyncio.timeout(COMMAND_TIMEOUT_SECONDS):
                 ended = await order.ended
         except TimeoutError:
-            return Failure("order_timeout", f"{name} has said nothing for {LONGEST:.0f} s {order.doing}")
+            return RequestFailure(
+                "order_timeout", f"{name} has said nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}"
+            )
         else:
             return ended
         finally:
@@ -117,16 +137,18 @@ class Orders:
         elif isinstance(frame, Failed):
             died = frame.code in _DIED
             what = f"the engine of {order.name} died" if died else f"{order.name} failed"
-            order.end(Failure("engine_crashed" if died else frame.code, f"{what} {order.doing}: {frame.message}"))
+            order.end(
+                RequestFailure("engine_crashed" if died else frame.code, f"{what} {order.doing}: {frame.message}")
+            )
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """End the commands of a lost node."""
         for order in self._open.values():
             if order.node == node:
-                order.end(Failure("node_lost", f"{order.name} was lost {order.doing} ({reason})"))
+                order.end(RequestFailure("node_lost", f"{order.name} was lost {order.doing} ({reason})"))
 
     def shutdown(self, message: str) -> None:
         """End all commands and accept no more."""
         self._closed = message
         for order in self._open.values():
-            order.end(Failure("shutting_down", message))
+            order.end(RequestFailure("shutting_down", message))

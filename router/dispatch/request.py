@@ -11,37 +11,37 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 
-from router.admission.queue import Entry
-from router.admission.rate_limits import Rate
-from router.placement.place import FIRST, Demand, Trials
-from router.placement.prefix_affinity import NOWHERE, Chain
-from router.placement.recovery import MOST_KNOWN
-from wire.capacity.fairness import Owner
-from wire.frames import Channel, Delta, Finished, Logprob, Message, Params
+from router.admission.queue import QueuedRequest
+from router.admission.rate_limits import RateState
+from router.placement.place import FIRST, AttemptHistory, ResourceDemand
+from router.placement.prefix_affinity import NOWHERE, PrefixHashChain
+from router.placement.recovery import MAX_KNOWN_TOKENS
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob, Message
 from wire.identity import NodeId
 from wire.refusals import Refused
 
-MOST_STEPS = 64
+MAX_STEPS = 64
 """Maximum recorded steps of a request."""
 DELTA_BYTES = 256
 """Bytes charged for one waiting delta, and for one stored tool call, in addition to its text."""
 LOGPROB_BYTES = 96
 """Bytes charged for one token's log probability, or one alternative, in addition to the token."""
-MOST_TAKEN = 256
+MAX_DELTAS_TAKEN = 256
 """Maximum deltas returned at once: a slow reader that still reads then shows progress."""
-LONGEST_WHOLE = 32 * 1024 * 1024
+MAX_ANSWER_CHARS = 32 * 1024 * 1024
 """Maximum characters of one answer that is not streamed; log probabilities count with their cost."""
 
 
-class Job(msgspec.Struct, frozen=True, gc=False):
+class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     """Request as parsed by a dialect: the parts of Generate, its API key, and the way in which it is read."""
 
-    demand: Demand
+    demand: ResourceDemand
     key: str
     """Id of the API key."""
     request_id: str
     messages: tuple[Message, ...]
-    params: Params
+    params: GenerationParams
     created: int
     """Time of arrival in seconds since 1970."""
     stream: bool
@@ -57,7 +57,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     """Fields and tools of its body that have no effect."""
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class CompleteAnswer(msgspec.Struct, frozen=True, gc=False):
     """Complete answer that is not streamed."""
 
     texts: Mapping[tuple[int, int], str]
@@ -70,20 +70,20 @@ class Answer(msgspec.Struct, frozen=True, gc=False):
     """Fingerprint of the model that generated the answer."""
 
 
-class Failure(msgspec.Struct, frozen=True, gc=False):
+class RequestFailure(msgspec.Struct, frozen=True, gc=False):
     """Failure of a request that had begun: a machine-readable code and a sentence."""
 
     code: str
     message: str
 
 
-Outcome = Finished | Refused | Failure
+Outcome = Finished | Refused | RequestFailure
 SWAP = "waiting for a model swap"
-CANCELLED = Failure("cancelled", "nobody waits for this any more")
-SLOW = Failure("slow_client", "the client did not read its stream")
+CANCELLED = RequestFailure("cancelled", "nobody waits for this any more")
+SLOW = RequestFailure("slow_client", "the client did not read its stream")
 
 
-class Ticket:
+class ActiveRequest:
     """Base of both kinds of tickets: place, attempts and outcome of a request."""
 
     __slots__ = (
@@ -127,7 +127,7 @@ class Ticket:
         "warm",
     )
 
-    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
+    def __init__(self, job: RequestSpec, owner: WeightedKey, number: int, now: float) -> None:
         self.job = job
         self.owner = owner
         self.number = number
@@ -136,13 +136,13 @@ class Ticket:
         self.outcome: Outcome | None = None
         self.waiter: asyncio.Future[None] | None = None
         self.sink: Callable[[], None] | None = None
-        self.chain: Chain | None = None
+        self.chain: PrefixHashChain | None = None
         self.warm = NOWHERE
         # place
         self.request = 0
         self.node: NodeId | None = None
         self.node_name = ""
-        self.entry: Entry[Ticket] | None = None
+        self.entry: QueuedRequest[ActiveRequest] | None = None
         self.queued_at = 0.0
         self.swap = ""  # model swap that the request waits for in the queue
         self.deadline: float | None = None
@@ -154,7 +154,7 @@ class Ticket:
         self.refused: dict[NodeId, float] = {}
         self.never: dict[NodeId, Refused] = {}
         self.lost: set[NodeId] = set()
-        self.fallen: Failure | None = None
+        self.fallen: RequestFailure | None = None
         self.first_at: float | None = None
         # token ids of each choice and their model, for a resume on another node
         self.params = job.params
@@ -170,19 +170,21 @@ class Ticket:
         self.charged: int | None = None
         self.asked = 0
         self.steps: list[tuple[float, str, str]] = []
-        self.rates: tuple[Rate, ...] = ()
+        self.rates: tuple[RateState, ...] = ()
 
-    def mark(self, now: float, what: str, node: str = "") -> None:
+    def add_step(self, now: float, what: str, node: str = "") -> None:
         """Record a step at `now` (monotonic seconds). Beyond MOST_STEPS the middle step is removed."""
-        if len(self.steps) >= MOST_STEPS:
-            del self.steps[MOST_STEPS // 2]
+        if len(self.steps) >= MAX_STEPS:
+            del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, what, node))
 
-    def trials(self) -> Trials:
+    def trials(self) -> AttemptHistory:
         """Return the earlier attempts, for placement."""
         if not self.attempts and self.entry is None:  # a waiting request must not be excluded by its own hold
             return FIRST
-        return Trials(self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else "")
+        return AttemptHistory(
+            self.refused, self.never, self.lost, self.number, self.fingerprint if self.written else ""
+        )
 
     @property
     def waits_for(self) -> str:
@@ -204,26 +206,26 @@ class Ticket:
         """Whether another node that has the same model could resume the answer."""
         return bool(self.fingerprint) and self.written > 0
 
-    def known(self) -> tuple[tuple[int, ...], ...]:
+    def token_ids(self) -> tuple[tuple[int, ...], ...]:
         """Return the token ids received of each choice; empty before the first token."""
         return tuple(map(tuple, self.heard)) if self.written else ()
 
-    def hears(self, delta: Delta) -> None:
+    def record_ids(self, delta: Delta) -> None:
         """Store a delta's token ids. An unknown choice invalidates them: the answer cannot be resumed."""
         try:
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.spoil(delta)
+            self.forget_ids(delta)
 
-    def spoil(self, delta: Delta | None = None) -> None:
+    def forget_ids(self, delta: Delta | None = None) -> None:
         """Discard the stored token ids and keep only their number."""
         self.forgotten = self.wrote + (0 if delta is None else len(delta.ids))
         self.heard = []
 
-    def bound(self) -> None:
+    def discard_excess(self) -> None:
         """Discard the token ids of a node that sent more tokens than requested: such a node is not credible."""
-        if self.written > (self.params.max_tokens or MOST_KNOWN):
-            self.spoil()
+        if self.written > (self.params.max_tokens or MAX_KNOWN_TOKENS):
+            self.forget_ids()
 
     def add(self, delta: Delta) -> bool:
         """Store one delta from the node; return True when `flush` must follow after the last delta of its frame."""
@@ -257,12 +259,12 @@ class Ticket:
         return self.waiter
 
 
-class StreamTicket(Ticket):
+class StreamingRequest(ActiveRequest):
     """Ticket of a streamed answer. `held` is the number of bytes that wait for a `blocked` reader."""
 
     __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
-    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
+    def __init__(self, job: RequestSpec, owner: WeightedKey, number: int, now: float) -> None:
         super().__init__(job, owner, number, now)
         self.pending: list[Delta] = []
         self.blocked = True
@@ -278,10 +280,10 @@ class StreamTicket(Ticket):
 
     def add(self, delta: Delta) -> bool:
         """Append one delta to the pending deltas of the reader."""
-        try:  # as in `hears`, without the call: this runs for every token of a stream
+        try:  # as in `record_ids`, without the call: this runs for every token of a stream
             self.heard[delta.choice] += delta.ids
         except IndexError:
-            self.spoil(delta)
+            self.forget_ids(delta)
         pending = self.pending
         pending.append(delta)
         if self.blocked:
@@ -297,9 +299,9 @@ class StreamTicket(Ticket):
             return taken
         self.begun = True
         self.pending = []
-        if len(taken) > MOST_TAKEN:
-            self.pending = taken[MOST_TAKEN:]
-            del taken[MOST_TAKEN:]
+        if len(taken) > MAX_DELTAS_TAKEN:
+            self.pending = taken[MAX_DELTAS_TAKEN:]
+            del taken[MAX_DELTAS_TAKEN:]
         if self.held:
             self.held = sum(_cost(delta) for delta in self.pending)
         return taken
@@ -315,12 +317,12 @@ class StreamTicket(Ticket):
         self.held = 0
 
 
-class WholeTicket(Ticket):
+class BufferedRequest(ActiveRequest):
     """Ticket of an answer that is read once, at the end. `held` is the number of characters collected."""
 
     __slots__ = ("_calls", "_logprobs", "_texts")
 
-    def __init__(self, job: Job, owner: Owner, number: int, now: float) -> None:
+    def __init__(self, job: RequestSpec, owner: WeightedKey, number: int, now: float) -> None:
         super().__init__(job, owner, number, now)
         self._empty()
 
@@ -329,7 +331,7 @@ class WholeTicket(Ticket):
         choice = delta.choice
         if not 0 <= choice < self.job.params.n:
             return False
-        self.hears(delta)
+        self.record_ids(delta)
         for channel, text in delta.pieces:
             if channel in _TEXTS:
                 self.held += len(text)
@@ -345,9 +347,9 @@ class WholeTicket(Ticket):
             self._logprobs.setdefault(choice, []).extend(delta.logprobs)
         return False
 
-    def answer(self) -> Answer:
+    def answer(self) -> CompleteAnswer:
         """Return the whole answer."""
-        return Answer(
+        return CompleteAnswer(
             {where: text.getvalue() for where, text in self._texts.items()},
             self._calls,
             self._logprobs,

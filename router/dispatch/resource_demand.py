@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 
 from router.admission.request_limits import TEMPLATE_BYTES
-from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, Demand
-from wire.frames import Message, Params
+from router.placement.place import GRAMMAR, LOGPROBS, SAMPLING, TOOLS, ResourceDemand
+from wire.frames import GenerationParams, Message
 
 _PLAIN: frozenset[str] = frozenset()
 
 
-def demand_of(model: str, messages: Iterable[Message], params: Params, tools: str = "") -> Demand:
+def demand_of(model: str, messages: Iterable[Message], params: GenerationParams, tools: str = "") -> ResourceDemand:
     """Compute the demand of a conversation; `tools` is the JSON text that goes into the prompt, empty without tools."""
     size = len(tools.encode())
     for message in messages:
@@ -17,13 +17,13 @@ def demand_of(model: str, messages: Iterable[Message], params: Params, tools: st
         size += (len(content) if content.isascii() else len(content.encode())) + TEMPLATE_BYTES
         if message.tool_calls or message.reasoning:
             size += _besides(message)
-    return Demand(model, size, None, params.max_tokens, params.n, features_of(params, tools))
+    return ResourceDemand(model, size, None, params.max_tokens, params.n, features_of(params, tools))
 
 
-def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: Params) -> Demand:
+def demand_of_plain(model: str, text: str, ids: tuple[int, ...], params: GenerationParams) -> ResourceDemand:
     """Compute the demand of a prompt without a template: a text, or token ids, which are counted exactly."""
     size, tokens = (len(text.encode()), None) if text else (0, len(ids))
-    return Demand(model, size, tokens, params.max_tokens, params.n, features_of(params))
+    return ResourceDemand(model, size, tokens, params.max_tokens, params.n, features_of(params))
 
 
 def _besides(message: Message) -> int:
@@ -31,7 +31,7 @@ def _besides(message: Message) -> int:
     return calls + len(message.reasoning.encode())
 
 
-def features_of(params: Params, tools: str = "") -> frozenset[str]:
+def features_of(params: GenerationParams, tools: str = "") -> frozenset[str]:
     """Return the features that a model must offer beyond plain sampling (`Model.features`), from the parameters with an
     effect."""
     sampling = (

@@ -12,57 +12,63 @@ household and of a lab, where no machine joins, stay the same.
 
 from collections.abc import Iterable
 
-from router.dispatch.request import Ticket
+from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import BESIDE_ROWS, Candidate
-from router.placement.reservations import Ledger
+from router.placement.place import PREFILL_SLOWDOWN_WHILE_DECODING, Candidate
+from router.placement.reservations import ReservationLedger
 
-SOONER = 5.0
+MIN_GAIN_SECONDS = 5.0
 """Minimum gain of a move, and minimum age of the request, in seconds."""
-TIMES = 3
+MIN_SPEEDUP = 3
 """Minimum ratio of the waits: the expected times are no more accurate.
 
 Simulated: with 2 the slowest requests wait longer where machines come and go.
 """
-MOST, MANY, FEW = 64, 256, 16
+MAX_JUDGED, MAX_EXAMINED, MAX_TARGETS = 64, 256, 16
 """Maximum requests judged in one pass, maximum requests examined, and maximum target nodes of each model.
 
 A large cluster handles the rest in later passes.
 """
 
 
-def helpers(view: ClusterView, ledger: Ledger) -> dict[str, ClusterView]:
+def idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, ClusterView]:
     """Return the idle nodes by the models that they have, FEW of each."""
     found: dict[str, list[NodeView]] = {}
     for node in view.nodes:
         if _free(node, ledger):
             for name in node.models:
                 found.setdefault(name, []).append(node)
-    return {name: ClusterView(tuple(nodes[:FEW])) for name, nodes in found.items()}
+    return {name: ClusterView(tuple(nodes[:MAX_TARGETS])) for name, nodes in found.items()}
 
 
-def _free(node: NodeView, ledger: Ledger) -> bool:
+def _free(node: NodeView, ledger: ReservationLedger) -> bool:
     engine, account = node.engine, ledger.account(node.id)
     if node.state != "ready" or engine.waiting or engine.queued_tokens or account.unread:
         return False
     return not engine.rows or account.rows < engine.rows
 
 
-def waiting(tickets: Iterable[Ticket], now: float) -> list[Ticket]:
+def waiting(tickets: Iterable[ActiveRequest], now: float) -> list[ActiveRequest]:
     """List the requests on nodes without a first token and with one attempt, the oldest first."""
-    found = [one for one in tickets if one.first_at is None and one.attempts == 1 and now - one.arrived > SOONER]
-    return sorted(found, key=lambda one: one.number)[:MANY]
+    found = [
+        one for one in tickets if one.first_at is None and one.attempts == 1 and now - one.arrived > MIN_GAIN_SECONDS
+    ]
+    return sorted(found, key=lambda one: one.number)[:MAX_EXAMINED]
 
 
-def behind(here: Candidate) -> float:
+def queue_wait(here: Candidate) -> float:
     """Return the seconds that a request waits on its current node.
 
     The candidate was judged like a new request. Its own prompt is therefore counted twice, as its own and as one in
     front of it.
     """
-    return here.expected_ttft - BESIDE_ROWS * here.reading / here.model.prefill_speed if here.model else 0.0
+    return (
+        here.expected_ttft - PREFILL_SLOWDOWN_WHILE_DECODING * here.reading / here.model.prefill_speed
+        if here.model
+        else 0.0
+    )
 
 
-def worth(here: Candidate, there: Candidate) -> bool:
+def is_worth_moving(here: Candidate, there: Candidate) -> bool:
     """Return whether a request is better off `there`."""
-    return behind(here) > TIMES * there.expected_ttft + SOONER
+    return queue_wait(here) > MIN_SPEEDUP * there.expected_ttft + MIN_GAIN_SECONDS

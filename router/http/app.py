@@ -15,28 +15,28 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from router.admission.api_keys import SESSION, ApiKey, KeyRing, credential, session_of
-from router.admission.body_intake import Intake
+from router.admission.api_keys import SESSION_HEADER, ApiKey, KeyRing, credential, session_of
+from router.admission.body_intake import BodyIntake
 from router.admission.key_scope import visible
 from router.dialects.anthropic import api
-from router.dialects.anthropic.api import ANTHROPIC, Messages
+from router.dialects.anthropic.api import ANTHROPIC, MessagesRoute
 from router.dialects.ollama import models as ollama_models
-from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import OLLAMA
 from router.dialects.openai import models
-from router.dialects.openai.chat import Chat
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.chat import ChatRoute
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openapi import openapi_paths, openapi_schemas
 from router.dialects.shared.interface import Dialect
 from router.dispatch import count_tokens
 from router.dispatch.dispatcher import Dispatcher
 from router.errors import NO_KEY, WRONG_KEY, Problem, missing_scope, not_found, wrong_method
 from router.http import respond
-from router.http.exchange import INLINE_BYTES, Exchange, Receive, Scope
+from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
-from router.worker_thread import beside
+from router.worker_thread import run_in_worker
 from wire.units import show_size
 
 P = TypeVar("P")
@@ -52,10 +52,10 @@ _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
 OLLAMA_PATHS = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
-__all__ = ["App", "FrontDoor", "openapi_paths", "openapi_schemas"]
+__all__ = ["App", "RouterApp", "openapi_paths", "openapi_schemas"]
 
 
-class FrontDoor:
+class RouterApp:
     """ASGI app. `control` gets every other path, websockets and the lifespan; `clock` returns seconds since 1970."""
 
     def __init__(
@@ -74,17 +74,17 @@ class FrontDoor:
         self._control = control
         self._clock = clock
         self._started = int(clock())
-        self._short = min(settings.body_bytes, INLINE_BYTES)
+        self._short = min(settings.body_bytes, MAX_INLINE_BYTES)
         self._strict = strict = settings.unknown_fields == "refuse"
-        self._responses = Responses(strict=strict)
-        self._intake = Intake(settings.body_bytes)
+        self._responses = ResponsesRoute(strict=strict)
+        self._intake = BodyIntake(settings.body_bytes)
         self.dialects: Mapping[str, Dialect] = {
-            CHAT: Chat(strict=strict),
-            COMPLETIONS: Completion(strict=strict),
-            MESSAGES: Messages(strict=strict),
+            CHAT: ChatRoute(strict=strict),
+            COMPLETIONS: CompletionRoute(strict=strict),
+            MESSAGES: MessagesRoute(strict=strict),
             RESPONSES: self._responses,
-            "/api/chat": OllamaChat(strict=strict),
-            "/api/generate": OllamaGenerate(strict=strict),
+            "/api/chat": OllamaChatRoute(strict=strict),
+            "/api/generate": OllamaGenerateRoute(strict=strict),
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,7 +139,7 @@ class FrontDoor:
             await self._refuse(exchange, key, asked)
             return
         jobs = asked.jobs(key.id, exchange.request_id, int(self._clock()))
-        session = session_of(exchange.header(SESSION))
+        session = session_of(exchange.header(SESSION_HEADER))
         if session:
             jobs = tuple(replace(job, session=session) for job in jobs)
         await respond.generate(exchange, self._dispatcher, asked, jobs)
@@ -169,7 +169,7 @@ class FrontDoor:
             body = await exchange.body(self._settings, room)
             if not isinstance(body, bytes):
                 return body
-            return parse(body) if len(body) <= INLINE_BYTES else await beside(partial(parse, body))
+            return parse(body) if len(body) <= MAX_INLINE_BYTES else await run_in_worker(partial(parse, body))
         finally:
             if taken:
                 self._intake.release(key.id, taken)
@@ -204,7 +204,7 @@ class FrontDoor:
             await exchange.refuse(key)
             return
         act = self._responses.delete if exchange.method == "DELETE" else self._responses.get
-        await exchange.tell(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
+        await exchange.respond(act(key.id, exchange.path[len(RESPONSES) + 1 :]))
 
     async def _models(self, exchange: Exchange) -> None:
         if exchange.header(b"anthropic-version") is not None:
@@ -218,7 +218,7 @@ class FrontDoor:
         one, listing = models.one, models.listing
         if exchange.style is ANTHROPIC:
             one, listing = models.anthropic_one, models.anthropic_listing
-        await exchange.tell(one(view, name, self._started) if name else listing(view, self._started))
+        await exchange.respond(one(view, name, self._started) if name else listing(view, self._started))
 
     async def _ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
@@ -230,16 +230,16 @@ class FrontDoor:
         elif not known:
             await exchange.refuse(ollama_models.refused(path))
         elif path == "/api/tags":
-            await exchange.tell(ollama_models.tags(visible(view, key.limits), self._started))
+            await exchange.respond(ollama_models.tags(visible(view, key.limits), self._started))
         elif path == "/api/ps":
-            await exchange.tell(ollama_models.running(visible(view, key.limits)))
+            await exchange.respond(ollama_models.running(visible(view, key.limits)))
         elif path == "/api/version":
-            await exchange.tell(ollama_models.version())
+            await exchange.respond(ollama_models.version())
         else:
             body = await exchange.body(replace(self._settings, body_bytes=self._short))
             if body is not None:
                 seen = visible(view, key.limits)
-                await exchange.tell(
+                await exchange.respond(
                     body if isinstance(body, Problem) else ollama_models.show(seen, body, self._started)
                 )
 
@@ -247,7 +247,7 @@ class FrontDoor:
         if exchange.method not in _READ:
             await exchange.refuse(wrong_method(exchange.method, ", ".join(_READ)))
             return
-        why = self._dispatcher.servable()
+        why = self._dispatcher.outage_reason()
         state: dict[str, object] = {"status": "unavailable" if why else "ok"}
         presented = credential(exchange.headers)
         if presented is not None and self._keys.knows(presented):
@@ -273,7 +273,7 @@ def allowed(keys: KeyRing, exchange: Exchange, methods: tuple[str, ...], scope: 
     return key if key.allows(scope) else missing_scope(scope)
 
 
-async def nothing_else(scope: Scope, receive: Receive, send: Send) -> None:
+async def not_found_app(scope: Scope, receive: Receive, send: Send) -> None:
     """Serve in place of the control app: 404 at any other path, and a lifespan without work."""
     if scope["type"] == "lifespan":
         with contextlib.suppress(KeyError):

@@ -14,7 +14,7 @@ from typing import Any
 Step = Coroutine[Any, Any, Any]
 
 
-class Stepper:
+class CoroutineDriver:
     """Driver of one coroutine at a time.
 
     `ended` is called with the coroutine's value when it ends after its first step. After an exception the value is

@@ -6,9 +6,9 @@ import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, cast
 
-from router.dialects.shared.interface import OPENAI, Style
+from router.dialects.shared.interface import OPENAI, DialectStyle
 from router.errors import Header, Problem, too_long
-from router.http.coroutine_driver import Step, Stepper
+from router.http.coroutine_driver import CoroutineDriver, Step
 from router.http.sse import Message, Send
 from router.settings import RouterSettings
 from wire.identity import valid_request_id
@@ -22,16 +22,16 @@ _JSON = (b"content-type", b"application/json")
 _PROCESS = secrets.token_hex(6)
 _numbers = itertools.count(1)
 """Request ids are unique, not secret."""
-INLINE_BYTES = 64 * 1024
+MAX_INLINE_BYTES = 64 * 1024
 """Maximum body that is parsed on the event loop, in bytes."""
-GONE = 499
+CLIENT_CLOSED = 499
 """Status for counters, never sent: the client left before an answer."""
 
 
 class Exchange:
     """One HTTP request and its answer. `style` selects the dialect of errors."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, style: Style = OPENAI) -> None:
+    def __init__(self, scope: Scope, receive: Receive, send: Send, style: DialectStyle = OPENAI) -> None:
         self.method: str = scope["method"]
         self.path: str = scope["path"]
         self.headers: list[Header] = scope["headers"]
@@ -39,7 +39,7 @@ class Exchange:
         self.send = send
         self.style = style
         self.request_id = _request_id(self.headers)
-        self.status = GONE
+        self.status = CLIENT_CLOSED
 
     def header(self, name: bytes) -> bytes | None:
         """Return a request header by its lower-case name; None when it is absent."""
@@ -61,7 +61,7 @@ class Exchange:
         body = self.style.error(problem, self.request_id)
         await self.answer(body, problem.status, problem.headers() + (headers or []))
 
-    async def tell(self, found: bytes | Problem) -> None:
+    async def respond(self, found: bytes | Problem) -> None:
         """Send a body, or the problem in its place."""
         await (self.refuse(found) if isinstance(found, Problem) else self.answer(found))
 
@@ -79,7 +79,7 @@ class Exchange:
         body = bytearray()
         try:
             async with asyncio.timeout(settings.body_seconds) as clock:
-                ended = await _received(self.receive, body, limit, INLINE_BYTES)
+                ended = await _received(self.receive, body, limit, MAX_INLINE_BYTES)
                 if ended is False:
                     if room is not None:
                         clock.reschedule(None)  # the time for a body to arrive does not count its wait for room
@@ -118,7 +118,7 @@ async def _received(receive: Receive, body: bytearray, limit: int, pause: int) -
             return False
 
 
-class Watch:
+class DisconnectWatch:
     """Watcher that calls `gone` when the client leaves."""
 
     __slots__ = ("_gone", "_receive", "_stepper")
@@ -126,7 +126,7 @@ class Watch:
     def __init__(self, receive: Receive, gone: Callable[[], None]) -> None:
         self._receive = cast("Callable[[], Step]", receive)
         self._gone = gone
-        self._stepper = Stepper(self._received)
+        self._stepper = CoroutineDriver(self._received)
         self._stepper.run(self._receive())
 
     def close(self) -> None:

@@ -8,61 +8,63 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from router.dialects.shared.interface import Asked
+from router.dialects.shared.interface import ParsedRequest
 from router.dispatch import multi_prompt
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import Job, Outcome, StreamTicket, Ticket, WholeTicket
+from router.dispatch.request import ActiveRequest, BufferedRequest, Outcome, RequestSpec, StreamingRequest
 from router.errors import Header
-from router.http.exchange import Exchange, Watch
-from router.http.sse import EventStream, Flow, Pump, problem_of
-from router.worker_thread import beside
+from router.http.exchange import DisconnectWatch, Exchange
+from router.http.sse import EventSource, EventStream, StreamPump, problem_of
+from router.worker_thread import run_in_worker
 from wire.frames import Finished
 
 IGNORED = b"x-macpool-ignored"
 """Header that names ignored fields and tools."""
-Streamed = StreamTicket | multi_prompt.Stream
-Collected = WholeTicket | multi_prompt.Whole
+Streamed = StreamingRequest | multi_prompt.MergedStream
+Collected = BufferedRequest | multi_prompt.MergedResponse
 
 
-async def generate(exchange: Exchange, dispatcher: Dispatcher, asked: Asked, jobs: Sequence[Job]) -> None:
+async def generate(
+    exchange: Exchange, dispatcher: Dispatcher, asked: ParsedRequest, jobs: Sequence[RequestSpec]
+) -> None:
     """Answer a request with a valid body."""
-    tickets: list[Ticket] = []
+    tickets: list[ActiveRequest] = []
 
     def let_go() -> None:
         for ticket in tickets:
             dispatcher.close(ticket)
 
-    watch = Watch(exchange.receive, let_go)
+    watch = DisconnectWatch(exchange.receive, let_go)
     try:
         tickets += (dispatcher.submit(job) for job in jobs)
         if jobs[0].stream:
-            await _stream(exchange, asked, _streamed(cast("list[StreamTicket]", tickets)))
+            await _stream(exchange, asked, _streamed(cast("list[StreamingRequest]", tickets)))
         else:
-            await _whole(exchange, asked, _collected(cast("list[WholeTicket]", tickets)))
+            await _whole(exchange, asked, _collected(cast("list[BufferedRequest]", tickets)))
     finally:
         watch.close()
         let_go()
 
 
-def _streamed(tickets: list[StreamTicket]) -> Streamed:
-    return tickets[0] if len(tickets) == 1 else multi_prompt.Stream(tickets)
+def _streamed(tickets: list[StreamingRequest]) -> Streamed:
+    return tickets[0] if len(tickets) == 1 else multi_prompt.MergedStream(tickets)
 
 
-def _collected(tickets: list[WholeTicket]) -> Collected:
-    return tickets[0] if len(tickets) == 1 else multi_prompt.Whole(tickets)
+def _collected(tickets: list[BufferedRequest]) -> Collected:
+    return tickets[0] if len(tickets) == 1 else multi_prompt.MergedResponse(tickets)
 
 
-async def _whole(exchange: Exchange, asked: Asked, ticket: Collected) -> None:
+async def _whole(exchange: Exchange, asked: ParsedRequest, ticket: Collected) -> None:
     outcome = await ticket.outcome_of()
     if isinstance(outcome, Finished):
         write = partial(asked.whole, ticket.job, ticket.answer(), outcome)
-        body = await beside(write) if ticket.job.params.logprobs else write()
+        body = await run_in_worker(write) if ticket.job.params.logprobs else write()
         await exchange.answer(body, 200, _about(ticket))
     else:
         await _decline(exchange, ticket, outcome)
 
 
-async def _stream(exchange: Exchange, asked: Asked, ticket: Streamed) -> None:
+async def _stream(exchange: Exchange, asked: ParsedRequest, ticket: Streamed) -> None:
     """Answer with events; until the first delta (or a long silence) a plain refusal is still possible."""
     while not ticket.ready:
         await ticket.wait()
@@ -74,7 +76,7 @@ async def _stream(exchange: Exchange, asked: Asked, ticket: Streamed) -> None:
     exchange.status = 200
     ticket.opened = True
     await stream.open([*exchange.named(), *_about(ticket)], exchange.style.stream)
-    Pump(cast("Flow", ticket), asked.chunks(ticket), stream)
+    StreamPump(cast("EventSource", ticket), asked.chunks(ticket), stream)
     await stream.done
 
 
@@ -85,13 +87,13 @@ async def _decline(exchange: Exchange, ticket: Streamed | Collected, outcome: Ou
 
 
 def _about(ticket: Streamed | Collected) -> list[Header]:
-    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *more_of(ticket)]
+    about = [(b"x-macpool-attempts", str(ticket.attempts).encode()), *optional_headers(ticket)]
     if ticket.node_name:
         about.insert(0, (b"x-macpool-node", ticket.node_name.encode("ascii", "replace")))
     return about
 
 
-def more_of(ticket: Ticket | Streamed | Collected) -> list[Header]:
+def optional_headers(ticket: ActiveRequest | Streamed | Collected) -> list[Header]:
     """Return the optional headers: ignored fields and tools, and the state of the key's rates."""
     if not ticket.rates:
         return named(ticket.job.ignored)

@@ -1,8 +1,8 @@
 """Server-sent events: output of a stream, and the pump that fills it from a ticket.
 
-A token passes through `Dispatcher.receive` → `StreamTicket.flush` → `Pump.pump` → `EventStream.push` → the transport,
-in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait in the
-ticket, whose bound ends a stream that is not read.
+A token passes through `Dispatcher.receive` → `StreamTicket.flush` → `StreamPump.pump` → `EventStream.push` → the
+transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
+in the ticket, whose bound ends a stream that is not read.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 from router.dialects.shared.interface import EVENTS, Chunks
 from router.dispatch.request import CANCELLED, SLOW, Outcome
 from router.errors import Header, Problem, failed, from_refused
-from router.http.coroutine_driver import Step, Stepper
+from router.http.coroutine_driver import CoroutineDriver, Step
 from wire.frames import Delta, Finished
 from wire.refusals import Refused
 
@@ -24,7 +24,7 @@ _HEADERS: list[Header] = [
 ]
 
 
-class Events(Protocol):
+class EventSink(Protocol):
     """Output of a pump."""
 
     busy: bool
@@ -42,7 +42,7 @@ class Events(Protocol):
         ...
 
 
-class Flow(Protocol):
+class EventSource(Protocol):
     """Input of a pump: a `StreamTicket`, or several that are read as one."""
 
     sink: Callable[[], None] | None
@@ -80,7 +80,7 @@ class EventStream:
 
     def __init__(self, send: Send) -> None:
         self._send = cast("Callable[[Message], Step]", send)
-        self._stepper = Stepper(self._left)
+        self._stepper = CoroutineDriver(self._left)
         self._last = False
         self.busy = False
         self._ready: Callable[[], None] = _nothing
@@ -134,12 +134,12 @@ class EventStream:
             self.done.set_result(None)
 
 
-class Pump:
+class StreamPump:
     """Pump from a ticket's deltas to the events of its stream, as fast as the stream accepts them."""
 
     __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 
-    def __init__(self, ticket: Flow, chunks: Chunks, stream: Events) -> None:
+    def __init__(self, ticket: EventSource, chunks: Chunks, stream: EventSink) -> None:
         self._ticket = ticket
         self._chunks = chunks
         self._stream = stream

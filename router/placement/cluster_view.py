@@ -20,12 +20,23 @@ from msgspec.structs import replace
 from wire.capacity.arithmetic import headroom, occupied
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
-from wire.report import CacheState, Counts, Enforcement, EngineState, Group, Level, Memory, Model, Sharing, System
+from wire.report import (
+    BatchGroup,
+    CacheState,
+    Enforcement,
+    EngineCounters,
+    EngineState,
+    Memory,
+    MemoryLevel,
+    Model,
+    Sharing,
+    SystemMemory,
+)
 from wire.video import LeaseState, VideoPackage, VideoState
 
 LEFT = "left"
 """State of a member that was removed or left for good."""
-FRESH_SECONDS = 3.0
+MAX_REPORT_AGE_SECONDS = 3.0
 """Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
 UNMEASURED_PREFILL = 200.0
 """Prefill speed of a node without a measurement, in tokens per second: slow, because measured nodes go first."""
@@ -33,31 +44,31 @@ UNMEASURED_DECODE = 20.0
 """Decode speed of a node without a measurement, in tokens per second."""
 UNMEASURED_RATIO = 4.0
 """Bytes of request text per prompt token until the node has measured the ratio: English prose."""
-LONGEST_CONTEXT = 100_000_000
+MAX_CONTEXT = 100_000_000
 """Maximum context of a model, in tokens."""
-LONGEST_LOAD = 600.0
+MAX_LOAD_SECONDS = 600.0
 """Maximum load time of a model and maximum age of a reading, in seconds."""
-LATEST = 2.0**33
+MAX_UNIX_SECONDS = 2.0**33
 """Latest end of a pause, in Unix seconds: the year 2242."""
-MOST_EXPECTED = 32_768
+MAX_EXPECTED_OUTPUT = 32_768
 """Maximum expected output of a model, in tokens."""
-MOST_MODELS = 512
+MAX_MODELS = 512
 """Maximum number of models read from one report."""
-LONGEST_TEXT = 300
+MAX_TEXT_CHARS = 300
 """Maximum characters of a text in a report."""
-MOST_BYTES = 2**60
+MAX_BYTES = 2**60
 """Maximum size in bytes: a sum of a few sizes must stay a 64-bit integer."""
-MOST_EVICTED, MOST_HASH = 64, 32
+MAX_EVICTIONS, MAX_HASH_BYTES = 64, 32
 """Maximum evictions of a node's prefix cache read from one report, and maximum bytes of each hash."""
-MOST_WARNINGS = 8
+MAX_WARNINGS = 8
 """Maximum warnings read from one report."""
-MOST_PREFIXES = 3
+MAX_NAME_PREFIXES = 3
 """Maximum provider parts removed from a model's name: `openrouter/qwen/MODEL` has two."""
-MOST_STEP = 65_536
+MAX_KV_STEP = 65_536
 """Maximum `kv_step` of a model."""
-MOST_PACKAGES, MOST_LEASES = 64, 16
+MAX_PACKAGES, MAX_LEASES = 64, 16
 """Maximum video packages and leases read from one report."""
-MOST_SIDE, MOST_FRAMES, MOST_FPS = 1024, 64, 1000
+MAX_SIDE, MAX_FRAMES, MAX_FPS = 1024, 64, 1000
 _LEASE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _RATIOS = (0.25, 64.0)
 
@@ -79,7 +90,7 @@ class NodeView:
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
     draining: bool = False
-    system: System = field(default_factory=System)
+    system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
@@ -98,7 +109,7 @@ class NodeView:
         """Identifier of the engine process; changes when the engine restarts."""
         return hash((self.epoch, self.engine.restarts, self.engine.recycles))
 
-    def reads(self, model: Model) -> bool:
+    def is_loading(self, model: Model) -> bool:
         """Return whether the node is loading `model` and its report already counts the weights.
 
         Loads run one at a time. Where several models are loading, the report does not show which load has begun.
@@ -107,7 +118,7 @@ class NodeView:
 
 
 @dataclass(frozen=True, slots=True)
-class Identity:
+class ModelIdentity:
     """Fingerprints that members hold under one model name."""
 
     fingerprint: str = ""
@@ -126,9 +137,11 @@ class ClusterView:
     """All members, including sleeping and lost members: they count for "could ever fit"."""
 
     nodes: tuple[NodeView, ...] = ()
-    _identities: dict[str, Identity] = field(default_factory=dict[str, Identity], init=False, repr=False, compare=False)
+    _identities: dict[str, ModelIdentity] = field(
+        default_factory=dict[str, ModelIdentity], init=False, repr=False, compare=False
+    )
 
-    def identity(self, name: str) -> Identity:
+    def identity(self, name: str) -> ModelIdentity:
         """Return the fingerprint that serves a name, and the number of members of each fingerprint.
 
         Of several fingerprints, the one held by most members is served; a tie goes to the lexicographically smallest. A
@@ -151,7 +164,7 @@ class ClusterView:
         if any(name in node.models for node in self.nodes):
             return name
         folded = {known.casefold(): known for known in sorted(self.models(), reverse=True)}
-        parts = name.casefold().split("/", MOST_PREFIXES)
+        parts = name.casefold().split("/", MAX_NAME_PREFIXES)
         tails = ("/".join(parts[at:]) for at in range(len(parts)))
         return next((folded[tail] for tail in tails if tail in folded), name)
 
@@ -184,7 +197,7 @@ class ClusterView:
         return next((seen for seen in self.nodes if seen.id == node), None)
 
 
-def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
+def _identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
     holders: dict[str, int] = {}
     able: set[str] = set()
     for node in nodes:
@@ -194,7 +207,7 @@ def _identity(nodes: tuple[NodeView, ...], name: str) -> Identity:
             if _serves(node):
                 able.add(model.fingerprint)
     chosen = min(able or holders, key=lambda one: (not one, -holders[one], one), default="")
-    return Identity(chosen, holders)
+    return ModelIdentity(chosen, holders)
 
 
 def _serves(node: NodeView) -> bool:
@@ -202,7 +215,7 @@ def _serves(node: NodeView) -> bool:
     return node.state in ("ready", "suspect") and not (node.cordoned or node.draining or node.engine.state == "failed")
 
 
-def seen_as(node: NodeView, state: str) -> NodeView:
+def with_state(node: NodeView, state: str) -> NodeView:
     """Return a copy of a node's view with another state."""
     return dataclasses.replace(node, state=state)
 
@@ -227,7 +240,7 @@ def view_of(
         cordoned=cordoned,
         heard_at=heard_at,
         epoch=epoch,
-        memory=honest_memory(report.memory),
+        memory=sanitize_memory(report.memory),
         engine=_honest_engine(report.engine),
         models=_honest_models(report.models),
         acked_seq=max(0, report.acked_seq),
@@ -236,15 +249,15 @@ def view_of(
         enforcement=_honest_enforcement(report.enforcement),
         labels=labels,
         video_allowed=video_allowed,
-        video=honest_video(report.video),
+        video=sanitize_video(report.video),
         sharing=_honest_sharing(report.sharing),
     )
 
 
-def honest_video(video: VideoState) -> VideoState:
+def sanitize_video(video: VideoState) -> VideoState:
     """Return a node's video state without impossible values."""
-    packages = tuple(_honest_package(one) for one in video.packages[:MOST_PACKAGES] if _possible_package(one))
-    leases = tuple(_honest_lease(one) for one in video.leases[:MOST_LEASES] if _LEASE_NAME.fullmatch(one.lease))
+    packages = tuple(_honest_package(one) for one in video.packages[:MAX_PACKAGES] if _possible_package(one))
+    leases = tuple(_honest_lease(one) for one in video.leases[:MAX_LEASES] if _LEASE_NAME.fullmatch(one.lease))
     ray = video.ray if _LEASE_NAME.fullmatch(video.ray) else ""
     return VideoState(
         video.ready, _printable(video.cause), ray, packages, leases, _printable(video.ray_cause), video.allowed
@@ -254,10 +267,10 @@ def honest_video(video: VideoState) -> VideoState:
 def _possible_package(package: VideoPackage) -> bool:
     return (
         valid_model(package.name)
-        and 8 <= package.token_side <= MOST_SIDE
-        and 1 <= package.token_frames <= MOST_FRAMES
-        and 1 <= package.fps <= MOST_FPS
-        and all(0 <= size <= MOST_BYTES for size in (package.weights, package.expert))
+        and 8 <= package.token_side <= MAX_SIDE
+        and 1 <= package.token_frames <= MAX_FRAMES
+        and 1 <= package.fps <= MAX_FPS
+        and all(0 <= size <= MAX_BYTES for size in (package.weights, package.expert))
     )
 
 
@@ -282,11 +295,11 @@ def _honest_lease(lease: LeaseState) -> LeaseState:
         step=max(0, lease.step),
         steps=max(0, lease.steps),
         footprint=max(0, lease.footprint),
-        peak=max(0, min(lease.peak, MOST_BYTES)),
+        peak=max(0, min(lease.peak, MAX_BYTES)),
     )
 
 
-def honest_memory(memory: Memory) -> Memory:
+def sanitize_memory(memory: Memory) -> Memory:
     """Return a memory reading without impossible numbers; a negative footprint becomes unreadable (None)."""
     phys = memory.phys
     return replace(
@@ -299,7 +312,7 @@ def honest_memory(memory: Memory) -> Memory:
         recent=max(0, memory.recent),
         reserved=max(0, memory.reserved),
         leases=max(0, memory.leases),
-        age=_bounded(memory.age, 0.0, LONGEST_LOAD, 0.0),
+        age=_bounded(memory.age, 0.0, MAX_LOAD_SECONDS, 0.0),
         total=max(0, memory.total),
         base=max(0, memory.base),
         reusable=max(0, min(memory.reusable, memory.active)),
@@ -326,13 +339,13 @@ def _honest_engine(engine: EngineState) -> EngineState:
         queued_tokens=max(0, engine.queued_tokens),
         rows=max(0, engine.rows),
         wired=max(0, engine.wired),
-        counts=Counts(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
+        counts=EngineCounters(*(max(0, count) for count in msgspec.structs.astuple(engine.counts))),
         cache=_honest_cache(engine.cache),
     )
 
 
 def _honest_cache(cache: CacheState) -> CacheState:
-    evicted = tuple(one[:MOST_HASH] for one in cache.evicted[-MOST_EVICTED:])
+    evicted = tuple(one[:MAX_HASH_BYTES] for one in cache.evicted[-MAX_EVICTIONS:])
     return CacheState(
         nbytes=max(0, cache.nbytes),
         entries=max(0, cache.entries),
@@ -344,26 +357,26 @@ def _honest_cache(cache: CacheState) -> CacheState:
     )
 
 
-def _honest_system(system: System) -> System:
-    return System(
+def _honest_system(system: SystemMemory) -> SystemMemory:
+    return SystemMemory(
         _size(system.available),
         _printable(system.pressure),
         _printable(system.source),
-        _bounded(system.age, 0.0, LONGEST_LOAD, 0.0),
+        _bounded(system.age, 0.0, MAX_LOAD_SECONDS, 0.0),
         max(0, system.worker),
     )
 
 
 def _honest_enforcement(one: Enforcement) -> Enforcement:
     return Enforcement(
-        one.level if one.level in tuple(Level) else Level.UNKNOWN,
+        one.level if one.level in tuple(MemoryLevel) else MemoryLevel.UNKNOWN,
         _size(one.phys),
         _size(one.highest),
         _size(one.interval),
         _printable(one.cap_bound_by),
         _printable(one.remedy),
         _printable(one.tier),
-        tuple(_printable(text) for text in one.warnings[:MOST_WARNINGS]),
+        tuple(_printable(text) for text in one.warnings[:MAX_WARNINGS]),
         max(0, one.polls),
         max(0, one.over_caps),
         max(0, one.kills),
@@ -371,7 +384,7 @@ def _honest_enforcement(one: Enforcement) -> Enforcement:
 
 
 def _honest_sharing(one: Sharing) -> Sharing:
-    until = None if one.until is None else _bounded(one.until, 0.0, LATEST, 0.0)
+    until = None if one.until is None else _bounded(one.until, 0.0, MAX_UNIX_SECONDS, 0.0)
     return Sharing(_printable(one.when)[:20], one.paused, _printable(one.why), until or None, one.by_hand)
 
 
@@ -381,12 +394,12 @@ def _size(size: int | None) -> int | None:
 
 def _printable(text: str) -> str:
     """Return a node's text without control characters and escape sequences, cut to LONGEST_TEXT characters."""
-    text = text[:LONGEST_TEXT]
+    text = text[:MAX_TEXT_CHARS]
     return text if text.isprintable() else "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def _honest_models(models: tuple[Model, ...]) -> dict[str, Model]:
-    return {model.name: _honest_model(model) for model in reversed(models[:MOST_MODELS]) if _possible_model(model)}
+    return {model.name: _honest_model(model) for model in reversed(models[:MAX_MODELS]) if _possible_model(model)}
 
 
 def _possible_model(model: Model) -> bool:
@@ -400,27 +413,27 @@ def _possible_model(model: Model) -> bool:
         model.kv_window_per_token,
         *msgspec.structs.astuple(model.forward),
     )
-    possible = all(0 <= size <= MOST_BYTES for size in sizes)
-    return valid_model(model.name) and possible and 1 <= model.kv_step <= MOST_STEP
+    possible = all(0 <= size <= MAX_BYTES for size in sizes)
+    return valid_model(model.name) and possible and 1 <= model.kv_step <= MAX_KV_STEP
 
 
 def _honest_model(model: Model) -> Model:
     return replace(
         model,
-        context=min(max(0, model.context), LONGEST_CONTEXT),
-        load_seconds=_bounded(model.load_seconds, 0.0, LONGEST_LOAD, 0.0),
+        context=min(max(0, model.context), MAX_CONTEXT),
+        load_seconds=_bounded(model.load_seconds, 0.0, MAX_LOAD_SECONDS, 0.0),
         prefill_speed=_speed(model.prefill_speed, UNMEASURED_PREFILL),
         decode_speed=_speed(model.decode_speed, UNMEASURED_DECODE),
         bytes_per_token=_bounded(model.bytes_per_token, *_RATIOS, UNMEASURED_RATIO),
         groups=tuple(group for group in model.groups if _possible(group)),
-        expected_output=min(model.expected_output, MOST_EXPECTED) if model.expected_output > 0 else 256,
+        expected_output=min(model.expected_output, MAX_EXPECTED_OUTPUT) if model.expected_output > 0 else 256,
         loading=model.loading and not model.loaded,
         progress=_bounded(model.progress, 0.0, 1.0, 0.0) if model.loading and not model.loaded else 0.0,
         cause="" if model.loaded else _printable(model.cause),
     )
 
 
-def _possible(group: Group) -> bool:
+def _possible(group: BatchGroup) -> bool:
     return group.rows > 0 and group.longest >= 0
 
 

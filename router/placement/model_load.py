@@ -14,17 +14,26 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, Correction, Demand, NoPlacement, Placement, Policy, Trials, place
-from router.placement.reservations import Ledger
+from router.placement.place import (
+    AttemptHistory,
+    Candidate,
+    HeadroomCorrection,
+    NoPlacement,
+    Placement,
+    Policy,
+    ResourceDemand,
+    place,
+)
+from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import most_weights
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.units import show_size
 
-_MEMORY = frozenset({Code.NO_ROOM, Code.TOO_LARGE})
+_MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE})
 
 
-class Choice(msgspec.Struct, frozen=True, gc=False):
+class LoadPlacement(msgspec.Struct, frozen=True, gc=False):
     """Node chosen for a load."""
 
     node: NodeId
@@ -36,15 +45,15 @@ class Choice(msgspec.Struct, frozen=True, gc=False):
 def choose(
     view: ClusterView,
     model: str,
-    ledger: Ledger,
+    ledger: ReservationLedger,
     *,
     now: float,
     draw: Callable[[], float],
     policy: Policy,
-    corrections: Mapping[NodeId, Correction],
+    corrections: Mapping[NodeId, HeadroomCorrection],
     tried: Mapping[NodeId, Refused],
     fingerprint: str = "",
-) -> Choice | Refused:
+) -> LoadPlacement | Refused:
     """Return the node that should load a model, or the refusal if there is none.
 
     `tried` maps the nodes that have refused this load to their refusals. Only a model with this `fingerprint` counts;
@@ -54,23 +63,23 @@ def choose(
     def placed(nodes: tuple[NodeView, ...]) -> Placement | NoPlacement:
         return place(
             ClusterView(nodes),
-            Demand(model, 0, 1, 1),
+            ResourceDemand(model, 0, 1, 1),
             ledger,
             now=now,
             draw=draw,
             policy=policy,
             corrections=corrections,
-            trials=Trials(never=tried, fingerprint=fingerprint),
+            trials=AttemptHistory(never=tried, fingerprint=fingerprint),
         )
 
     fresh = placed(tuple(node for node in view.nodes if not _here(node, model)))
     if isinstance(fresh, Placement):
-        return Choice(fresh.chosen.node, fresh.chosen.name)
+        return LoadPlacement(fresh.chosen.node, fresh.chosen.name)
     whole = placed(view.nodes)
     able = [candidate for candidate in whole.candidates if candidate.node not in tried]
     best = max(able, key=_rank, default=None)
     if best is not None and _rank(best) > (0,):
-        return Choice(best.node, best.name, best.model is not None and best.model.loaded)
+        return LoadPlacement(best.node, best.name, best.model is not None and best.model.loaded)
     assert isinstance(whole, NoPlacement)  # noqa: S101  a candidate that may be picked has a rank
     return _explained(whole, model)
 
@@ -89,11 +98,11 @@ def _rank(candidate: Candidate) -> tuple[int, ...]:
     model, code = candidate.model, candidate.code
     if model is None:
         return (0,)
-    if code in (None, Code.NO_ROOM, Code.UNREADABLE) and (model.loaded or model.loading):
+    if code in (None, RefusalCode.NO_ROOM, RefusalCode.UNREADABLE) and (model.loaded or model.loading):
         return (4 if model.loaded else 3, candidate.headroom or 0)
     if code in _MEMORY and candidate.weights and candidate.weights <= most_weights(candidate.memory):
         return (2, (candidate.headroom or 0) - candidate.need)
-    return (1, candidate.headroom or 0) if code is Code.LOAD_FAILED else (0,)
+    return (1, candidate.headroom or 0) if code is RefusalCode.LOAD_FAILED else (0,)
 
 
 def _explained(whole: NoPlacement, model: str) -> Refused:

@@ -49,10 +49,10 @@ from typing import Protocol
 
 import msgspec
 
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.recovery import GROWTH
-from router.placement.reservations import Account, Ledger
+from router.placement.recovery import KV_GROWTH_TOKENS
+from router.placement.reservations import NodeReservations, ReservationLedger
 from wire.capacity.arithmetic import (
     Fits,
     alone_bytes,
@@ -65,22 +65,22 @@ from wire.capacity.arithmetic import (
     request_need,
 )
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
 
-FULL_MARKS = 2
+HEADROOM_SATURATION = 2
 """Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
-WARM = 0.5
+PREFIX_HIT_SHARE = 0.5
 """Cached share of the prompt from which a node gets full marks wherever the request fits.
 
 Most of the memory that such a request needs may already be in the cache, which makes room for it.
 """
-LOAD_LEFT = 0.1
+MIN_LOAD_LEFT_SHARE = 0.1
 """Minimum share of a load that is left until the model is loaded: kernels and a first profile follow the weights."""
-TTFT_STEP = 0.05
+TTFT_STEP_SECONDS = 0.05
 """Resolution of the expected time in seconds: a smaller difference is noise of the measured speed."""
-BESIDE_ROWS = 1.6
+PREFILL_SLOWDOWN_WHILE_DECODING = 1.6
 """Factor by which prefill slows down while rows decode, because the rows keep their share of the machine."""
 BUSY_STEPS = 4
 """Steps per doubling of in-flight requests relative to speed: machines of nearly the same speed count as equal."""
@@ -90,16 +90,16 @@ ANSWER_WEIGHT, ROW_WEIGHT = 0.3, 0.1
 A second until the first token has weight 1. Simulated: larger weights make the slowest requests wait longer than
 necessary, smaller weights delay the end of all answers.
 """
-RETRY_LEAST, RETRY_MOST = 1.0, 60.0
+MIN_RETRY_SECONDS, MAX_RETRY_SECONDS = 1.0, 60.0
 """Minimum and maximum of an estimated Retry-After, in seconds."""
-RETRY_UNKNOWN = 2.0
+UNKNOWN_RETRY_SECONDS = 2.0
 """Retry-After in seconds where no estimate exists."""
 TOOLS, LOGPROBS, SAMPLING, GRAMMAR = "tools", "logprobs", "sampling", "grammar"
-"""Optional features of a model that a request may need; used in `Demand.features` and `Model.features`."""
+"""Optional features of a model that a request may need; used in `ResourceDemand.features` and `Model.features`."""
 _MEANT = {SAMPLING: "top_k, min_p, penalties or logit_bias", GRAMMAR: "formats, strict tools or forced calls"}
 
 
-class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
+class ResourceDemand(msgspec.Struct, frozen=True, gc=False):  # made for every request and node
     """Resources and features that a request needs on a node."""
 
     model: str
@@ -129,7 +129,7 @@ class Demand(msgspec.Struct, frozen=True, gc=False):  # made for every request a
         """
         usual = model.expected_output
         if self.written:
-            usual = max(usual, self.written + GROWTH)
+            usual = max(usual, self.written + KV_GROWTH_TOKENS)
         if self.max_tokens is not None and self.max_tokens < usual:
             usual = self.max_tokens
         room = model.context - tokens
@@ -144,7 +144,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     state: str
     why: str = ""
     """Reason why the node is infeasible; empty when it is feasible."""
-    code: Code | None = None
+    code: RefusalCode | None = None
     """Refusal code of that reason."""
     need: int = 0
     """Bytes that the request needs on the node."""
@@ -186,13 +186,13 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
         """Bytes that the node could give a request that runs alone on it."""
         return most_bytes(self.memory)
 
-    def numbers(self) -> Numbers:
+    def numbers(self) -> MemoryNumbers:
         """Return the numbers of the verdict, `error.memory` of an answer."""
         memory = self.memory
         now = occupied(memory)
         reserved = memory.reserved + self.withheld
         predicted = None if now is None else now + reserved + self.need + memory.margin
-        return Numbers(
+        return MemoryNumbers(
             predicted,
             memory.ceiling,
             now,
@@ -225,7 +225,7 @@ class NoPlacement(msgspec.Struct, frozen=True, gc=False):
     """
 
 
-class Trials(msgspec.Struct, frozen=True, gc=False):
+class AttemptHistory(msgspec.Struct, frozen=True, gc=False):
     """Earlier attempts of this request."""
 
     refused: Mapping[NodeId, float] = msgspec.field(default_factory=dict[NodeId, float])
@@ -243,10 +243,10 @@ class Trials(msgspec.Struct, frozen=True, gc=False):
     """
 
 
-FIRST = Trials()
+FIRST = AttemptHistory()
 
 
-class Correction(msgspec.Struct, frozen=True, gc=False):
+class HeadroomCorrection(msgspec.Struct, frozen=True, gc=False):
     """Maximum headroom in bytes of a node that refused although the view had room; valid until its next report."""
 
     heard_at: float
@@ -256,7 +256,7 @@ class Correction(msgspec.Struct, frozen=True, gc=False):
 class Policy(Protocol):
     """Order of feasible nodes: the smallest tuple wins, chance decides between equal tuples."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Return the rank of one feasible node for one request."""
         ...
 
@@ -264,23 +264,23 @@ class Policy(Protocol):
 class Balanced:
     """Policy: saturating headroom first, then the shortest time, which includes the delay of other requests."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by marks, time, requests in flight relative to speed, cached share of the prompt, share of headroom."""
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
-        marks = FULL_MARKS
-        if candidate.warm < WARM and room < FULL_MARKS * need and not candidate.idle:
+        marks = HEADROOM_SATURATION
+        if candidate.warm < PREFIX_HIT_SHARE and room < HEADROOM_SATURATION * need and not candidate.idle:
             marks = room // need
         fraction = room / max(1, memory.ceiling - memory.margin)
         time = candidate.expected_ttft + candidate.delay + ANSWER_WEIGHT * candidate.expected_answer
         speed = candidate.model.decode_speed if candidate.model else 1.0
         busy = math.floor(BUSY_STEPS * math.log2((candidate.in_flight + 1) / speed))
-        return (-marks, time // TTFT_STEP, busy, -candidate.warm, -fraction)
+        return (-marks, time // TTFT_STEP_SECONDS, busy, -candidate.warm, -fraction)
 
 
 class MostHeadroom:
     """Policy: most bytes of headroom wins."""
 
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by headroom in bytes, then requests in flight."""
         return (-(candidate.headroom or 0), candidate.in_flight)
 
@@ -290,14 +290,14 @@ POLICIES: Mapping[str, Policy] = MappingProxyType({"balanced": Balanced(), "most
 
 def place(
     view: ClusterView,
-    request: Demand,
-    ledger: Ledger,
+    request: ResourceDemand,
+    ledger: ReservationLedger,
     *,
     now: float,
     draw: Callable[[], float],
     policy: Policy = POLICIES["balanced"],
-    corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
-    trials: Trials = FIRST,
+    corrections: Mapping[NodeId, HeadroomCorrection] = MappingProxyType({}),
+    trials: AttemptHistory = FIRST,
     warm: Mapping[NodeId, float] = NOWHERE,
 ) -> Placement | NoPlacement:
     """Pick a node for a request, or return the refusal with the reason.
@@ -317,26 +317,26 @@ def place(
 
 def consider(
     node: NodeView,
-    request: Demand,
-    ledger: Ledger,
+    request: ResourceDemand,
+    ledger: ReservationLedger,
     now: float,
-    corrections: Mapping[NodeId, Correction],
-    trials: Trials,
+    corrections: Mapping[NodeId, HeadroomCorrection],
+    trials: AttemptHistory,
     warm: Mapping[NodeId, float],
 ) -> Candidate:
     """Compute one node's arithmetic for a request, with the reason if the node is infeasible."""
     if not request.labels <= node.labels:
         lacking = ", ".join(sorted(request.labels - node.labels))
-        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", Code.NOT_ALLOWED)
+        return Candidate(node.id, node.name, node.state, f"has no label {lacking}", RefusalCode.NOT_ALLOWED)
     model = node.models.get(request.model)
     if model is None:
-        return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", Code.NO_MODEL)
+        return Candidate(node.id, node.name, node.state, f"does not serve {request.model}", RefusalCode.NO_MODEL)
     tokens = request.tokens_on(model)
     output = request.output_on(model, tokens)
     tokenizing = reading_bytes(request.prompt_bytes, context=model.context)
     need = max(request_need(model, tokens, output, request.choices), tokenizing)
     weights = 0 if model.loaded else model.weights
-    if weights and node.reads(model):
+    if weights and node.is_loading(model):
         need, weights = need - weights, 0
     withheld = ledger.unacknowledged(node.id, trials.waiting)
     if node.id in corrections:
@@ -355,18 +355,18 @@ def consider(
                 why, code = verdict.message, verdict.code
     turn = None if why else ledger.turns.get(node.id)
     if turn is not None and not request.written and turn.bars(model.name, model.loaded):
-        why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", Code.NO_ROOM
+        why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", RefusalCode.NO_ROOM
     account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
     known = warm.get(node.id, 0.0) if model.loaded else 0.0
     reading = round(tokens * (1.0 - known)) + request.written
     ahead = engine.queued_tokens + account.tokens
-    ttft, delay = turns(account, ahead, reading, speed)
+    ttft, delay = prefill_wait(account, ahead, reading, speed)
     if engine.running:
-        ttft *= BESIDE_ROWS
+        ttft *= PREFILL_SLOWDOWN_WHILE_DECODING
         delay += ROW_WEIGHT * engine.running * reading / speed
     if not model.loaded:
         read = model.progress or 0.5  # without a reported progress, half of the load is left on average
-        ttft += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
+        ttft += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - read) if model.loading else 1.0)
     taken, most = account.rows, engine.rows
     answer = output / model.decode_speed * (1.0 + ROW_COST * taken)
     if taken + request.choices > most > 0:
@@ -395,7 +395,7 @@ def consider(
     )
 
 
-def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[float, float]:
+def prefill_wait(account: NodeReservations, ahead: int, reading: int, speed: float) -> tuple[float, float]:
     """Return the seconds until a prompt of `reading` tokens is prefilled, and the wait in seconds that it adds for
     other prompts.
 
@@ -404,7 +404,7 @@ def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[flo
     ones.
     """
     mine, others, known = reading / speed, ahead / speed, account.unread_tokens
-    if not known or others < TTFT_STEP / 2:  # below the noise of the measured speed
+    if not known or others < TTFT_STEP_SECONDS / 2:  # below the noise of the measured speed
         return mine + others, 0.0
     left = min(1.0, ahead / known)
     shorter, longer, behind = mine, max(0, ahead - known) / speed, 0
@@ -418,7 +418,7 @@ def turns(account: Account, ahead: int, reading: int, speed: float) -> tuple[flo
     return shorter + min(shorter, longer), behind * mine
 
 
-def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
+def _withheld(node: NodeView, ledger: ReservationLedger, correction: HeadroomCorrection) -> int:
     """Return the bytes by which the view still overstates a node that has just refused."""
     if correction.heard_at != node.heard_at:
         return 0
@@ -428,54 +428,56 @@ def _withheld(node: NodeView, ledger: Ledger, correction: Correction) -> int:
     return 0 if room is None else max(0, room - correction.headroom)
 
 
-_FIT: tuple[str, Code | None] = ("", None)
+_FIT: tuple[str, RefusalCode | None] = ("", None)
 
 
-def _unfit(node: NodeView, model: Model, request: Demand, now: float, trials: Trials) -> tuple[str, Code | None]:
+def _unfit(
+    node: NodeView, model: Model, request: ResourceDemand, now: float, trials: AttemptHistory
+) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node is infeasible regardless of memory; an empty reason when it is feasible."""
-    why = away(node, now)
+    why = unavailable_reason(node, now)
     if why is not _FIT:
         return why
     if model.cause:
-        return f"cannot load {model.name}: {model.cause}", Code.LOAD_FAILED
+        return f"cannot load {model.name}: {model.cause}", RefusalCode.LOAD_FAILED
     if request.features and not request.features.issubset(model.features):
         return f"its {model.name} has no {', '.join(sorted(request.features.difference(model.features)))}", (
-            Code.UNSUPPORTED
+            RefusalCode.UNSUPPORTED
         )
     if _too_long(model, request):
-        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", Code.CONTEXT
+        return f"its context is {model.context} tokens, the prompt has {request.prompt_tokens}", RefusalCode.CONTEXT
     return _FIT if trials is FIRST else _tried(node, model, trials)
 
 
-def away(node: NodeView, now: float) -> tuple[str, Code | None]:
+def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node takes no request at all now; an empty reason when it does."""
     if node.state == "paused":
-        return f"is paused: {node.sharing.why}", Code.DRAINING
+        return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
     if node.state != "ready":
-        return f"is {node.state}", Code.NOT_READY
+        return f"is {node.state}", RefusalCode.NOT_READY
     if node.cordoned:
-        return "is cordoned", Code.NOT_READY
+        return "is cordoned", RefusalCode.NOT_READY
     if node.draining:
-        return "is draining", Code.DRAINING
-    if now - node.heard_at > FRESH_SECONDS:
-        return f"was last heard {now - node.heard_at:.1f} s ago", Code.NOT_READY
+        return "is draining", RefusalCode.DRAINING
+    if now - node.heard_at > MAX_REPORT_AGE_SECONDS:
+        return f"was last heard {now - node.heard_at:.1f} s ago", RefusalCode.NOT_READY
     engine = node.engine
     if engine.state != "ready":
-        return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), Code.NOT_READY
+        return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), RefusalCode.NOT_READY
     return _FIT
 
 
-def _tried(node: NodeView, model: Model, trials: Trials) -> tuple[str, Code | None]:
+def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, RefusalCode | None]:
     if trials.fingerprint and trials.fingerprint != model.fingerprint:
         return f"its {model.name} is another model: {_short(model.fingerprint)}, not {_short(trials.fingerprint)}", (
-            Code.NOT_READY
+            RefusalCode.NOT_READY
         )
     if node.id in trials.lost:
-        return "was lost with this request", Code.NOT_READY
+        return "was lost with this request", RefusalCode.NOT_READY
     if node.id in trials.never:
         return f"refused for good: {trials.never[node.id].message}", trials.never[node.id].code
     if trials.refused.get(node.id) == node.heard_at:
-        return "refused this request and has not reported since", Code.NO_ROOM
+        return "refused this request and has not reported since", RefusalCode.NO_ROOM
     return _FIT
 
 
@@ -483,21 +485,23 @@ def _short(fingerprint: str) -> str:
     return f"fingerprint {fingerprint[:8] or 'unknown'}"
 
 
-def _too_long(model: Model, request: Demand) -> bool:
+def _too_long(model: Model, request: ResourceDemand) -> bool:
     return bool(model.context) and request.prompt_tokens is not None and request.prompt_tokens >= model.context
 
 
 # refusals
 
 
-def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], trials: Trials) -> NoPlacement:
+def _refuse(
+    view: ClusterView, request: ResourceDemand, seen: tuple[Candidate, ...], trials: AttemptHistory
+) -> NoPlacement:
     all_known = [node for node in view.nodes if request.model in node.models]
     if not all_known:
         return NoPlacement(_no_model(view, request), seen)
     known = [node for node in all_known if request.labels <= node.labels]
     if not known:
         text = f"no node with the labels that this API key is bound to ({', '.join(sorted(request.labels))}) serves"
-        return NoPlacement(Refused(Code.NOT_ALLOWED, f"{text} {request.model}"), seen)
+        return NoPlacement(Refused(RefusalCode.NOT_ALLOWED, f"{text} {request.model}"), seen)
     causes = {node.id: cause for node in known if (cause := _broken(node, request, trials))}
     serving = [node for node in known if node.id not in causes]
     if not serving:
@@ -505,7 +509,7 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
     offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
     missing = _missing(serving, request)
     if missing:
-        return NoPlacement(Refused(Code.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
+        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
     if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
         final = _never(serving, request, offers, trials)
         if final is not None:
@@ -514,22 +518,22 @@ def _refuse(view: ClusterView, request: Demand, seen: tuple[Candidate, ...], tri
     return NoPlacement(_not_now(request, offers), seen, ask)
 
 
-def _broken(node: NodeView, request: Demand, trials: Trials) -> str:
+def _broken(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> str:
     """Return why a node cannot load the model, by its report or its answer to this request; empty if it can."""
     told = trials.never.get(node.id)
-    if told is not None and told.code is Code.LOAD_FAILED:
+    if told is not None and told.code is RefusalCode.LOAD_FAILED:
         return told.message.removeprefix(f"{request.model} cannot be loaded: ")
     return node.models[request.model].cause
 
 
-def _load_failed(known: list[NodeView], request: Demand, causes: Mapping[NodeId, str]) -> Refused:
+def _load_failed(known: list[NodeView], request: ResourceDemand, causes: Mapping[NodeId, str]) -> Refused:
     told = "; ".join(f"{node.name}: {causes[node.id]}" for node in known[:4])
     more = f"; and {len(known) - 4} more" if len(known) > 4 else ""
     text = f"no node can load {request.model}: {told}{more}"
-    return Refused(Code.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
+    return Refused(RefusalCode.LOAD_FAILED, text, None, None, known[0].name if len(known) == 1 else "")
 
 
-def _missing(serving: list[NodeView], request: Demand) -> str:
+def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
     """Name the features that no member offers with this model, in any state; empty when one member offers all."""
     offered = [frozenset(node.models[request.model].features) for node in serving]
     if any(request.features <= features for features in offered):
@@ -538,34 +542,39 @@ def _missing(serving: list[NodeView], request: Demand) -> str:
     return " and ".join(_MEANT.get(feature, feature) for feature in sorted(lacking))
 
 
-def _no_model(view: ClusterView, request: Demand) -> Refused:
+def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
     if any(package.name == request.model for node in view.nodes for package in node.video.packages):
-        return Refused(Code.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos")
+        return Refused(
+            RefusalCode.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos"
+        )
     known = view.models()
     if not known:
         return Refused(
-            Code.NOT_READY,
+            RefusalCode.NOT_READY,
             "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
             "here, `cluster join` adds a machine",
             None,
-            RETRY_UNKNOWN,
+            UNKNOWN_RETRY_SECONDS,
         )
     near = difflib.get_close_matches(request.model[:256], known, 3, 0.4) or sorted(known)[:3]
     return Refused(
-        Code.NO_MODEL, f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}"
+        RefusalCode.NO_MODEL,
+        f"no node serves the model {request.model[:256]!r}; the nearest names are {', '.join(near)}",
     )
 
 
-def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Refused | None:
+def _never(
+    serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
+) -> Refused | None:
     """Return the refusal if no member could ever hold the request; None as long as one could."""
     if any(_ever(node, request, trials) for node in serving):
         return None
     longest = max(node.models[request.model].context for node in serving)
     told = [trials.never[node.id] for node in serving if node.id in trials.never]
-    told = [refused for refused in told if refused.code is not Code.TOO_LARGE]
+    told = [refused for refused in told if refused.code is not RefusalCode.TOO_LARGE]
     if request.prompt_tokens is not None and longest and request.prompt_tokens >= longest:
         return Refused(
-            Code.CONTEXT,
+            RefusalCode.CONTEXT,
             f"the prompt has {request.prompt_tokens} tokens, the longest context of "
             f"{request.model} in this cluster is {longest}: shorten the prompt",
         )
@@ -573,7 +582,7 @@ def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], tr
         return told[0]
     best = max(offers, key=lambda one: one.most)
     return Refused(
-        Code.TOO_LARGE,
+        RefusalCode.TOO_LARGE,
         f"needs {show_size(_alone(best, request))} alone, the most that any member can give is "
         f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
         f"variant of {request.model}",
@@ -583,7 +592,7 @@ def _never(serving: list[NodeView], request: Demand, offers: list[Candidate], tr
     )
 
 
-def _ever(node: NodeView, request: Demand, trials: Trials) -> bool:
+def _ever(node: NodeView, request: ResourceDemand, trials: AttemptHistory) -> bool:
     model = node.models[request.model]
     if node.id in trials.never or _too_long(model, request):
         return False
@@ -591,23 +600,27 @@ def _ever(node: NodeView, request: Demand, trials: Trials) -> bool:
     return can_ever_fit(node.memory, model, tokens, request.output_on(model, tokens), request.choices)
 
 
-def _alone(candidate: Candidate, request: Demand) -> int:
+def _alone(candidate: Candidate, request: ResourceDemand) -> int:
     model = candidate.model
     assert model is not None  # noqa: S101  offers are candidates that serve the model
     return alone_bytes(model, candidate.prompt_tokens, candidate.output_tokens, request.choices)
 
 
-def _counter(serving: list[NodeView], request: Demand, offers: list[Candidate], trials: Trials) -> Candidate | None:
+def _counter(
+    serving: list[NodeView], request: ResourceDemand, offers: list[Candidate], trials: AttemptHistory
+) -> Candidate | None:
     """Choose the roomiest node to count a prompt that, by the estimate, fits on no member even when all are idle."""
     if any(_ever(node, request, trials) for node in serving):
         return None
     able = [
-        candidate for candidate in offers if candidate.code is Code.NO_ROOM and candidate.node not in trials.refused
+        candidate
+        for candidate in offers
+        if candidate.code is RefusalCode.NO_ROOM and candidate.node not in trials.refused
     ]
     return max(able, key=lambda one: one.most, default=None)
 
 
-def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -> Candidate | None:
+def _emptier(serving: list[NodeView], offers: list[Candidate], trials: AttemptHistory) -> Candidate | None:
     """Choose an idle, large enough node that could hold the model after unloading unused models.
 
     Return None while some present node has the model loaded or loading, because the request then only has to wait.
@@ -622,7 +635,7 @@ def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -
     able = [
         one
         for one in offers
-        if one.code is Code.NO_ROOM
+        if one.code is RefusalCode.NO_ROOM
         and one.node in idle
         and not one.in_flight
         and one.need <= one.most
@@ -631,33 +644,33 @@ def _emptier(serving: list[NodeView], offers: list[Candidate], trials: Trials) -
     return max(able, key=lambda one: (one.headroom or 0) - one.need, default=None)
 
 
-_MEMORY = frozenset({Code.NO_ROOM, Code.UNREADABLE})
+_MEMORY = frozenset({RefusalCode.NO_ROOM, RefusalCode.UNREADABLE})
 
 
-def _not_now(request: Demand, offers: list[Candidate]) -> Refused:
+def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     short = [candidate for candidate in offers if candidate.code in _MEMORY]
     if not short:
         return _nobody(request, offers)
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
-    if best.code is Code.UNREADABLE:
+    if best.code is RefusalCode.UNREADABLE:
         text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
-        return Refused(Code.UNREADABLE, text, best.numbers(), RETRY_UNKNOWN, best.name)
+        return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
         f"the prompt, lower max_tokens or use a smaller variant of {request.model}"
     )
-    return Refused(Code.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
+    return Refused(RefusalCode.NO_ROOM, text, best.numbers(), retry_after(best), best.name)
 
 
-def _nobody(request: Demand, offers: list[Candidate]) -> Refused:
-    draining = all(candidate.code is Code.DRAINING for candidate in offers)
+def _nobody(request: ResourceDemand, offers: list[Candidate]) -> Refused:
+    draining = all(candidate.code is RefusalCode.DRAINING for candidate in offers)
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(
-        Code.DRAINING if draining else Code.NOT_READY,
+        RefusalCode.DRAINING if draining else RefusalCode.NOT_READY,
         f"no node can take {request.model} now: {reasons}",
         None,
-        RETRY_UNKNOWN,
+        UNKNOWN_RETRY_SECONDS,
     )
 
 
@@ -665,9 +678,9 @@ def retry_after(candidate: Candidate) -> float:
     """Estimate the seconds until a full node has room: until one of its requests should end, 1 s to 60 s."""
     model = candidate.model
     if model is None or candidate.in_flight == 0:
-        return RETRY_UNKNOWN
+        return UNKNOWN_RETRY_SECONDS
     answer = model.expected_output / model.decode_speed
-    return min(RETRY_MOST, max(RETRY_LEAST, answer / candidate.in_flight))
+    return min(MAX_RETRY_SECONDS, max(MIN_RETRY_SECONDS, answer / candidate.in_flight))
 
 
 def explain(candidates: Iterable[Candidate], chosen: NodeId | None) -> list[dict[str, object]]:

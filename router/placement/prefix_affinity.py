@@ -28,19 +28,19 @@ import msgspec
 from wire.frames import Message
 from wire.identity import NodeId
 
-BLOCK = 2048
+BLOCK_CHARS = 2048
 """Characters of one message between two hashes."""
-MOST_LINKS = 64
+MAX_HASHES = 64
 """Maximum hashes of one prompt: half from its beginning, where system prompts end, half from its end."""
-ENTRIES = 50_000
+MAX_ENTRIES = 50_000
 """Maximum entries of the index."""
-LEAST_TRUST = 0.05
+MIN_TRUST = 0.05
 """Trust factor below which the name of a session is ignored."""
 NOWHERE: Mapping[NodeId, float] = MappingProxyType({})
 """Shares of a prompt that no node has cached."""
 
 
-class Chain(msgspec.Struct, frozen=True, gc=False):
+class PrefixHashChain(msgspec.Struct, frozen=True, gc=False):
     """Hashes of a prompt."""
 
     links: tuple[tuple[int, int], ...]
@@ -65,7 +65,7 @@ class _Session:
 
 def chain_of(
     root: object, messages: Sequence[Message], session: str = "", scope: str = "", *, shared: bool = False
-) -> Chain:
+) -> PrefixHashChain:
     """Compute the chain of a prompt.
 
     `root` holds everything that changes the whole prompt: model and fingerprint, tools, template. `session` names the
@@ -78,25 +78,25 @@ def chain_of(
         if place == 1:
             link = hash((link, scope))
         text = message.content
-        for start in range(0, len(text) - BLOCK, BLOCK):
-            link = hash((link, text[start : start + BLOCK]))
-            links.append((link, size + start + BLOCK))
-        link = hash((link, message.role, text[(len(text) - 1) // BLOCK * BLOCK :]))
+        for start in range(0, len(text) - BLOCK_CHARS, BLOCK_CHARS):
+            link = hash((link, text[start : start + BLOCK_CHARS]))
+            links.append((link, size + start + BLOCK_CHARS))
+        link = hash((link, message.role, text[(len(text) - 1) // BLOCK_CHARS * BLOCK_CHARS :]))
         size += len(text) + 1
         for call in message.tool_calls:
             link = hash((link, call.name, call.arguments))
             size += len(call.arguments)
         links.append((link, size))
-    if len(links) > MOST_LINKS:
-        links = links[: MOST_LINKS // 2] + links[-MOST_LINKS // 2 :]
-    return Chain(tuple(links), size, hash((root, scope, session)) if session else 0)
+    if len(links) > MAX_HASHES:
+        links = links[: MAX_HASHES // 2] + links[-MAX_HASHES // 2 :]
+    return PrefixHashChain(tuple(links), size, hash((root, scope, session)) if session else 0)
 
 
-class Affinity:
+class PrefixAffinity:
     """Index of prompts by node. Each engine process of a node has a number (`engine`), which invalidates all entries of
     an earlier process at once."""
 
-    def __init__(self, entries: int = ENTRIES) -> None:
+    def __init__(self, entries: int = MAX_ENTRIES) -> None:
         self._most = entries
         self._links: OrderedDict[int, dict[NodeId, tuple[int, bytes]]] = OrderedDict()
         self._sessions: OrderedDict[int, _Session] = OrderedDict()
@@ -108,7 +108,7 @@ class Affinity:
     def __len__(self) -> int:
         return len(self._links) + len(self._sessions) + len(self._prompts)
 
-    def shares(self, chain: Chain) -> Mapping[NodeId, float]:
+    def shares(self, chain: PrefixHashChain) -> Mapping[NodeId, float]:
         """Return the cached share of a prompt on each node, 0 to 1; nodes without any are left out."""
         found: dict[NodeId, float] = {}
         for link, size in reversed(chain.links):
@@ -119,12 +119,14 @@ class Affinity:
                 if node not in found and self._engines.get(node) == engine:
                     found[node] = size / chain.size
         session = self._sessions.get(chain.session)
-        if session is not None and session.trust > LEAST_TRUST and self._engines.get(session.node) == session.engine:
+        if session is not None and session.trust > MIN_TRUST and self._engines.get(session.node) == session.engine:
             told = session.trust * min(1.0, session.size / chain.size)
             found[session.node] = max(told, found.get(session.node, 0.0))
         return found or NOWHERE
 
-    def read(self, chain: Chain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int) -> None:
+    def read(
+        self, chain: PrefixHashChain, node: NodeId, prompt_hash: bytes, prompt_tokens: int, cached_tokens: int
+    ) -> None:
         """Record that a node has prefilled a prompt, and how many tokens were cached. Without a `prompt_hash` the node
         caches nothing."""
         if not prompt_hash or not chain.size:
@@ -142,7 +144,7 @@ class Affinity:
         while len(self._prompts) > self._most:
             self._prompts.popitem(last=False)
 
-    def _remember(self, chain: Chain, node: NodeId, engine: int, cached: float) -> None:
+    def _remember(self, chain: PrefixHashChain, node: NodeId, engine: int, cached: float) -> None:
         last = self._sessions.get(chain.session)
         trust = 1.0
         if last is not None and (last.node, last.engine) == (node, engine):
@@ -153,7 +155,7 @@ class Affinity:
         while len(self._sessions) > self._most:
             self._sessions.popitem(last=False)
 
-    def heard(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
+    def apply_report(self, node: NodeId, life: int, evictions: int, evicted: Sequence[bytes]) -> None:
         """Apply a report: `life` changes when the engine restarts.
 
         `evicted` holds the hashes of the newest evictions; the last of them is number `evictions`.

@@ -16,15 +16,15 @@ from enum import Enum
 
 from wire.refusals import GRAMMAR_FAILED
 
-MOST_CRASHES = 2
+MAX_CRASHES = 2
 """Number of engine crashes that ends a request."""
-MOST_LOSSES = 3
+MAX_LOSSES = 3
 """Maximum nodes that one request may lose or leave."""
-SOON, LATE = 3.0, 10.0
+MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
 """Minimum and maximum seconds of silence after which a stream is resumed elsewhere."""
-MOST_KNOWN = 1_000_000
+MAX_KNOWN_TOKENS = 1_000_000
 """Maximum remembered tokens of an answer without a limit."""
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 """Tokens reserved beyond the known tokens, for an answer that outgrew the usual length."""
 
 CRASHED = "engine_crashed"
@@ -32,11 +32,11 @@ LOST = "engine_lost"
 """Failure code of requests that were on an engine when it died, but not in the forward."""
 STOPS, LINK_LOST = "node_stopping", "link_lost"
 """Failure codes of requests that were on a node when it stopped, and of requests sent over an older link."""
-SHORT_OF_MEMORY = ("no_headroom", "memory_pressure")
+MEMORY_FAILURES = ("no_headroom", "memory_pressure")
 """Failure codes of requests that a node gave up to keep its other requests and the machine running."""
 
 
-class Fall(Enum):
+class LossKind(Enum):
     """Cause for which a request left its node."""
 
     FORWARD = "its engine crashed in its forward"
@@ -46,35 +46,35 @@ class Fall(Enum):
 
 
 _FALLS = {
-    CRASHED: Fall.FORWARD,
-    LOST: Fall.ENGINE,
-    STOPS: Fall.NODE,
-    LINK_LOST: Fall.NODE,
-    **dict.fromkeys(SHORT_OF_MEMORY, Fall.MEMORY),
+    CRASHED: LossKind.FORWARD,
+    LOST: LossKind.ENGINE,
+    STOPS: LossKind.NODE,
+    LINK_LOST: LossKind.NODE,
+    **dict.fromkeys(MEMORY_FAILURES, LossKind.MEMORY),
 }
 
 
-def fall_of(code: str) -> Fall | None:
+def loss_kind(code: str) -> LossKind | None:
     """Return the cause for a failure code of a node; None when the request cannot be recovered anywhere."""
     return _FALLS.get(code)
 
 
 def is_fault(code: str) -> bool:
     """Return whether a failure code is a fault of the engine: an impossible grammar is a fault of the client."""
-    return code != GRAMMAR_FAILED and fall_of(code) not in (Fall.NODE, Fall.MEMORY)
+    return code != GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
-def survives(fall: Fall, losses: int, crashes: int) -> bool:
+def may_recover(fall: LossKind, losses: int, crashes: int) -> bool:
     """Return whether a request may be recovered; `losses` and `crashes` already count this event."""
-    if fall is Fall.FORWARD:
+    if fall is LossKind.FORWARD:
         return False
-    return crashes < MOST_CRASHES if fall is Fall.ENGINE else losses <= MOST_LOSSES
+    return crashes < MAX_CRASHES if fall is LossKind.ENGINE else losses <= MAX_LOSSES
 
 
-def patience(expected: float) -> float:
+def resume_after_seconds(expected: float) -> float:
     """Return the seconds of silence after which a resume elsewhere pays.
 
     `expected` is the time in seconds to prefill the known tokens on another node. A request that would lose much waits
     longer for its node to return.
     """
-    return min(LATE, max(SOON, expected))
+    return min(MAX_SILENCE_SECONDS, max(MIN_SILENCE_SECONDS, expected))

@@ -33,7 +33,7 @@ class LedgerError(AssertionError):
     """Inconsistent reservations: a bug, never a consequence of a node's or client's action."""
 
 
-class _Promise(msgspec.Struct, gc=False):
+class _Reservation(msgspec.Struct, gc=False):
     """Reservation of one request on one node."""
 
     node: NodeId
@@ -46,7 +46,7 @@ class _Promise(msgspec.Struct, gc=False):
     settled: bool = False
 
 
-class Unread(msgspec.Struct, frozen=True, gc=False):
+class PendingPrefill(msgspec.Struct, frozen=True, gc=False):
     """Prompt that a node has not prefilled yet."""
 
     tokens: int
@@ -56,7 +56,7 @@ class Unread(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True)
-class Account:
+class NodeReservations:
     """Open requests and reservations of one node."""
 
     need: int = 0
@@ -69,7 +69,7 @@ class Account:
     """All requests on the node."""
     promised: set[int] = field(default_factory=set[int])
     """Requests whose reservation the report does not contain."""
-    unread: dict[int, Unread] = field(default_factory=dict[int, Unread])
+    unread: dict[int, PendingPrefill] = field(default_factory=dict[int, PendingPrefill])
     """Prompts of the requests without a first token."""
     unread_tokens: int = 0
     """Sum of the tokens in `unread`."""
@@ -81,10 +81,10 @@ class Account:
             self.unread_tokens -= prompt.tokens
 
 
-_EMPTY = Account()
+_EMPTY = NodeReservations()
 
 
-class Turn(msgspec.Struct, frozen=True, gc=False):
+class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     """Model swap on a node: no new requests for the models in the way, and no load of a third model."""
 
     node: NodeId
@@ -111,15 +111,15 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
         return f"{', '.join(sorted(self.leaving))} -> {self.model}"
 
 
-class Ledger:
+class ReservationLedger:
     """Reservations of one router in bytes and prompt tokens, by request and by node."""
 
     def __init__(self) -> None:
-        self._promises: dict[int, _Promise] = {}
-        self._accounts: dict[NodeId, Account] = {}
+        self._promises: dict[int, _Reservation] = {}
+        self._accounts: dict[NodeId, NodeReservations] = {}
         self._holds: dict[int, tuple[NodeId, int]] = {}
         self._touched: set[NodeId] = set()
-        self.turns: dict[NodeId, Turn] = {}
+        self.turns: dict[NodeId, SwapTurn] = {}
         """Nodes with a model swap under way (`router.dispatch.model_swaps`)."""
 
     def take_touched(self) -> set[NodeId]:
@@ -127,7 +127,7 @@ class Ledger:
         touched, self._touched = self._touched, set()
         return touched
 
-    def claim(
+    def reserve(
         self,
         node: NodeId,
         request: int,
@@ -147,16 +147,16 @@ class Ledger:
         """
         if request in self._promises:
             raise LedgerError(f"request {request} claims twice")
-        self._promises[request] = _Promise(node, seq, need, tokens, weights, rows)
+        self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
-            account = self._accounts[node] = Account()
+            account = self._accounts[node] = NodeReservations()
         self._touched.add(node)
         account.need += need
         account.tokens += tokens
         account.rows += rows
         account.requests.add(request)
-        account.unread[request] = Unread(tokens, seconds)
+        account.unread[request] = PendingPrefill(tokens, seconds)
         account.unread_tokens += tokens
         account.promised.add(request)
 
@@ -215,7 +215,7 @@ class Ledger:
         self._touched.discard(node)
         self.turns.pop(node, None)
 
-    def _settle(self, account: Account, request: int, promise: _Promise) -> None:
+    def _settle(self, account: NodeReservations, request: int, promise: _Reservation) -> None:
         promise.settled = True
         self._touched.add(promise.node)
         account.need -= promise.need
@@ -251,7 +251,7 @@ class Ledger:
             return need
         return need + sum(kept for who, (where, kept) in self._holds.items() if where == node and who != waiting)
 
-    def account(self, node: NodeId) -> Account:
+    def account(self, node: NodeId) -> NodeReservations:
         """Return the account of a node, read-only."""
         return self._accounts.get(node, _EMPTY)
 

@@ -21,32 +21,32 @@ from numpy.typing import NDArray
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import (
     ANSWER_WEIGHT,
-    BESIDE_ROWS,
     FIRST,
-    FULL_MARKS,
-    LOAD_LEFT,
+    HEADROOM_SATURATION,
+    MIN_LOAD_LEFT_SHARE,
     POLICIES,
+    PREFILL_SLOWDOWN_WHILE_DECODING,
+    PREFIX_HIT_SHARE,
     ROW_WEIGHT,
-    TTFT_STEP,
-    WARM,
+    TTFT_STEP_SECONDS,
+    AttemptHistory,
     Candidate,
-    Correction,
-    Demand,
+    HeadroomCorrection,
     NoPlacement,
     Placement,
     Policy,
-    Trials,
-    away,
+    ResourceDemand,
     consider,
     place,
+    unavailable_reason,
 )
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.reservations import Ledger
+from router.placement.reservations import ReservationLedger
 from wire.capacity.arithmetic import headroom, occupied, request_need
 from wire.identity import NodeId
 from wire.report import ROW_COST, Model
 
-LOOKS = 8
+MAX_LEADERS = 8
 """Leaders to examine before `place` examines all nodes."""
 _SHORT, _LONG, _ANSWER = 256, 4096, 64
 """Prompt lengths and answer length between which a need is linear, in tokens."""
@@ -63,7 +63,7 @@ Column = NDArray[np.float64]
 
 
 @dataclass(slots=True, eq=False)
-class Rows:
+class RankInputs:
     """Columns that a policy may rank by, one number per node."""
 
     need: Column
@@ -78,12 +78,12 @@ class Rows:
     """Noise below 1."""
 
 
-def rank_balanced(rows: Rows) -> Column:
+def rank_balanced(rows: RankInputs) -> Column:
     """Rank like `place.Balanced`: the smallest number leads."""
     marks = rows.room / rows.need
-    np.floor(np.minimum(marks, FULL_MARKS, out=marks), out=marks)
+    np.floor(np.minimum(marks, HEADROOM_SATURATION, out=marks), out=marks)
     marks *= _MARK
-    rank = rows.time * (1 / TTFT_STEP)
+    rank = rows.time * (1 / TTFT_STEP_SECONDS)
     np.floor(rank, out=rank)
     rank *= _STEP
     rank -= marks
@@ -92,12 +92,12 @@ def rank_balanced(rows: Rows) -> Column:
     return rank
 
 
-def rank_most_headroom(rows: Rows) -> Column:
+def rank_most_headroom(rows: RankInputs) -> Column:
     """Rank like `place.MostHeadroom`."""
     return rows.noise - rows.room
 
 
-RANKS: Mapping[Policy, Callable[[Rows], Column]] = MappingProxyType(
+RANKS: Mapping[Policy, Callable[[RankInputs], Column]] = MappingProxyType(
     {POLICIES["balanced"]: rank_balanced, POLICIES["most_headroom"]: rank_most_headroom}
 )
 """Array ranking of each policy; for other policies `place` examines every node."""
@@ -134,14 +134,14 @@ class _Table:
         memory = node.memory
         room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved)
         self.resting[row] = model.loaded and not node.engine.queued_tokens
-        if room is None or model.cause or away(node, node.heard_at)[0]:
+        if room is None or model.cause or unavailable_reason(node, node.heard_at)[0]:
             self.read[row] = _NOTHING
             return
         short = request_need(model, _SHORT, _ANSWER)
         slope = (request_need(model, _LONG, _ANSWER) - short) / (_LONG - _SHORT)
-        weights = model.weights if node.reads(model) else 0
+        weights = model.weights if node.is_loading(model) else 0
         self.slope[row], self.fixed[row] = slope, max(1.0, short - weights - slope * (_SHORT + _ANSWER))
-        slower = BESIDE_ROWS if node.engine.running else 1.0
+        slower = PREFILL_SLOWDOWN_WHILE_DECODING if node.engine.running else 1.0
         self.token[row] = (slower + ROW_WEIGHT * node.engine.running) / model.prefill_speed
         answer = ANSWER_WEIGHT / model.decode_speed if model.decode_speed > 0 else 0.0
         wait = slower * node.engine.queued_tokens / model.prefill_speed
@@ -150,7 +150,7 @@ class _Table:
         self.full[row] = (most, usual / most) if most else (0, 0.0)
         if not model.loaded:
             read = model.progress or 0.5
-            wait += model.load_seconds * (max(LOAD_LEFT, 1.0 - read) if model.loading else 1.0)
+            wait += model.load_seconds * (max(MIN_LOAD_LEFT_SHARE, 1.0 - read) if model.loading else 1.0)
         self.read[row] = (room if memory.guard else math.inf, wait, max(1, memory.ceiling - memory.margin), answer)
 
     def promise(self, row: int, need: int, tokens: int, taken: int) -> None:
@@ -166,10 +166,10 @@ class _Table:
         self.fraction[row] = _FRACTION * min(1.0, room / ceiling)
 
 
-class Columns:
-    """Tables of one router; every new view must pass through `follow`."""
+class VectorIndex:
+    """Tables of one router; every new view must pass through `apply_view`."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: ReservationLedger) -> None:
         self._ledger = ledger
         self._view = ClusterView()
         self._index: dict[NodeId, int] = {}
@@ -179,13 +179,13 @@ class Columns:
     def place(
         self,
         view: ClusterView,
-        request: Demand,
+        request: ResourceDemand,
         *,
         now: float,
         draw: Callable[[], float],
         policy: Policy = POLICIES["balanced"],
-        corrections: Mapping[NodeId, Correction] = MappingProxyType({}),
-        trials: Trials = FIRST,
+        corrections: Mapping[NodeId, HeadroomCorrection] = MappingProxyType({}),
+        trials: AttemptHistory = FIRST,
         warm: Mapping[NodeId, float] = NOWHERE,
     ) -> Placement | NoPlacement:
         """Pick a node like `place.place`. The result holds only the examined candidates."""
@@ -209,12 +209,12 @@ class Columns:
 
     def _lead(
         self,
-        request: Demand,
+        request: ResourceDemand,
         now: float,
         draw: Callable[[], float],
-        ranks: Callable[[Rows], Column],
-        corrections: Mapping[NodeId, Correction],
-        trials: Trials,
+        ranks: Callable[[RankInputs], Column],
+        corrections: Mapping[NodeId, HeadroomCorrection],
+        trials: AttemptHistory,
         warm: Mapping[NodeId, float],
     ) -> Placement | None:
         table, nodes = self._table(request.model), self._view.nodes
@@ -232,14 +232,14 @@ class Columns:
         known = {self._index[node]: share for node, share in warm.items() if node in self._index}
         for row, share in known.items():
             time[row] -= share * tokens * table.token[row]
-            if share >= WARM and table.room[row] >= need[row]:
+            if share >= PREFIX_HIT_SHARE and table.room[row] >= need[row]:
                 need[row] = 1.0
         start = int(draw() * len(nodes))
-        rank = ranks(Rows(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
+        rank = ranks(RankInputs(need, table.room, time, table.fraction, self._noise[start : start + len(nodes)]))
         for row, share in known.items():
             rank[row] -= share * _KNOWN
         seen: list[Candidate] = []
-        for _ in range(min(LOOKS, len(nodes))):
+        for _ in range(min(MAX_LEADERS, len(nodes))):
             row = int(rank.argmin())
             candidate = consider(nodes[row], request, self._ledger, now, corrections, trials, warm)
             seen.append(candidate)
@@ -250,7 +250,7 @@ class Columns:
 
     # updates
 
-    def follow(self, view: ClusterView) -> None:
+    def apply_view(self, view: ClusterView) -> None:
         """Apply a new view: rewrite the rows of the nodes that changed."""
         old, self._view = self._view, view
         if len(view.nodes) != len(old.nodes):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.video.artifacts import Artifacts, most_bytes
-from coordinator.video.state.jobs import Fault, Job, Wanted
+from coordinator.video.artifacts import ArtifactFolder, most_bytes
+from coordinator.video.state.jobs import JobFault, RequestedClip, VideoJob
 from tests.support.cluster_port import Line, Port, opened
-from wire.frames import Answer, Ask
+from wire.frames import FetchChunk, FetchRequest
 from wire.identity import NodeId
 from wire.video import Artifact
 
@@ -28,17 +28,17 @@ async def _linked(port: Port, name: str) -> Line:
 
 
 async def _all(port: Port, node: str, limit: int) -> bytes:
-    return b"".join([piece async for piece in port.application.registry.links.ask(NodeId(node), "logs", limit)])
+    return b"".join([piece async for piece in port.application.registry.links.fetch(NodeId(node), "logs", limit)])
 
 
 async def test_no_node_answers_for_another(port: Port) -> None:
     """Before this check any node could forge the logs and metrics of another, with the number of the query alone."""
     honest, liar = await _linked(port, "honest"), await _linked(port, "liar")
     asking = asyncio.create_task(_all(port, "node-1", 1000))
-    asked = await honest.until(Ask)
-    liar.send(Answer(asked.ask, b"forged", last=True))
+    asked = await honest.until(FetchRequest)
+    liar.send(FetchChunk(asked.ask, b"forged", last=True))
     await asyncio.sleep(0.1)
-    honest.send(Answer(asked.ask, b"true", last=True))
+    honest.send(FetchChunk(asked.ask, b"true", last=True))
     assert await asking == b"true"
 
 
@@ -47,8 +47,8 @@ async def test_an_answer_that_never_ends_ends_its_link(port: Port, piece: bytes)
     async with port.undisturbed():
         line = await _linked(port, "liar")
         asking = asyncio.create_task(_all(port, "node-2", 10_000))
-        asked = await line.until(Ask)
-        line.send(*(Answer(asked.ask, piece) for _ in range(20)))
+        asked = await line.until(FetchRequest)
+        line.send(*(FetchChunk(asked.ask, piece) for _ in range(20)))
         await line.ended()
         await port.until(lambda: port.said("longer answer than the 10000 bytes"))
         asking.cancel()
@@ -57,13 +57,13 @@ async def test_an_answer_that_never_ends_ends_its_link(port: Port, piece: bytes)
 async def test_a_window_without_a_byte_is_the_last(port: Port) -> None:
     line = await _linked(port, "liar")
     asking = asyncio.create_task(_all(port, "node-1", 10_000))
-    asked = await line.until(Ask)
-    line.send(Answer(asked.ask, b"", last=True, next=5))
+    asked = await line.until(FetchRequest)
+    line.send(FetchChunk(asked.ask, b"", last=True, next=5))
     assert await asyncio.wait_for(asking, 30) == b""
 
 
-WANTED = Wanted("wan", "a cat", 64, 64, 5, 16, 4, 100)
-JOB = Job("video_1", 1, "key", 0.0, WANTED, 2**30, node="n1", lease="l1")
+WANTED = RequestedClip("wan", "a cat", 64, 64, 5, 16, 4, 100)
+JOB = VideoJob("video_1", 1, "key", 0.0, WANTED, 2**30, node="n1", lease="l1")
 
 
 async def test_an_artifact_is_no_larger_than_its_job_can_make(tmp_path: Path) -> None:
@@ -71,15 +71,15 @@ async def test_an_artifact_is_no_larger_than_its_job_can_make(tmp_path: Path) ->
         while True:
             yield b"x" * 4096
 
-    artifacts = Artifacts(tmp_path / "videos", endless)
+    artifacts = ArtifactFolder(tmp_path / "videos", endless)
     most = most_bytes(JOB, "video")
     assert most == 64 * 64 * 3 * 5 + 16 * 2**20
     large = await artifacts.fetch(JOB, (Artifact("clip.mp4", most + 1, b"x" * 32),))
-    assert isinstance(large, Fault)
+    assert isinstance(large, JobFault)
     assert (large.code, f"{most} at most" in large.message) == ("output_invalid", True)
     assert not (tmp_path / "videos").exists()
     lying = Artifact("clip.mp4", 4096, hashlib.sha256(b"x" * 4096).digest())
     grown = await asyncio.wait_for(artifacts.fetch(JOB, (lying,)), 30)
-    assert isinstance(grown, Fault)
+    assert isinstance(grown, JobFault)
     assert grown.code == "artifact_broken"
     assert not list((tmp_path / "videos").rglob("clip*"))

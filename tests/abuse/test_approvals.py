@@ -5,23 +5,23 @@ from pathlib import Path
 import pytest
 
 from coordinator.joining.join_approvals import (
-    LIFE,
-    MOST_NEW_HERE,
-    MOST_WAITING,
-    MOST_WAITING_HERE,
+    APPROVAL_TIMEOUT_SECONDS,
+    MAX_NEW_CODES_PER_ADDRESS,
+    MAX_WAITING,
+    MAX_WAITING_PER_ADDRESS,
+    ApprovalRequest,
     Approvals,
     Decided,
-    Ticket,
-    Waiting,
+    WaitingNode,
 )
-from node.agent.enrollment import EnrolDenied
+from node.agent.enrollment import EnrollDenied
 from tests.abuse.test_enrolment import join
 from tests.support.enrolment import opened
 from wire.report import Hardware
 
 
-def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> Ticket | float:
-    return line.ask(Waiting(code, "studio", "m1", Hardware(), address, now + LIFE), now)
+def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> ApprovalRequest | float:
+    return line.ask(WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS), now)
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
@@ -29,44 +29,48 @@ def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
     line = Approvals()
     answers = [_ask(line, f"{number:06d}", "10.0.0.66") for number in range(100)]
     for answer in answers:
-        if isinstance(answer, Ticket):
+        if isinstance(answer, ApprovalRequest):
             line.withdraw(answer)
-    assert sum(isinstance(answer, Ticket) for answer in answers) <= MOST_NEW_HERE
+    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) <= MAX_NEW_CODES_PER_ADDRESS
     for number in range(10):
         ticket = _ask(line, f"7{number:05d}", f"10.0.0.{number}", 1.0)
-        assert isinstance(ticket, Ticket)
+        assert isinstance(ticket, ApprovalRequest)
         line.withdraw(ticket)
     assert isinstance(_ask(line, "888888", "10.0.0.66", 1.0), float)
-    assert isinstance(_ask(line, "888888", "10.0.0.66", LIFE), Ticket)
+    assert isinstance(_ask(line, "888888", "10.0.0.66", APPROVAL_TIMEOUT_SECONDS), ApprovalRequest)
 
 
 def test_one_address_takes_a_part_of_the_list() -> None:
     line = Approvals()
     answers = [_ask(line, f"{number:06d}", f"2001:db8::{number}") for number in range(8)]
-    assert sum(isinstance(answer, Ticket) for answer in answers) == MOST_WAITING_HERE, "one network of IPv6 is one"
+    assert sum(isinstance(answer, ApprovalRequest) for answer in answers) == MAX_WAITING_PER_ADDRESS, (
+        "one network of IPv6 is one"
+    )
 
 
 def test_silent_strangers_give_way_to_a_machine_of_another_address() -> None:
     line, woken = Approvals(), list[str]()
-    silent = [_ask(line, f"{number:06d}", f"10.0.0.{number // MOST_WAITING_HERE}") for number in range(MOST_WAITING)]
+    silent = [
+        _ask(line, f"{number:06d}", f"10.0.0.{number // MAX_WAITING_PER_ADDRESS}") for number in range(MAX_WAITING)
+    ]
     for ticket in silent:
-        assert isinstance(ticket, Ticket)
+        assert isinstance(ticket, ApprovalRequest)
         ticket.wake = lambda ticket=ticket: woken.append(ticket.waiting.code)
     mine = _ask(line, "777777", "10.0.0.200", 1.0)
-    assert isinstance(mine, Ticket)
+    assert isinstance(mine, ApprovalRequest)
     assert woken == ["000000"]
-    assert isinstance(silent[0], Ticket)
+    assert isinstance(silent[0], ApprovalRequest)
     assert silent[0].gave_way
-    assert len(line.list(1.0)) == MOST_WAITING
+    assert len(line.list(1.0)) == MAX_WAITING
     assert isinstance(line.approve("777777", 2.0), Decided)
-    assert isinstance(_ask(line, "999999", "10.0.0.0", 2.0), Ticket), "there is a free place again"
+    assert isinstance(_ask(line, "999999", "10.0.0.0", 2.0), ApprovalRequest), "there is a free place again"
 
 
 async def test_a_machine_with_a_token_never_waits_for_a_code(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         for number in range(300):
             _ask(door.approvals, f"{number:06d}", f"10.0.{number % 100}.1")
-        assert len(door.approvals.list(0.0)) == MOST_WAITING
+        assert len(door.approvals.list(0.0)) == MAX_WAITING
         identity = await join(door, tmp_path / "n", door.tokens.create())
         assert identity.node in door.store.members
 
@@ -81,6 +85,6 @@ async def test_who_gave_way_is_told_to_use_a_token(tmp_path: Path) -> None:
             ticket.gave_way = True
             ticket.wake()
 
-        with pytest.raises(EnrolDenied, match="use a token") as denied:
+        with pytest.raises(EnrollDenied, match="use a token") as denied:
             await join(door, tmp_path / "n", None, on_code=crowd)
         assert denied.value.reason == "approvals_full"

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from coordinator.run import COLLECT_AFTER, SWITCH_SECONDS
+from coordinator.run import GC_THRESHOLD_OBJECTS, SWITCH_SECONDS
 from tests.abuse.test_http_port import ask, error, raw, request, status
 from tests.support.loop_watch import max_held_seconds, watch_loop, watch_server
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
@@ -186,7 +186,7 @@ def as_a_coordinator() -> Iterator[None]:
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(COLLECT_AFTER, 20, 20)
+    gc.set_threshold(GC_THRESHOLD_OBJECTS, 20, 20)
     yield
     gc.set_threshold(*thresholds)
     gc.unfreeze()

@@ -8,14 +8,14 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
-from wire.capacity.fairness import Owner
-from wire.frames import SHARED_SCOPE, Finished, Message, Params
+from wire.capacity.fairness import WeightedKey
+from wire.frames import SHARED_SCOPE, Finished, GenerationParams, Message
 
-ALICE, MALLORY = Owner("alice"), Owner("mallory")
+ALICE, MALLORY = WeightedKey("alice"), WeightedKey("mallory")
 OPENING = "You are the private assistant of a physician. Answer shortly and never mention names. "
 WORDS = ("fever", "cancer", "asthma", "measles")
 SECRET = "asthma"
-ONE = Params(temperature=0.0, max_tokens=1)
+ONE = GenerationParams(temperature=0.0, max_tokens=1)
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def driver() -> Driver:
     return Driver(models.path("llama"), batch=8, chunk=256)
 
 
-def cached(driver: Driver, owner: Owner, *messages: Message, shared: bool = False, scope: str = "") -> int:
+def cached(driver: Driver, owner: WeightedKey, *messages: Message, shared: bool = False, scope: str = "") -> int:
     number = driver.ask(messages=messages, params=ONE, owner=owner, shared=shared, cache_scope=scope)
     end = driver.end(number)
     assert isinstance(end, Finished), end
@@ -68,9 +68,11 @@ def test_of_a_shared_system_prompt_nothing_behind_it_is_shared(name: str, tiny_m
     assert cached(driver, ALICE, system, letter(SECRET), shared=True) == 0
     first = cached(driver, MALLORY, system, letter("cancer"), shared=True)
     assert first > 30, "the system prompt was read by the other key"
-    same = cached(driver, Owner("carol"), system, letter(SECRET), shared=True)
+    same = cached(driver, WeightedKey("carol"), system, letter(SECRET), shared=True)
     assert same == first, "the other key's question makes no difference"
-    assert cached(driver, Owner("dave"), system, letter(SECRET)) == 0, "the coordinator has not named it as shared"
+    assert cached(driver, WeightedKey("dave"), system, letter(SECRET)) == 0, (
+        "the coordinator has not named it as shared"
+    )
     assert cached(driver, ALICE, system, letter(SECRET), shared=True) > first, "a key finds its own behind it"
 
 

@@ -15,32 +15,32 @@ from typing import Any
 
 import pytest
 
-from coordinator.backup.generation_fence import Mark
+from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
 from coordinator.cluster import registry
-from coordinator.cluster.link_server import STRANGERS
+from coordinator.cluster.link_server import MAX_STRANGERS
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.tls.cluster_ca import Authority
-from node.agent.identity import Identity, authority_context, create, new_request, remember
+from coordinator.tls.cluster_ca import ClusterCa
+from node.agent.identity import NodeIdentity, authority_context, create, new_request, remember
 from node.agent.machine_id import machine_id
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.support.processes import environment
-from wire.codec import LONGEST_WIRE, encode, fragments
+from wire.codec import MAX_FRAME_BYTES, encode, fragments
 from wire.frames import (
     Delta,
     Deltas,
     Denied,
-    EnrolAuthority,
-    EnrolStart,
+    EnrollAuthority,
+    EnrollStart,
     Finished,
     Fragment,
     Frame,
     Generate,
+    GenerationParams,
     Goodbye,
     Hello,
     Message,
-    Params,
     Ping,
     Report,
     Welcome,
@@ -88,14 +88,14 @@ async def test_a_stranger_that_says_nothing_or_too_slowly_has_five_seconds(port:
 
 
 async def _drip(line: Line) -> None:
-    for byte in encode(EnrolStart(PROTOCOL, bytes(100))):
+    for byte in encode(EnrollStart(PROTOCOL, bytes(100))):
         line.send(bytes([byte]))
         await asyncio.sleep(0.5)
 
 
 async def test_a_stranger_that_sends_anything_but_enrolment(port: Port) -> None:
     async with port.undisturbed():
-        for word in (b"\xff" * 50, encode(Ping(1)), encode(Generate(1, 1, "x", "tiny", (), Params(), 0))):
+        for word in (b"\xff" * 50, encode(Ping(1)), encode(Generate(1, 1, "x", "tiny", (), GenerationParams(), 0))):
             line = await port.dial()
             line.send(word)
             assert the_no(await line.ended(30)).reason in ("bad_frame", "no_certificate")
@@ -112,15 +112,15 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
 
 
 async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
-    """One address may have a quarter of STRANGERS. A machine that wants to join from there must retry until they have
-    timed out; a node that shows its certificate need not."""
+    """One address may have a quarter of MAX_STRANGERS. A machine that wants to join from there must retry until they
+    have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
         crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
         assert port.said("strangers are connected")
         late = await port.link(port.member("late"))
         assert await (await port.dial()).ended(30) == []
         ends = [the_no(frames).reason for line in crowd if (frames := await line.ended(12))]
-        assert ends == ["too_slow"] * (STRANGERS // 4)
+        assert ends == ["too_slow"] * (MAX_STRANGERS // 4)
         await asyncio.wait_for(_enrolling(port), 30)
         late.send(a_report(1))
 
@@ -136,9 +136,9 @@ async def _enrolling(port: Port) -> None:
     """Retry as a node without a certificate does, until the coordinator answers."""
     while True:
         line = await port.dial()
-        line.send(EnrolStart(PROTOCOL))
+        line.send(EnrollStart(PROTOCOL))
         with suppress(Ended):
-            if isinstance(await line.next(), EnrolAuthority):
+            if isinstance(await line.next(), EnrollAuthority):
                 return
         await asyncio.sleep(0.2)
 
@@ -159,9 +159,9 @@ async def test_the_name_must_be_that_of_the_certificate(port: Port) -> None:
 
 async def test_a_newer_coordinator_is_proved_by_its_seal_alone(port: Port, tmp_path: Path) -> None:
     who, authority = port.member("studio"), port.application.authority
-    marks: list[Mark] = []
+    marks: list[SupersededMark] = []
     port.application.registry.on_superseded = marks.append
-    stranger = Authority(tmp_path / "stranger", time.time)
+    stranger = ClusterCa(tmp_path / "stranger", time.time)
     for generation, seal in ((2**60, b""), (7, b"x" * 72), (7, authority.seal(8)), (7, stranger.seal(7))):
         line = await port.dial(who)
         line.send(hello(who, generation=generation, seal=seal))
@@ -210,7 +210,7 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Count every older link as broken, as after three seconds without a report."""
-    monkeypatch.setattr(registry, "LINKED_SECONDS", 0.0)
+    monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
 async def test_a_second_process_with_a_nodes_identity_expels_nobody(port: Port) -> None:
@@ -282,7 +282,7 @@ BREACHES: dict[str, tuple[list[Frame | bytes], str]] = {
     "hello twice": ([Hello(PROTOCOL, "n", "x", "i", "m", "0", Hardware())], "no node sends"),
     "a coordinator's frame": ([Ping(1)], "no node sends"),
     "unknown frame": ([b"\x00\x00\x00\x02\xee\x90"], "unknown frame"),
-    "declared too long": ([(LONGEST_WIRE + 1).to_bytes(4, "big") + b"\x0d"], "frame length"),
+    "declared too long": ([(MAX_FRAME_BYTES + 1).to_bytes(4, "big") + b"\x0d"], "frame length"),
     "declared huge": ([b"\xff\xff\xff\xff\x0d"], "frame length"),
     "empty": ([bytes(5)], "frame length"),
     "fragments without end": ([encode(Fragment(7, bytes(32_000))) for _ in range(540)], "in progress"),
@@ -369,7 +369,7 @@ def _printed(answers: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str
 
 
 async def test_a_node_cannot_speak_for_anothers_request(port: Port) -> None:
-    rogue: Identity = port.member("rogue")
+    rogue: NodeIdentity = port.member("rogue")
     async with port.undisturbed():
         line = await port.link(rogue, a_report(models=()))
         for request in range(1, 50):
@@ -389,7 +389,7 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
         await writer.drain()
         writer.close()
 
-    authority, request = Authority(tmp_path / "authority", time.time), new_request("studio")
+    authority, request = ClusterCa(tmp_path / "authority", time.time), new_request("studio")
     certificate = authority.sign(request.csr, NodeId("n1"), "studio")
     folder = tmp_path / "node" / "identity"
     who = create(folder, request, certificate, authority.cluster, authority.ca, machine_id("m1"))
@@ -423,7 +423,7 @@ async def test_large_prompts_at_once_cut_no_link(port: Port) -> None:
         line = await port.link(who)
         text = "x" * (15 * MIB // 2)
         for number in range(1, 5):
-            frame = Generate(number, number, "r", "tiny", (Message("user", text),), Params(), 0)
+            frame = Generate(number, number, "r", "tiny", (Message("user", text),), GenerationParams(), 0)
             assert port.application.registry.links.send(who.node, frame)
         joined = [(await line.until(Generate, 30)).request for _ in range(4)]
         assert sorted(joined) == [1, 2, 3, 4]

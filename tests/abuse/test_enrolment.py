@@ -19,25 +19,25 @@ from cryptography.x509.oid import NameOID
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from coordinator.joining.enrollment import LONGEST, Conversation
+from coordinator.joining.enrollment import MAX_CONNECTION_BYTES, EnrollmentConnection
 from coordinator.joining.join_approvals import WrongCode
 from node.agent.enrollment import (
-    EnrolDenied,
-    Identity,
+    CoordinatorUnreachable,
+    EnrollDenied,
+    NodeIdentity,
     PinMismatch,
-    Unreachable,
     authority_context,
-    enrol,
+    enroll,
     proves_itself,
 )
 from node.agent.identity import new_request
 from tests.support.enrolment import HARDWARE, Door, opened, said
 from wire.certificate import read_certificate
 from wire.codec import encode, fragments
-from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolStart, Frame, Hello, Ping
+from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollStart, Frame, Hello, Ping
 from wire.identity import PROTOCOL, JoinToken, coordinator_uri, node_uri, request_mac, token_key
 
-START = EnrolStart(PROTOCOL)
+START = EnrollStart(PROTOCOL)
 
 
 async def join(
@@ -46,8 +46,8 @@ async def join(
     token: JoinToken | None,
     machine: str = "m1",
     on_code: Callable[[str], None] = lambda _: None,
-) -> Identity:
-    return await enrol(
+) -> NodeIdentity:
+    return await enroll(
         door.address,
         token,
         name="studio",
@@ -64,13 +64,13 @@ async def still_works(door: Door, folder: Path) -> None:
 
 
 async def reason(door: Door, folder: Path, token: JoinToken) -> str:
-    with pytest.raises(EnrolDenied) as denied:
+    with pytest.raises(EnrollDenied) as denied:
         await join(door, folder, token)
     return denied.value.reason
 
 
-def asking(token: JoinToken, csr: bytes) -> Enrol:
-    return Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+def asking(token: JoinToken, csr: bytes) -> Enroll:
+    return Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
 
 
 async def test_two_race_for_one_token(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ async def test_two_race_for_one_token(tmp_path: Path) -> None:
         outcomes = await asyncio.gather(
             *(join(door, tmp_path / f"n{number}", token, f"m{number}") for number in range(4)), return_exceptions=True
         )
-        won = [outcome for outcome in outcomes if isinstance(outcome, Identity)]
-        lost = [outcome.reason for outcome in outcomes if isinstance(outcome, EnrolDenied)]
+        won = [outcome for outcome in outcomes if isinstance(outcome, NodeIdentity)]
+        lost = [outcome.reason for outcome in outcomes if isinstance(outcome, EnrollDenied)]
         assert (len(won), lost) == (1, ["token_used"] * 3)
         assert len(door.store.members) == 1
 
@@ -147,9 +147,14 @@ async def test_a_request_for_more_than_a_node_gets_a_node(tmp_path: Path) -> Non
 
 async def test_too_many_bytes(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
-        long = encode(Enrol(b"x" * 60_000, "a", "m", HARDWARE))
+        long = encode(Enroll(b"x" * 60_000, "a", "m", HARDWARE))
         many = b"".join(encode(START) for _ in range(5000))
-        for flood in (long, many, b"".join(fragments(long, 1)), (LONGEST + 1).to_bytes(4, "big") + b"\x01"):
+        for flood in (
+            long,
+            many,
+            b"".join(fragments(long, 1)),
+            (MAX_CONNECTION_BYTES + 1).to_bytes(4, "big") + b"\x01",
+        ):
             frames = await said(door, flood)
             assert not frames or isinstance(frames[-1], Denied)
         await still_works(door, tmp_path / "n")
@@ -158,7 +163,7 @@ async def test_too_many_bytes(tmp_path: Path) -> None:
 async def test_frames_of_the_link_need_a_certificate(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         hello = Hello(PROTOCOL, "n", "studio", "i", "m", "0", HARDWARE)
-        for frame in (hello, Ping(1), Enrolled("n", b"", "c"), EnrolAuthority(b"", "", "")):
+        for frame in (hello, Ping(1), Enrolled("n", b"", "c"), EnrollAuthority(b"", "", "")):
             (answer,) = await said(door, frame)
             assert isinstance(answer, Denied)
             assert answer.reason == "no_certificate"
@@ -219,8 +224,8 @@ async def test_a_man_in_the_middle_cannot_show_the_same_code(tmp_path: Path) -> 
 async def test_a_request_changed_after_both_nonces_are_known_is_refused(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         csr = new_request("air").csr
-        changed = Enrol(csr, "air", "m1", HARDWARE, opening=b"n" * 16)
-        frames = await said(door, EnrolStart(PROTOCOL, b"another commitment"), changed)
+        changed = Enroll(csr, "air", "m1", HARDWARE, opening=b"n" * 16)
+        frames = await said(door, EnrollStart(PROTOCOL, b"another commitment"), changed)
         assert isinstance(frames[-1], Denied)
         assert frames[-1].reason == "commitment_broken"
 
@@ -236,9 +241,9 @@ async def test_something_else_than_a_coordinator_is_said_clearly(tmp_path: Path)
     server = await asyncio.start_server(babble, "127.0.0.1", 0)
     async with server:
         door.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        with pytest.raises(Unreachable):
+        with pytest.raises(CoordinatorUnreachable):
             await join(door, tmp_path / "n", token)
-    with pytest.raises(Unreachable, match="cannot be reached"):
+    with pytest.raises(CoordinatorUnreachable, match="cannot be reached"):
         await join(door, tmp_path / "n", token)
 
 
@@ -250,12 +255,12 @@ FRAMES = st.one_of(
         st.binary(max_size=200),
     ),
     st.builds(
-        lambda protocol, nonce: encode(EnrolStart(protocol, nonce)),
+        lambda protocol, nonce: encode(EnrollStart(protocol, nonce)),
         st.sampled_from([PROTOCOL, PROTOCOL, -9, 99]),
         st.binary(max_size=40),
     ),
     st.builds(
-        lambda csr, name, token, mac: encode(Enrol(csr, name, "m", HARDWARE, token, mac, csr)),
+        lambda csr, name, token, mac: encode(Enroll(csr, name, "m", HARDWARE, token, mac, csr)),
         st.binary(max_size=400),
         st.text(max_size=80).filter(lambda text: text.isascii()),
         st.sampled_from(["", "x"]),
@@ -270,8 +275,8 @@ async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) ->
         @settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow], deadline=None)
         @given(st.lists(FRAMES, max_size=6))
         def garbage(pieces: list[bytes]) -> None:
-            talk = door.enrolment.converse("10.0.0.7", 0.0)
-            if not isinstance(talk, Conversation):
+            talk = door.enrolment.start_enrollment("10.0.0.7", 0.0)
+            if not isinstance(talk, EnrollmentConnection):
                 return
             answers: list[Frame] = []
             for piece in pieces:
@@ -279,7 +284,7 @@ async def test_garbage_ends_in_a_no_and_never_in_an_exception(tmp_path: Path) ->
             answers += talk.poll(1e9)
             assert talk.closed
             assert isinstance(answers[-1], Denied)
-            assert all(isinstance(answer, EnrolAuthority | Denied) for answer in answers)
+            assert all(isinstance(answer, EnrollAuthority | Denied) for answer in answers)
 
         garbage()
         assert not door.store.members

@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from coordinator.api.body import BODY_SECONDS
-from coordinator.api.route import OPEN_BODY_BYTES
-from coordinator.http.origin_check import Guard
-from router.http.app import nothing_else
+from coordinator.api.body import BODY_TIMEOUT_SECONDS
+from coordinator.api.route import MAX_PUBLIC_BODY_BYTES
+from coordinator.http.origin_check import OriginCheck
+from router.http.app import not_found_app
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served, answers, status
 from wire.frames import Generate
@@ -355,11 +355,11 @@ def test_local_names_are_not_ours_where_no_key_is_needed():
     """Any machine on the network can answer for a name under .local, and its page could then send requests to the
     models."""
     headers = [(b"host", b"studio.local:8080")]
-    assert Guard(nothing_else).judge("GET", headers) is None
+    assert OriginCheck(not_found_app).judge("GET", headers) is None
     for hosts, expected in (("", 421), ("studio.local", None)):
-        problem = Guard(nothing_else, hosts, local=False).judge("GET", headers)
+        problem = OriginCheck(not_found_app, hosts, local=False).judge("GET", headers)
         assert (problem and problem.status) == expected
-    assert Guard(nothing_else, local=False).judge("GET", [(b"host", b"127.0.0.1:8080")]) is None
+    assert OriginCheck(not_found_app, local=False).judge("GET", [(b"host", b"127.0.0.1:8080")]) is None
 
 
 # 4: framing and bodies
@@ -449,7 +449,7 @@ BAD = [
 def test_bodies_that_nobody_should_send(served: Served, operation: str):
     for body in BAD:
         answer = only(served, request(served, operation, body=body))
-        long = operation == "POST /api/v1/page/visits" and len(body) > OPEN_BODY_BYTES
+        long = operation == "POST /api/v1/page/visits" and len(body) > MAX_PUBLIC_BODY_BYTES
         assert status(answer) == (413 if long else 400), (body[:60], answer)
         assert message_of(answer)
 
@@ -490,14 +490,14 @@ def test_bodies_that_drip(served: Served):
     began = time.monotonic()
     with ExitStack() as stack:
         dialed = {
-            operation: stack.enter_context(socket.create_connection(served.address, timeout=BODY_SECONDS + 10))
+            operation: stack.enter_context(socket.create_connection(served.address, timeout=BODY_TIMEOUT_SECONDS + 10))
             for operation in WITH_BODY
         }
         for operation, one in dialed.items():
             one.sendall(request(served, operation, "content-length: 500", body=None) + b"{")
         for operation, one in dialed.items():
             assert [status(answer) for answer in answers(one)] == [408], operation
-    assert time.monotonic() - began < BODY_SECONDS + 5
+    assert time.monotonic() - began < BODY_TIMEOUT_SECONDS + 5
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -8,20 +8,20 @@ from pathlib import Path
 import pytest
 
 from coordinator.cluster.link_budgets import (
-    MOST_FRAMES,
-    MOST_LINKS,
-    MOST_LOGGED,
-    MOST_RENEWALS,
-    MOST_REPORT_BYTES,
-    MOST_REPORTS,
-    Budget,
+    FRAMES_BURST,
+    LINKS_BURST,
+    LOGGED_BURST,
+    RENEWALS_BURST,
+    REPORT_BYTES_BURST,
+    REPORTS_BURST,
+    LinkBudget,
 )
 from node.agent.identity import new_request
 from tests.support.cluster_port import Ended, Line, Port, a_report, hello, opened, the_no
 from tests.support.loop_watch import max_held_seconds, watch_loop
 from tests.support.loopback_cluster import a_model
 from wire.codec import encode, fragments
-from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, Renew, Welcome
+from wire.frames import Deltas, Denied, Finished, Frame, Goodbye, LeaseGranted, RenewCertificate, Welcome
 
 
 @pytest.fixture
@@ -32,12 +32,12 @@ async def port(tmp_path: Path) -> AsyncGenerator[Port]:
 
 LARGE = b"".join(fragments(encode(a_report(1, models=tuple(a_model(f"m{n}", cause="x" * 300) for n in range(512)))), 1))
 FLOODS: dict[str, tuple[Frame | bytes, float]] = {
-    "reports": (encode(a_report(1)), MOST_REPORTS),
-    "large reports": (LARGE, MOST_REPORT_BYTES / len(LARGE)),
-    "renewals": (Renew(new_request("x").csr), MOST_RENEWALS),
-    "answers of requests that are not there": (Finished(1, ("stop",), 1, 1), MOST_FRAMES),
-    "leases that are not there": (LeaseGranted("l", 1), MOST_LOGGED),
-    "empty steps": (Deltas(()), MOST_FRAMES),
+    "reports": (encode(a_report(1)), REPORTS_BURST),
+    "large reports": (LARGE, REPORT_BYTES_BURST / len(LARGE)),
+    "renewals": (RenewCertificate(new_request("x").csr), RENEWALS_BURST),
+    "answers of requests that are not there": (Finished(1, ("stop",), 1, 1), FRAMES_BURST),
+    "leases that are not there": (LeaseGranted("l", 1), LOGGED_BURST),
+    "empty steps": (Deltas(()), FRAMES_BURST),
 }
 
 
@@ -83,7 +83,7 @@ async def test_links_one_after_the_other_are_counted(port: Port) -> None:
     who = port.member("rogue")
     denied: list[Denied] = []
     async with port.undisturbed():
-        for _ in range(int(MOST_LINKS) + 10):
+        for _ in range(int(LINKS_BURST) + 10):
             line = await port.dial(who)
             line.send(hello(who))
             denied += await _greeted(line)
@@ -114,9 +114,9 @@ async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
 
 
 def test_a_budget_fills_again() -> None:
-    budget = Budget("frames", 10.0, 5.0)
-    assert [budget.over(100.0) for _ in range(5)] == [""] * 5
-    assert budget.over(100.0) == "too many frames: 10 a second, 5 at once"
-    assert budget.over(100.05)
-    assert budget.over(100.15) == ""
-    assert [budget.over(1000.0) for _ in range(6)].count("") == 5
+    budget = LinkBudget("frames", 10.0, 5.0)
+    assert [budget.charge(100.0) for _ in range(5)] == [""] * 5
+    assert budget.charge(100.0) == "too many frames: 10 a second, 5 at once"
+    assert budget.charge(100.05)
+    assert budget.charge(100.15) == ""
+    assert [budget.charge(1000.0) for _ in range(6)].count("") == 5

@@ -15,8 +15,8 @@ from tests.support.loopback_cluster import a_memory, a_model
 from wire.bounds import MAX_DELTAS, MAX_MODELS, MAX_SIZE_BYTES
 from wire.codec import MAX_REPORT_BYTES, encode, fragments
 from wire.frames import Admitted, Delta, Deltas, Finished, Frame, Refusal, Timings
-from wire.refusals import Code, Numbers, Refused
-from wire.report import EngineState, Group
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
+from wire.report import BatchGroup, EngineState
 from wire.video import LeaseState, VideoState
 
 HUGE = 2**63
@@ -29,15 +29,15 @@ LIES: dict[str, Frame] = {
     "finished: negative time": Finished(1, ("stop",), 1, 1, timings=Timings(decode=-1.0)),
     "finished: many reasons": Finished(1, ("stop",) * 5000, 1, 1),
     "admitted: tokens": Admitted(1, 2**31),
-    "refused: numbers": Refusal(1, Refused(Code.NO_ROOM, "", Numbers(headroom=2**64 - 1))),
-    "refused: wait": Refusal(1, Refused(Code.NO_ROOM, "", None, math.nan)),
+    "refused: numbers": Refusal(1, Refused(RefusalCode.NO_ROOM, "", MemoryNumbers(headroom=2**64 - 1))),
+    "refused: wait": Refusal(1, Refused(RefusalCode.NO_ROOM, "", None, math.nan)),
     "report: footprint": a_report(memory=a_memory(phys=2**64 - 1)),
     "report: ceiling": a_report(memory=a_memory(ceiling=MAX_SIZE_BYTES + 1)),
     "report: negative cap": a_report(memory=a_memory(cap=-1)),
     "report: weights": a_report(models=(a_model(weights=2**64 - 1),)),
     "report: speed": a_report(models=(a_model(prefill_speed=math.nan),)),
     "report: load time": a_report(models=(a_model(load_seconds=math.inf),)),
-    "report: groups": a_report(models=(a_model(groups=(Group(1, 1, 1),) * 5000),)),
+    "report: groups": a_report(models=(a_model(groups=(BatchGroup(1, 1, 1),) * 5000),)),
     "report: models": a_report(models=(a_model(),) * (MAX_MODELS + 1)),
     "report: text": a_report(engine=EngineState("x" * 10_000)),
     "report: lease": a_report(video=VideoState(leases=(LeaseState("l", 1, size=2**64 - 1),))),
@@ -73,7 +73,7 @@ async def test_a_report_with_one_model_too_many_ends_its_link(port: Port) -> Non
 async def test_the_largest_frames_hold_the_loop_for_less_than_50_ms(port: Port) -> None:
     """Before these bounds, one report of 16 MiB held the loop for 4.4 s and took 2.1 GiB."""
     who = port.member("large")
-    packed = a_report(models=tuple(a_model(f"m{n}", groups=(Group(1, 1, 1),) * 80) for n in range(MAX_MODELS)))
+    packed = a_report(models=tuple(a_model(f"m{n}", groups=(BatchGroup(1, 1, 1),) * 80) for n in range(MAX_MODELS)))
     least = math.inf  # the best of up to three runs, because a busy machine only makes it longer
     async with port.undisturbed():
         deltas = Deltas((Delta(1, 0, (), ((0, ""),) * MAX_DELTAS),) * MAX_DELTAS)

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.dispatch.circuit_breaker import FAULTS
+from router.dispatch.circuit_breaker import MAX_FAULTS
 from tests import models
 from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.text_engine import Driver
 from tests.support.whole_pool import Served, answers, status
-from wire.frames import Failed, Finished, Generate, Grammar, Params
+from wire.frames import Failed, Finished, Generate, GenerationParams, GrammarSpec
 from wire.refusals import GRAMMAR_FAILED
 
 NESTED = "(((a{1,100}){1,100}){1,100})"
@@ -22,8 +22,10 @@ NESTED = "(((a{1,100}){1,100}){1,100})"
 
 def test_nested_counts_end_their_own_request_as_the_clients_fault():
     driver = Driver(models.path("llama"), batch=8, chunk=256)
-    beside = driver.ask("Hello!", Params(temperature=0.0, max_tokens=60))
-    number = driver.ask("Hi", Params(temperature=1.0, seed=1, max_tokens=60, grammar=Grammar("regex", NESTED)))
+    beside = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=60))
+    number = driver.ask(
+        "Hi", GenerationParams(temperature=1.0, seed=1, max_tokens=60, grammar=GrammarSpec("regex", NESTED))
+    )
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert (end.code, "make it smaller" in end.message) == (GRAMMAR_FAILED, True), end
@@ -60,11 +62,11 @@ def ask(served: Served, path: str, body: dict[str, object]) -> bytes:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 def test_a_grammar_that_fails_is_a_400_and_never_touches_the_nodes_breaker(served: Served, path: str):
     dispatcher = served.cluster.dispatcher
-    for _ in range(FAULTS + 2):
+    for _ in range(MAX_FAULTS + 2):
         answer = ask(served, path, {"max_tokens": 50})
         assert (status(answer), b"invalid_request_error" in answer) == (400, True), answer
     told = ask(served, path, {"max_tokens": 50, "stream": True})
     assert status(told) == 200
     assert b'"type":"invalid_request_error"' in told.replace(b'": "', b'":"'), told
-    assert served.call(lambda: dispatcher.breakers.barred(time.monotonic())) == []
+    assert served.call(lambda: dispatcher.breakers.barred_nodes(time.monotonic())) == []
     assert dispatcher.breakers.opened == 0

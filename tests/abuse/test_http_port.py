@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.api.body import BODY_SECONDS
-from coordinator.http.limits import HEAD_SECONDS
+from coordinator.api.body import BODY_TIMEOUT_SECONDS
+from coordinator.http.limits import HEAD_TIMEOUT_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow
@@ -152,10 +152,10 @@ async def drips_heads(running: Pool) -> None:
     assert b"200 OK" in await second[0].readuntil(b"}")
     drips = [asyncio.create_task(_drip(writer)) for _, writer in (dripping, second)]
     for reader, _ in (silent, dripping, second):
-        async with asyncio.timeout(HEAD_SECONDS + 3):
+        async with asyncio.timeout(HEAD_TIMEOUT_SECONDS + 3):
             with suppress(ConnectionError):
                 assert await reader.read(4096) == b""
-    assert HEAD_SECONDS - 1 < time.monotonic() - began < HEAD_SECONDS + 3
+    assert HEAD_TIMEOUT_SECONDS - 1 < time.monotonic() - began < HEAD_TIMEOUT_SECONDS + 3
     for drip in drips:
         drip.cancel()
     for _, writer in (silent, dripping, second):
@@ -180,7 +180,7 @@ async def drips_a_body(running: Pool) -> None:
     head = request(running, "content-length: 100", path="/api/v1/place")
     answer = await raw(running, head.replace(running.key.encode(), running.secret.encode()) + b"{")
     assert status(answer) == 408
-    assert BODY_SECONDS - 1 < time.monotonic() - began < BODY_SECONDS + 3
+    assert BODY_TIMEOUT_SECONDS - 1 < time.monotonic() - began < BODY_TIMEOUT_SECONDS + 3
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ async def idles(running: Pool) -> None:
         for _ in range(2):
             writer.write(request(running, path="/livez", method="GET"))
             assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"}"), 30)
-            await asyncio.sleep(HEAD_SECONDS / 2 + 1)
+            await asyncio.sleep(HEAD_TIMEOUT_SECONDS / 2 + 1)
 
 
 async def test_a_stream_longer_than_the_head_deadline_is_not_cut(patient: Patient) -> None:
@@ -218,7 +218,7 @@ async def test_a_stream_longer_than_the_head_deadline_is_not_cut(patient: Patien
 
 
 async def streams(running: Pool) -> None:
-    body = json.dumps(QUESTION | {"stream": True, "max_tokens": int((HEAD_SECONDS + 2) / 0.005)}).encode()
+    body = json.dumps(QUESTION | {"stream": True, "max_tokens": int((HEAD_TIMEOUT_SECONDS + 2) / 0.005)}).encode()
     lines = (f"content-length: {len(body)}", "connection: close")
     answers = await asyncio.gather(
         raw(running, request(running, *lines) + body, seconds=60),

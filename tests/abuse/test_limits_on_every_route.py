@@ -20,7 +20,7 @@ from router.placement.cluster_view import ClusterView
 from tests.support import whole_pool
 from tests.support.loopback_cluster import LoopbackNode, a_memory, a_model
 from tests.support.whole_pool import Served, status
-from wire.frames import Count, Generate
+from wire.frames import CountTokens, Generate
 from wire.identity import NodeId
 from wire.units import GIB
 from wire.video import VideoPackage, VideoState
@@ -123,7 +123,7 @@ def _show(served: Served) -> None:
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
     )
     served.built.registry.view = lambda: view
-    served.built.conductor.see(view)
+    served.built.conductor.apply_view(view)
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def restored(served: Served) -> Iterator[None]:
         node.heard.clear()
     conductor = served.built.conductor
     for job in list(conductor.board.jobs):
-        served.call(lambda job=job: conductor.tell(events.Deleted(job)))
+        served.call(lambda job=job: conductor.apply_event(events.JobDeleted(job)))
     served.call(served.cluster.report)
 
 
@@ -162,9 +162,9 @@ def ask(served: Served, operation: str, key: str, model: str = TINY) -> bytes:
     return answer
 
 
-def asked(served: Served, name: str) -> list[Generate | Count]:
-    """Return the Generate and Count frames that a node received."""
-    return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | Count)]
+def asked(served: Served, name: str) -> list[Generate | CountTokens]:
+    """Return the Generate and CountTokens frames that a node received."""
+    return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | CountTokens)]
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from coordinator.client.api_client import MEMBER_PATHS
-from coordinator.client.errors import Problem
+from coordinator.client.errors import CommandError
 from coordinator.client.member_client import member_of, query
-from coordinator.cluster.link_budgets import MOST_QUERIES
-from node.agent.identity import Identity, remember
+from coordinator.cluster.link_budgets import QUERIES_BURST
+from node.agent.identity import NodeIdentity, remember
 from tests.support.cluster_port import Ended, Port, a_report, opened
 from tests.support.loopback_cluster import a_model
-from wire.frames import Answer, Denied, Query
+from wire.frames import Denied, FetchChunk, MemberQuery
 from wire.identity import PROTOCOL
 
 
@@ -27,16 +27,16 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
         yield made
 
 
-async def ask(port: Port, who: Identity, path: str, **other: str) -> Any:
+async def ask(port: Port, who: NodeIdentity, path: str, **other: str) -> Any:
     """Send a query; return its JSON, or the reason of its refusal."""
     line = await port.dial(who)
-    line.send(Query(PROTOCOL, other.get("node", who.node), other.get("machine", who.machine), path))
+    line.send(MemberQuery(PROTOCOL, other.get("node", who.node), other.get("machine", who.machine), path))
     found = b""
     while True:
         frame = await line.next()
         if isinstance(frame, Denied):
             return frame.reason
-        assert isinstance(frame, Answer)
+        assert isinstance(frame, FetchChunk)
         found += frame.payload
         if frame.last:
             with pytest.raises(Ended):
@@ -87,9 +87,9 @@ async def test_who_is_no_member_reads_nothing(port: Port):
     port.application.registry.remove(who.node)
     assert await ask(port, who, "/api/v1/nodes") == "removed"
     stranger = await port.dial()
-    stranger.send(Query(PROTOCOL, who.node, who.machine, "/api/v1/nodes"))
+    stranger.send(MemberQuery(PROTOCOL, who.node, who.machine, "/api/v1/nodes"))
     frames = await stranger.ended()
-    assert not any(isinstance(frame, Answer) for frame in frames)
+    assert not any(isinstance(frame, FetchChunk) for frame in frames)
 
 
 async def test_queries_have_a_budget_of_their_own(port: Port):
@@ -97,7 +97,7 @@ async def test_queries_have_a_budget_of_their_own(port: Port):
     link = await port.link(who)
     reasons: list[Any] = []
     with suppress(Ended):
-        reasons = [await ask(port, who, "/api/v1/status") for _ in range(int(MOST_QUERIES) + 40)]
+        reasons = [await ask(port, who, "/api/v1/status") for _ in range(int(QUERIES_BURST) + 40)]
     assert "too_many" in reasons
     assert not link.reader.at_eof(), "its link has a budget of its own"
 
@@ -113,8 +113,8 @@ async def test_the_command_asks_the_coordinator_that_the_node_knows(port: Port, 
     found = await asyncio.to_thread(query, member, "/api/v1/nodes")
     assert [node["name"] for node in found["nodes"]] == ["studio"]
     wrong = replace(member, cluster="another")
-    with pytest.raises(Problem, match="is not the coordinator"):
+    with pytest.raises(CommandError, match="is not the coordinator"):
         await asyncio.to_thread(query, wrong, "/api/v1/nodes")
     gone = replace(member, addresses=("127.0.0.1:1",))
-    with pytest.raises(Problem, match="cannot be reached"):
+    with pytest.raises(CommandError, match="cannot be reached"):
         await asyncio.to_thread(query, gone, "/api/v1/nodes")

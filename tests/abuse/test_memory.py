@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.agent.enrollment import enrol, parse_address
-from node.agent.identity import Identity, authority_context, client_context, new_request
+from node.agent.enrollment import enroll, parse_address
+from node.agent.identity import NodeIdentity, authority_context, client_context, new_request
 from tests.abuse.test_bodies import HOSTILE, forget_peak, peak_bytes
 from tests.abuse.test_http_port import CHAT, ask, dial, raw, request, status
 from tests.support.cluster_port import Ended, Line, a_report, hello
@@ -26,9 +26,9 @@ from tests.support.loop_watch import max_held_seconds, watch_server
 from tests.support.loopback_cluster import a_model
 from tests.support.processes import Pool, pool, until
 from wire.codec import encode, fragments
-from wire.frames import Delta, Deltas, EnrolStart, Finished, Frame, Renew, Welcome
+from wire.frames import Delta, Deltas, EnrollStart, Finished, Frame, RenewCertificate, Welcome
 from wire.identity import PROTOCOL, parse_token
-from wire.report import Group
+from wire.report import BatchGroup
 from wire.units import MIB
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ class Target:
     """A running pool, and the identity of a member that an attacker has taken over."""
 
     pool: Pool
-    rogue: Identity
+    rogue: NodeIdentity
     connections: list[asyncio.StreamWriter] = field(default_factory=list)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -83,7 +83,7 @@ def target() -> Iterator[Target]:
         token = parse_token(made.token())
         url = made.facts["cluster_url"]
         rogue = asyncio.run(
-            enrol(
+            enroll(
                 url,
                 token,
                 name="rogue",
@@ -170,7 +170,7 @@ async def flood(target: Target, frame: Frame | bytes, count: int) -> None:
 
 
 async def flood_of_reports(target: Target) -> None:
-    packed = a_report(models=tuple(a_model(f"m{number}", groups=(Group(1, 1, 1),) * 80) for number in range(512)))
+    packed = a_report(models=tuple(a_model(f"m{number}", groups=(BatchGroup(1, 1, 1),) * 80) for number in range(512)))
     await flood(target, b"".join(fragments(encode(packed), 1)), 200)
     await flood(target, encode(a_report(1)), 2_000)
 
@@ -186,7 +186,7 @@ async def answers_of_no_request(target: Target) -> None:
 
 
 async def renewals(target: Target) -> None:
-    await flood(target, Renew(new_request("x").csr), 1_000)
+    await flood(target, RenewCertificate(new_request("x").csr), 1_000)
 
 
 async def strangers_at_the_cluster_port(target: Target) -> None:
@@ -197,7 +197,7 @@ async def strangers_at_the_cluster_port(target: Target) -> None:
             line = await target.dial(context)
         except OSError:
             continue
-        line.send(EnrolStart(PROTOCOL, bytes(100)))
+        line.send(EnrollStart(PROTOCOL, bytes(100)))
 
 
 async def grammars(target: Target) -> None:

@@ -5,19 +5,19 @@ import time
 
 import pytest
 
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.scheduling.prefill import Prefill
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.capacity.fairness import Owner
-from wire.frames import Finished, Limits, Params, Refusal
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Finished, GenerationParams, MemoryLimits, Refusal
 from wire.units import GIB, KIB
 
-GREEDY_KEY, OTHER = Owner("greedy", 4), Owner("other", 4)
+GREEDY_KEY, OTHER = WeightedKey("greedy", 4), WeightedKey("other", 4)
 ROWS, LONG = 4, 200
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
-FOUR = Params(temperature=0.0, max_tokens=4)
-ENDLESS = Params(temperature=0.0, max_tokens=LONG, logit_bias=((EOS, -100.0),))
+FOUR = GenerationParams(temperature=0.0, max_tokens=4)
+ENDLESS = GenerationParams(temperature=0.0, max_tokens=LONG, logit_bias=((EOS, -100.0),))
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def fill(driver: Driver, count: int) -> list[int]:
     return numbers
 
 
-def turns_to_first(driver: Driver, owner: Owner) -> tuple[int, int]:
+def turns_to_first(driver: Driver, owner: WeightedKey) -> tuple[int, int]:
     number, before = driver.ask("Hello!", FOUR, owner=owner), driver.turns
     driver.until(lambda: driver.ids[number, 0])
     return number, driver.turns - before
@@ -71,7 +71,7 @@ def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Dri
     turns_to_first(driver, OTHER)
     (sequence,) = driver.engine.generation.preempted
     resident = driver.resident()
-    returning = Prefill(resident, sequence, list(sequence.writing()), list(sequence.prompt))
+    returning = Prefill(resident, sequence, list(sequence.active_rows()), list(sequence.prompt))
     assert (bool(sequence.joined), returning.answered) == (True, False)
 
 
@@ -98,18 +98,18 @@ def test_two_keys_with_many_requests_have_half_of_the_rows_each_and_take_none_ba
 
 def test_a_key_with_more_weight_has_more_rows(driver: Driver):
     fill(driver, ROWS)
-    others = [driver.ask("hello", ENDLESS, owner=Owner("vip", 12)) for _ in range(ROWS)]
+    others = [driver.ask("hello", ENDLESS, owner=WeightedKey("vip", 12)) for _ in range(ROWS)]
     driver.until(lambda: sum(bool(driver.ids[number, 0]) for number in others) == 3)
     assert preemptions(driver) == 3
 
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave `room` bytes above the current footprint and reservations."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
-    driver.take(Limits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
 
 
 def test_another_key_is_admitted_where_one_has_taken_all_memory():

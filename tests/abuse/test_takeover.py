@@ -9,8 +9,8 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-from node.agent.enrollment import EnrolDenied
-from node.agent.identity import Identity, new_request, prove_identity
+from node.agent.enrollment import EnrollDenied
+from node.agent.identity import NodeIdentity, new_request, prove_identity
 from tests.abuse.test_enrolment import join
 from tests.support.enrolment import Door, opened
 from wire.identity import NodeId, rejoin_text
@@ -20,7 +20,7 @@ def _noted(door: Door, action: str) -> list[str]:
     return [row.subject for row in door.store.audit if row.action == action]
 
 
-def _row(door: Door, who: Identity) -> tuple[NodeId, str, str]:
+def _row(door: Door, who: NodeIdentity) -> tuple[NodeId, str, str]:
     row = door.store.members[who.node]
     return row.node, row.name, row.serial
 
@@ -32,7 +32,7 @@ async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
         victim = await join(door, tmp_path / "victim", token)
         before = _row(door, victim)
         for _ in range(2):
-            with pytest.raises(EnrolDenied, match="cluster node remove studio") as refused:
+            with pytest.raises(EnrollDenied, match="cluster node remove studio") as refused:
                 await join(door, tmp_path / "thief", token)
             assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, victim) == before
@@ -46,7 +46,7 @@ async def test_another_members_key_takes_over_nothing(tmp_path: Path) -> None:
         token = door.tokens.create(uses=4)
         victim = await join(door, tmp_path / "victim", token)
         await join(door, tmp_path / "thief", token, machine="m2")
-        with pytest.raises(EnrolDenied) as refused:
+        with pytest.raises(EnrollDenied) as refused:
             await join(door, tmp_path / "thief", token, machine="m1")
         assert refused.value.reason == "machine_taken"
         assert door.store.members[victim.node].name == "studio"
@@ -73,7 +73,7 @@ async def test_a_denied_certificate_proves_nothing(tmp_path: Path) -> None:
         token = door.tokens.create(uses=4)
         victim = await join(door, tmp_path / "victim", token)
         door.store.deny_serial(door.store.members[victim.node].serial, 0.0, "stolen")
-        with pytest.raises(EnrolDenied):
+        with pytest.raises(EnrollDenied):
             await join(door, tmp_path / "victim", token)
 
 
@@ -109,7 +109,7 @@ async def test_a_code_that_was_approved_before_the_member_joined_replaces_nothin
         shown = await code
         victim = await join(door, tmp_path / "a", door.tokens.create())
         door.approvals.approve(shown, loop.time())
-        with pytest.raises(EnrolDenied) as refused:
+        with pytest.raises(EnrollDenied) as refused:
             await joining
         assert refused.value.reason == "machine_taken"
         assert door.store.members[victim.node].removed is None
@@ -128,7 +128,7 @@ async def test_a_machine_that_is_linked_from_elsewhere_is_not_expelled(tmp_path:
         first = await join(door, tmp_path / "a", door.tokens.create())
         before = _row(door, first)
         door.linked[first.node] = "192.0.2.7"
-        with pytest.raises(EnrolDenied, match=r"linked now from 192\.0\.2\.7.*node\.machine=NAME") as refused:
+        with pytest.raises(EnrollDenied, match=r"linked now from 192\.0\.2\.7.*node\.machine=NAME") as refused:
             await join(door, tmp_path / "b", door.tokens.create(replaces=replaces))
         assert (refused.value.reason, refused.value.final) == ("machine_taken", True)
         assert _row(door, first) == before
@@ -138,7 +138,7 @@ async def test_a_code_is_not_even_shown_for_a_machine_that_is_linked(tmp_path: P
     async with opened(tmp_path / "c") as door:
         first = await join(door, tmp_path / "a", door.tokens.create())
         door.linked[first.node] = "192.0.2.7"
-        with pytest.raises(EnrolDenied, match="linked now"):
+        with pytest.raises(EnrollDenied, match="linked now"):
             await join(door, tmp_path / "b", None, on_code=lambda *_: None)
         assert door.approvals.list(asyncio.get_running_loop().time()) == []
 
@@ -152,7 +152,7 @@ async def test_a_member_that_linked_before_the_code_was_approved_is_not_expelled
         shown = await code
         door.linked[first.node] = "192.0.2.7"
         door.approvals.approve(shown, loop.time())
-        with pytest.raises(EnrolDenied, match="linked now"):
+        with pytest.raises(EnrollDenied, match="linked now"):
             await joining
 
 

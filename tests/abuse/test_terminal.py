@@ -12,9 +12,9 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import COMMANDS, cluster
-from coordinator.client.api_client import Session
-from coordinator.client.errors import Problem
-from coordinator.client.terminal_text import Harmless, harmless
+from coordinator.client.api_client import ApiSession
+from coordinator.client.errors import CommandError
+from coordinator.client.terminal_text import SanitizedStream, harmless
 from tests.contract.test_conventions import ARGUMENTS, READING
 from tests.support.processes import ROOT
 from tests.support.whole_pool import Served, served
@@ -93,13 +93,13 @@ def pool() -> Iterator[Served]:
 def hostile(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Poison every answer that a command gets; return the requested paths."""
     asked: list[str] = []
-    plain = Session.request
+    plain = ApiSession.request
 
-    def request(self: Session, method: str, path: str, *rest: Any, **more: Any) -> Any:
+    def request(self: ApiSession, method: str, path: str, *rest: Any, **more: Any) -> Any:
         asked.append(path)
         return Poisoned(plain(self, method, path, *rest, **more))
 
-    monkeypatch.setattr(Session, "request", request)
+    monkeypatch.setattr(ApiSession, "request", request)
     return asked
 
 
@@ -146,13 +146,13 @@ def test_every_verb_writes_through_one_place(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_errors_are_harmless() -> None:
-    assert OBEYED.search(Problem(1, ATTACK).message) is None
+    assert OBEYED.search(CommandError(1, ATTACK).message) is None
     assert harmless("plain\n\täöü 漢字 ✓") == "plain\n\täöü 漢字 ✓"
 
 
 def test_a_stream_of_another_encoding_is_written_all_the_same() -> None:
     buffer = io.BytesIO()
-    stream = Harmless(io.TextIOWrapper(buffer, encoding="ascii"))
+    stream = SanitizedStream(io.TextIOWrapper(buffer, encoding="ascii"))
     stream.write("ä\x1b[2J\x1b[31mred")
     stream.flush()
     assert buffer.getvalue() == b"??[2J\x1b[31mred"

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.http.limits import HEAD_SECONDS
-from coordinator.http.server import HANDSHAKE_SECONDS
+from coordinator.http.limits import HEAD_TIMEOUT_SECONDS
+from coordinator.http.server import HANDSHAKE_TIMEOUT_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow
@@ -116,10 +116,10 @@ async def test_handshakes_that_stall_are_given_up(running: Pool):
                 await asyncio.sleep(0.5)
 
     dripping = asyncio.create_task(drip())
-    most = max(HANDSHAKE_SECONDS, HEAD_SECONDS) + 5
+    most = max(HANDSHAKE_TIMEOUT_SECONDS, HEAD_TIMEOUT_SECONDS) + 5
     for got in await asyncio.gather(*(until_closed(one, most) for one in (*stalled, *shaken))):
         assert b"HTTP" not in got
-    assert time.monotonic() - began > min(HANDSHAKE_SECONDS, HEAD_SECONDS) - 1
+    assert time.monotonic() - began > min(HANDSHAKE_TIMEOUT_SECONDS, HEAD_TIMEOUT_SECONDS) - 1
     dripping.cancel()
     for _, writer in (*stalled, *shaken):
         writer.transport.abort()
@@ -140,7 +140,7 @@ async def test_what_is_no_handshake_is_closed(running: Pool):
     ):
         dialed = await dial(running, None)
         dialed[1].write(sent)
-        got = await until_closed(dialed, HANDSHAKE_SECONDS + 5)
+        got = await until_closed(dialed, HANDSHAKE_TIMEOUT_SECONDS + 5)
         assert b"HTTP/1" not in got, sent[:20]
         dialed[1].transport.abort()
 
@@ -201,7 +201,7 @@ async def test_shapes_within_tls(running: Pool, name: str):
     sent, wanted = SHAPES[name]
     dialed = await dial(running, context())
     dialed[1].write(sent)
-    got = await until_closed(dialed, HEAD_SECONDS + 5)
+    got = await until_closed(dialed, HEAD_TIMEOUT_SECONDS + 5)
     found = [int(one) for one in re.findall(rb"HTTP/1\.1 (\d{3})", got)]
     assert found == wanted or (len(found) == 1 and found[0] in wanted) or (found == [] and 431 in wanted), (
         found,
@@ -256,8 +256,8 @@ async def test_a_client_that_says_nothing_has_one_patience_for_its_first_byte_an
 ):
     dialed = await dial(running, None)
     began = time.monotonic()
-    await asyncio.sleep(HANDSHAKE_SECONDS / 2)
+    await asyncio.sleep(HANDSHAKE_TIMEOUT_SECONDS / 2)
     dialed[1].write(b"\x16\x03\x01")
-    assert await until_closed(dialed, HANDSHAKE_SECONDS) == b""
-    assert time.monotonic() - began < HANDSHAKE_SECONDS + 2
+    assert await until_closed(dialed, HANDSHAKE_TIMEOUT_SECONDS) == b""
+    assert time.monotonic() - began < HANDSHAKE_TIMEOUT_SECONDS + 2
     dialed[1].transport.abort()

@@ -12,9 +12,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from coordinator.state.database import Store, StoreError
+from coordinator.state.database import Database, StoreError
 from router.admission.rate_limits import KeyLimits
-from router.admission.usage import Used
+from router.admission.usage import UsageTotals
 from tests.support.cluster_port import Line, Port, a_report, opened
 from tests.support.processes import CLI, Process, environment
 from wire.bounds import MAX_TOKENS
@@ -85,8 +85,8 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
 
 async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:
     """Before this check the writer's thread ended, every later change hung, and a removal was in memory only."""
-    store = Store(tmp_path)
-    store.count("key", "model", "2026-11-23", Used(prompt_tokens=2**63))
+    store = Database(tmp_path)
+    store.count("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
     for _ in range(2):
         async with asyncio.timeout(30):
             with pytest.raises(StoreError, match="could not be written"):

@@ -8,7 +8,7 @@ from tests.support.processes import Pool
 from tests.support.standin import standin
 from tests.support.studio import flat
 from wire.codec import encode
-from wire.frames import AllowVideo, Ask, Lease, Ping, Release, Welcome
+from wire.frames import AllowVideo, FetchRequest, LeaseRelease, LeaseRequest, Ping, Welcome
 
 
 async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(tmp_path: Path):
@@ -21,20 +21,25 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
         hostile.room, good.room = 100 * 2**30, 60 * 2**30
         for _ in range(2):
             assert (await http.post("/v1/videos", json={"prompt": "a secret fox"})).status_code == 200
-        await one.port.until(lambda: good.of(Lease))
+        await one.port.until(lambda: good.of(LeaseRequest))
         await one.port.until(
             lambda: any(
                 "allow-video" in job.phase or "makes another" in job.phase for job in one.conductor.board.jobs.values()
             )
         )
-        assert hostile.of(Lease) == []
+        assert hostile.of(LeaseRequest) == []
 
 
 async def test_what_a_member_that_makes_videos_is_sent_holds_no_secret(tmp_path: Path):
     async with pool(tmp_path) as one, one.http() as http:
         made = (await http.post("/v1/videos", json={"prompt": "x"})).json()["id"]
         await one.until(made, "completed")
-        assert {type(frame) for frame in one.peer.heard} - {Ping, Welcome} <= {AllowVideo, Lease, Release, Ask}
+        assert {type(frame) for frame in one.peer.heard} - {Ping, Welcome} <= {
+            AllowVideo,
+            LeaseRequest,
+            LeaseRelease,
+            FetchRequest,
+        }
         for frame in one.peer.heard:
             assert b"PRIVATE KEY" not in encode(frame)
             assert b"CERTIFICATE" not in encode(frame)

@@ -13,10 +13,10 @@ from random import Random
 import mlx.core as mx
 
 from node.engine.kv.kv_cache import extent_of, new_cache
-from node.engine.models.loaded_model import Resident, forward
+from node.engine.models.loaded_model import LoadedModel, forward
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Load
+from wire.frames import LoadModel
 
 ARCHITECTURES = ("llama", "qwen3", "gemma3_text", "lfm2", "qwen3_next", "qwen3_moe")
 UNSEEN = (
@@ -36,7 +36,7 @@ UNSEEN = (
 FILL = 500
 
 
-def ratios(resident: Resident, tokens: int, past: int, random: Random) -> tuple[float, float]:
+def ratios(resident: LoadedModel, tokens: int, past: int, random: Random) -> tuple[float, float]:
     """Run one chunk; return predicted peak over measured peak, and estimate over transient."""
     ids = [random.randrange(resident.vocabulary) for _ in range(past + tokens)]
     cache = new_cache(resident.model)
@@ -59,7 +59,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float]]] = {}
     for arch in sys.argv[1:] or ARCHITECTURES:
         driver = Driver(models.path(arch, trained=False), profile="auto", chunk=512)
-        driver.take(Load(1, driver.default))
+        driver.take(LoadModel(1, driver.default))
         driver.until(lambda driver=driver: driver.said[1])
         resident, random = driver.resident(), Random(1)
         found[arch] = [ratios(resident, tokens, past, random) for tokens, past in islice(cycle(UNSEEN), len(UNSEEN))]

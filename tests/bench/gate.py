@@ -10,10 +10,10 @@ import time
 from pathlib import Path
 from random import Random
 
-from node.engine.memory.gate import Site
+from node.engine.memory.gate import GateSite
 from tests.bench.chats import words
 from tests.support.text_engine import Driver
-from wire.frames import Params
+from wire.frames import GenerationParams
 
 ROUNDS, CHECKS = 9, 2000
 
@@ -23,14 +23,14 @@ def main() -> None:
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     driver = Driver(folder, preload=(folder.name,))
     random = Random(1)
-    asked = [driver.ask(words(random, 100), Params(temperature=0.0, max_tokens=400)) for _ in range(rows)]
+    asked = [driver.ask(words(random, 100), GenerationParams(temperature=0.0, max_tokens=400)) for _ in range(rows)]
     driver.until(lambda: driver.engine.report(time.monotonic()).running == rows)
     figures: list[float] = []
     for _ in range(ROUNDS):
         driver.turn()
         begun = time.thread_time()
         for _ in range(CHECKS):
-            assert driver.engine.forwards.ask(Site.PREFILL, 4096) is None
+            assert driver.engine.forwards.check(GateSite.PREFILL, 4096) is None
         figures.append((time.thread_time() - begun) / CHECKS * 1e6)
     assert not any(driver.ended(number) for number in asked)
     print(json.dumps({"microseconds": figures}))

@@ -16,13 +16,13 @@ from llguidance import LLMatcher, LLTokenizer
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from node.engine.grammar.compiler import Grammars
-from node.engine.grammar.logits_mask import masked
+from node.engine.grammar.compiler import GrammarCompiler
+from node.engine.grammar.logits_mask import apply_mask
 from node.engine.grammar.sandbox_main import LIMITS
-from node.engine.grammar.tool_spec import Unfit
-from node.engine.text.tokenizer import BYTES, Prompt, load
+from node.engine.grammar.tool_spec import UnsupportedSchema
+from node.engine.text.tokenizer import BYTES, TokenizedPrompt, load
 from tests import models
-from wire.frames import Grammar
+from wire.frames import GrammarSpec
 
 VOCABULARY, ROUNDS = 151_936, 5
 SCHEMA = {
@@ -44,14 +44,14 @@ ANSWER = (
 _PATTERNS = [f".*a.{{{count}}}b.*" for count in range(30)]
 _PROPERTIES = {f"p{number}": {} for number in range(9_000)}
 HOSTILE = {
-    "a megabyte": Grammar("json_schema", json.dumps({"enum": ["x" * 1_000_000]})),
-    "12,000 levels": Grammar("json_schema", '{"items":' * 12_000 + "{}" + "}" * 12_000),
-    "9,000 properties": Grammar("json_schema", json.dumps({"type": "object", "properties": _PROPERTIES})),
-    "a remote reference": Grammar("json_schema", '{"$ref": "http://127.0.0.1:1/x.json"}'),
-    "itself": Grammar("json_schema", '{"$ref": "#"}'),
-    "patterns that meet": Grammar("json_schema", json.dumps({"allOf": [{"pattern": one} for one in _PATTERNS]})),
-    "repeated repetitions": Grammar("regex", "(((((a{10}){10}){10}){10}){10}){100}"),
-    "deep Lark": Grammar("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "a megabyte": GrammarSpec("json_schema", json.dumps({"enum": ["x" * 1_000_000]})),
+    "12,000 levels": GrammarSpec("json_schema", '{"items":' * 12_000 + "{}" + "}" * 12_000),
+    "9,000 properties": GrammarSpec("json_schema", json.dumps({"type": "object", "properties": _PROPERTIES})),
+    "a remote reference": GrammarSpec("json_schema", '{"$ref": "http://127.0.0.1:1/x.json"}'),
+    "itself": GrammarSpec("json_schema", '{"$ref": "#"}'),
+    "patterns that meet": GrammarSpec("json_schema", json.dumps({"allOf": [{"pattern": one} for one in _PATTERNS]})),
+    "repeated repetitions": GrammarSpec("regex", "(((((a{10}){10}){10}){10}){10}){100}"),
+    "deep Lark": GrammarSpec("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
 }
 
 
@@ -87,7 +87,7 @@ def steps() -> list[list[float]]:
         times: list[float] = []
         for token in ids:
             begun = time.process_time()
-            mx.eval(masked(logits, matcher.compute_bitmask()))
+            mx.eval(apply_mask(logits, matcher.compute_bitmask()))
             times.append((time.process_time() - begun) * 1e3)
             assert matcher.consume_token(token), matcher.get_error()
         found.append(times)
@@ -98,12 +98,14 @@ def refusals() -> dict[str, float]:
     """Return the milliseconds until each hostile grammar is refused."""
     model, found = load(models.EMBEDDED), dict[str, float]()
     for name, asked in [*HOSTILE.items()] * 3:
-        grammars = Grammars()
-        grammars.compile(model, Grammar("regex", f"[{len(found)}]"), "", Prompt((1,), thinking=False), one=False)
+        grammars = GrammarCompiler()
+        grammars.compile(
+            model, GrammarSpec("regex", f"[{len(found)}]"), "", TokenizedPrompt((1,), thinking=False), one=False
+        )
         begun = time.perf_counter()
         try:
-            grammars.compile(model, asked, "", Prompt((1,), thinking=False), one=False)
-        except Unfit:
+            grammars.compile(model, asked, "", TokenizedPrompt((1,), thinking=False), one=False)
+        except UnsupportedSchema:
             found[name] = min(found.get(name, 1e9), (time.perf_counter() - begun) * 1e3)
     return found
 

@@ -16,8 +16,8 @@ from random import Random
 from tests.bench.row import Row, commit
 from tests.bench.torture import MARGIN, MODEL, SECOND, Kind, Node, lay_out, settled, started
 from tests.support.checkpoints import fp8
-from wire.frames import Failed, Finished, Load, Refusal, Unload
-from wire.refusals import Code
+from wire.frames import Failed, Finished, LoadModel, Refusal, UnloadModel
+from wire.refusals import RefusalCode
 from wire.units import MIB
 
 CLIENTS = 12
@@ -113,12 +113,12 @@ async def _load(node: Node, seen: Seen) -> None:
     while True:
         turn += 1
         name = LOADED[turn % len(LOADED)]
-        loading = asyncio.create_task(node.order(Load, name))
+        loading = asyncio.create_task(node.order(LoadModel, name))
         if turn % 4 < 2:
             await asyncio.wait([loading], timeout=0.05)
         else:
             await asyncio.wait([loading])
-        await node.order(Unload, name)
+        await node.order(UnloadModel, name)
         end = await loading
         word = "done" if isinstance(end, Finished) else str(getattr(getattr(end, "refused", end), "code", end))
         seen.loads[f"{name} {word}"] += 1
@@ -132,7 +132,7 @@ def bench_pressure(folder: Path) -> list[Row]:
     rows: list[Row] = []
     for room in ROOMS:
         seen = asyncio.run(press(folder, rest + room * MIB, SECONDS))
-        allowed = {"done", *(code.value for code in (Code.NO_ROOM, Code.TOO_LARGE))}
+        allowed = {"done", *(code.value for code in (RefusalCode.NO_ROOM, RefusalCode.TOO_LARGE))}
         cut = sum(count for word, count in seen.ends.items() if word not in allowed)
         ok = not (seen.deaths or cut or seen.over) and seen.ends["done"] > 0
         figure = (

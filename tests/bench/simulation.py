@@ -10,13 +10,13 @@ import time
 from pathlib import Path
 
 from coordinator.simulation.clock import VirtualLoop
-from coordinator.simulation.cluster import Pool
-from coordinator.simulation.report import Figures, table
-from coordinator.simulation.routers import CLAIRVOYANT, Production
+from coordinator.simulation.cluster import SimulatedPool
+from coordinator.simulation.report import RunStatistics, table
+from coordinator.simulation.routers import CLAIRVOYANT, ProductionRouter
 from coordinator.simulation.run import compare, load, play, policies_of
-from router.placement.place import POLICIES, Demand
-from router.placement.reservations import Ledger
-from router.placement.vectorized import Columns
+from router.placement.place import POLICIES, ResourceDemand
+from router.placement.reservations import ReservationLedger
+from router.placement.vectorized import VectorIndex
 from tests.bench.row import Row, commit
 
 SCENARIOS = Path(__file__).parents[1] / "sim" / "scenarios"
@@ -118,13 +118,13 @@ def bench_decision(_: Path) -> list[Row]:
     """Measure one decision among a thousand nodes."""
     scenario, _folder = load(str(SCENARIOS / "thousand.toml"))
     loop = VirtualLoop()
-    pool = Pool(scenario, [], loop, 1)
-    ours = Production(pool, 1, POLICIES[OURS])
+    pool = SimulatedPool(scenario, [], loop, 1)
+    ours = ProductionRouter(pool, 1, POLICIES[OURS])
     loop.run_until_complete(pool.run(ours))
-    view, columns, draw = ours.dispatcher.view, Columns(Ledger()), random.Random(1).random
+    view, columns, draw = ours.dispatcher.view, VectorIndex(ReservationLedger()), random.Random(1).random
     loop.close()
-    columns.follow(view)
-    demands = [Demand("chat-8b", size) for size in range(400, 40_400, 400)]
+    columns.apply_view(view)
+    demands = [ResourceDemand("chat-8b", size) for size in range(400, 40_400, 400)]
     begun = time.thread_time()
     for number in range(DECISIONS):
         columns.place(view, demands[number % len(demands)], now=0.0, draw=draw)
@@ -132,7 +132,7 @@ def bench_decision(_: Path) -> list[Row]:
     return [Row("a decision among 1,000 nodes", "<= 20 us", f"{micros:.1f} us of CPU", micros <= 20, commit())]
 
 
-def _all(name: str) -> dict[str, Figures]:
+def _all(name: str) -> dict[str, RunStatistics]:
     """Play a scenario under all its policies and print the table."""
     scenario, folder = load(str(SCENARIOS / f"{name}.toml"))
     rows = list(compare(scenario, policies_of(scenario, ()), scenario.seed, folder))

@@ -16,8 +16,8 @@ from node.settings import resolve
 from tests import models
 from tests.bench.row import Row, commit, p99
 from tests.support.processes import ROOT
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
-from wire.frames import Failed, Finished, Frame, Generate, Limits, Message, Params, Ping, Pong, Refusal
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
+from wire.frames import Failed, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message, Ping, Pong, Refusal
 from wire.units import GIB, MIB
 
 BODIES = 4
@@ -59,7 +59,7 @@ class Engine:
         self.ends: dict[int, float] = {}
         self._changed = threading.Condition()
         self.line.sendall(settings_message(settings))
-        self.send(Limits(20 * GIB, 20 * GIB, 512 * MIB, "static"))
+        self.send(MemoryLimits(20 * GIB, 20 * GIB, 512 * MIB, "static"))
         threading.Thread(target=self._read, daemon=True).start()
 
     def send(self, frame: Frame) -> None:
@@ -68,7 +68,7 @@ class Engine:
 
     def ask(self, number: int, text: str, tokens: int = 1) -> None:
         """Send a request for `tokens` tokens."""
-        params = Params(max_tokens=tokens)
+        params = GenerationParams(max_tokens=tokens)
         self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
 
     def until(self, wanted: "set[int]") -> None:
@@ -78,7 +78,7 @@ class Engine:
                 raise TimeoutError(f"{sorted(wanted - self.ends.keys())} have not ended")
 
     def _read(self) -> None:
-        splitter = Splitter(longest=LONGEST_JOINED)
+        splitter = Splitter(longest=MAX_JOINED_BYTES)
         while data := _received(self.line):
             now = time.monotonic()
             with self._changed:

@@ -28,14 +28,25 @@ from random import Random
 
 from node.engine_process.supervisor import Supervisor
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine, open_sensor
 from node.settings import resolve
 from tests import models
 from wire.codec import decode, encode
-from wire.frames import TAGS, Failed, Finished, Frame, Generate, Load, Message, Params, Refusal, Unload
-from wire.refusals import Code
-from wire.report import Counts
+from wire.frames import (
+    TAGS,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    GenerationParams,
+    LoadModel,
+    Message,
+    Refusal,
+    UnloadModel,
+)
+from wire.refusals import RefusalCode
+from wire.report import EngineCounters
 from wire.units import MIB
 
 RATE = 3.0
@@ -45,7 +56,7 @@ PATIENCE = 10.0
 ASK_AGAIN = 0.25
 HUNG = 60.0
 SAMPLE = 0.02
-CLEAN = frozenset({"done", *Code})
+CLEAN = frozenset({"done", *RefusalCode})
 """Allowed ends of a request. Any other end, "hung" or a fault, breaks a guarantee. A request that the enforcer ended
 counts as refused: the enforcer ends the newest running request with such a code."""
 LEASE_EVERY, LEASE_FOR, LEASE_SHARE = 20.0, 6.0, 4
@@ -121,7 +132,7 @@ class Seen:
     highest: int = 0
     restarts: int = 0
     evicted: int = 0
-    counts: Counts = field(default_factory=Counts)
+    counts: EngineCounters = field(default_factory=EngineCounters)
 
     def outcomes(self) -> dict[str, int]:
         """Count the ends."""
@@ -158,7 +169,7 @@ class Node:
             scratch=folder / "scratch",
             wired=self.limiter.wired,
         )
-        self.poll = Poll(self.limiter, machine, self.supervisor)
+        self.poll = MemoryPoll(self.limiter, machine, self.supervisor)
         self._ends: dict[int, asyncio.Future[Frame]] = {}
         self._changed = asyncio.Event()
         self._number = 0
@@ -169,7 +180,7 @@ class Node:
             end.set_result(decode(tag, encoded[5:]))
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self._changed.set()
 
     async def start(self) -> None:
@@ -189,7 +200,7 @@ class Node:
         """Read the engine's footprint."""
         return self.supervisor.phys().phys or 0
 
-    async def order(self, kind: type[Load | Unload], model: str) -> Frame:
+    async def order(self, kind: type[LoadModel | UnloadModel], model: str) -> Frame:
         """Send an order about a model, and return its end."""
         return await self._sent(lambda number: kind(number, model))
 
@@ -199,13 +210,13 @@ class Node:
         `expected`: tokens that are reserved for its answer, all of them where 0.
         """
         bias = ((_end_token(), -100.0),)
-        params = Params(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
+        params = GenerationParams(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
         message = Message("user", f"{seed} " + "word " * (kind.prompt // TOKENS_PER_WORD))
         return await self._sent(
             lambda number: Generate(number, number, f"r{number}", model, (message,), params, 0, expected or kind.answer)
         )
 
-    async def _sent(self, frame: Callable[[int], Generate | Load | Unload]) -> Frame:
+    async def _sent(self, frame: Callable[[int], Generate | LoadModel | UnloadModel]) -> Frame:
         self._number += 1
         number = self._number
         end = self._ends[number] = asyncio.get_running_loop().create_future()
@@ -330,7 +341,7 @@ async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True)
         seen.highest = max(seen.highest, node.supervisor.highs().interval or 0)
         seen.over = max(seen.over, seen.highest > cap)
         report = node.supervisor.report
-        seen.counts = report.counts if report else Counts()
+        seen.counts = report.counts if report else EngineCounters()
     return seen
 
 
@@ -363,7 +374,7 @@ async def _patiently(node: Node, kind: Kind, seed: int) -> str:
         code = end.refused.code if isinstance(end, Refusal) else end.code if isinstance(end, Failed) else ""
         if isinstance(end, Failed) and code not in CLEAN:
             return f"{code}: {end.message}"
-        if not isinstance(end, Refusal) or code is not Code.NO_ROOM or time.monotonic() > until:
+        if not isinstance(end, Refusal) or code is not RefusalCode.NO_ROOM or time.monotonic() > until:
             return str(code)
         await asyncio.sleep(ASK_AGAIN)
 
@@ -389,12 +400,12 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
         node.limiter.leases = lease
-        node.poll.look()
+        node.poll.poll_once()
         try:
             await asyncio.sleep(LEASE_FOR)
         finally:
             node.limiter.leases = 0
-            node.poll.look()
+            node.poll.poll_once()
             seen.leases.append((since, time.monotonic() - begun, lease))
 
 
@@ -402,7 +413,7 @@ async def _load(node: Node, seen: Seen) -> None:
     """Load and unload a second model at intervals."""
     while True:
         await asyncio.sleep(LOAD_EVERY)
-        for kind in (Load, Unload):
+        for kind in (LoadModel, UnloadModel):
             end = await node.order(kind, SECOND)
             word = "done" if isinstance(end, Finished) else str(end.refused.code) if isinstance(end, Refusal) else "?"
             seen.orders.append(f"{kind.__name__.lower()} {word}")

@@ -21,7 +21,7 @@ import psutil
 from structlog.testing import capture_logs
 
 from node.memory.sensor import footprint_of, members
-from node.video.leases import Phase
+from node.video.leases import LeasePhase
 from node.video.worker.worker_monitor import worker_environment
 from tests import models
 from tests.bench.chats import body, chat, words
@@ -107,7 +107,7 @@ async def _leases(folder: Path) -> tuple[list[float], list[float], list[float]]:
 
 async def _after_death(node: Node, lease: str) -> float:
     node.ask(lease=lease, job={**JOB, "prompt": "hold=denoising"})
-    worker = await node.working(Phase.DENOISING, lease)
+    worker = await node.working(LeasePhase.DENOISING, lease)
     psutil.Process(worker).kill()
     began = time.monotonic()
     await node.until(lambda: node.limiter.leases == 0)
@@ -120,7 +120,7 @@ async def _breach(node: Node, lease: str) -> float:
     """Return the seconds for which a worker was above its lease, measured from outside."""
     size = 256 * MIB
     node.ask(size, {**JOB, "prompt": f"take={2 * size} hold=loading"}, lease)
-    worker = await node.working(Phase.STARTING, lease)
+    worker = await node.working(LeasePhase.STARTING, lease)
     seen: list[float] = []
 
     def look() -> None:

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from coordinator.cluster.membership import Member, State
-from coordinator.observe.node_rows import Told, node_row
+from coordinator.cluster.membership import Member, MemberState
+from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.browser.conftest import CHROMIUM
 from tests.support.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import Counts, EngineState, Hardware, Memory, Sharing
+from wire.report import EngineCounters, EngineState, Hardware, Memory, Sharing
 from wire.units import GIB, KIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
@@ -33,7 +33,7 @@ CLOSED = {"state": "closed", "why": "", "until": None}
 OWN: dict[str, Any] = {"id": "k0", "name": "boss", "scopes": ["admin"], "expires": None, "limits": {}}
 
 
-def node(name: str = "studio", state: State = State.READY, **changes: Any) -> dict[str, Any]:
+def node(name: str = "studio", state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
     """Return a node as in the API; every size differs."""
     memory = Memory(
         cap=96 * GIB,
@@ -48,12 +48,12 @@ def node(name: str = "studio", state: State = State.READY, **changes: Any) -> di
         bound_by="dynamic",
         armed=True,
     )
-    engine = EngineState("mlx", "ready", running=12, waiting=13, counts=Counts(checks=1234, refusals=56))
+    engine = EngineState("mlx", "ready", running=12, waiting=13, counts=EngineCounters(checks=1234, refusals=56))
     models = (a_model("qwen"), a_model("llama", loaded=False))
     report = Report(1, memory, engine, models, sharing=Sharing("always"))
     seen = view_of(report, node=NodeId(name), name=name, state=state, heard_at=0.0)
     row = MemberRow(NodeId(name), name, "m", Hardware("M4 Max", 128 * GIB), "ab", 1.0)
-    found = node_row(seen, Member(NodeId(name), state, 0.0), row, Told(True, "1.2.3", 5, 11, 0.0))
+    found = node_row(seen, Member(NodeId(name), state, 0.0), row, NodeFacts(True, "1.2.3", 5, 11, 0.0))
     return found | {"breaker": CLOSED} | changes
 
 
@@ -225,13 +225,13 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     pause = {"when": "always", "paused": True, "why": "paused by ann", "until": until, "by_hand": True}
     api.sections["nodes"] = [
         node("cordoned", cordoned=True),
-        node("silent", State.SUSPECT, heard_seconds=5),
-        node("drains", State.DRAINING),
-        node("lost", State.LOST, heard_seconds=130),
-        node("asleep", State.ASLEEP, heard_seconds=7),
-        node("paused", State.PAUSED, sharing=pause),
-        node("joins", State.JOINING),
-        node("gone", State.LEFT),
+        node("silent", MemberState.SUSPECT, heard_seconds=5),
+        node("drains", MemberState.DRAINING),
+        node("lost", MemberState.LOST, heard_seconds=130),
+        node("asleep", MemberState.ASLEEP, heard_seconds=7),
+        node("paused", MemberState.PAUSED, sharing=pause),
+        node("joins", MemberState.JOINING),
+        node("gone", MemberState.LEFT),
         node("off", guard=False, gate_armed=False),
         node("inert", gate_armed=False),
         node("over", headroom=-2 * GIB, remedy="close a program"),
@@ -289,7 +289,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
 
 
 def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(page: Page, api: Answers):
-    api.sections["nodes"] = [node("a", State.LOST), node("b", breaker={"state": "open", "why": "x", "until": AT})]
+    api.sections["nodes"] = [node("a", MemberState.LOST), node("b", breaker={"state": "open", "why": "x", "until": AT})]
     api.sections["status"] = status(dangers=["a: guard off"], warnings=["a: guard off", "b: engine hung"])
     api.sections["conditions"] = [
         {"name": "NodeDown", "severity": "critical", "node": "a", "summary": "a is lost", "remedy": "look"},
@@ -306,7 +306,11 @@ def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(pa
     assert [one.get_attribute("class") for one in listed.all()] == ["bad", "warn", "bad", "warn"]
     expect(page.get_by_role("link", name="Runbook: NodeDown")).to_have_attribute("href", "#/runbook/NodeDown")
     expect(page.get_by_text("All healthy")).to_have_count(0)
-    api.sections |= {"status": status(), "conditions": [], "nodes": [node("a", State.LOST), node("b", cordoned=True)]}
+    api.sections |= {
+        "status": status(),
+        "conditions": [],
+        "nodes": [node("a", MemberState.LOST), node("b", cordoned=True)],
+    }
     show(page)
     page.reload()
     expect(page.get_by_text("No Mac is ready: requests wait or are refused")).to_be_visible()
@@ -360,7 +364,7 @@ def highest(title: str, text: str) -> str:
 
 
 def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
-    api.sections["nodes"] = [node("one"), node("two", cordoned=True), node("lost", State.LOST)]
+    api.sections["nodes"] = [node("one"), node("two", cordoned=True), node("lost", MemberState.LOST)]
     show(page)
     one, two = (page.get_by_role("region", name=name) for name in ("one", "two"))
 
@@ -387,7 +391,7 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
     assert len(api.asked) == before, "nothing is removed without a yes"
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, page.get_by_role("button", name="Remove")) == ("DELETE", "/api/v1/nodes/lost", None)
-    paused = node("p", State.PAUSED, sharing=node()["sharing"] | {"paused": True, "by_hand": True})
+    paused = node("p", MemberState.PAUSED, sharing=node()["sharing"] | {"paused": True, "by_hand": True})
     api.sections["nodes"] = [paused, node("v", video=node()["video"] | {"allowed": True})]
     page.reload()
     assert press(page.get_by_role("region", name="p"), "Resume") == ("POST", "/api/v1/nodes/p/resume", None)

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
-from coordinator.cli.commands.trust_ca import keep
+from coordinator.cli.commands.trust_ca import write_bundle
 from coordinator.cli.commands.use import BUNDLE_VARIABLES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.recorder import Recorder, recording
@@ -136,7 +136,7 @@ def _pool() -> Iterator[Pool]:
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         made.up("router.queue_seconds=60", "http.tls=on")
         authority = made.cli("trust-ca", "--print")
-        keep(made.state, authority["pem"], authority["fingerprint"], made.base)
+        write_bundle(made.state, authority["pem"], authority["fingerprint"], made.base)
         made.join("mini", *MLX)
         yield made
 

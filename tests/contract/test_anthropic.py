@@ -11,8 +11,8 @@ import pytest
 
 from tests.contract.test_chat import plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Channel, Count, Delta, Generate, Message, ToolCall
-from wire.refusals import Code, Refused
+from wire.frames import Channel, CountTokens, Delta, Generate, Message, ToolCall
+from wire.refusals import RefusalCode, Refused
 
 ALL = "".join(TEXT)
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -244,7 +244,7 @@ async def test_an_exact_count_without_an_answer(cluster: LoopbackCluster):
     async with library(cluster) as client:
         counted = await client.messages.count_tokens(model="tiny", messages=HELLO, system="x" * 40, tools=[WEATHER])
     assert counted.input_tokens == 12
-    (asked,) = [frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, Count)]
+    (asked,) = [frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, CountTokens)]
     assert [message.role for message in asked.messages] == ["system", "user"]
     assert "weather" in asked.tools
     assert len(cluster.dispatcher.orders) == 0
@@ -307,7 +307,7 @@ async def test_an_unknown_model(cluster: LoopbackCluster):
 
 
 async def test_no_room_is_an_overload_with_its_numbers():
-    node = LoopbackNode("a", refuse=10**6, refusal=Refused(Code.UNSUPPORTED, "not this"))
+    node = LoopbackNode("a", refuse=10**6, refusal=Refused(RefusalCode.UNSUPPORTED, "not this"))
     async with served(LoopbackCluster(node)) as cluster, library(cluster) as client:
         with pytest.raises(anthropic.BadRequestError) as caught:
             await client.messages.create(**ASK)

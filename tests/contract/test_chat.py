@@ -15,7 +15,7 @@ from router.http.app import OLLAMA_PATHS, openapi_paths, openapi_schemas
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_memory, a_model
 from wire.frames import Cancel, Delta, Deltas, Generate
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB, MIB
 
 ASK: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
@@ -190,7 +190,7 @@ async def test_room_that_comes_back_while_waiting_is_used():
 
 
 async def test_can_never_fit_is_a_400_after_a_node_has_counted():
-    refusal = Refused(Code.TOO_LARGE, "never", None, None, "a")
+    refusal = Refused(RefusalCode.TOO_LARGE, "never", None, None, "a")
     async with (
         served(LoopbackCluster(LoopbackNode("a", refuse=1, refusal=refusal))) as cluster,
         plain(cluster) as client,

@@ -11,7 +11,7 @@ import pytest
 from tests.contract.test_anthropic import generated, play, spoken
 from tests.contract.test_chat import plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Message, Params, ToolCall
+from wire.frames import GenerationParams, Message, ToolCall
 
 ALL = "".join(TEXT)
 ASK: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
@@ -114,7 +114,7 @@ async def test_every_option_reaches_the_node(cluster: LoopbackCluster):
     async with plain(cluster) as client:
         answer = await client.post("/api/chat", json=ASK | {"options": options, "keep_alive": "5m", "think": "low"})
     assert answer.status_code == 200
-    assert generated(cluster).params == Params(7, 0.5, 0.9, 5, ("END",), 1, 9, 0.1, 0.2, 0.3, 1.1)
+    assert generated(cluster).params == GenerationParams(7, 0.5, 0.9, 5, ("END",), 1, 9, 0.1, 0.2, 0.3, 1.1)
     assert json.loads(generated(cluster).template) == {"reasoning_effort": "low", "enable_thinking": True}
 
 
@@ -266,7 +266,7 @@ async def test_its_own_library(cluster: LoopbackCluster):
     )
     whole = await client.chat(model="tiny", messages=ASK["messages"], options={"num_predict": 9, "seed": 3})
     assert (whole.message.content, whole.done_reason, whole.eval_count) == (ALL, "stop", len(TEXT))
-    assert generated(cluster).params == Params(max_tokens=9, seed=3)
+    assert generated(cluster).params == GenerationParams(max_tokens=9, seed=3)
     pieces = [piece async for piece in await client.chat(model="tiny", messages=ASK["messages"], stream=True)]
     assert "".join(piece.message.content or "" for piece in pieces) == ALL
     assert (await client.generate(model="tiny", prompt="hello")).response == ALL

@@ -19,7 +19,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from coordinator.http.origin_check import Guard
+from coordinator.http.origin_check import OriginCheck
 from tests.conftest import SEED
 from tests.support import whole_pool
 from tests.support.whole_pool import OPERATIONS, Served
@@ -108,4 +108,4 @@ def test_what_is_refused_before_it_is_read_is_described(served: Served, path: st
 
 
 def test_the_guard_in_the_way_is_the_one_of_the_product(served: Served):
-    assert isinstance(served.cluster.app, Guard)
+    assert isinstance(served.cluster.app, OriginCheck)

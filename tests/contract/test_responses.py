@@ -7,7 +7,7 @@ from typing import Any
 import openai
 import pytest
 
-from router.dialects.openai.responses_store import Kept, entry
+from router.dialects.openai.responses_store import ResponseStore, entry
 from tests.contract.test_anthropic import generated, play, spoken
 from tests.contract.test_chat import collect, library, plain, served
 from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
@@ -192,7 +192,7 @@ async def test_what_is_kept_can_be_had_and_forgotten_by_its_own_key_alone(cluste
 
 
 def test_what_is_kept_is_bounded():
-    kept = Kept(most=5, nbytes=10_000, of_key=3, key_bytes=5_000)
+    kept = ResponseStore(most=5, nbytes=10_000, of_key=3, key_bytes=5_000)
     for number in range(9):
         kept.put("a", f"a{number}", entry(b"x" * 100, ()))
     assert [kept.get("a", f"a{number}") is not None for number in range(5, 9)] == [False, True, True, True]

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from router.dispatch.decision_log import REFUSALS_KEPT, History
+from router.dispatch.decision_log import MAX_INVALID_KEPT, DecisionLog
 from router.errors import invalid
 from tests.support.loopback_cluster import LoopbackNode
 from tests.support.whole_pool import Served, served, status
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
 WRITTEN = "zebra canary"
 
@@ -24,8 +24,8 @@ def ask(pool: Served, method: str, path: str, key: str, body: object = None) -> 
     return status(answer), answer.partition(b"\r\n\r\n")[2].decode()
 
 
-@pytest.mark.parametrize("code", [Code.INVALID, Code.UNSUPPORTED, Code.TEMPLATE])
-def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Code):
+@pytest.mark.parametrize("code", [RefusalCode.INVALID, RefusalCode.UNSUPPORTED, RefusalCode.TEMPLATE])
+def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: RefusalCode):
     node = LoopbackNode("a", refuse=1, refusal=Refused(code, f"this is odd: {WRITTEN}"))
     with served(node) as pool:
         body = {"model": "tiny", "messages": [{"role": "user", "content": WRITTEN}]}
@@ -89,7 +89,7 @@ def test_every_route_keeps_why_it_refused(path: str, body: object):
 
 
 def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
-    history = History()
+    history = DecisionLog()
     with served(LoopbackNode("a")) as pool:
         good = {"model": "tiny", "messages": [{"role": "user", "content": "x"}]}
         assert ask(pool, "POST", "/v1/chat/completions", "infer", good)[0] == 200
@@ -97,6 +97,6 @@ def test_a_client_that_is_refused_again_and_again_evicts_no_other_request():
             ask(pool, "POST", "/v1/chat/completions", "infer", {})
         rows = json.loads(ask(pool, "GET", "/api/v1/requests", "metrics")[1])["requests"]
         assert [row["outcome"] for row in rows] == ["ok", *["invalid_request"] * 3]
-    for number in range(REFUSALS_KEPT + 1):
+    for number in range(MAX_INVALID_KEPT + 1):
         history.refused(float(number), f"r{number}", "k", invalid("no", "x"))
-    assert (len(history.refusals), len(history.stories)) == (REFUSALS_KEPT, 0)
+    assert (len(history.refusals), len(history.stories)) == (MAX_INVALID_KEPT, 0)

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 
 from coordinator.video import artifacts as artifacts_module
-from coordinator.video.artifacts import Artifacts
-from coordinator.video.state.jobs import Fault, State
+from coordinator.video.artifacts import ArtifactFolder
+from coordinator.video.state.jobs import JobFault, JobState
 from tests.contract.test_videos import Pool, pool
 from tests.support.cluster_port import opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.video_peer import CLIP, VideoPeer, artifacts_of
 from tests.unit.coordinator.state.test_forgetting import found
 from tests.unit.coordinator.video.state.test_job_table import a_job
-from wire.frames import AllowVideo, Generate, Lease, LeaseGranted, LeaseRefused, Release
+from wire.frames import AllowVideo, Generate, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
 from wire.units import GIB
 from wire.video import Artifact
 
@@ -32,7 +32,7 @@ async def asked(one: Pool, **fields: Any) -> str:
         return answer.json()["id"]
 
 
-def state(one: Pool, video: str) -> State:
+def state(one: Pool, video: str) -> JobState:
     job = one.conductor.job(video)
     assert job is not None
     return job.state
@@ -50,16 +50,16 @@ async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
         videos = [await asked(one) for _ in range(3)]
         await one.until(videos[1], "in_progress")
         first, second = one.peers
-        await one.port.until(lambda: [len(peer.of(Lease)) for peer in one.peers] == [1, 1])
-        assert state(one, videos[2]) == State.QUEUED
+        await one.port.until(lambda: [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 1])
+        assert state(one, videos[2]) == JobState.QUEUED
         waits = one.conductor.job(videos[2])
         await one.port.until(lambda: "makes another video" in one.conductor.board.jobs[videos[2]].phase)
         assert waits is not None
-        holder = first if first.of(Lease)[0].job == videos[0] else second
-        holder.finish(holder.of(Lease)[0].lease)
+        holder = first if first.of(LeaseRequest)[0].job == videos[0] else second
+        holder.finish(holder.of(LeaseRequest)[0].lease)
         await one.until(videos[0], "completed")
         await one.until(videos[2], "in_progress")
-        assert len(holder.of(Lease)) == 2
+        assert len(holder.of(LeaseRequest)) == 2
         rows = await one.port.get("/api/v1/leases")
         assert {(row["job"], row["size"], row["orphan"]) for row in rows["leases"]} == {
             (videos[1], 36 * GIB, False),
@@ -71,11 +71,11 @@ async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_o
     async with pool(tmp_path, peer={"refusal": NO}) as one:
         first, second = await asked(one), await asked(one)
         await one.port.until(lambda: one.conductor.board.jobs[first].phase == NO.waiting_for)
-        assert [lease.job for lease in one.peer.of(Lease)] == [first], "the second does not overtake"
+        assert [lease.job for lease in one.peer.of(LeaseRequest)] == [first], "the second does not overtake"
         one.peer.refusal = None
         await one.until(first, "completed")
         await one.until(second, "completed")
-        assert [lease.job for lease in one.peer.of(Lease)][-1] == second
+        assert [lease.job for lease in one.peer.of(LeaseRequest)][-1] == second
         assert one.peer.of(Generate) == []
 
 
@@ -86,7 +86,7 @@ async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: P
         await one.port.until(lambda: one.conductor.view.nodes[1].memory.headroom == 20 * GIB)
         video = await asked(one)
         await one.until(video, "in_progress")
-        assert [len(peer.of(Lease)) for peer in one.peers] == [1, 0], "where it fits without making room"
+        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 0], "where it fits without making room"
 
 
 async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
@@ -95,7 +95,7 @@ async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
         await one.until(video, "in_progress")
         await one.peer.cut()
         assert one.conductor.board.jobs[video].away
-        assert one.conductor.board.held(one.peer.who.node if one.peer.who else "") is not None
+        assert one.conductor.board.hold_of(one.peer.who.node if one.peer.who else "") is not None
         await one.peer.link()
         await one.port.until(lambda: not one.conductor.board.jobs[video].away)
         one.peer.finish(next(iter(one.peer.leases)))
@@ -115,11 +115,11 @@ async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Pa
         if rule == "fail":
             assert fault(one, video) == "node_lost"
         else:
-            assert len(other.of(Lease)) == 1
+            assert len(other.of(LeaseRequest)) == 1
         late = next(iter(holder.leases))
         await holder.link()
-        await one.port.until(lambda: any(one.lease == late for one in holder.of(Release)))
-        assert holder.of(Release)[0].cause == "superseded", "what is not known any more is given back"
+        await one.port.until(lambda: any(one.lease == late for one in holder.of(LeaseRelease)))
+        assert holder.of(LeaseRelease)[0].cause == "superseded", "what is not known any more is given back"
 
 
 async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path):
@@ -155,7 +155,7 @@ async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_g
         await one.port.until(lambda: second.allowed)
         video = await asked(one)
         await one.until(video, "in_progress")
-        assert [len(peer.of(Lease)) for peer in one.peers] == [0, 1]
+        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [0, 1]
         waiting = await asked(one)
         registry.allow_video(second.who.node, on=False)
         await one.port.until(lambda: not second.allowed)
@@ -182,13 +182,13 @@ async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):
         peer.port = port
         after = Pool(port, [peer])
         admin = after.http(after.new_key("admin"))
-        assert state(after, running) == State.IN_PROGRESS
+        assert state(after, running) == JobState.IN_PROGRESS
         peer.progress = lambda *_, **__: None
         await peer.link()
         del peer.progress
         peer.finish(next(iter(peer.leases)))
-        await after.port.until(lambda: state(after, running) == State.COMPLETED)
-        await after.port.until(lambda: state(after, waiting) == State.IN_PROGRESS)
+        await after.port.until(lambda: state(after, running) == JobState.COMPLETED)
+        await after.port.until(lambda: state(after, waiting) == JobState.IN_PROGRESS)
         async with admin:
             assert (await admin.get(f"/v1/videos/{running}/content")).content == CLIP
 
@@ -210,15 +210,15 @@ async def test_files_are_fetched_again_after_an_interruption_and_acknowledged_th
         clip = one.peer.files.pop("video.mp4")
         one.peer.told = {"video.mp4": clip}
         one.peer.finish(next(iter(one.peer.leases)))
-        await one.port.until(lambda: state(one, video) == State.FINALIZING)
+        await one.port.until(lambda: state(one, video) == JobState.FINALIZING)
         await asyncio.sleep(0)
-        assert one.peer.of(Release) == [], "kept until it is here"
+        assert one.peer.of(LeaseRelease) == [], "kept until it is here"
         await one.peer.cut()
         one.peer.files["video.mp4"] = clip
         await one.peer.link()
         await one.until(video, "completed")
-        await one.port.until(lambda: one.peer.of(Release) != [])
-        assert one.peer.of(Release)[-1].cause == "acknowledged"
+        await one.port.until(lambda: one.peer.of(LeaseRelease) != [])
+        assert one.peer.of(LeaseRelease)[-1].cause == "acknowledged"
 
 
 async def test_files_whose_node_has_forgotten_them_are_lost(tmp_path: Path):
@@ -227,7 +227,7 @@ async def test_files_whose_node_has_forgotten_them_are_lost(tmp_path: Path):
         await one.until(video, "in_progress")
         one.peer.told = {"video.mp4": one.peer.files.pop("video.mp4")}
         one.peer.finish(next(iter(one.peer.leases)))
-        await one.port.until(lambda: state(one, video) == State.FINALIZING)
+        await one.port.until(lambda: state(one, video) == JobState.FINALIZING)
         one.peer.leases.clear()
         await one.until(video, "failed")
         assert fault(one, video) == "artifact_lost"
@@ -243,7 +243,9 @@ async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
         assert list(found(one.conductor, who.node, "conductor", set())) != []
         one.port.application.registry.remove(who.node)
         one.conductor.forget(who.node)
-        one.conductor.see(type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node)))
+        one.conductor.apply_view(
+            type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node))
+        )
         assert [path for path in found(one.conductor, who.node, "conductor", set()) if "_links" not in path] == []
 
 
@@ -257,7 +259,7 @@ async def test_what_a_node_says_of_anothers_lease_is_not_heard(tmp_path: Path):
         other.finish(lease, "worker_crashed")
         other.say(LeaseGranted(lease, 99))
         await asyncio.sleep(0.2)
-        assert state(one, video) == State.IN_PROGRESS
+        assert state(one, video) == JobState.IN_PROGRESS
 
 
 # files
@@ -272,9 +274,9 @@ def asks(data: bytes) -> Any:
 
 
 async def test_a_file_is_kept_for_its_owner_alone(tmp_path: Path):
-    artifacts = Artifacts(tmp_path / "videos", asks(CLIP))
+    artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
     kept = await artifacts.fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
-    assert not isinstance(kept, Fault)
+    assert not isinstance(kept, JobFault)
     assert kept[0].sha256 == hashlib.sha256(CLIP).hexdigest()
     folder = artifacts.folder("video_1")
     assert [(file.name, file.stat().st_mode & 0o777) for file in folder.iterdir()] == [("video.mp4", 0o600)]
@@ -285,16 +287,16 @@ async def test_a_file_is_kept_for_its_owner_alone(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["../video.mp4", "/etc/x.mp4", ".mp4", "a/b.mp4", "x" * 99 + ".mp4", "a.mp4\n", ""])
 async def test_names_of_files_are_never_paths(tmp_path: Path, name: str):
-    artifacts = Artifacts(tmp_path / "videos", asks(CLIP))
+    artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
     found = await artifacts.fetch(a_job(1), (Artifact(name, len(CLIP), hashlib.sha256(CLIP).digest()),))
-    assert isinstance(found, Fault)
+    assert isinstance(found, JobFault)
     assert not (tmp_path / "videos").exists()
 
 
 async def test_a_disk_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
     (tmp_path / "videos").write_text("in the way")
-    found = await Artifacts(tmp_path / "videos", asks(CLIP)).fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
-    assert isinstance(found, Fault)
+    found = await ArtifactFolder(tmp_path / "videos", asks(CLIP)).fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
+    assert isinstance(found, JobFault)
     assert found.code == "storage_failed"
     assert "the coordinator cannot write" in found.message
 

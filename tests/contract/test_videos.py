@@ -16,7 +16,7 @@ from coordinator.video.settings import VideoSettings
 from tests.support.cluster_port import Port, a_report, opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.video_peer import CLIP, PICTURE, VideoPeer
-from wire.frames import Generate, Lease, Release
+from wire.frames import Generate, LeaseRelease, LeaseRequest
 from wire.units import GIB
 from wire.video import VideoPackage
 
@@ -72,7 +72,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool
     async with pool(tmp_path_factory.mktemp("shared")) as one:
         yield one
         assert one.conductor.board.jobs == {}
-        assert one.peer.of(Lease) == []
+        assert one.peer.of(LeaseRequest) == []
 
 
 async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
@@ -108,7 +108,7 @@ async def test_create_poll_download_delete(tmp_path: Path):
             "seed": 7,
             "phase": "completed",
         }
-        (lease,) = one.peer.of(Lease)
+        (lease,) = one.peer.of(LeaseRequest)
         assert lease.size == 36 * GIB
         assert json.loads(lease.spec) == {
             "prompt": "a fox",
@@ -248,8 +248,8 @@ async def test_cancel_and_delete_while_it_waits_and_while_it_is_made(tmp_path: P
         assert again.json() == answer.json(), "it has ended already"
         await client.videos.delete(running.id)
         await one.port.until(lambda: not one.conductor.board.holds)
-        await one.port.until(lambda: len(one.peer.of(Release)) > 1)
-        assert [said.cause for said in one.peer.of(Release)][:2] == ["cancelled", "acknowledged"]
+        await one.port.until(lambda: len(one.peer.of(LeaseRelease)) > 1)
+        assert [said.cause for said in one.peer.of(LeaseRelease)][:2] == ["cancelled", "acknowledged"]
 
 
 async def test_deleting_while_it_is_read_hurts_nobody(tmp_path: Path):
@@ -375,7 +375,7 @@ async def test_a_body_that_cannot_be_is_refused_by_name(
         error = refused.value
         assert (error.status_code, error.param) == (status, param), error.message
         assert words in error.message
-        assert shared.peer.of(Lease) == []
+        assert shared.peer.of(LeaseRequest) == []
         assert shared.conductor.board.jobs == {}
 
 

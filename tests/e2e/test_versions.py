@@ -20,15 +20,15 @@ from wire.codec import encode
 from wire.frames import (
     Admitted,
     Cancel,
-    Count,
+    CountTokens,
     Delta,
     Deltas,
     Finished,
     Generate,
+    GenerationParams,
     Goodbye,
     Hello,
     Message,
-    Params,
     Report,
     Welcome,
 )
@@ -93,12 +93,12 @@ async def test_a_new_node_serves_under_a_coordinator_of_the_version_before(tmp_p
 
 
 async def _served(before: OldCoordinator) -> None:
-    before.send(Generate(7, 7, "r", "scripted-1", HI, Params(max_tokens=4), int(time.time())))
+    before.send(Generate(7, 7, "r", "scripted-1", HI, GenerationParams(max_tokens=4), int(time.time())))
     assert (await before.until(Admitted)).request == 7
     assert (await before.until(Finished)).completion_tokens == 4
-    before.send(Count(8, "scripted-1", HI, 0))
+    before.send(CountTokens(8, "scripted-1", HI, 0))
     assert (await before.until(Finished)).request == 8
-    before.send(Generate(9, 9, "r", "scripted-1", HI, Params(max_tokens=30_000), int(time.time())))
+    before.send(Generate(9, 9, "r", "scripted-1", HI, GenerationParams(max_tokens=30_000), int(time.time())))
     await before.until(Deltas)
     before.send(Cancel(9))
     await before.until(Report, lambda one: one.engine.running == 0 and one.acked_seq >= 9)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from node.video.leases import Phase
+from node.video.leases import LeasePhase
 from tests.contract.test_video_conductor import asked, fault
 from tests.contract.test_videos import pool
 from tests.support.hosts import unsupported
@@ -74,7 +74,7 @@ async def test_a_node_whose_disk_is_full_says_so_and_lends_again_once_it_is_not(
             await node.start()
             before = node.ceiling
             node.ask(job={**JOB, "prompt": "hold=denoising clip=500000"})
-            await node.working(Phase.DENOISING)
+            await node.working(LeasePhase.DENOISING)
             filler = fill(full)
             gate.open(1)
             ended = await node.ended()

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.tls.cluster_ca import Authority
+from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.agent import Agent
 from node.agent.identity import create, new_request, remember
 from tests.support.cluster_port import Line
@@ -21,16 +21,16 @@ from tests.support.enrolment import HARDWARE
 from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, LONG, Node, flat
 from wire.frames import (
-    Answer,
-    Ask,
+    FetchChunk,
+    FetchRequest,
     Frame,
     Hello,
-    Lease,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
+    LeaseRelease,
+    LeaseRequest,
     Ping,
-    Release,
     Report,
     Welcome,
 )
@@ -47,7 +47,7 @@ class Linked(Node):
 
     agent: Agent
 
-    def link(self, authority: Authority, address: str) -> Agent:
+    def link(self, authority: ClusterCa, address: str) -> Agent:
         request = new_request("studio")
         certificate = authority.sign(request.csr, NodeId("n1"), "studio")
         identity = create(self.folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
@@ -59,17 +59,17 @@ class Linked(Node):
 
     def _said(self, frame: Frame) -> None:
         super()._said(frame)
-        self.agent.tell(frame)
+        self.agent.send_frame(frame)
 
     def _change(self) -> None:
-        self.agent.changed()
+        self.agent.schedule_report()
         self._changed.set()
 
 
 @asynccontextmanager
 async def linked(folder: Path) -> AsyncGenerator[tuple[Linked, "asyncio.Queue[Line]"]]:
     """Run a node, and yield each link that it opens, welcomed."""
-    authority = Authority(folder / "authority", time.time)
+    authority = ClusterCa(folder / "authority", time.time)
     lines: asyncio.Queue[Line] = asyncio.Queue()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -104,8 +104,8 @@ async def fetched(line: Line, name: str) -> bytes:
     """Fetch a file in windows, as a coordinator does."""
     data, offset = b"", 0
     for number in range(1, 100):
-        line.send(Ask(number, f"artifact:l-1/{name}", offset, WINDOW))
-        while not (answer := await line.until(Answer, 30)).last:
+        line.send(FetchRequest(number, f"artifact:l-1/{name}", offset, WINDOW))
+        while not (answer := await line.until(FetchChunk, 30)).last:
             data += answer.payload
         assert answer.error == ""
         offset = answer.next
@@ -123,7 +123,7 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
         assert (package.name, package.engine, package.experts, package.cause) == ("tiny-wan", "0.18.14", 2, "")
         before = report.memory.ceiling
 
-        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(PACED)))
+        line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(PACED)))
         granted = await line.until(LeaseGranted, 20)
         assert (granted.lease, granted.generation) == ("l-1", 1)
         phases, footprints, ceilings = set[str](), list[int](), set[int]()
@@ -149,27 +149,27 @@ async def test_a_coordinator_lends_watches_fetches_and_acknowledges_over_the_lin
         for one in ended.artifacts:
             data = await fetched(line, one.name)
             assert (len(data), hashlib.sha256(data).digest()) == (one.size, one.sha256)
-        line.send(Ask(500, "artifact:l-1/../../leases.json", 0, WINDOW))
-        refused = await line.until(Answer, 20)
+        line.send(FetchRequest(500, "artifact:l-1/../../leases.json", 0, WINDOW))
+        refused = await line.until(FetchChunk, 20)
         assert (refused.last, refused.payload, bool(refused.error)) == (True, b"", True)
         assert json.loads(ended.made)["frames"] == 9
 
-        line.send(Release("l-1", 1, "acknowledged"))
+        line.send(LeaseRelease("l-1", 1, "acknowledged"))
         while (report := await line.until(Report, 20)).video.leases:
             pass
         assert report.memory.ceiling == before
-        line.send(Release("l-9", 1, "cancelled"))
+        line.send(LeaseRelease("l-9", 1, "cancelled"))
         assert (await line.until(LeaseEnded, 20)).code == "worker_lost", "of what it knows nothing it says that"
-        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, b"{}"))
+        line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, b"{}"))
         assert (await line.until(LeaseRefused, 20)).code == "lease_superseded"
 
 
 async def test_a_node_that_leaves_says_first_what_became_of_its_job(tmp_path: Path):
     async with linked(tmp_path) as (node, lines):
         line = await asyncio.wait_for(lines.get(), 20)
-        line.send(Lease("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(LONG)))
+        line.send(LeaseRequest("l-1", 1, "video_1", "tiny-wan", LEASE, msgspec.json.encode(LONG)))
         await line.until(LeaseGranted, 20)
         await node.lender.stop()
         assert (await line.until(LeaseEnded, 20)).code == "node_stopping"
-        line.send(Lease("l-2", 1, "video_2", "tiny-wan", LEASE, msgspec.json.encode(JOB)))
+        line.send(LeaseRequest("l-2", 1, "video_2", "tiny-wan", LEASE, msgspec.json.encode(JOB)))
         assert (await line.until(LeaseRefused, 20)).code == "node_stopping"

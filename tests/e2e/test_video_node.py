@@ -21,10 +21,10 @@ import psutil
 import pytest
 
 from node.memory.sensor import born, members
-from node.video.leases import Held, Ledger, Phase
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
 from node.video.worker import worker_monitor as watch
-from node.video.worker.lease_files import Claim
-from node.video.worker.watchdog_policy import Bounds
+from node.video.worker.lease_files import WorkerClaim
+from node.video.worker.watchdog_policy import WorkerBounds
 from tests import models
 from tests.support import studio
 from tests.support.processes import ROOT, environment, until
@@ -32,8 +32,8 @@ from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, LONG, Node, flat, spoiled
 from wire.capacity.arithmetic import headroom, level
 from wire.codec import encode
-from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, Load
-from wire.report import Level
+from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused, LoadModel
+from wire.report import MemoryLevel
 from wire.units import GIB, MIB
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -67,7 +67,7 @@ def given_back(node: Node, before: int) -> None:
     assert node.ceiling == before
     assert (node.limiter.leases, node.limiter.worker) == (0, None)
     (state,) = node.lender.states()
-    assert (state.phase, state.size) == (Phase.ENDED, 0)
+    assert (state.phase, state.size) == (LeasePhase.ENDED, 0)
     assert not (node.folder / "node" / "video" / "leases" / "l-1.1" / "scratch").exists()
 
 
@@ -81,7 +81,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert isinstance(await node.answer(), LeaseGranted)
     assert before - node.ceiling == LEASE
     memory = node.poll.memory()
-    assert level(memory) is Level.OK
+    assert level(memory) is MemoryLevel.OK
     assert (headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved) or -1) >= 0
     ended = await node.ended()
     assert (ended.code, ended.message) == ("completed", "")
@@ -103,7 +103,7 @@ async def test_a_job_is_done_and_its_clip_is_kept_until_it_is_acknowledged(make:
     assert said[0]["isolated"] == 1
     known = set(watch.worker_environment(dict.fromkeys(watch.KEPT, ""), Path())) | {"LC_CTYPE"}
     assert set(said[0]["names"]) <= known, "nothing of ours is told to a worker"  # type: ignore[arg-type]
-    node.lender.linked()
+    node.lender.resend_ends()
     assert [one for one in node.frames if isinstance(one, LeaseEnded)] == [ended, ended]
     node.release("acknowledged")
     node.release("acknowledged")
@@ -175,7 +175,7 @@ async def test_a_worker_that_stands_still_and_ignores_sigterm_is_killed(make: Ma
     worker = await node.working()
     os.killpg(worker, signal.SIGSTOP)
     watch: Any = node.lender._watch  # pyright: ignore[reportPrivateUsage]  a start may take longer than this limit
-    watch._bounds = Bounds(LEASE, 2.0, 1000.0)
+    watch._bounds = WorkerBounds(LEASE, 2.0, 1000.0)
     ended = await node.ended()
     assert ended.code == "worker_stalled"
     assert members(worker) == ()
@@ -199,10 +199,10 @@ async def test_a_worker_whose_footprint_cannot_be_read_is_ended(make: Make, monk
 
 # ends of every kind, at every phase
 
-PHASES = (Phase.STARTING, Phase.LOADING, Phase.DENOISING, Phase.DECODING, Phase.SAVING)
+PHASES = (LeasePhase.STARTING, LeasePhase.LOADING, LeasePhase.DENOISING, LeasePhase.DECODING, LeasePhase.SAVING)
 
 
-def held(phase: Phase) -> dict[str, object]:
+def held(phase: LeasePhase) -> dict[str, object]:
     """Return a job that stays in a phase."""
     return {**JOB, "prompt": f"hold={phase}"}
 
@@ -212,19 +212,19 @@ def held(phase: Phase) -> dict[str, object]:
     [
         *(("worker", phase, "worker_crashed", False) for phase in PHASES),
         *(("attendant", phase, "worker_lost", False) for phase in PHASES),
-        ("order", Phase.STARTING, "cancelled", False),
-        ("order", Phase.SAVING, "cancelled", False),
-        ("worker", Phase.DENOISING, "worker_crashed", True),
-        ("attendant", Phase.DECODING, "worker_lost", True),
+        ("order", LeasePhase.STARTING, "cancelled", False),
+        ("order", LeasePhase.SAVING, "cancelled", False),
+        ("worker", LeasePhase.DENOISING, "worker_crashed", True),
+        ("attendant", LeasePhase.DECODING, "worker_lost", True),
     ],
 )
 async def test_the_lease_is_back_whoever_is_killed_and_whenever(
-    make: Make, phase: Phase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
+    make: Make, phase: LeasePhase, victim: str, code: str, real: bool, capsys: pytest.CaptureFixture[str]
 ):
     node = await make(real=real)
     before = node.ceiling
     decoded = {**JOB, "frames": 33, "steps": 1}  # takes the engine a while to decode
-    node.ask(job=held(phase) if not real else decoded if phase is Phase.DECODING else LONG)
+    node.ask(job=held(phase) if not real else decoded if phase is LeasePhase.DECODING else LONG)
     worker = await node.working(phase)
     began = time.monotonic()
     if victim == "worker":
@@ -243,9 +243,9 @@ async def test_the_lease_is_back_whoever_is_killed_and_whenever(
     assert seconds < BACK + 3, "on a busy machine; at rest it is below 2 s"
 
 
-@pytest.mark.parametrize("phase", [Phase.STARTING, Phase.DENOISING, Phase.SAVING])
+@pytest.mark.parametrize("phase", [LeasePhase.STARTING, LeasePhase.DENOISING, LeasePhase.SAVING])
 async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the_lease_back(
-    tmp_path: Path, phase: Phase, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, phase: LeasePhase, capsys: pytest.CaptureFixture[str]
 ):
     folder = tmp_path / "node"
     settings = flat(worker__environments=str(standin(tmp_path).environments))
@@ -295,9 +295,9 @@ async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(
     settings = flat(worker__environments=str(standin(tmp_path).environments))
     place = tmp_path / "node" / "node" / "video" / "leases"
     (place / "l-1.1" / "scratch").mkdir(parents=True)
-    held = Held(lease="l-1", generation=1, job="video_l-1", model="tiny-wan", size=LEASE)
-    (place / "leases.json").write_bytes(msgspec.json.encode(Ledger().put(held)))
-    claim = Claim(attendant=1, worker=sleeper.pid, born=born(sleeper.pid))
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model="tiny-wan", size=LEASE)
+    (place / "leases.json").write_bytes(msgspec.json.encode(LeaseLedger().put(held)))
+    claim = WorkerClaim(attendant=1, worker=sleeper.pid, born=born(sleeper.pid))
     (place / "l-1.1" / "claim.json").write_bytes(msgspec.json.encode(claim))
     (place / "l-1.1" / "lease.json").write_text("{}")
     node = Node(tmp_path / "node", settings)
@@ -477,7 +477,7 @@ async def test_the_engine_holds_to_the_lower_ceiling_before_a_lease_is_granted(m
 
 
 async def test_an_engine_that_does_not_confirm_gets_its_ceiling_back(make: Make, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.video.lease_manager.CONFIRM_SECONDS", 0.3)
+    monkeypatch.setattr("node.video.lease_manager.CONFIRM_TIMEOUT_SECONDS", 0.3)
     node = await make(attends=False)
     before, engine = node.ceiling, psutil.Process(node.supervisor.pid)
     engine.suspend()
@@ -507,7 +507,7 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
         memory__canary="off",
     )
     if not pinned:
-        node.supervisor.send(encode(Load(1, "large")), Load, 1)
+        node.supervisor.send(encode(LoadModel(1, "large")), LoadModel, 1)
 
     def loaded() -> bool:
         report = node.supervisor.report
@@ -531,4 +531,4 @@ async def test_an_idle_model_gives_way_to_a_lease_and_a_preloaded_one_does_not(
     else:
         assert isinstance(answer, LeaseGranted)
         assert not loaded()
-        assert level(node.poll.memory()) is Level.OK
+        assert level(node.poll.memory()) is MemoryLevel.OK

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from node.memory.sensor import members
-from node.video.leases import Phase
+from node.video.leases import LeasePhase
 from tests.support.processes import gone, until
 from tests.support.standin import standin
 from tests.support.studio import LONG, Node, flat
@@ -57,7 +57,7 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
         for lease, how in (("l-2", "cancelled"), ("l-3", "SIGKILL of the actor"), ("l-4", "SIGKILL of Ray")):
             before = node.ceiling
             node.ask(job=LONG, lease=lease)
-            worker = await node.working(Phase.DENOISING, lease)
+            worker = await node.working(LeasePhase.DENOISING, lease)
             nobody_else_reaches_ray([*family, driver])
             began = time.monotonic()
             actor = psutil.Process(worker).parent()
@@ -79,10 +79,10 @@ async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_ki
 
         (driver,) = await node.until(lambda: drivers(node))
         node.ask(job=LONG, lease="l-5")
-        await node.working(Phase.DENOISING, "l-5")
+        await node.working(LeasePhase.DENOISING, "l-5")
         driver.kill()
         await node.until(lambda: [one for one in drivers(node) if one.pid != driver.pid])
-        assert [one.phase for one in node.lender.states() if one.lease == "l-5"] == [Phase.DENOISING]
+        assert [one.phase for one in node.lender.states() if one.lease == "l-5"] == [LeasePhase.DENOISING]
         node.release("cancelled", "l-5")
         assert (await node.ended("l-5")).code == "cancelled"
 

@@ -32,30 +32,30 @@ from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
 from wire.frames import (
     TAGS,
     Admitted,
-    Answer,
     Delta,
     Deltas,
-    Enrol,
-    EnrolStart,
+    Enroll,
+    EnrollStart,
     Failed,
+    FetchChunk,
     Finished,
     Frame,
     Generate,
+    GenerationParams,
     Goodbye,
     Hello,
     LeaseEnded,
     LeaseGranted,
     LeaseRefused,
     Logprob,
-    Params,
-    Query,
+    MemberQuery,
     Refusal,
-    Renew,
+    RenewCertificate,
     Timings,
 )
 from wire.identity import PROTOCOL, NodeId
-from wire.refusals import Code, Numbers, Refused
-from wire.report import Group
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
+from wire.report import BatchGroup
 from wire.video import Artifact, LeaseState, VideoPackage, VideoState
 
 COUNT = 1_000_000
@@ -64,7 +64,7 @@ CONNECTED = 5
 NODE = NodeId("node-1")
 REPORT = a_report(
     7,
-    models=(a_model(groups=(Group(2, 100, 150),)), a_model("other", loaded=False)),
+    models=(a_model(groups=(BatchGroup(2, 100, 150),)), a_model("other", loaded=False)),
     video=VideoState(True, "", "r1", (VideoPackage("wan"),), (LeaseState("l1", 1, "video_1", 2**30),)),
 )
 SEEDS: tuple[Frame, ...] = (
@@ -72,19 +72,19 @@ SEEDS: tuple[Frame, ...] = (
     Admitted(1, 30, 10, b"hash"),
     Deltas((Delta(1, 0, (1, 2), ((0, "text"), (1, "thought")), (Logprob(b"a", -0.5, ((b"b", -1.0),)),)),)),
     Finished(1, ("stop",), 30, 5, 10, Timings(0.1, 0.2, 0.3), a_model(), ("",), 2),
-    Refusal(1, Refused(Code.NO_ROOM, "no room", Numbers(1, 2, 3, 4, 5, 6, 7, 8, "static"), 1.0, "n"), 30),
+    Refusal(1, Refused(RefusalCode.NO_ROOM, "no room", MemoryNumbers(1, 2, 3, 4, 5, 6, 7, 8, "static"), 1.0, "n"), 30),
     Failed(1, "engine_error", "it broke"),
-    Answer(1, b"piece", last=True, next=5, end=9),
+    FetchChunk(1, b"piece", last=True, next=5, end=9),
     Goodbye("stopping"),
-    Renew(b"request"),
+    RenewCertificate(b"request"),
     LeaseGranted("l1", 1, "/folder"),
     LeaseRefused("l1", 1, "no_headroom", "no", 5, 6, 1.0, "room"),
     LeaseEnded("l1", 1, "completed", "", (Artifact("clip.mp4", 10, b"x" * 32),), 5, 1.0, b"{}"),
     Hello(PROTOCOL, NODE, "studio", "instance", "m1", "0.1.0", HARDWARE),
-    Query(PROTOCOL, NODE, "m1", "/api/v1/nodes"),
-    EnrolStart(PROTOCOL, b"commitment"),
-    Enrol(b"request", "studio", "m1", HARDWARE, "token", b"mac", b"opening", b"certificate", b"proof"),
-    Generate(1, 1, "r", "tiny", (), Params(max_tokens=5), 0),
+    MemberQuery(PROTOCOL, NODE, "m1", "/api/v1/nodes"),
+    EnrollStart(PROTOCOL, b"commitment"),
+    Enroll(b"request", "studio", "m1", HARDWARE, "token", b"mac", b"opening", b"certificate", b"proof"),
+    Generate(1, 1, "r", "tiny", (), GenerationParams(max_tokens=5), 0),
 )
 EXTREMES = (
     b"\xcf" + b"\xff" * 8,
@@ -210,7 +210,7 @@ def _linked(data: bytes, made: Application) -> None:
     links._strangers.discard(connection)
     links._links[NODE] = connection
     connection.budgets = NodeBudgets()
-    connection.welcomed(NODE, hello, made.registry.linked(NODE, hello))
+    connection.bind_link(NODE, hello, made.registry.on_link_up(NODE, hello))
     connection.data_received(encode(REPORT))
     connection.data_received(data)
     connection.connection_lost(None)

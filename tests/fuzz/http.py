@@ -17,8 +17,8 @@ import h11
 import uvicorn
 from uvicorn.server import ServerState
 
-from coordinator.http.chat_fast_path import Door, Head, HotProtocol
-from coordinator.http.origin_check import Guard
+from coordinator.http.chat_fast_path import FastPath, FastPathProtocol, ParsedHead
+from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing
 from router.settings import RouterSettings
 
@@ -184,14 +184,14 @@ class Transport:
         return default
 
 
-class RecordingDoor(Door):
+class RecordingDoor(FastPath):
     """Accepts every body that the fast path would examine."""
 
-    def job(self, head: Head, body: bytes) -> Any:
+    def job(self, head: ParsedHead, body: bytes) -> Any:
         return body
 
 
-class Recorded(HotProtocol):
+class Recorded(FastPathProtocol):
     """The product's protocol. Requests of the fast path are recorded and get an empty answer."""
 
     seen: list[Seen]
@@ -223,7 +223,7 @@ class Ours:
             proxy_headers=False,
         )
         self._config.load()
-        Recorded.door = RecordingDoor(cast("Any", None), KeyRing(b"p"), RouterSettings(), Guard(self._app))
+        Recorded.door = RecordingDoor(cast("Any", None), KeyRing(b"p"), RouterSettings(), OriginCheck(self._app))
 
     async def _app(self, scope: Any, receive: Any, send: Any) -> None:
         body = b""

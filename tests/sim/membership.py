@@ -16,22 +16,22 @@ from collections.abc import Iterator
 
 from coordinator.cluster.membership import (
     Action,
-    Changed,
     CloseLink,
-    Connected,
-    Cordoned,
-    Disconnected,
-    Enrolled,
     Event,
-    Forget,
+    ForgetMember,
     IllegalEventError,
     Member,
+    MemberChanged,
+    MemberConnected,
+    MemberCordoned,
+    MemberDisconnected,
+    MemberEnrolled,
+    MemberRemoved,
+    MemberReported,
+    MemberSaidGoodbye,
+    Membership,
+    MemberUncordoned,
     NodeGone,
-    Pool,
-    Removed,
-    Reported,
-    SaidGoodbye,
-    Uncordoned,
     advance,
     next_deadline,
     restored,
@@ -55,7 +55,7 @@ def play(script: str) -> str:
 
 class _Story:
     def __init__(self) -> None:
-        self.pool = Pool()
+        self.pool = Membership()
         self._links = 0
 
     def do(self, line: str) -> Iterator[str]:
@@ -89,7 +89,7 @@ class _Story:
             told = list(self._told(actions, before))
             yield from (f"{now:g}: {line}" for line in told)
 
-    def _told(self, actions: tuple[Action, ...], before: Pool) -> Iterator[str]:
+    def _told(self, actions: tuple[Action, ...], before: Membership) -> Iterator[str]:
         self.pool.check()
         yield from map(_action, actions)
         for node, member in self.pool.members.items():
@@ -107,15 +107,20 @@ class _Story:
             case "connect":
                 self._links += 1
                 instance = rest[0] if rest and rest[0] != "takeover" else "i1"
-                return Connected(self._links, instance, "takeover" in rest)
+                return MemberConnected(self._links, instance, "takeover" in rest)
             case "report":
-                return Reported(link, draining="draining" in rest or "paused" in rest, paused="paused" in rest)
+                return MemberReported(link, draining="draining" in rest or "paused" in rest, paused="paused" in rest)
             case "end":
-                return Disconnected(link)
+                return MemberDisconnected(link)
             case "goodbye":
-                return SaidGoodbye(link, rest[0])
+                return MemberSaidGoodbye(link, rest[0])
             case _:
-                return {"enrol": Enrolled(), "cordon": Cordoned(), "uncordon": Uncordoned(), "remove": Removed()}[verb]
+                return {
+                    "enrol": MemberEnrolled(),
+                    "cordon": MemberCordoned(),
+                    "uncordon": MemberUncordoned(),
+                    "remove": MemberRemoved(),
+                }[verb]
 
 
 def _action(action: Action) -> str:
@@ -124,9 +129,9 @@ def _action(action: Action) -> str:
             return f"close link {action.link} of {action.node}: {action.reason}"
         case NodeGone():
             return f"gone {action.node}: {action.reason}"
-        case Changed():
+        case MemberChanged():
             return f"changed {action.node}"
-        case Forget():
+        case ForgetMember():
             return f"forget {action.node}"
 
 

@@ -7,8 +7,8 @@ from statistics import fmean, median
 
 import pytest
 
-from coordinator.simulation.cluster import Fate, Pool
-from coordinator.simulation.report import Figures
+from coordinator.simulation.cluster import RequestOutcome, SimulatedPool
+from coordinator.simulation.report import RunStatistics
 from coordinator.simulation.routers import CLAIRVOYANT, NAMES
 from coordinator.simulation.run import compare, play, policies_of, shipped
 from coordinator.simulation.scenario import Scenario, read
@@ -73,11 +73,11 @@ output = {{ median = 200, sigma = 0.4, least = 50, most = 250 }}
 )
 
 
-def played(text: str, policy: str = "balanced", seed: int = 1) -> tuple[Figures, Pool]:
+def played(text: str, policy: str = "balanced", seed: int = 1) -> tuple[RunStatistics, SimulatedPool]:
     return play(read(text), policy, seed, NOWHERE)
 
 
-def answered(fate: Fate) -> bool:
+def answered(fate: RequestOutcome) -> bool:
     return fate.served or fate.outcome is not None
 
 
@@ -220,7 +220,7 @@ def test_two_models_with_steady_traffic_take_turns(seed: int):
     assert figures.loads < figures.requests / 3, "a slice serves several requests"
 
 
-def waits_for(pool: Pool, model: str) -> list[float]:
+def waits_for(pool: SimulatedPool, model: str) -> list[float]:
     return [(fate.first or math.inf) - fate.arrived for fate in pool.fates.values() if fate.turn.model == model]
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from router.dialects.shared.interface import Asked, Dialect
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.interface import Dialect, ParsedRequest
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
-from router.placement.place import Demand
+from router.placement.place import ResourceDemand
 from wire.frames import Channel, Delta, Finished, Timings
-from wire.refusals import Numbers
+from wire.refusals import MemoryNumbers
 
 CREATED = 1_700_000_000
 CALL = '{"index":0,"id":"call_1","name":"weather","arguments":"{\\"city\\":\\"Ulm\\"}"}'
@@ -19,21 +19,21 @@ FINISHED = Finished(7, ("stop",), 20, 9, 12, Timings(0.5, 1.25, 2.0), thought=4)
 """20 prompt tokens, 12 of them cached, 9 generated, 4 of these reasoning; 0.5 s queued, 1.25 s prefill, 2 s decode."""
 CUT = msgspec.structs.replace(FINISHED, reasons=("length",))
 SAID = ((Channel.REASONING, "let me"), (Channel.CONTENT, "I look."), (Channel.TOOL_CALL, CALL))
-WHOLE = Answer({(0, Channel.REASONING): "let me", (0, Channel.CONTENT): "I look."}, {0: (CALL,)}, {}, "tiny-1")
-TEXT_ONLY = Answer({(0, Channel.CONTENT): "I look."}, {}, {}, "tiny-1")
-CROWDED = Problem(503, "no_headroom", "no room", None, Numbers(9, 8, 7, 6, 5, 4, 3, 2, "dynamic"), 2.0)
+WHOLE = CompleteAnswer({(0, Channel.REASONING): "let me", (0, Channel.CONTENT): "I look."}, {0: (CALL,)}, {}, "tiny-1")
+TEXT_ONLY = CompleteAnswer({(0, Channel.CONTENT): "I look."}, {}, {}, "tiny-1")
+CROWDED = Problem(503, "no_headroom", "no room", None, MemoryNumbers(9, 8, 7, 6, 5, 4, 3, 2, "dynamic"), 2.0)
 
 
 @dataclass(frozen=True)
 class Reading:
     """A request after a node has counted its prompt tokens."""
 
-    job: Job
-    demand: Demand
+    job: RequestSpec
+    demand: ResourceDemand
     fingerprint: str = "tiny-1"
 
 
-def asked(dialect: Dialect, **body: Any) -> tuple[Asked, Job]:
+def asked(dialect: Dialect, **body: Any) -> tuple[ParsedRequest, RequestSpec]:
     """Parse a body of the model `tiny`; return the request and its only job."""
     found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
     assert not isinstance(found, Problem), found
@@ -41,7 +41,9 @@ def asked(dialect: Dialect, **body: Any) -> tuple[Asked, Job]:
     return found, job
 
 
-def whole(dialect: Dialect, answer: Answer = WHOLE, finished: Finished = FINISHED, **body: Any) -> dict[str, Any]:
+def whole(
+    dialect: Dialect, answer: CompleteAnswer = WHOLE, finished: Finished = FINISHED, **body: Any
+) -> dict[str, Any]:
     """Return the JSON of an answer that is not streamed."""
     request, job = asked(dialect, **body)
     return json.loads(request.whole(job, answer, finished))

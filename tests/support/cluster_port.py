@@ -20,7 +20,7 @@ from structlog.testing import capture_logs
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import MemberRow
 from coordinator.video.settings import VideoSettings
-from node.agent.identity import Identity, authority_context, client_context, create, new_request
+from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request
 from tests.support.application import Application, application
 from tests.support.enrolment import HARDWARE
 from tests.support.loopback_cluster import a_memory, a_model
@@ -96,7 +96,7 @@ class Port:
     made: int = 0
     lines: list[Line] = field(default_factory=list)
 
-    def member(self, name: str) -> Identity:
+    def member(self, name: str) -> NodeIdentity:
         """Make a node that has joined."""
         authority, store = self.application.authority, self.application.store
         self.made += 1
@@ -107,18 +107,18 @@ class Port:
         self.application.registry.enrolled(row)
         return create(self.folder / name, request, certificate, authority.cluster, authority.ca, row.machine)
 
-    async def dial(self, who: Identity | ssl.SSLContext | None = None) -> Line:
+    async def dial(self, who: NodeIdentity | ssl.SSLContext | None = None) -> Line:
         """Open a connection, without a certificate unless one is given."""
         if who is None:
             context = authority_context(self.application.authority.ca)
         else:
-            context = client_context(who) if isinstance(who, Identity) else who
+            context = client_context(who) if isinstance(who, NodeIdentity) else who
         reader, writer = await asyncio.open_connection("127.0.0.1", self.number, ssl=context)
         line = Line(reader, writer)
         self.lines.append(line)
         return line
 
-    async def link(self, who: Identity, report: Report | None = None, **changes: Any) -> Line:
+    async def link(self, who: NodeIdentity, report: Report | None = None, **changes: Any) -> Line:
         """Open a node's link up to Welcome and the first report."""
         line = await self.dial(who)
         line.send(hello(who, **changes))
@@ -136,7 +136,7 @@ class Port:
             while not true():  # noqa: ASYNC110  the coordinator has no event for tests
                 await asyncio.sleep(0.01)
 
-    def state(self, who: Identity) -> str:
+    def state(self, who: NodeIdentity) -> str:
         return self.application.registry.pool.members[who.node].state.value
 
     async def get(self, path: str) -> Any:
@@ -205,7 +205,7 @@ async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) ->
     return number
 
 
-def hello(who: Identity, **changes: Any) -> Hello:
+def hello(who: NodeIdentity, **changes: Any) -> Hello:
     """Make the Hello of a node, with false values on request."""
     return replace(
         Hello(PROTOCOL, who.node, who.name, f"instance of {who.name}", who.machine, "0.1.0", HARDWARE), **changes

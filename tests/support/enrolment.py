@@ -9,15 +9,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from coordinator.joining.enrollment import Cluster, Conversation, Enrolment
+from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_approvals import Approvals
-from coordinator.joining.join_tokens import Tokens
+from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import ClusterCa
 from wire.codec import Splitter, decode, encode
 from wire.frames import Frame
-from wire.identity import NodeId, Peer
+from wire.identity import NodeId, PeerIdentity
 from wire.report import Hardware
 
 HARDWARE = Hardware("M4 Max", 128 << 30, 16, "macOS 26", "3.13")
@@ -37,17 +37,17 @@ class Wall:
 class Door:
     """A running enrolment server and the requests that reached it."""
 
-    authority: Authority
-    store: Store
-    tokens: Tokens
+    authority: ClusterCa
+    store: Database
+    tokens: JoinTokens
     approvals: Approvals
     wall: Wall
-    enrolment: Enrolment
+    enrolment: EnrollmentServer
     address: str = ""
     joined: list[MemberRow] = field(default_factory=list)
     linked: dict[NodeId, str] = field(default_factory=dict)
     """Linked members and their addresses."""
-    peers: list[Peer] = field(default_factory=list)
+    peers: list[PeerIdentity] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     @property
@@ -64,13 +64,15 @@ class Door:
 async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None = None) -> AsyncGenerator[Door, None]:
     """Run an enrolment server on a free port of 127.0.0.1, with its state in `folder`."""
     wall = wall or Wall()
-    store = Store(folder)
-    authority = Authority(folder, wall)
-    tokens, approvals = Tokens(store, authority.ca, wall), Approvals()
+    store = Database(folder)
+    authority = ClusterCa(folder, wall)
+    tokens, approvals = JoinTokens(store, authority.ca, wall), Approvals()
     joined: list[MemberRow] = []
     linked: dict[NodeId, str] = {}
-    cluster = Cluster("lab", authority, tokens, store, approvals, wall, joined.append, lambda one: linked.get(one, ""))
-    enrolment = Enrolment(cluster, limit or RateLimit(6000, 1000))
+    cluster = EnrollmentContext(
+        "lab", authority, tokens, store, approvals, wall, joined.append, lambda one: linked.get(one, "")
+    )
+    enrolment = EnrollmentServer(cluster, limit or RateLimit(6000, 1000))
     door = Door(authority, store, tokens, approvals, wall, enrolment, joined=joined, linked=linked)
     server = await asyncio.start_server(
         lambda reader, writer: _serve(door, reader, writer), "127.0.0.1", 0, ssl=authority.server_context()
@@ -99,15 +101,15 @@ async def _serve(door: Door, reader: asyncio.StreamReader, writer: asyncio.Strea
         writer.close()
 
 
-async def _note(door: Door, peer: Peer) -> None:
+async def _note(door: Door, peer: PeerIdentity) -> None:
     async with door.changed:
         door.peers.append(peer)
         door.changed.notify_all()
 
 
 async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    talk = door.enrolment.converse(writer.get_extra_info("peername")[0], time.monotonic())
-    if not isinstance(talk, Conversation):
+    talk = door.enrolment.start_enrollment(writer.get_extra_info("peername")[0], time.monotonic())
+    if not isinstance(talk, EnrollmentConnection):
         await _send(door, writer, [talk])
         return
     decided = asyncio.Event()
@@ -129,7 +131,7 @@ async def _enrol(door: Door, reader: asyncio.StreamReader, writer: asyncio.Strea
     finally:
         deciding.cancel()
         reading.cancel()
-        talk.gone()
+        talk.withdraw()
 
 
 async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -> None:

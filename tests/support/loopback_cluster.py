@@ -16,18 +16,18 @@ from typing import ClassVar
 import msgspec
 import uvicorn
 
-from coordinator.http.chat_fast_path import Door, protocol
+from coordinator.http.chat_fast_path import FastPath, protocol
 from coordinator.http.limits import DeadlineProtocol
-from coordinator.http.origin_check import Guard
+from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
 from router.dispatch.dispatcher import Dispatcher
-from router.http.app import App, FrontDoor, nothing_else
+from router.http.app import App, RouterApp, not_found_app
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from router.settings import RouterSettings
 from wire.capacity.arithmetic import Fits, headroom, judge, request_need
-from wire.frames import Admitted, Cancel, Count, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
+from wire.frames import Admitted, Cancel, CountTokens, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState, Memory, Model
 from wire.units import GIB, MIB
 
@@ -136,13 +136,13 @@ class LoopbackCluster:
     rest: float = 75.0
 
     def __init__(
-        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = nothing_else
+        self, *nodes: LoopbackNode, settings: RouterSettings | None = None, control: App = not_found_app
     ) -> None:
         self.settings = settings or RouterSettings()
         self.nodes = {node.id: node for node in nodes}
         self.dispatcher = Dispatcher(self.send, self.settings, numbers=self._numbers)
         self.keys = KeyRing(PEPPER)
-        self.app: App = FrontDoor(self.dispatcher, self.keys, self.settings, control)
+        self.app: App = RouterApp(self.dispatcher, self.keys, self.settings, control)
         self.key = self.make_key("infer")
         self.base_url = ""
         self._number = 0
@@ -177,7 +177,7 @@ class LoopbackCluster:
             task = asyncio.get_running_loop().create_task(self._answer(node, frame))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif isinstance(frame, Count):
+        elif isinstance(frame, CountTokens):
             asyncio.get_running_loop().call_soon(self.say, node, _counted(node, frame))
         elif isinstance(frame, Cancel):
             node.cancelled.add(frame.request)
@@ -214,7 +214,7 @@ class LoopbackCluster:
         verdict = judge(node.reading(), need, node=node.name)
         if node.refuse:
             node.refuse -= 1
-            return node.refusal or Refused(Code.NO_ROOM, "a spike", None, None, node.name)
+            return node.refusal or Refused(RefusalCode.NO_ROOM, "a spike", None, None, node.name)
         if not isinstance(verdict, Fits):
             return verdict
         node.reserved[asked.request] = need
@@ -248,7 +248,7 @@ class LoopbackCluster:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         http: type[DeadlineProtocol] = DeadlineProtocol
         if self.front:
-            door = Door(self.dispatcher, self.keys, self.settings, Guard(self.app))
+            door = FastPath(self.dispatcher, self.keys, self.settings, OriginCheck(self.app))
             http = protocol(door)
         server = uvicorn.Server(
             uvicorn.Config(
@@ -279,7 +279,7 @@ class LoopbackCluster:
             self.report()
 
 
-def _counted(node: LoopbackNode, asked: Count) -> Frame:
+def _counted(node: LoopbackNode, asked: CountTokens) -> Frame:
     if node.refusal is not None:
         return Refusal(asked.request, node.refusal)
     return Finished(asked.request, (), sum(len(one.content) for one in asked.messages) // 4 + 1, 0)

@@ -13,7 +13,7 @@ A job runs unless the file `broken` is in the same folder. Then the job ends at 
 import sys
 from pathlib import Path
 
-from coordinator.service.service_manager import Host
+from coordinator.service.service_manager import ServiceHost
 
 LAUNCHCTL = """
 import json, os, pathlib, plistlib, stat
@@ -109,7 +109,7 @@ keep()
 """
 
 
-def manager(root: Path, platform: str, uid: int = 0) -> Host:
+def manager(root: Path, platform: str, uid: int = 0) -> ServiceHost:
     """Return a system of its own below `root`, whose service manager has no jobs."""
     folder = root / "bin"
     folder.mkdir(exist_ok=True)
@@ -118,7 +118,7 @@ def manager(root: Path, platform: str, uid: int = 0) -> Host:
         (folder / name).write_text(f"#!{sys.executable} -IS\nimport sys\n{code}")
         (folder / name).chmod(0o755)
         tools[name] = str(folder / name)
-    return Host(platform, root, tools, uid)
+    return ServiceHost(platform, root, tools, uid)
 
 
 def calls(root: Path) -> list[str]:

@@ -16,13 +16,13 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from coordinator.tls.cluster_ca import Authority
-from node.agent.identity import Identity, create, new_request, remember
+from coordinator.tls.cluster_ca import ClusterCa
+from node.agent.identity import NodeIdentity, create, new_request, remember
 from node.agent.machine_id import machine_id
 from wire.codec import Splitter, decode
 from wire.frames import TAGS, Frame, Hello, Ping, Report, Welcome
 from wire.identity import NodeId
-from wire.report import Part
+from wire.report import WireStruct
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/wire/protocol_1.json").read_text())
 FROZEN = frozenset(int(tag) for tag in GOLDEN)
@@ -34,7 +34,7 @@ F = TypeVar("F", bound=Frame)
 
 def _counted(hint: Any, value: Any, counts: dict[type, int]) -> None:
     """Count the fields of each structure in a frozen value."""
-    kinds = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, Part)]
+    kinds = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, WireStruct)]
     if not kinds or not isinstance(value, list):
         for inner in get_args(hint):
             if isinstance(value, list) and get_origin(inner) is tuple:
@@ -61,7 +61,7 @@ FIELDS = _frozen_fields()
 
 
 def _cut(value: Any) -> Any:
-    if isinstance(value, Part):
+    if isinstance(value, WireStruct):
         names = [one.name for one in msgspec.structs.fields(value)]
         return [_cut(getattr(value, name)) for name in names[: FIELDS.get(type(value), 0)]]
     return [_cut(one) for one in value] if isinstance(value, list | tuple) else value
@@ -79,7 +79,7 @@ def old_bytes(frame: Frame) -> bytes:
 class OldCoordinator:
     """A coordinator of the old version: greets, pings, and keeps the frames that it receives."""
 
-    authority: Authority
+    authority: ClusterCa
     folder: Path
     address: str = ""
     heard: list[Frame] = field(default_factory=list)
@@ -93,7 +93,7 @@ class OldCoordinator:
         """Make the state folder of a joined node, and return it."""
         state, request = self.folder / name, new_request(name)
         certificate = self.authority.sign(request.csr, NodeId(name), name)
-        identity: Identity = create(
+        identity: NodeIdentity = create(
             state / "node" / "identity",
             request,
             certificate,
@@ -163,7 +163,7 @@ class OldCoordinator:
 @asynccontextmanager
 async def old_coordinator(folder: Path) -> AsyncGenerator[OldCoordinator]:
     """Listen as a coordinator of the old version."""
-    made = OldCoordinator(Authority(folder / "authority", time.time), folder)
+    made = OldCoordinator(ClusterCa(folder / "authority", time.time), folder)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=made.authority.server_context())
     made.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
     try:

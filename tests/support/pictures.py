@@ -6,16 +6,16 @@ from typing import Any
 
 from msgspec.structs import replace as changed
 
-from coordinator.metrics.node import NodePicture, worth_showing
-from coordinator.metrics.pool import Links, PoolPicture, Process
-from coordinator.video.metrics import VideoCounters, VideoPicture
+from coordinator.metrics.node import NodeSnapshot, by_priority
+from coordinator.metrics.pool import LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.frames import Report
-from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
-from wire.report import CacheState, Counts, Enforcement, EngineState, Level, Memory, Model, System
+from wire.report import CacheState, Enforcement, EngineCounters, EngineState, Memory, MemoryLevel, Model, SystemMemory
 from wire.units import GIB
 
 NOW = 1000.0
@@ -25,8 +25,8 @@ MEASURES = NodeMeasures(
     GateMeasures(
         (("prefill", 3), ("join", 3)),
         (("no_headroom", 1),),
-        Tally((1,) * (len(PREDICTED_BOUNDS) + 1), 8.0),
-        Tally((1,) * (len(TRANSIENT_BOUNDS) + 1), 8e9),
+        HistogramSnapshot((1,) * (len(PREDICTED_BOUNDS) + 1), 8.0),
+        HistogramSnapshot((1,) * (len(TRANSIENT_BOUNDS) + 1), 8e9),
     ),
     1.5,
     50_000_000,
@@ -64,7 +64,7 @@ DISTINCT = Report(
         running=2002,
         waiting=2003,
         queued_tokens=2004,
-        counts=Counts(
+        counts=EngineCounters(
             checks=2005,
             refusals=2006,
             forwards=2007,
@@ -90,9 +90,16 @@ DISTINCT = Report(
         a_model("first", loaded=False, weights=3004),
         a_model("second", loaded=False, weights=3005),
     ),
-    system=System(4001, "warn", "meminfo", 0.75, 4002),
+    system=SystemMemory(4001, "warn", "meminfo", 0.75, 4002),
     enforcement=Enforcement(
-        Level.OVER_SOFT, phys=5001, highest=5002, interval=5003, tier="safe", polls=5004, over_caps=5005, kills=5006
+        MemoryLevel.OVER_SOFT,
+        phys=5001,
+        highest=5002,
+        interval=5003,
+        tier="safe",
+        polls=5004,
+        over_caps=5005,
+        kills=5006,
     ),
 )
 """A report in which every field has a different number, to detect a swap of two."""
@@ -103,10 +110,10 @@ def view(name: str = "a", models: int = 1, report: Report | None = None, **chang
     honest = Report(
         1,
         a_memory(total=64 * GIB, source="statm", base=GIB),
-        EngineState("mlx", "ready", counts=Counts(6, 1, 6, 100)),
+        EngineState("mlx", "ready", counts=EngineCounters(6, 1, 6, 100)),
         tuple(a_model(f"model-{number}", profiled=True, max_context=4096) for number in range(models)),
-        system=System(8 * GIB, "normal", "meminfo", 0.5),
-        enforcement=Enforcement(Level.OK, 4 * GIB, 5 * GIB, 5 * GIB),
+        system=SystemMemory(8 * GIB, "normal", "meminfo", 0.5),
+        enforcement=Enforcement(MemoryLevel.OK, 4 * GIB, 5 * GIB, 5 * GIB),
     )
     facts: dict[str, Any] = {"state": "ready", "heard_at": NOW - 1} | changes
     return view_of(report or honest, node=NodeId(name), name=name, **facts)
@@ -138,10 +145,10 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
         restarts=HUGE,
         running=-3,
         queued_tokens=HUGE,
-        counts=Counts(-1, HUGE, -1, HUGE),
+        counts=EngineCounters(-1, HUGE, -1, HUGE),
         cache=CacheState(-1, HUGE, -1, HUGE),
     )
-    system = System(-1, 'a"b', "x", math.inf, -5)
+    system = SystemMemory(-1, 'a"b', "x", math.inf, -5)
     return Report(
         -1,
         memory,
@@ -153,10 +160,10 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
     )
 
 
-def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodePicture:
+def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodeSnapshot:
     """Return the picture of a node."""
     about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
-    return NodePicture(seen, WALL - 1, WALL, about, tuple(worth_showing(seen)), measures)
+    return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(by_priority(seen)), measures)
 
 
 def busy_counters(models: int, nodes: int) -> Counters:
@@ -175,28 +182,28 @@ def busy_counters(models: int, nodes: int) -> Counters:
         counters.node(NodeId(f"n{number}")).generated_tokens += 10
     for status in (200, 400, 401, 404, 429, 499, 503):
         counters.answered(status)
-    counters.left_line(0.5)
+    counters.count_queue_exit(0.5)
     counters.placement.observe(0.00003)
     return counters
 
 
-def busy_video() -> VideoPicture:
+def busy_video() -> VideoSnapshot:
     """Return the picture of videos with every event."""
     counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
     for buckets in (counters.waited, counters.took, counters.confirmed):
         buckets.observe(0.1)
     states = {"queued": 1, "leasing": 0, "in_progress": 1, "finalizing": 0}
-    return VideoPicture(counters, states, 3.0, 1_000_000, {NodeId("n0"): 0.5}, used=True)
+    return VideoSnapshot(counters, states, 3.0, 1_000_000, {NodeId("n0"): 0.5}, used=True)
 
 
-def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture:
+def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolSnapshot:
     """Return the picture of a pool with every event."""
     seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
     members = [node.id for node in seen.nodes]
     lives: dict[str, tuple[float, float]] = dict.fromkeys(
         ("authority", "coordinator", "endpoint"), (WALL - 86400.0, WALL + 86400.0 * 89)
     )
-    picture = PoolPicture(
+    picture = PoolSnapshot(
         version="0.1.0",
         python="3.11.7",
         wall=WALL,
@@ -217,9 +224,9 @@ def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolPicture
         keys_refused=0,
         certificates=lives,
         node_certificates=dict.fromkeys(members, (WALL - 86400.0, WALL + 86400.0 * 89)),
-        links=Links(nodes, 0, nodes, 0),
+        links=LinkCounts(nodes, 0, nodes, 0),
         conditions={"GateInert": False},
-        process=Process(WALL - 60, 1.0, 100_000_000, 30, 8192),
+        process=ProcessMetrics(WALL - 60, 1.0, 100_000_000, 30, 8192),
         video=busy_video(),
     )
     return replace(picture, **changes)

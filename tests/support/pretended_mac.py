@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from coordinator.client.api_client import Session
-from coordinator.doctor.host_probe import Here, Said
-from host.power import Power
+from coordinator.client.api_client import ApiSession
+from coordinator.doctor.host_probe import HostProbe, ToolOutput
+from host.power import PowerState
 from wire.units import GIB
 
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
@@ -57,7 +57,7 @@ EXAMINED: dict[str, Any] = {
     "identity_error": "",
     "dialled": [],
 }
-PLUGGED = Power(plugged=True)
+PLUGGED = PowerState(plugged=True)
 DEVICE = {
     "installed": True,
     "error": "",
@@ -76,24 +76,24 @@ def pretended(
     reach: Mapping[str, int] | None = None,
     environ: Mapping[str, str] | None = None,
     platform: str = "darwin",
-    power: Power = PLUGGED,
+    power: PowerState = PLUGGED,
     **examined: Any,
-) -> Here:
+) -> HostProbe:
     """Return a Mac on which some tools print other texts (None: the tool fails). `reach` has the errno of each host."""
     said = {**TOOLS, **(tools or {})}
 
-    def ask(command: tuple[str, ...], _: float) -> Said | None:
+    def ask(command: tuple[str, ...], _: float) -> ToolOutput | None:
         if command[0] == sys.executable:
             told = DEVICE if "node.engine.process.device_info" in command else {**EXAMINED, **examined}
-            return Said(0, json.dumps(told))
+            return ToolOutput(0, json.dumps(told))
         text = said.get(" ".join(command))
-        return None if text is None else Said(0, text)
+        return None if text is None else ToolOutput(0, text)
 
     def dial(host: str, _: int) -> int:
         return (reach or {}).get(host, 61)
 
-    here = Here(
-        Session(state, None, None, "text"),
+    here = HostProbe(
+        ApiSession(state, None, None, "text"),
         platform,
         environ or {"TERM_PROGRAM": "Apple_Terminal"},
         ask,

@@ -2,14 +2,14 @@
 
 import time
 
-from node.memory.reading import Highs
-from node.memory.sensor import Sensor, Source
+from node.memory.reading import HighWaterMarks
+from node.memory.sensor import FootprintSource, Sensor
 
 
 class FailingSource:
     """A source with the readings of `below`, and without readings while `fails` is set."""
 
-    def __init__(self, below: Source, *, fails: bool = False) -> None:
+    def __init__(self, below: FootprintSource, *, fails: bool = False) -> None:
         self._below = below
         self.source = below.source
         self.fails = fails
@@ -18,9 +18,9 @@ class FailingSource:
         """Return the reading, or None while it fails."""
         return None if self.fails else self._below.phys()
 
-    def highs(self) -> Highs:
+    def highs(self) -> HighWaterMarks:
         """Return the marks, empty while it fails."""
-        return Highs() if self.fails else self._below.highs()
+        return HighWaterMarks() if self.fails else self._below.highs()
 
     def begin_interval(self) -> bool:
         """Start the interval's mark again."""

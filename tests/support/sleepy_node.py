@@ -5,11 +5,11 @@ import sys
 from collections.abc import Callable
 
 from host import sleep_watch
-from host.sleep_watch import NoNotice
+from host.sleep_watch import NoSleepNotices
 from node.run import main
 
 
-class Signals(NoNotice):
+class Signals(NoSleepNotices):
     """Announces a sleep at a signal."""
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:

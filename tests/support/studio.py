@@ -19,18 +19,28 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from node.engine_process.supervisor import Patience, Supervisor
+from node.engine_process.supervisor import Supervisor, SupervisorTimeouts
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import open_machine
 from node.settings import NodeSettings, resolve
 from node.video import environment
-from node.video.leases import Phase
-from node.video.wiring import Studio
+from node.video.leases import LeasePhase
+from node.video.wiring import VideoSubsystem
 from tests.support.processes import ROOT
 from tests.support.processes import environment as clean
 from wire.codec import decode, encode
-from wire.frames import Frame, Generate, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Message, Params, Release
+from wire.frames import (
+    Frame,
+    Generate,
+    GenerationParams,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRelease,
+    LeaseRequest,
+    Message,
+)
 from wire.units import GIB
 
 CACHE = ROOT / ".cache" / "video"
@@ -135,10 +145,10 @@ class Node:
             log_file=folder / "engine.log",
             scratch=folder / "scratch",
             wired=self.limiter.wired,
-            patience=Patience(first=0.01, longest=0.01),
+            patience=SupervisorTimeouts(first=0.01, longest=0.01),
         )
-        self.poll = Poll(self.limiter, self.machine, self.supervisor)
-        self.studio = Studio(self.settings, folder, self.limiter, self.poll, self.supervisor)
+        self.poll = MemoryPoll(self.limiter, self.machine, self.supervisor)
+        self.studio = VideoSubsystem(self.settings, folder, self.limiter, self.poll, self.supervisor)
         self.studio.connect(self._said, self._changed.set)
         self.lender = self.studio.lender
 
@@ -147,7 +157,7 @@ class Node:
         self._changed.set()
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self.lender.engine_changed()
         self._changed.set()
 
@@ -218,12 +228,12 @@ class Node:
     ) -> None:
         """Request a lease; its job has the lease's name."""
         self.lender.ask(
-            Lease(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
+            LeaseRequest(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
         )
 
     def release(self, cause: str, lease: str = "l-1", generation: int = 1) -> None:
         """End a lease."""
-        self.lender.release(Release(lease, generation, cause))
+        self.lender.release(LeaseRelease(lease, generation, cause))
 
     async def frame(self, kind: type[F], lease: str = "l-1") -> F:
         """Wait for the frame of this kind about a lease."""
@@ -246,7 +256,7 @@ class Node:
         """Wait for the end of a lease."""
         return await self.frame(LeaseEnded, lease)
 
-    async def working(self, phase: Phase = Phase.DENOISING, lease: str = "l-1") -> int:
+    async def working(self, phase: LeasePhase = LeasePhase.DENOISING, lease: str = "l-1") -> int:
         """Wait until a job has reached a phase; return the pid of its worker."""
         await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.states()))
         assert self.limiter.worker is not None
@@ -260,6 +270,6 @@ class Node:
     def chat(self, number: int, tokens: int = 20_000) -> None:
         """Start a chat of the scripted engine."""
         frame = Generate(
-            number, number, "r", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0, tokens
+            number, number, "r", "scripted-1", (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0, tokens
         )
         self.supervisor.send(encode(frame), Generate, number)

@@ -9,14 +9,14 @@ import mlx.core as mx
 
 from node.engine.engine import TextEngine
 from node.engine.kv.kv_cache import Layers, TextModel, new_cache
-from node.engine.memory.footprint import Metal, open_metal
-from node.engine.memory.gate import Gate, Site
-from node.engine.models.loaded_model import Resident, forward
-from node.engine.process.crash_recorder import Recorder
+from node.engine.memory.footprint import MetalMemory, open_metal
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Work
-from node.engine.requests.tokenize_admission import Unread
+from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.text.tokenizer import Tokenizer
-from node.models.catalogue import Library
+from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, MemorySettings, MlxSettings, ModelSettings, NodeSettings
 from wire.capacity.arithmetic import Fits
 from wire.frames import (
@@ -29,18 +29,18 @@ from wire.frames import (
     Finished,
     Frame,
     Generate,
-    Limits,
+    GenerationParams,
     Logprob,
+    MemoryLimits,
     Message,
-    Params,
     Refusal,
 )
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import Hardware, Memory
 from wire.units import GIB, MIB
 
-ROOMY = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
-GREEDY = Params(temperature=0.0)
+ROOMY = MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static")
+GREEDY = GenerationParams(temperature=0.0)
 End = Finished | Refusal | Failed
 
 
@@ -69,19 +69,19 @@ def likeliest(logits: mx.array) -> int:
     return token
 
 
-class ScriptedGate(Gate):
+class ScriptedGate(MemoryGate):
     """A gate that records each check, and also refuses where `refuses(site, bytes)` is true."""
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
         super().__init__(residual)
-        self.asked: list[tuple[Site, int]] = []
-        self.refuses: Callable[[Site, int], object] = lambda site, estimate: False
+        self.asked: list[tuple[GateSite, int]] = []
+        self.refuses: Callable[[GateSite, int], object] = lambda site, estimate: False
 
-    def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
+    def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
         """Check, record the check, and refuse by script."""
         answer = super().check(site, memory, estimate, load=load)
         self.asked.append((site, estimate))
-        return Refused(Code.NO_ROOM, "no room by script") if self.refuses(site, estimate) else answer
+        return Refused(RefusalCode.NO_ROOM, "no room by script") if self.refuses(site, estimate) else answer
 
 
 class Driver:
@@ -90,14 +90,14 @@ class Driver:
     def __init__(
         self,
         *folders: Path,
-        limits: Limits | None = ROOMY,
+        limits: MemoryLimits | None = ROOMY,
         preload: tuple[str, ...] = (),
         profile: str = "off",
         profiles: Path | None = None,
         idle_unload: float = 0.0,
         canary: str = "off",
         wire: str = "auto",
-        metal: Callable[[], Metal] = open_metal,
+        metal: Callable[[], MetalMemory] = open_metal,
         **mlx: int | str,
     ) -> None:
         models = ModelSettings(
@@ -110,9 +110,9 @@ class Driver:
         )
         engine = EngineSettings(kind="mlx", mlx=MlxSettings(**mlx))  # type: ignore[arg-type]
         settings = NodeSettings(engine=engine, models=models, memory=MemorySettings(canary=canary, wire=wire))
-        library = Library(models)
+        library = ModelCatalogue(models)
         library.scan()
-        self.recorder = Recorder()
+        self.recorder = CrashRecorder()
         self.engine = TextEngine(
             settings, library, self.recorder, Hardware("test", 16 * GIB), profiles, metal, ScriptedGate
         )
@@ -135,13 +135,13 @@ class Driver:
 
     def put(self, work: Work) -> None:
         """Pass prepared work to the engine, and tokenize at once each prompt that it returns for that."""
-        for said in self.engine.take(work, time.monotonic()):
-            if isinstance(said, Unread):
+        for said in self.engine.handle(work, time.monotonic()):
+            if isinstance(said, UntokenizedPrompt):
                 self.put(said.read())
             else:
                 self._keep([said])
 
-    def ask(self, content: str = "Hello!", params: Params = GREEDY, **fields: object) -> int:
+    def ask(self, content: str = "Hello!", params: GenerationParams = GREEDY, **fields: object) -> int:
         """Send a request; return its number."""
         self.number += 1
         messages = fields.pop("messages", (Message("user", content),))
@@ -157,7 +157,7 @@ class Driver:
         assert isinstance(gate, ScriptedGate)
         return gate
 
-    def resident(self, model: str = "") -> Resident:
+    def resident(self, model: str = "") -> LoadedModel:
         """Return a loaded model."""
         return self.engine.shelf.residents[model or self.default]
 
@@ -177,7 +177,7 @@ class Driver:
         for _ in range(turns):
             if wanted():
                 return
-            due = self.engine.due(time.monotonic())
+            due = self.engine.next_step_at(time.monotonic())
             assert due is not None, "the engine rests"
             time.sleep(max(0.0, due - time.monotonic()))  # as its loop waits
             self.turn()
@@ -196,7 +196,7 @@ class Driver:
         assert len(ends) <= 1, ends
         return ends[0] if ends else None
 
-    def answer(self, content: str, params: Params = GREEDY, **fields: object) -> str:
+    def answer(self, content: str, params: GenerationParams = GREEDY, **fields: object) -> str:
         """Return the complete content of the answer to a question."""
         number = self.ask(content, params, **fields)
         end = self.end(number)

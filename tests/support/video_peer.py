@@ -1,8 +1,8 @@
 """A video node from the coordinator's side: a peer on the real link that answers leases by a script.
 
 The peer holds the state of a node: leases with generations, ended leases until they are acknowledged, and files. It
-reports that state and answers `Ask` for files in windows, as an agent does. There is no Ray: a granted lease begins at
-once, or with `refuses` ends because its actor could not be started.
+reports that state and answers `FetchRequest` for files in windows, as an agent does. There is no Ray: a granted lease
+begins at once, or with `refuses` ends because its actor could not be started.
 """
 
 import asyncio
@@ -12,10 +12,20 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from node.agent.identity import Identity
+from node.agent.identity import NodeIdentity
 from tests.support.cluster_port import Ended, Line, Port, a_report
 from tests.support.loopback_cluster import a_memory
-from wire.frames import AllowVideo, Answer, Ask, Frame, Lease, LeaseEnded, LeaseGranted, LeaseRefused, Release
+from wire.frames import (
+    AllowVideo,
+    FetchChunk,
+    FetchRequest,
+    Frame,
+    LeaseEnded,
+    LeaseGranted,
+    LeaseRefused,
+    LeaseRelease,
+    LeaseRequest,
+)
 from wire.units import GIB
 from wire.video import Artifact, LeaseState, VideoPackage, VideoState
 
@@ -60,7 +70,7 @@ class VideoPeer:
     leases: dict[str, LeaseState] = field(default_factory=dict)
     ended: dict[str, LeaseEnded] = field(default_factory=dict)
     heard: list[Frame] = field(default_factory=list)
-    who: Identity | None = None
+    who: NodeIdentity | None = None
     permitted: bool = True
     allowed: bool = False
     line: Line | None = None
@@ -120,18 +130,18 @@ class VideoPeer:
 
     def _hear(self, frame: Frame) -> None:
         match frame:
-            case Lease() if not self.muted:
+            case LeaseRequest() if not self.muted:
                 self._lease(frame)
-            case Release():
+            case LeaseRelease():
                 self._release(frame)
-            case Ask():
+            case FetchRequest():
                 self._ask(frame)
             case AllowVideo(allowed):
                 self.allowed = allowed
             case _:
                 pass
 
-    def _lease(self, frame: Lease) -> None:
+    def _lease(self, frame: LeaseRequest) -> None:
         if self.refusal is not None:
             self.say(replace(self.refusal, lease=frame.lease, generation=frame.generation))
             return
@@ -161,24 +171,24 @@ class VideoPeer:
         )
         self.say(ended, self.report())
 
-    def _release(self, frame: Release) -> None:
+    def _release(self, frame: LeaseRelease) -> None:
         if frame.cause == "acknowledged":
             self.ended.pop(frame.lease, None)
             self.leases.pop(frame.lease, None)
         elif frame.lease in self.leases and frame.lease not in self.ended:
             self.finish(frame.lease, frame.cause)
 
-    def _ask(self, frame: Ask) -> None:
+    def _ask(self, frame: FetchRequest) -> None:
         name = frame.what.rpartition("/")[2]
         data = self.files.get(name)
         if data is None:
-            self.say(Answer(frame.ask, b"", True, "there is no such file"))
+            self.say(FetchChunk(frame.ask, b"", True, "there is no such file"))
             return
         begin = frame.offset if frame.offset >= 0 else max(0, len(data) + frame.offset)
         end = min(len(data), begin + frame.limit)
         for at in range(begin, end, PIECE):
-            self.say(Answer(frame.ask, data[at : min(end, at + PIECE)]))
-        self.say(Answer(frame.ask, b"", True, next=end if end < len(data) else 0))
+            self.say(FetchChunk(frame.ask, data[at : min(end, at + PIECE)]))
+        self.say(FetchChunk(frame.ask, b"", True, next=end if end < len(data) else 0))
 
     def of(self, kind: type[Any]) -> list[Any]:
         """Return the received frames of a kind."""

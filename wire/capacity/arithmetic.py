@@ -21,46 +21,55 @@ from collections.abc import Callable, Iterable, Sequence
 
 from msgspec.structs import replace
 
-from wire.refusals import Code, Numbers, Refused
-from wire.report import WASTE_MOST, Group, Kv, Level, Memory, Model, Part, Transient
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
+from wire.report import (
+    MAX_WASTE_BYTES,
+    BatchGroup,
+    KvParameters,
+    Memory,
+    MemoryLevel,
+    Model,
+    TransientModel,
+    WireStruct,
+)
 from wire.units import GIB, MIB, show_size
 
 MARGIN_SHARE = 12 / 107.52
-MARGIN_MOST = 12 * GIB
-MARGIN_LEAST = 512 * MIB
+MAX_MARGIN_BYTES = 12 * GIB
+MIN_MARGIN_BYTES = 512 * MIB
 UNREADABLE = "unreadable"
 """Value of `bound_by` while the memory of the system cannot be read; the ceiling is then 1 byte."""
 RESIDUAL_FACTOR = 12 / 10.6
 """Default margin divided by the measured excess it was chosen for: 12 GiB / 10.6 GiB."""
-PROFILED_LEAST = 0.02
+MIN_PROFILED_MARGIN_SHARE = 0.02
 WASTE_SHARE = 0.25
-WASTE_CAP = 0.01
-"""Share of the cap that padding of a batch may take, up to `WASTE_MOST`."""
-USUAL_LENGTH = 2048
+WASTE_CAP_SHARE = 0.01
+"""Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
+DEFAULT_ROW_TOKENS = 2048
 """Tokens of a row in `max_batch`."""
-LOGITS_BYTES = 16 * MIB
+MAX_LOGITS_BYTES = 16 * MIB
 """Maximum bytes of logits in the last forward of a prompt; beyond it, the last token has its own forward."""
 
 
-READ_TOKEN = 320
+TOKENIZE_BYTES_PER_TOKEN = 320
 """Maximum transient bytes per token during tokenization, and per byte of text, because a byte can be a token."""
-READ_LOAD, READ_GUIDE = 36, 16
+TOKENIZER_LOAD_FACTOR, TOKENIZER_GUIDE_FACTOR = 36, 16
 """Maximum bytes per byte of a tokenizer's files, to load it and to build its tables for grammars."""
-READ_CODE = 2 * MIB
+TOKENIZER_CODE_BYTES = 2 * MIB
 """Minimum bytes to load a tokenizer: the code that it imports."""
-READ_TEXT = 8
+TOKENIZE_BYTES_PER_TEXT_BYTE = 8
 """Bytes per byte of text that is rendered but not tokenized: copies of the text."""
-READ_SLICE = 256 * 1024
+TOKENIZE_SLICE_CHARS = 256 * 1024
 """Characters per slice when a long text is tokenized up to the context length."""
-READ_SLACK = 1.02
+TOKENIZE_SLACK = 1.02
 """Factor on the context length at which tokenization stops, because slicing adds a few tokens."""
-READ_FREE = MIB
+UNCHECKED_TOKENIZE_BYTES = MIB
 """Bytes below which tokenization needs no check of the gate; less than every margin."""
 
 
 def default_margin(cap: int) -> int:
     """Return the margin in bytes without a measured profile: 11.2 % of the cap, between 512 MiB and 12 GiB."""
-    return max(MARGIN_LEAST, min(MARGIN_MOST, int(cap * MARGIN_SHARE)))
+    return max(MIN_MARGIN_BYTES, min(MAX_MARGIN_BYTES, int(cap * MARGIN_SHARE)))
 
 
 def profiled_margin(cap: int, residual: int) -> int:
@@ -68,7 +77,7 @@ def profiled_margin(cap: int, residual: int) -> int:
 
     `residual` are the most bytes by which a forward exceeded its estimate and the KV that it wrote.
     """
-    return max(int(residual * RESIDUAL_FACTOR), int(cap * PROFILED_LEAST))
+    return max(int(residual * RESIDUAL_FACTOR), int(cap * MIN_PROFILED_MARGIN_SHARE))
 
 
 def current(active: int, phys: int | None, recent: int) -> int | None:
@@ -90,7 +99,7 @@ def occupied(memory: Memory) -> int | None:
     return None if now is None else max(0, now - memory.reusable)
 
 
-def level(memory: Memory) -> Level:
+def level(memory: Memory) -> MemoryLevel:
     """Return the memory level: OK ⇔ headroom ≥ 0, OVER_HARD if `excess` > 0, else OVER_SOFT.
 
     UNKNOWN if the footprint could not be read. Below the hard line also UNKNOWN if the ceiling could not be read: no
@@ -98,12 +107,12 @@ def level(memory: Memory) -> Level:
     """
     room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
     if room is None:
-        return Level.UNKNOWN
+        return MemoryLevel.UNKNOWN
     if room >= 0:
-        return Level.OK
+        return MemoryLevel.OK
     if excess(memory) > 0:
-        return Level.OVER_HARD
-    return Level.UNKNOWN if memory.bound_by == UNREADABLE else Level.OVER_SOFT
+        return MemoryLevel.OVER_HARD
+    return MemoryLevel.UNKNOWN if memory.bound_by == UNREADABLE else MemoryLevel.OVER_SOFT
 
 
 def excess(memory: Memory) -> int:
@@ -120,7 +129,7 @@ def hard_line(memory: Memory) -> int:
     return max(1, memory.cap - memory.leases)
 
 
-class Fits(Part, frozen=True, gc=False):
+class Fits(WireStruct, frozen=True, gc=False):
     """Result of a check that passed: the predicted peak and the remaining headroom, in bytes."""
 
     predicted: int
@@ -141,19 +150,19 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     predicted = None if now is None else now + reserved + estimate + memory.margin
     if predicted is not None and room is not None and predicted <= memory.ceiling:
         return Fits(predicted, room - estimate)
-    numbers = Numbers(
+    numbers = MemoryNumbers(
         predicted, memory.ceiling, now, reserved, estimate, memory.margin, memory.cap, room, memory.bound_by
     )
     if predicted is None or memory.bound_by == UNREADABLE:
         what = "the footprint of the engine" if predicted is None else "the available memory of its system"
         return Refused(
-            Code.UNREADABLE, f"{what} cannot be read; no request starts there until it can", numbers, 2.0, node
+            RefusalCode.UNREADABLE, f"{what} cannot be read; no request starts there until it can", numbers, 2.0, node
         )
     text = (
         f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
         f"are taken, {show_size(reserved)} promised, {show_size(memory.margin)} kept as margin)"
     )
-    return Refused(Code.NO_ROOM, text, numbers, None, node)
+    return Refused(RefusalCode.NO_ROOM, text, numbers, None, node)
 
 
 def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
@@ -165,17 +174,17 @@ def judge_load(memory: Memory, estimate: int) -> Fits | Refused:
     return judge(replace(memory, margin=0), estimate)
 
 
-def lacks(memory: Memory, estimate: int) -> bool:
+def exceeds_headroom(memory: Memory, estimate: int) -> bool:
     """Return whether `estimate` more bytes do not fit; False if the memory cannot be read."""
     answer = judge(memory, estimate)
-    return isinstance(answer, Refused) and answer.code is Code.NO_ROOM
+    return isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
 
 
 def shed(memory: Memory, over: int) -> Refused:
     """Return the refusal for a running request that ends because its node is `over` bytes above its cap."""
     now = current(memory.active, memory.phys, memory.recent)
     room = headroom(memory.ceiling, memory.margin, now, memory.reserved)
-    numbers = Numbers(
+    numbers = MemoryNumbers(
         None if now is None else now + memory.reserved + memory.margin,
         memory.ceiling,
         now,
@@ -187,10 +196,10 @@ def shed(memory: Memory, over: int) -> Refused:
         memory.bound_by,
     )
     message = f"the node was {show_size(over)} over its cap minus leases and ended this request; send it again"
-    return Refused(Code.NO_ROOM, message, numbers)
+    return Refused(RefusalCode.NO_ROOM, message, numbers)
 
 
-def row_bytes(kv: Kv, tokens: int) -> int:
+def row_bytes(kv: KvParameters, tokens: int) -> int:
     """Return the maximum bytes of a row of `tokens` tokens.
 
     A cache grows `step` tokens at a time, and can hold up to step − 1 unused ones. A sliding-window cache holds at most
@@ -203,29 +212,29 @@ def row_bytes(kv: Kv, tokens: int) -> int:
     return row + kv.window_per_token * min(held, kv.window) if kv.window_per_token else row
 
 
-def waste_under(cap: int) -> int:
-    """Return the bytes of padding that a batch may always have under a cap (`Kv.waste`)."""
-    return min(WASTE_MOST, int(cap * WASTE_CAP))
+def waste_bytes(cap: int) -> int:
+    """Return the bytes of padding that a batch may always have under a cap (`KvParameters.waste`)."""
+    return min(MAX_WASTE_BYTES, int(cap * WASTE_CAP_SHARE))
 
 
-def padded(group: Group, kv: Kv) -> int:
+def padded(group: BatchGroup, kv: KvParameters) -> int:
     """Return the bytes of a decode batch: rows × longest row, because rows are padded to the longest."""
     return group.rows * row_bytes(kv, group.longest)
 
 
-def joinable(group: Group, length: int, kv: Kv) -> bool:
+def joinable(group: BatchGroup, length: int, kv: KvParameters) -> bool:
     """Return whether a row of `length` tokens may join a batch: padding stays within 25 % or `kv.waste` bytes."""
     whole = max(group.longest, length) * (group.rows + 1)
     waste = whole - group.tokens - length
     return waste * kv.per_token <= kv.waste or waste <= WASTE_SHARE * whole
 
 
-def join_bytes(groups: Iterable[Group], length: int, kv: Kv) -> int:
+def join_bytes(groups: Iterable[BatchGroup], length: int, kv: KvParameters) -> int:
     """Return the bytes that a row of `length` tokens adds, with padding, in the best of `groups` or in a new batch."""
     return _joined(tuple(groups), length, kv)[1]
 
 
-def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None, int]:
+def _joined(groups: Sequence[BatchGroup], length: int, kv: KvParameters) -> tuple[BatchGroup | None, int]:
     """Return the batch in which a new row adds least (None for a new batch), and the bytes that it adds."""
     if not groups:
         return None, row_bytes(kv, length)
@@ -238,7 +247,9 @@ def _joined(groups: Sequence[Group], length: int, kv: Kv) -> tuple[Group | None,
     return (None, row_bytes(kv, length)) if best is None else (best, least)
 
 
-def prefill_transient(transient: Transient, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+def prefill_transient(
+    transient: TransientModel, tokens: int, past: int, *, last: bool = False, grows: bool = True
+) -> int:
     """Return the transient bytes of a prefill of `tokens` after `past` tokens, without the KV that it writes.
 
     `last`: the forward computes the logits of all its tokens. `grows`: the caches have no room and are copied.
@@ -249,7 +260,7 @@ def prefill_transient(transient: Transient, tokens: int, past: int, *, last: boo
     return math.ceil(max(layers, transient.fixed + transient.logits * tokens) if last else layers)
 
 
-def step_transient(transient: Transient, rows: int, longest: int, *, grows: bool = True) -> int:
+def step_transient(transient: TransientModel, rows: int, longest: int, *, grows: bool = True) -> int:
     """Return the transient bytes of a decode step of a padded batch.
 
     `grows`: the caches have no room, and two layers are copied at once (measured: up to 1.6). Most steps do not grow.
@@ -261,9 +272,9 @@ def step_transient(transient: Transient, rows: int, longest: int, *, grows: bool
     return math.ceil(transient.step_fixed + rows * transient.step_row + seen * each)
 
 
-def tail(transient: Transient) -> int:
+def tail(transient: TransientModel) -> int:
     """Return the maximum tokens of a forward with logits, because it computes the logits of all its tokens."""
-    return max(1, int(LOGITS_BYTES / max(transient.logits, 1.0)))
+    return max(1, int(MAX_LOGITS_BYTES / max(transient.logits, 1.0)))
 
 
 def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> int:
@@ -276,7 +287,7 @@ def request_transient(model: Model, prompt_tokens: int, output_tokens: int, choi
     return _highest(model, prompt_tokens, length, choices, _joined(model.groups, length, model.kv)[0])
 
 
-def _highest(model: Model, prompt: int, length: int, choices: int, best: Group | None) -> int:
+def _highest(model: Model, prompt: int, length: int, choices: int, best: BatchGroup | None) -> int:
     """Return the highest transient after the first row joined its `best` batch and the other rows formed a new batch.
 
     A batch wider than the measured ones is charged with `Model.uncovered`, by which the margin was narrowed.
@@ -322,10 +333,14 @@ def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: boo
     `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
     grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.
     """
-    most = min(text, int(context * READ_SLACK) + READ_SLICE) if context else text
-    taken = READ_TOKEN * most + READ_TEXT * (text - most) + files * (READ_LOAD * loads + READ_GUIDE * guides)
-    taken += READ_CODE * loads
-    return taken if taken > READ_FREE else 0
+    most = min(text, int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS) if context else text
+    taken = (
+        TOKENIZE_BYTES_PER_TOKEN * most
+        + TOKENIZE_BYTES_PER_TEXT_BYTE * (text - most)
+        + files * (TOKENIZER_LOAD_FACTOR * loads + TOKENIZER_GUIDE_FACTOR * guides)
+    )
+    taken += TOKENIZER_CODE_BYTES * loads
+    return taken if taken > UNCHECKED_TOKENIZE_BYTES else 0
 
 
 def can_ever_fit(memory: Memory, model: Model, prompt_tokens: int, output_tokens: int, choices: int = 1) -> bool:
@@ -359,7 +374,7 @@ def max_context(memory: Memory, model: Model) -> int:
 
 def max_batch(memory: Memory, model: Model, most: int) -> int:
     """Return how many rows of usual length fit on the idle node, at most `most`."""
-    length = min(USUAL_LENGTH, model.context)
+    length = min(DEFAULT_ROW_TOKENS, model.context)
     return _most(most, lambda rows: alone_bytes(model, length - 1, 1, rows) <= most_bytes(memory))
 
 

@@ -14,9 +14,8 @@ the lowest number of prefilled tokens divided by weight, counted while other key
 first token of an agent during a batch: 324 s without, 87 s with this rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
-requests of the key that holds most for its weight (`giving_way`). That key keeps at least as much as the waiting key
-then has, so that the shares become more equal and no exchange is reversed. The rule holds for
-rows and for bytes.
+requests of the key that holds most for its weight (`preemption_order`). That key keeps at least as much as the waiting
+key then has, so that the shares become more equal and no exchange is reversed. The rule holds for rows and for bytes.
 """
 
 from collections import Counter, deque
@@ -24,16 +23,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from wire.bounds import Natural, Word
-from wire.report import Part
+from wire.report import WireStruct
 
-CROWD = 8
+CROWDED_PROMPTS = 8
 """Prompts of one key on a node above which the second prefill turn alternates between keys.
 
 Simulated p95 time to first token of a household with an agent, eight seeds: 54 s never, 57 s always, 51 s with this.
 """
 
 
-class Owner(Part, frozen=True, array_like=True, gc=False):
+class WeightedKey(WireStruct, frozen=True, array_like=True, gc=False):
     """API key of a request and its weight: weight 4 may hold four times as many rows as weight 1."""
 
     name: Word = ""
@@ -44,15 +43,15 @@ class Owner(Part, frozen=True, array_like=True, gc=False):
         return much / max(1, self.weight)
 
 
-class Waiting(NamedTuple):
+class WaitingRequest(NamedTuple):
     """A waiting request: its key, the rows it needs, and whether part of its answer was generated."""
 
-    owner: Owner
+    owner: WeightedKey
     rows: int = 1
     begun: bool = False
 
 
-def in_turn(waiting: Sequence[Waiting], taken: Mapping[str, int]) -> Iterator[int]:
+def service_order(waiting: Sequence[WaitingRequest], taken: Mapping[str, int]) -> Iterator[int]:
     """Yield indices of waiting requests in the order of service.
 
     Begun answers come first. `waiting` is in order of arrival; `taken` are the rows that each key holds.
@@ -73,20 +72,20 @@ def in_turn(waiting: Sequence[Waiting], taken: Mapping[str, int]) -> Iterator[in
             del lanes[name]
 
 
-class Holding(NamedTuple):
+class RunningRequest(NamedTuple):
     """A running request: its key, and the rows or bytes that it holds."""
 
-    owner: Owner
+    owner: WeightedKey
     size: int
 
 
-def giving_way(asking: Owner, need: int, lacking: int, holding: Sequence[Holding]) -> list[int]:
+def preemption_order(asking: WeightedKey, need: int, lacking: int, holding: Sequence[RunningRequest]) -> list[int]:
     """Return the indices of the requests to preempt for a request of the key `asking`.
 
     The request needs `need` rows or bytes, of which `lacking` are not free. `holding` is in order of arrival. The list
     is empty if fair shares do not allow enough preemptions.
     """
-    held, weights, lanes = Counter[str](), dict[str, Owner](), dict[str, list[int]]()
+    held, weights, lanes = Counter[str](), dict[str, WeightedKey](), dict[str, list[int]]()
     for place, one in enumerate(holding):
         held[one.owner.name] += one.size
         weights[one.owner.name] = one.owner
@@ -106,7 +105,7 @@ def giving_way(asking: Owner, need: int, lacking: int, holding: Sequence[Holding
     return found if lacking <= 0 else []
 
 
-class Reading:
+class PrefillFairness:
     """Choose the prompt for the prefill turns that the shortest prompt does not get. One object per node."""
 
     def __init__(self) -> None:
@@ -114,16 +113,16 @@ class Reading:
         """Prefilled tokens of each key divided by its weight. A key that returns starts at the current minimum, because
         idle time earns no credit."""
 
-    def has_read(self, owner: Owner, tokens: float) -> None:
+    def has_read(self, owner: WeightedKey, tokens: float) -> None:
         """Count prefilled tokens of a key."""
         if owner.name in self._read:
             self._read[owner.name] += owner.load(tokens)
 
-    def next(self, waiting: Sequence[Owner]) -> int:
+    def next(self, waiting: Sequence[WeightedKey]) -> int:
         """Return the index of the next prompt. `waiting` has the keys of all waiting prompts, oldest first."""
         prompts = Counter(one.name for one in waiting)
         least = min((self._read[name] for name in prompts if name in self._read), default=0.0)
         self._read = {name: self._read.get(name, least) for name in prompts}
-        if max(prompts.values()) <= CROWD:
+        if max(prompts.values()) <= CROWDED_PROMPTS:
             return 0
         return min(range(len(waiting)), key=lambda place: self._read[waiting[place].name])

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Protocol
 
-from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, encode, fragments
+from wire.codec import MAX_JOINED_BYTES, MAX_OPEN_MESSAGES, MAX_PLAIN_BYTES, Splitter, WireError, encode, fragments
 from wire.frames import Frame
 
-MOST_BUFFERED = 64 * 1024
+MAX_BUFFERED_BYTES = 64 * 1024
 """Bytes in the buffer of the transport above which pieces wait; also the limit of unsent bytes in the kernel."""
 AF_UNIX = 1
 IPPROTO_TCP = 6
@@ -27,22 +27,22 @@ TCP_NODELAY = 1
 NOTSENT_LOWAT_MACOS = 0x201
 TCP_NOTSENT_LOWAT = NOTSENT_LOWAT_MACOS if sys.platform == "darwin" else 25
 """Socket option that Python's socket module does not name (netinet/tcp.h on macOS, linux/tcp.h)."""
-GATHER, AT_ONCE = 0.002, 4
+COALESCE_SECONDS, IMMEDIATE_WRITES = 0.002, 4
 """Seconds between two writes of a busy link, and the number of writes after a pause without that delay.
 
 A write and the wake-up of the peer cost as much CPU as the rest of a request; a single request must not be delayed.
 """
-PATIENCE = 0.02
-"""Maximum seconds for which a short frame waits for another frame (`Outbox.accompany`)."""
+ACCOMPANY_SECONDS = 0.02
+"""Maximum seconds for which a short frame waits for another frame (`Outbox.send_with_next`)."""
 TCP_RTO_MAX_MS = 44
-LONGEST_RETRY = 1000
+MAX_RETRANSMIT_MS = 1000
 """Maximum milliseconds between two TCP retransmissions, on Linux 6.15 and later.
 
 By default the kernel doubles the interval, and an interruption of 2 s becomes a silence of more than 3 s.
 """
-MOST_UNSENT = 32 * 1024 * 1024
+MAX_UNSENT_BYTES = 32 * 1024 * 1024
 """Maximum bytes of short frames queued for a peer that does not read."""
-TURN = 8
+MAX_PIECES_PER_TURN = 8
 """Maximum pieces in one turn of the loop, because a fast socket could otherwise occupy the loop."""
 
 
@@ -78,7 +78,7 @@ class Outbox:
 
     def forward(self, encoded: bytes) -> None:
         """Write a short encoded frame, queue a long one as pieces."""
-        if len(encoded) <= LONGEST_PLAIN:
+        if len(encoded) <= MAX_PLAIN_BYTES:
             self._turn.append(encoded)
             if not self._leaving:
                 self._leaving = True
@@ -92,8 +92,8 @@ class Outbox:
         waiting, self._waiting = self._waiting, deque()
         for encoded in waiting:
             size, passes = len(encoded), bool(self._waiting)
-            fits = self._open < MOST_OPEN and self._open_bytes + size <= LONGEST_JOINED
-            if not fits or (passes and self._passed >= LONGEST_JOINED):
+            fits = self._open < MAX_OPEN_MESSAGES and self._open_bytes + size <= MAX_JOINED_BYTES
+            if not fits or (passes and self._passed >= MAX_JOINED_BYTES):
                 self._waiting.append(encoded)
                 continue
             self._passed = self._passed + size if passes else 0
@@ -109,7 +109,7 @@ class Outbox:
         self._open_bytes -= len(encoded)
         self._begin_waiting()
 
-    def accompany(self, encoded: bytes) -> None:
+    def send_with_next(self, encoded: bytes) -> None:
         """Write a short encoded frame together with the next frame, after PATIENCE seconds at the latest.
 
         A separate write would wake up the peer, which costs more than the content of the frame.
@@ -125,7 +125,7 @@ class Outbox:
             gathered, self._turn = self._turn, []
             self._write(gathered[0] if len(gathered) == 1 else b"".join(gathered))
 
-    def later(self, frames: Iterator[Frame]) -> None:
+    def send_background(self, frames: Iterator[Frame]) -> None:
         """Queue frames of low priority. Each is created when it is written, to bound memory."""
         self._queue(encode(frame) for frame in frames)
 
@@ -156,7 +156,7 @@ class Outbox:
 
     def _pump(self) -> None:
         self._pumping = False
-        for _ in range(TURN):
+        for _ in range(MAX_PIECES_PER_TURN):
             self.flush()
             if self._paused or not self._bulk:
                 return
@@ -197,7 +197,7 @@ class Transport(Protocol):
         """Return the socket, the peer name or the certificate."""
 
 
-class Loop(Protocol):
+class EventLoop(Protocol):
     """The part of an event loop that an endpoint uses."""
 
     def time(self) -> float:
@@ -213,14 +213,14 @@ class Loop(Protocol):
         ...
 
 
-class Endpoint:
+class LinkEndpoint:
     """One end of a link as an asyncio protocol.
 
     It splits received bytes into frames, sends through an `Outbox`, and closes on a violation of the protocol.
     Subclasses override `opened`, `received` and `lost`.
     """
 
-    def __init__(self, loop: Loop, longest_joined: int = LONGEST_JOINED) -> None:
+    def __init__(self, loop: EventLoop, longest_joined: int = MAX_JOINED_BYTES) -> None:
         self._clock = loop
         self._due = -math.inf
         self._splitter = Splitter(longest_joined=longest_joined)
@@ -234,14 +234,14 @@ class Endpoint:
     def _soon(self, then: Callable[[], None]) -> None:
         """Call a function at the end of this turn; on a busy link at most once in GATHER seconds."""
         now = self._clock.time()
-        self._due = max(self._due, now - AT_ONCE * GATHER) + GATHER
+        self._due = max(self._due, now - IMMEDIATE_WRITES * COALESCE_SECONDS) + COALESCE_SECONDS
         if self._due <= now:
             self._clock.call_soon(then)
         else:
             self._clock.call_at(self._due, then)
 
     def _patiently(self, then: Callable[[], None]) -> None:
-        self._clock.call_at(self._clock.time() + PATIENCE, then)
+        self._clock.call_at(self._clock.time() + ACCOMPANY_SECONDS, then)
 
     def opened(self) -> None:
         """Handle an opened connection."""
@@ -257,14 +257,14 @@ class Endpoint:
     def connection_made(self, transport: Transport) -> None:
         """Set small buffers, to keep the latency of short frames low."""
         self.transport = transport
-        transport.set_write_buffer_limits(high=MOST_BUFFERED)
+        transport.set_write_buffer_limits(high=MAX_BUFFERED_BYTES)
         connection = transport.get_extra_info("socket")
         if connection is not None and connection.family != AF_UNIX:
             connection.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
-            connection.setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, MOST_BUFFERED)
+            connection.setsockopt(IPPROTO_TCP, TCP_NOTSENT_LOWAT, MAX_BUFFERED_BYTES)
             if sys.platform == "linux":
                 with suppress(OSError):
-                    connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, LONGEST_RETRY)
+                    connection.setsockopt(IPPROTO_TCP, TCP_RTO_MAX_MS, MAX_RETRANSMIT_MS)
         self.outbox = Outbox(self._write, self._soon, self._patiently)
         self.opened()
 
@@ -274,7 +274,7 @@ class Endpoint:
             return
         if self._paused:
             self._unsent += len(data)
-            if self._unsent > MOST_UNSENT:
+            if self._unsent > MAX_UNSENT_BYTES:
                 self.abort(f"the peer does not read: {self._unsent} bytes wait for it")
                 return
         self.transport.write(data)
@@ -326,15 +326,15 @@ class Endpoint:
         if self.outbox is not None and self.open:
             self.outbox.forward(encoded)
 
-    def accompany(self, encoded: bytes) -> None:
-        """Send a short encoded frame together with the next frame; see `Outbox.accompany`."""
+    def send_with_next(self, encoded: bytes) -> None:
+        """Send a short encoded frame together with the next frame; see `Outbox.send_with_next`."""
         if self.outbox is not None and self.open:
-            self.outbox.accompany(encoded)
+            self.outbox.send_with_next(encoded)
 
-    def later(self, frames: Iterator[Frame]) -> None:
-        """Send frames of low priority; see `Outbox.later`."""
+    def send_background(self, frames: Iterator[Frame]) -> None:
+        """Send frames of low priority; see `Outbox.send_background`."""
         if self.outbox is not None and self.open:
-            self.outbox.later(frames)
+            self.outbox.send_background(frames)
 
     def close(self, reason: str = "") -> None:
         """Send all written bytes, then close."""

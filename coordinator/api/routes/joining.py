@@ -7,11 +7,11 @@ from pydantic import Field
 
 from coordinator.api.body import PLAIN, Body
 from coordinator.api.errors import ProblemError
-from coordinator.api.qr import squares
+from coordinator.api.qr import qr_matrix
 from coordinator.api.route import Route
 from coordinator.joining.join_approvals import Approvals, Decided, Locked, WrongCode
 from coordinator.joining.join_tokens import join_line
-from coordinator.state.access_admin import Admin
+from coordinator.state.access_admin import AccessAdmin
 from router.errors import Problem
 
 
@@ -26,7 +26,7 @@ class NewToken(Body):
 class JoinRoutes:
     """Routes of `cluster token` and `approve`. `url` is the address for nodes."""
 
-    def __init__(self, admin: Admin, approvals: Approvals, url: str) -> None:
+    def __init__(self, admin: AccessAdmin, approvals: Approvals, url: str) -> None:
         self._admin = admin
         self._approvals = approvals
         self._url = url
@@ -51,7 +51,7 @@ class JoinRoutes:
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = join_line(self._url, answer["token"])
-        return {**answer, "join": join, "qr": squares(join)}
+        return {**answer, "join": join, "qr": qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
         """Make a join token useless at once."""

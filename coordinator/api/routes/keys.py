@@ -9,20 +9,20 @@ from pydantic import Field
 
 from coordinator.api.auth import KEY
 from coordinator.api.body import PLAIN, Body
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
-from coordinator.state.access_admin import LOCAL, Admin, NameTakenError
+from coordinator.state.access_admin import LOCAL, AccessAdmin, NameTakenError
 from coordinator.ui.browser_sessions import PAGE
 from router.admission.api_keys import KeyRing
 from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.errors import NO_KEY, Problem, invalid
 
-LONGEST_LIFE = 10 * 365 * 86400.0
+MAX_KEY_LIFE_SECONDS = 10 * 365 * 86400.0
 """Longest life of a key with an expiry, in seconds. A key without expiry is valid until it is revoked."""
 Since = Annotated[str, Query(pattern=r"^(\d{4}-\d{2}-\d{2})?$")]
 """A day, or empty for all stored days."""
-Life = Annotated[float, Field(gt=0, le=LONGEST_LIFE)]
+Life = Annotated[float, Field(gt=0, le=MAX_KEY_LIFE_SECONDS)]
 
 
 class NewKey(Body):  # ruff does not see that it is a model, whose defaults are copied
@@ -34,7 +34,7 @@ class NewKey(Body):  # ruff does not see that it is a model, whose defaults are 
     limits: dict[str, Any] = {}  # noqa: RUF012
 
 
-class Limits(Body):
+class KeyLimitsBody(Body):
     """A key's new limits, in place of all that it had."""
 
     limits: dict[str, Any]
@@ -55,7 +55,7 @@ class Expiry(Body):
 class KeyRoutes:
     """Routes of `cluster key`."""
 
-    def __init__(self, admin: Admin, ring: KeyRing, traffic: Traffic) -> None:
+    def __init__(self, admin: AccessAdmin, ring: KeyRing, traffic: DispatcherApi) -> None:
         self._admin = admin
         self._ring = ring
         self._traffic = traffic
@@ -86,7 +86,7 @@ class KeyRoutes:
         await self._admin.store.flush()
         return answer
 
-    async def limit_key(self, key: str, body: Limits) -> dict[str, Any]:
+    async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
         """Give a key other limits, at once: models, labels of nodes, rates, requests at once and in line, priority."""
         return await self._changed(key, self._admin.limit_key(key, _limits(body.limits)))
 

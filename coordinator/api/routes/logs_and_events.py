@@ -7,19 +7,19 @@ from fastapi import Query, Request
 from fastapi.responses import Response, StreamingResponse
 
 from coordinator.api.errors import ProblemError
-from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
+from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
 from coordinator.api.route import EVENT_STREAM, EVENTS, TEXT, Route
 from coordinator.observe import log_reader
-from coordinator.observe.event_log import KEPT, Events
-from coordinator.state.access_admin import Admin
-from coordinator.state.database import AUDIT_KEPT
+from coordinator.observe.event_log import MAX_EVENTS, EventLog
+from coordinator.state.access_admin import AccessAdmin
+from coordinator.state.database import MAX_AUDIT_ENTRIES
 from router.errors import Problem
 
 
-class JournalRoutes:
+class LogRoutes:
     """Routes of `cluster logs`, `events` and `audit`."""
 
-    def __init__(self, log_file: Path, events: Events, admin: Admin) -> None:
+    def __init__(self, log_file: Path, events: EventLog, admin: AccessAdmin) -> None:
         self._log_file = log_file
         self._events = events
         self._admin = admin
@@ -34,10 +34,10 @@ class JournalRoutes:
 
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Give the newest part of the coordinator's own log as text; with `follow` also what is added."""
-        return await log_text(log_reader.read(self._log_file, size, every=FOLLOW_SECONDS if follow else None))
+        return await log_text(log_reader.read(self._log_file, size, every=FOLLOW_INTERVAL_SECONDS if follow else None))
 
     async def events(
-        self, request: Request, last: Annotated[int, Query(ge=0, le=KEPT)] = 50, follow: bool = False
+        self, request: Request, last: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 50, follow: bool = False
     ) -> Response:
         """Tell the newest events of the coordinator as server-sent events; with `follow` also those that come.
 
@@ -51,6 +51,6 @@ class JournalRoutes:
         told = self._events.read(number, last, follow=follow)
         return StreamingResponse(told, media_type=EVENTS, headers={"cache-control": "no-cache"})
 
-    async def audit(self, last: Annotated[int, Query(ge=1, le=AUDIT_KEPT)] = 100) -> dict[str, Any]:
+    async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
         """List the newest joins, keys and administrative acts, oldest first; times in Unix seconds."""
         return self._admin.acts(last)

@@ -9,13 +9,13 @@ from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Route
 from coordinator.api.routes.nodes import find_node
-from coordinator.cluster.model_operations import Done, Loads
+from coordinator.cluster.model_operations import CommandResult, ModelOperations
 from coordinator.cluster.registry import Registry
-from coordinator.observe.node_rows import measured, speeds, standing
+from coordinator.observe.node_rows import measured, model_state, speeds
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
-from router.dispatch.request import Failure
+from router.dispatch.request import RequestFailure
 from router.errors import Problem, failed, invalid
 from router.errors import from_refused as problem_of
 from router.placement.cluster_view import NodeView
@@ -36,7 +36,7 @@ class OneModel(Body):
 class ModelRoutes:
     """Routes of `cluster models`, `load`, `unload` and `profile`."""
 
-    def __init__(self, registry: Registry, loads: Loads, ring: KeyRing) -> None:
+    def __init__(self, registry: Registry, loads: ModelOperations, ring: KeyRing) -> None:
         self._registry = registry
         self._loads = loads
         self._ring = ring
@@ -70,7 +70,7 @@ class ModelRoutes:
                         "conflict": identity.conflict,
                     },
                 )
-                place = {"id": node.id, "name": node.name, "state": str(node.state), **standing(model)}
+                place = {"id": node.id, "name": node.name, "state": str(node.state), **model_state(model)}
                 place["fingerprint"] = model.fingerprint
                 row["nodes"].append({**place, **speeds(model), "measured": measured(model)})
         return [found[name] for name in sorted(found)]
@@ -82,7 +82,7 @@ class ModelRoutes:
     async def load(self, body: OneModel) -> dict[str, Any]:
         """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
         answer = await self._loads.load(_model(body), self._node(body))
-        if not isinstance(answer, Done):
+        if not isinstance(answer, CommandResult):
             raise ProblemError(_problem(answer))
         return {"schema": 1, "model": body.model, "node": answer.row()}
 
@@ -104,12 +104,12 @@ def _model(body: OneModel) -> str:
     return body.model
 
 
-def _told(body: OneModel, done: list[Done], wrong: Refused | Failure | None) -> dict[str, Any]:
+def _told(body: OneModel, done: list[CommandResult], wrong: Refused | RequestFailure | None) -> dict[str, Any]:
     """Return the nodes that carried out a command. Raise the problem if a node did not."""
     if wrong is not None:
         raise ProblemError(_problem(wrong))
     return {"schema": 1, "model": body.model, "nodes": [one.row() for one in done]}
 
 
-def _problem(answer: Refused | Failure) -> Problem:
+def _problem(answer: Refused | RequestFailure) -> Problem:
     return problem_of(answer) if isinstance(answer, Refused) else failed(answer.code, answer.message)

@@ -8,27 +8,27 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from coordinator.api.body import Body
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
-from coordinator.api.log_stream import FOLLOW_SECONDS, LogBytes, log_text
+from coordinator.api.log_stream import FOLLOW_INTERVAL_SECONDS, LogBytes, log_text
 from coordinator.api.route import TEXT, Route
 from coordinator.cluster.registry import Registry
-from coordinator.state.database import Store
+from coordinator.state.database import Database
 from router.errors import Problem
 from wire.identity import NodeId
 
 LABEL = "^[A-Za-z0-9][A-Za-z0-9._=-]{0,62}$"
-LONGEST_PAUSE = 365 * 86400.0
+MAX_PAUSE_SECONDS = 365 * 86400.0
 """Seconds that a node is paused at most; one without an end is until it is resumed."""
 
 
-class Labels(Body):
+class LabelsBody(Body):
     """A node's new labels, in place of all that it had."""
 
     labels: Annotated[list[Annotated[str, Field(pattern=LABEL)]], Field(max_length=16)]
 
 
-class Drain(Body):
+class DrainBody(Body):
     """How long to wait until a node has no requests."""
 
     wait_seconds: Annotated[float, Field(ge=0, le=86400)] = 0.0
@@ -37,7 +37,7 @@ class Drain(Body):
 class PauseBody(Body):
     """Duration of a pause; without it the pause lasts until the node is resumed."""
 
-    seconds: Annotated[float | None, Field(gt=0, le=LONGEST_PAUSE)] = None
+    seconds: Annotated[float | None, Field(gt=0, le=MAX_PAUSE_SECONDS)] = None
 
 
 def find_node(registry: Registry, node: str) -> NodeId:
@@ -51,7 +51,7 @@ def find_node(registry: Registry, node: str) -> NodeId:
 class NodeRoutes:
     """Routes of `cluster nodes`, `pause` and `resume`."""
 
-    def __init__(self, registry: Registry, traffic: Traffic, store: Store) -> None:
+    def __init__(self, registry: Registry, traffic: DispatcherApi, store: Database) -> None:
         self._registry = registry
         self._traffic = traffic
         self._store = store
@@ -83,7 +83,7 @@ class NodeRoutes:
     def _breaker(self, node: NodeId) -> dict[str, Any]:
         """Return the state of a node's circuit breaker, which opens after engine faults. `until` is Unix seconds."""
         now = self._traffic.now()
-        found = self._traffic.breakers.standing(node, now)
+        found = self._traffic.breakers.state_of(node, now)
         if found is None:
             return {"state": "closed", "why": "", "until": None, "opened": 0}
         until = round(time.time() + found.until - now)
@@ -103,7 +103,9 @@ class NodeRoutes:
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
         """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
         links, found = self._registry.links, self._find(node)
-        pieces = links.follow(found, "logs", size, FOLLOW_SECONDS) if follow else links.ask(found, "logs", size)
+        pieces = (
+            links.follow(found, "logs", size, FOLLOW_INTERVAL_SECONDS) if follow else links.fetch(found, "logs", size)
+        )
         return await log_text(pieces)
 
     # -- whether it is given work -----------------------------------------------------------------
@@ -136,14 +138,14 @@ class NodeRoutes:
         await self._store.flush()
         return {"schema": 1, "node": found, "video_allowed": on}
 
-    async def drain(self, node: str, body: Drain) -> dict[str, Any]:
+    async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
         """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
 
         It stays cordoned until it is uncordoned."""
         found = self._find(node)
         self._registry.cordon(found, on=True)
         await self._store.flush()
-        left = await self._traffic.emptied(found, body.wait_seconds)
+        left = await self._traffic.wait_drained(found, body.wait_seconds)
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
@@ -169,7 +171,7 @@ class NodeRoutes:
 
     # -- name and membership ----------------------------------------------------------------------
 
-    async def label(self, node: str, body: Labels) -> dict[str, Any]:
+    async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
         """Give a node labels, to which keys can be bound."""
         found = self._find(node)
         self._registry.label(found, tuple(dict.fromkeys(body.labels)))

@@ -12,14 +12,14 @@ from coordinator.api.auth import KEY
 from coordinator.api.body import Body
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import EVENT_STREAM, EVENTS, OPEN, Route
-from coordinator.state.database import Store
-from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE, Visitors
-from coordinator.ui.live_stream import Live
+from coordinator.state.database import Database
+from coordinator.ui.browser_sessions import CODE_SECONDS, PAGE, BrowserSessions
+from coordinator.ui.live_stream import LiveStream
 from router.admission.api_keys import KeyRing, credential
 from router.errors import Problem
 
 
-class Visit(Body):
+class LoginCode(Body):
     """The code of a link that `cluster open` gave."""
 
     code: Annotated[str, Field(min_length=1, max_length=100)]
@@ -31,16 +31,16 @@ class PageRoutes:
     def __init__(
         self,
         base_url: str,
-        visitors: Visitors,
+        visitors: BrowserSessions,
         ring: KeyRing,
-        store: Store,
+        store: Database,
         sections: Callable[[], Mapping[str, object]],
     ) -> None:
         self._url = base_url.removesuffix("/v1")
         self._visitors = visitors
         self._ring = ring
         self._store = store
-        self._live = Live(sections)
+        self._live = LiveStream(sections)
 
     def routes(self) -> tuple[Route, ...]:
         """Return the routes."""
@@ -53,9 +53,9 @@ class PageRoutes:
 
     async def invite(self) -> dict[str, Any]:
         """Make a link that opens the page once, within two minutes, as an administrator."""
-        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.invite()}", "seconds": CODE_SECONDS}
+        return {"schema": 1, "url": f"{self._url}/#in={self._visitors.create_code()}", "seconds": CODE_SECONDS}
 
-    async def enter(self, body: Visit) -> dict[str, Any]:
+    async def enter(self, body: LoginCode) -> dict[str, Any]:
         """Change the code of such a link for a key, which the page keeps."""
         entered = self._visitors.enter(body.code)
         if entered is None:
@@ -65,7 +65,7 @@ class PageRoutes:
 
     async def leave(self) -> dict[str, Any]:
         """End the visit whose key this is."""
-        if not self._visitors.leave(KEY.get()):
+        if not self._visitors.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
 

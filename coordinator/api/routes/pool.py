@@ -9,12 +9,12 @@ from fastapi.responses import Response
 
 from coordinator.alerts.evaluator import Conditions
 from coordinator.alerts.rules import WATCHED
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import OPEN, Content, Route
-from coordinator.api.server_info import Facts
+from coordinator.api.server_info import ServerInfo
 from coordinator.cluster.registry import Registry
-from coordinator.observe.load_history import POINTS, LoadHistory
+from coordinator.observe.load_history import MAX_POINTS, LoadHistory
 from router.errors import Problem
 from wire.identity import PROTOCOL
 
@@ -25,7 +25,7 @@ class PoolRoutes:
     """Routes of `cluster status`."""
 
     def __init__(
-        self, facts: Facts, registry: Registry, traffic: Traffic, conditions: Conditions, load: LoadHistory
+        self, facts: ServerInfo, registry: Registry, traffic: DispatcherApi, conditions: Conditions, load: LoadHistory
     ) -> None:
         self._facts = facts
         self._registry = registry
@@ -82,7 +82,7 @@ class PoolRoutes:
         """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
         return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
 
-    async def history(self, points: Annotated[int, Query(ge=1, le=POINTS)] = POINTS) -> Response:
+    async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
         """Return the load of the last hour, of the pool and of each Mac: a point every 10 seconds, null for a gap."""
         return Response(msgspec.json.encode({"schema": 1, **self.load(points)}), media_type="application/json")
 

@@ -8,14 +8,14 @@ from coordinator.api.errors import ProblemError
 from coordinator.api.route import LIST, TEXT, Route
 from coordinator.api.routes.nodes import find_node
 from coordinator.cluster.registry import Registry
-from coordinator.metrics.service import Metrics, Unreachable
+from coordinator.metrics.service import MetricsService, NodeUnreachable
 from router.errors import Problem
 
 
 class PrometheusRoutes:
     """Routes for Prometheus, the only control routes outside /api/v1."""
 
-    def __init__(self, metrics: Metrics, registry: Registry) -> None:
+    def __init__(self, metrics: MetricsService, registry: Registry) -> None:
         self._metrics = metrics
         self._registry = registry
 
@@ -37,7 +37,7 @@ class PrometheusRoutes:
         found, accepted = find_node(self._registry, node), request.headers.get("accept", "")
         try:
             text, kind = await self._metrics.node(found, accepted)
-        except Unreachable as error:
+        except NodeUnreachable as error:
             raise ProblemError(Problem(503, "node_unreachable", str(error))) from None
         return Response(text, headers={"content-type": kind})
 

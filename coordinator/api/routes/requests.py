@@ -10,15 +10,15 @@ from fastapi.responses import Response, StreamingResponse
 from pydantic import Field
 
 from coordinator.api.body import Body
-from coordinator.api.dispatcher_api import Traffic
+from coordinator.api.dispatcher_api import DispatcherApi
 from coordinator.api.errors import ProblemError
 from coordinator.api.route import Content, Route
 from router.admission.api_keys import KeyRing
-from router.dispatch.decision_log import STORIES_KEPT, Story
-from router.dispatch.request import Ticket
+from router.dispatch.decision_log import MAX_REQUESTS_KEPT, RequestRecord
+from router.dispatch.request import ActiveRequest
 from router.errors import Problem
 from router.errors import from_refused as problem_of
-from router.placement.place import Demand, Placement, explain
+from router.placement.place import Placement, ResourceDemand, explain
 
 LINES = "application/jsonl"
 MIN_DECODE_SECONDS = 0.05
@@ -38,7 +38,7 @@ class DryRun(Body):
 class RequestRoutes:
     """Routes of `cluster place`, `explain` and `replay`."""
 
-    def __init__(self, traffic: Traffic, ring: KeyRing) -> None:
+    def __init__(self, traffic: DispatcherApi, ring: KeyRing) -> None:
         self._traffic = traffic
         self._ring = ring
         self._clock = WallClock(traffic.now)
@@ -54,7 +54,7 @@ class RequestRoutes:
 
     async def place(self, body: DryRun) -> dict[str, Any]:
         """Show where a request would go now: every node's arithmetic and why not. Nothing is sent or reserved."""
-        demand = Demand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
+        demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
         result = self._traffic.preview(demand)
         answer: dict[str, Any] = {
             "schema": 1,
@@ -68,11 +68,11 @@ class RequestRoutes:
         problem = problem_of(result.refused)
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
 
-    async def requests(self, last: Annotated[int, Query(ge=1, le=STORIES_KEPT)] = 50) -> dict[str, Any]:
+    async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
         """List the newest requests that have ended, refused ones too, oldest first, with the times of each step."""
         return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
 
-    def _rows(self, stories: Iterable[Story]) -> list[dict[str, Any]]:
+    def _rows(self, stories: Iterable[RequestRecord]) -> list[dict[str, Any]]:
         names = self._ring.names()
         return [
             {**story_row(story, self._clock), "key_name": names.get(story.key, f"{story.key} (ended)")}
@@ -83,14 +83,14 @@ class RequestRoutes:
         """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
         with every node's arithmetic."""
         history = self._traffic.history
-        stories, decisions = history.told(request_id), history.decided_on(request_id)
-        tickets = [ticket for ticket in self._traffic.under_way() if ticket.job.request_id == request_id]
+        stories, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
+        tickets = [ticket for ticket in self._traffic.open_requests() if ticket.job.request_id == request_id]
         if not stories and not decisions and not tickets:
             raise ProblemError(
                 Problem(
                     404,
                     "request_not_found",
-                    f"nothing is kept of a request {request_id[:100]!r}: the newest {STORIES_KEPT} are",
+                    f"nothing is kept of a request {request_id[:100]!r}: the newest {MAX_REQUESTS_KEPT} are",
                 )
             )
         return {
@@ -130,7 +130,7 @@ class WallClock:
         return round(at + self._offset, 3)
 
 
-def story_row(story: Story, clock: WallClock) -> dict[str, Any]:
+def story_row(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return a request that has ended, with its steps by name."""
     row: dict[str, Any] = msgspec.to_builtins(story)
     return {
@@ -141,7 +141,7 @@ def story_row(story: Story, clock: WallClock) -> dict[str, Any]:
     }
 
 
-def summary(story: Story, clock: WallClock) -> dict[str, Any]:
+def summary(story: RequestRecord, clock: WallClock) -> dict[str, Any]:
     """Return arrival (Unix seconds), last node, seconds to the first token, and the decode speed in tokens per second.
 
     Absent values are None.
@@ -161,14 +161,14 @@ def summary(story: Story, clock: WallClock) -> dict[str, Any]:
     }
 
 
-def phase_of(ticket: Ticket) -> str:
+def phase_of(ticket: ActiveRequest) -> str:
     """Return the phase of an open request: queue, model swap, prefill or decode."""
     if ticket.node is None:
         return ticket.swap or "queued"
     return "prefill" if ticket.first_at is None else "decode"
 
 
-def _under_way(ticket: Ticket, now: float) -> dict[str, Any]:
+def _under_way(ticket: ActiveRequest, now: float) -> dict[str, Any]:
     """Describe a request that has not ended, `now` in monotonic seconds."""
     return {
         "request_id": ticket.job.request_id,

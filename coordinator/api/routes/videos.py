@@ -5,7 +5,7 @@ from typing import Any
 from coordinator.api.auth import KEY
 from coordinator.api.route import Route
 from coordinator.cluster.registry import Registry
-from coordinator.video.controller import Conductor
+from coordinator.video.controller import VideoController
 from coordinator.video.rows import lease_row, package_rows, profile_rows
 from router.admission.api_keys import KeyRing
 from router.admission.key_scope import visible
@@ -15,7 +15,7 @@ from router.admission.rate_limits import NO_LIMITS
 class VideoRoutes:
     """Routes of `cluster video leases` and `video calibrate`."""
 
-    def __init__(self, registry: Registry, conductor: Conductor, ring: KeyRing) -> None:
+    def __init__(self, registry: Registry, conductor: VideoController, ring: KeyRing) -> None:
         self._registry = registry
         self._conductor = conductor
         self._ring = ring

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import moment
+from coordinator.cli.commands.tokens_and_keys import format_minute
 from coordinator.client.api_client import default_state
-from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, Problem
+from coordinator.client.errors import DENIED, NOT_FOUND, REFUSED, CommandError
 from wire.units import show_size
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def backup(
     try:
         made = back_up(folder, file, artifacts=artifacts, passphrase=passphrase)
     except BackupError as error:
-        raise Problem(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
+        raise CommandError(NOT_FOUND if "there is no cluster" in str(error) else 1, str(error)) from None
     told = {
         "schema": 1,
         "file": str(made.file),
@@ -86,7 +86,7 @@ def restore(
     ends when it meets one of them again.
     """
     from coordinator.backup.restore import RestoreError
-    from coordinator.backup.restore import look as look_at
+    from coordinator.backup.restore import inspect_backup as look_at
     from coordinator.backup.restore import restore as put_in_place
     from coordinator.state.database import StateLockedError
 
@@ -98,9 +98,9 @@ def restore(
             return
         done = put_in_place(file, folder, time.time(), passphrase=passphrase, replace=replace)
     except RestoreError as error:
-        raise Problem(REFUSED, str(error)) from None
+        raise CommandError(REFUSED, str(error)) from None
     except StateLockedError as error:
-        raise Problem(REFUSED, str(error)) from None
+        raise CommandError(REFUSED, str(error)) from None
     if output == "json":
         counts = {name: getattr(done.counts, name) for name in ("members", "keys", "tokens", "jobs")}
         _print_json(
@@ -120,7 +120,7 @@ def restore(
 
 def _print_restored(folder: Path, done: "Restored") -> None:
     manifest, counts = done.manifest, done.counts
-    click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {moment(manifest.made)}, is in {folder}:")
+    click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {format_minute(manifest.made)}, is in {folder}:")
     click.echo(f"{counts.members} members, {counts.keys} keys, {counts.tokens} join tokens, {counts.jobs} video jobs")
     if done.config == "config.toml.restored":
         click.echo(f"settings: this machine's config.toml stays; the backup's is beside it as {done.config}")
@@ -137,7 +137,7 @@ def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
         _print_json({"schema": 1, "file": str(file), "whole": True, **told})
         return
     click.echo(
-        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {moment(told['made'])} by macpool "
+        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {format_minute(told['made'])} by macpool "
         f"{told['macpool']}, {told['files']} files"
     )
 
@@ -173,7 +173,7 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
         with file.open("rb") as opened:
             needed = opened.read(len(encryption.MAGIC)) == encryption.MAGIC
     except OSError as error:
-        raise Problem(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
+        raise CommandError(NOT_FOUND, f"{file} cannot be read: {error.strerror}") from None
     if not needed:
         return None
     return _read(passphrase_file) if passphrase_file is not None else _asked(twice=False)
@@ -181,7 +181,7 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
 
 def _asked(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
-        raise Problem(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
+        raise CommandError(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
     found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
     return _usable(str(found).encode())
 
@@ -190,11 +190,11 @@ def _read(file: Path) -> bytes:
     try:
         line = sys.stdin.buffer.readline() if str(file) == "-" else file.open("rb").readline()
     except OSError as error:
-        raise Problem(DENIED, f"{file} cannot be read: {error.strerror}") from None
+        raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
     return _usable(line.rstrip(b"\r\n"))
 
 
 def _usable(passphrase: bytes) -> bytes:
     if not passphrase:
-        raise Problem(DENIED, "the passphrase is empty")
+        raise CommandError(DENIED, "the passphrase is empty")
     return passphrase

@@ -9,13 +9,13 @@ from typing import Any
 
 import click
 
-from coordinator.cli.group import Group
-from coordinator.client.api_client import Session, default_state, table
-from coordinator.client.config_inspect import Settings, in_force, look, node_settings
-from coordinator.client.errors import NOT_FOUND, UNREACHABLE, Problem
+from coordinator.cli.group import CommandGroup
+from coordinator.client.api_client import ApiSession, default_state, table
+from coordinator.client.config_inspect import SettingsReport, inspect_settings, node_settings, settings_in_force
+from coordinator.client.errors import NOT_FOUND, UNREACHABLE, CommandError
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def config() -> None:
     """Show the settings with their origins, or check a settings file."""
 
@@ -37,10 +37,10 @@ def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool,
     folder = state or default_state()
     if running and pairs:
         raise click.UsageError("--running and --set exclude each other: what runs was given its flags at its start")
-    found = _in_force(folder) if running else look(folder, folder / "config.toml", os.environ, pairs)
+    found = _in_force(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
-        raise Problem(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
+        raise CommandError(NOT_FOUND, f"there is no setting {prefix}: docs/settings.md lists them")
     if output == "json":
         wrong = [asdict(one) for one in found.wrong]
         click.echo(json.dumps({"schema": 1, "settings": rows, "wrong": wrong}, default=str))
@@ -63,10 +63,10 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     place = file or folder / "config.toml"
     if not place.is_file():
         if file is not None:
-            raise Problem(NOT_FOUND, f"there is no file {place}")
+            raise CommandError(NOT_FOUND, f"there is no file {place}")
         if output == "text":
             click.echo(f"there is no {place}: every setting has its default")
-    found = look(folder, place, os.environ if file is None else {}, ())
+    found = inspect_settings(folder, place, os.environ if file is None else {}, ())
     if output == "json":
         click.echo(json.dumps({"schema": 1, "file": str(place), "wrong": [asdict(one) for one in found.wrong]}))
     _refuse(found.wrong)
@@ -77,7 +77,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
 
 def _refuse(wrong: Sequence[Any]) -> None:
     if wrong:
-        raise Problem(2, "\n".join(one.told() for one in wrong))
+        raise CommandError(2, "\n".join(one.told() for one in wrong))
 
 
 def _value(value: object) -> str:
@@ -88,10 +88,12 @@ def _value(value: object) -> str:
     return str(value) if value != "" else '""'
 
 
-def _in_force(folder: Path) -> Settings:
-    found = in_force(Session(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ()))
+def _in_force(folder: Path) -> SettingsReport:
+    found = settings_in_force(
+        ApiSession(folder, None, None, "json"), node_settings(folder, folder / "config.toml", os.environ, ())
+    )
     if not found.who:
-        raise Problem(
+        raise CommandError(
             UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or leave out --running"
         )
-    return Settings(found.rows, ())
+    return SettingsReport(found.rows, ())

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.client.api_client import Session, options
-from coordinator.client.errors import Problem
+from coordinator.client.api_client import ApiSession, options
+from coordinator.client.errors import CommandError
 
 if TYPE_CHECKING:
-    from coordinator.doctor.host_probe import Here
-    from coordinator.doctor.runner import Examined
+    from coordinator.doctor.host_probe import HostProbe
+    from coordinator.doctor.runner import CheckResult
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "not here": "bright_black"}
 LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
@@ -27,7 +27,7 @@ LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
 @click.option("--list", "only_list", is_flag=True, help="List the checks and run none.")
 @options
 def doctor(
-    session: Session,
+    session: ApiSession,
     as_json: bool,
     strict: bool,
     everything: bool,
@@ -46,15 +46,15 @@ def doctor(
     token, and nothing that anybody wrote to a model.
     """
     from coordinator.doctor.finding import exit_code
-    from coordinator.doctor.host_probe import Here
+    from coordinator.doctor.host_probe import HostProbe
     from coordinator.doctor.runner import CHECKS, examine
 
     if only_list:
         for one in CHECKS:
             click.echo(f"{one.id:<14} {one.title}")
         return
-    here: Here = Here(session, seconds=seconds)
-    found: list[Examined] = []
+    here: HostProbe = HostProbe(session, seconds=seconds)
+    found: list[CheckResult] = []
     as_json = as_json or session.json
     for one in examine(here):
         found.append(one)
@@ -77,27 +77,29 @@ def doctor(
     sys.exit(code)
 
 
-def _print(one: "Examined") -> None:
+def _print(one: "CheckResult") -> None:
     found = one.finding
     click.echo(click.style(f"{found.result:<8}", fg=COLOURS[found.result]) + f" {one.check.id:<14} {found.text}")
     if found.fix:
         click.echo(f"{'':23} → {found.fix}")
 
 
-def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
+def _bundle(here: "HostProbe", file: Path, found: "list[CheckResult]") -> str:
     import platform
     from importlib.metadata import version
 
-    from coordinator.client.config_inspect import in_force, look
-    from coordinator.doctor.bundle import settings_told, write
+    from coordinator.client.config_inspect import inspect_settings, settings_in_force
+    from coordinator.doctor.bundle import redact_settings, write
 
     settings: dict[str, Any] = {}
     told = here.examined() or {}
     try:
-        settings = settings_told(look(here.state, here.state / "config.toml", here.environ, (), told).rows)
-    except Problem as error:
+        settings = redact_settings(
+            inspect_settings(here.state, here.state / "config.toml", here.environ, (), told).rows
+        )
+    except CommandError as error:
         settings = {"problem": error.message}
-    now = in_force(here.session, told)
+    now = settings_in_force(here.session, told)
     contents = {
         "findings.json": [one.row() for one in found],
         "versions.json": {
@@ -110,12 +112,12 @@ def _bundle(here: "Here", file: Path, found: "list[Examined]") -> str:
             "coordinator": here.version().value,
         },
         "settings.json": settings,
-        "running.json": {"who": now.who, "settings": settings_told(now.rows)},
+        "running.json": {"who": now.who, "settings": redact_settings(now.rows)},
         "conditions.json": here.get("/api/v1/conditions").value if here.session.running else None,
         "nodes.json": here.nodes().value if here.session.running else None,
     }
     try:
         write(file, contents, [here.state / "logs" / name for name in LOGS], Path.home())
     except OSError as error:
-        raise Problem(1, f"{file} cannot be written: {error.strerror}") from None
+        raise CommandError(1, f"{file} cannot be written: {error.strerror}") from None
     return str(file)

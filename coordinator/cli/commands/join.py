@@ -11,9 +11,9 @@ import click
 
 from coordinator.cli.group import confirm, yes_option
 from coordinator.client.api_client import default_state
-from coordinator.client.errors import NOT_FOUND, TIMED_OUT, Problem
+from coordinator.client.errors import NOT_FOUND, TIMED_OUT, CommandError
 
-LEAVE_SECONDS = 60.0
+LEAVE_TIMEOUT_SECONDS = 60.0
 CLUSTER_PORT = 8081
 """Default port of `cluster up` for nodes (`--cluster-listen`)."""
 
@@ -85,14 +85,14 @@ def leave(state: Path | None, force: bool, yes: bool) -> None:
     """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
     folder = state or default_state()
     if not (folder / "node" / "identity" / "identity.json").exists():
-        raise Problem(NOT_FOUND, f"there is no node in {folder}")
+        raise CommandError(NOT_FOUND, f"there is no node in {folder}")
     confirm("Take this machine out of its cluster? It needs a new token or code to join again.", yes=yes)
     process = _running(folder / "node" / "lock")
     if process is None:
         _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
     os.kill(process, signal.SIGUSR1)
-    if not _wait(folder / "node" / "lock", LEAVE_SECONDS):
-        raise Problem(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_SECONDS:.0f} s")
+    if not _wait(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
+        raise CommandError(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_TIMEOUT_SECONDS:.0f} s")
     click.echo("left the cluster")
 
 

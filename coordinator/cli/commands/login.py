@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from coordinator.cli.commands.trust_ca import confirmed_authority
-from coordinator.client.api_client import LOGIN, Reached, Session, base_url, default_state, send
-from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, Problem
+from coordinator.client.api_client import LOGIN_FILE, ApiSession, CoordinatorAddress, base_url, default_state, send
+from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
 
 
 @click.command()
@@ -30,16 +30,16 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
     """
     folder, base = state or default_state(), base_url(url)
     if (folder / "run.json").exists():
-        raise Problem(
+        raise CommandError(
             REFUSED,
             f"a coordinator runs in {folder}, and the commands use that one: `cluster login` is for "
             "other machines, or for another --state",
         )
-    reached = Reached(base, _key(key_file), _authority(base, fingerprint))
+    reached = CoordinatorAddress(base, _key(key_file), _authority(base, fingerprint))
     _check(reached)
     _keep(folder, reached)
-    answer = {"schema": 1, "url": base, "file": str(folder / LOGIN)}
-    Session(folder, None, None, output).show(
+    answer = {"schema": 1, "url": base, "file": str(folder / LOGIN_FILE)}
+    ApiSession(folder, None, None, output).show(
         answer, lambda _: click.echo(f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it")
     )
 
@@ -48,7 +48,7 @@ def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path 
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
     """Forget the coordinator that `cluster login` kept. The key itself stays valid: `cluster key revoke` ends it."""
-    file = (state or default_state()) / LOGIN
+    file = (state or default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")
         return
@@ -74,28 +74,30 @@ def _key(file: Path | None) -> str:
         try:
             text = sys.stdin.readline() if str(file) == "-" else file.read_text()
         except OSError as error:
-            raise Problem(DENIED, f"{file} cannot be read: {error.strerror}") from None
+            raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
     key = text.strip()
     if not key.startswith("mp_") or not key.isascii() or any(letter.isspace() for letter in key):
-        raise Problem(DENIED, "that is no API key: a key begins with mp_; `cluster key create NAME` makes one")
+        raise CommandError(DENIED, "that is no API key: a key begins with mp_; `cluster key create NAME` makes one")
     return key
 
 
-def _check(reached: Reached) -> None:
-    """Check that the coordinator accepts the key. Raise `Problem` if it does not, or does not answer."""
+def _check(reached: CoordinatorAddress) -> None:
+    """Check that the coordinator accepts the key. Raise `CommandError` if it does not, or does not answer."""
     status = send(reached, "GET", "/v1/models", timeout=10.0).status
     if status == 401:
-        raise Problem(DENIED, f"{reached.url} refuses this key: is it revoked, expired, or of another pool?")
+        raise CommandError(DENIED, f"{reached.url} refuses this key: is it revoked, expired, or of another pool?")
     if status not in (200, 403):  # 403: the key is known, its scope is another
-        raise Problem(UNREACHABLE, f"{reached.url} answers with status {status}: is it the endpoint of a coordinator?")
+        raise CommandError(
+            UNREACHABLE, f"{reached.url} answers with status {status}: is it the endpoint of a coordinator?"
+        )
 
 
-def _keep(folder: Path, reached: Reached) -> None:
-    """Write the login where `Session.kept_login` reads it."""
+def _keep(folder: Path, reached: CoordinatorAddress) -> None:
+    """Write the login where `ApiSession.kept_login` reads it."""
     from host.private_files import private_folder, write_private
 
     kept = {"url": reached.url, "key": reached.key, "ca": reached.authority}
     try:
-        write_private(private_folder(folder) / LOGIN, json.dumps(kept).encode())
+        write_private(private_folder(folder) / LOGIN_FILE, json.dumps(kept).encode())
     except OSError as error:
-        raise Problem(1, f"{folder / LOGIN} cannot be written: {error.strerror}") from None
+        raise CommandError(1, f"{folder / LOGIN_FILE} cannot be written: {error.strerror}") from None

@@ -16,22 +16,22 @@ import click
 
 from coordinator.cli.memory_breakdown import ago, guard_of
 from coordinator.cli.node_table import bar, headroom_of, memory_of, models_of, state_of
-from coordinator.client.api_client import Session, options, raise_for
-from coordinator.client.errors import Problem
+from coordinator.client.api_client import ApiSession, options, raise_for
+from coordinator.client.errors import CommandError
 from coordinator.client.terminal_text import harmless, raw_output
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
 
-FOR_EVER = 86400.0
+FOLLOW_TIMEOUT_SECONDS = 86400.0
 """Seconds of silence after which a follower stops."""
-BAR, NARROW_BAR = 24, 8
+BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
 """Letters of a node's bar on a wide screen, and on one of 80 letters."""
-WIDE_SCREEN = 132
+WIDE_SCREEN_COLUMNS = 132
 """Letters from which the live view has all its columns."""
 
 
-def print_log(session: Session, response: HTTPResponse) -> None:
+def print_log(session: ApiSession, response: HTTPResponse) -> None:
     """Print a log as it arrives: unchanged with `-o json`, else with its JSON lines formatted for people."""
     if response.status >= 400:
         raise_for(response.status, response.read())
@@ -69,24 +69,24 @@ def log_line(line: str) -> str:
     help="Most bytes of the log's end.",
 )
 @options
-def logs(session: Session, node: str | None, follow: bool, size: int) -> None:
+def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None:
     """Print the newest whole lines of a NODE's log, fetched over its link; without NODE, of the coordinator's own.
 
     `-o json` prints the lines as they are in the file.
     """
     query = f"bytes={size}" + ("&follow=true" if follow else "")
     path = f"/api/v1/logs?{query}" if node is None else f"/api/v1/nodes/{quote(node, safe='')}/logs?{query}"
-    print_log(session, session.request("GET", path, timeout=FOR_EVER if follow else 30.0))
+    print_log(session, session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0))
 
 
 @click.command()
 @click.option("-f", "--follow", is_flag=True, help="Print new events as they come.")
 @click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="How many of the newest.")
 @options
-def events(session: Session, follow: bool, last: int) -> None:
+def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
     path = f"/api/v1/events?last={last}" + ("&follow=true" if follow else "")
-    response = session.request("GET", path, timeout=FOR_EVER if follow else 30.0)
+    response = session.request("GET", path, timeout=FOLLOW_TIMEOUT_SECONDS if follow else 30.0)
     if response.status >= 400:
         raise_for(response.status, response.read())
     for event in _events(response):
@@ -124,7 +124,7 @@ def _local(when: str) -> str:
     "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two pictures."
 )
 @options
-def top(session: Session, once: bool, every: float) -> None:
+def top(session: ApiSession, once: bool, every: float) -> None:
     """Show the pool live: a memory bar for each node, requests, and conditions."""
     from rich.console import Console
 
@@ -145,7 +145,7 @@ def top(session: Session, once: bool, every: float) -> None:
             live.update(_picture(session, console.width), refresh=True)
 
 
-def _picture(session: Session, width: int) -> "Group":
+def _picture(session: ApiSession, width: int) -> "Group":
     from rich.console import Group
     from rich.text import Text
 
@@ -168,7 +168,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
     from rich.table import Table
     from rich.text import Text
 
-    wide = width >= WIDE_SCREEN
+    wide = width >= WIDE_SCREEN_COLUMNS
     grid = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("NODE", "STATE", "MEMORY", "USED", "HEADROOM", "RUN", "QUEUE"):
         grid.add_column(
@@ -179,7 +179,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
         )
     for column in ("GATE", "IN FLIGHT", "MODELS", "HEARD") if wide else ():
         grid.add_column(column, no_wrap=True)
-    letters = max(NARROW_BAR, min(BAR, width - 80 + NARROW_BAR))
+    letters = max(NARROW_BAR_COLUMNS, min(BAR_COLUMNS, width - 80 + NARROW_BAR_COLUMNS))
     for node in nodes:
         cells = [
             node["name"],
@@ -207,7 +207,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
 @click.option("--host", help="Name or address at which Prometheus reaches the coordinator; the endpoint's by default.")
 @click.option("--renew", is_flag=True, help="Make a new token, and revoke the one there is.")
 @options
-def metrics_config(session: Session, folder: Path | None, host: str | None, renew: bool) -> None:
+def metrics_config(session: ApiSession, folder: Path | None, host: str | None, renew: bool) -> None:
     """Write what Prometheus needs to scrape this pool, and print its configuration.
 
     A folder with prometheus.yml, rules.yml, the scrape token (a key of the scope `metrics`, mode 0600), and the
@@ -231,7 +231,7 @@ def metrics_config(session: Session, folder: Path | None, host: str | None, rene
         (place / "prometheus.yml").write_text(text)
         (place / "rules.yml").write_text(rules_file(page))
     except OSError as error:
-        raise Problem(1, f"{error.filename} cannot be written: {error.strerror}") from None
+        raise CommandError(1, f"{error.filename} cannot be written: {error.strerror}") from None
     answer = {"schema": 1, "folder": str(place), "config": str(place / "prometheus.yml"), "token_file": str(token)}
     session.show(answer, lambda made: click.echo(f"# {made['config']}\n{text}", nl=False))
 
@@ -243,7 +243,7 @@ def _at(base: str, host: str | None) -> str:
     return base if named is None else f"{where.scheme}://{named}:{where.port}"
 
 
-def _scrape_token(session: Session, before: Path) -> str:
+def _scrape_token(session: ApiSession, before: Path) -> str:
     """Create the key with which Prometheus scrapes, and revoke the one that the file `before` holds."""
     keys = session.call("GET", "/api/v1/keys")["keys"]
     old = before.read_text().split("_")[1] if before.exists() else ""

@@ -8,20 +8,20 @@ from typing import Any
 
 import click
 
-from coordinator.cli.group import Group
-from coordinator.client.api_client import Session, options, table, wide_options
-from coordinator.client.errors import NOT_FOUND, Problem
+from coordinator.cli.group import CommandGroup
+from coordinator.client.api_client import ApiSession, options, table, wide_options
+from coordinator.client.errors import NOT_FOUND, CommandError
 from coordinator.client.terminal_text import raw_output
 from wire.units import show_size
 
-PATIENCE = 3700.0
+LOAD_TIMEOUT_SECONDS = 3700.0
 """Timeout in seconds. The coordinator abandons a load after an hour, and reports it."""
-SPINNER_AFTER = 1.0
+SPINNER_DELAY_SECONDS = 1.0
 
 
 @click.command()
 @wide_options
-def models(session: Session) -> None:
+def models(session: ApiSession) -> None:
     """List the models: where they are loaded, how many nodes have them, and why a node cannot load one.
 
     `-o wide` names every node with the speeds and sizes that were measured there.
@@ -29,7 +29,7 @@ def models(session: Session) -> None:
     session.show(session.call("GET", "/api/v1/models"), lambda answer: print_models(answer, wide=session.wide))
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def model() -> None:
     """List, show, load, unload or measure models."""
 
@@ -40,13 +40,13 @@ model.add_command(models, "list")
 @model.command("show")
 @click.argument("name", metavar="MODEL")
 @options
-def show_model(session: Session, name: str) -> None:
+def show_model(session: ApiSession, name: str) -> None:
     """Show one model: the nodes that have it, its sizes and speeds there."""
     answer = session.call("GET", "/api/v1/models")
     found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
     if not found:
         known = ", ".join(one["name"] for one in answer["models"]) or "none"
-        raise Problem(NOT_FOUND, f"no node has a model {name}; models: {known}")
+        raise CommandError(NOT_FOUND, f"no node has a model {name}; models: {known}")
     session.show({"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True))
 
 
@@ -121,10 +121,10 @@ def _measured(found: dict[str, Any]) -> str:
 
 
 def _place(node: dict[str, Any]) -> str:
-    return standing(node["name"], node) + ("" if node["state"] == "ready" else f" {node['state']}")
+    return model_label(node["name"], node) + ("" if node["state"] == "ready" else f" {node['state']}")
 
 
-def standing(name: str, row: dict[str, Any]) -> str:
+def model_label(name: str, row: dict[str, Any]) -> str:
     """Format a name with the state of the model; the name alone if it is loaded."""
     reading = f" (loading, {row.get('progress', 0.0):.0%})"
     words = {"loaded": "", "loading": reading, "known": " (not loaded)", "failed": " (cannot load)"}
@@ -135,10 +135,10 @@ def standing(name: str, row: dict[str, Any]) -> str:
 @click.argument("model")
 @click.option("--node", help="On this node; without it, on the one that can hold it and answers first.")
 @options
-def load(session: Session, model: str, node: str | None) -> None:
+def load(session: ApiSession, model: str, node: str | None) -> None:
     """Load a model into the memory of a node, and wait until it is there. Ctrl-C ends the wait, not the load."""
-    with waiting(f"loading {model}"):
-        answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, PATIENCE)
+    with spinner(f"loading {model}"):
+        answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_load)
 
 
@@ -154,10 +154,10 @@ def _print_load(answer: dict[str, Any]) -> None:
 @click.argument("model")
 @click.option("--node", help="On this node only; without it, wherever it is loaded.")
 @options
-def unload(session: Session, model: str, node: str | None) -> None:
+def unload(session: ApiSession, model: str, node: str | None) -> None:
     """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
-    with waiting(f"unloading {model}"):
-        answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, PATIENCE)
+    with spinner(f"unloading {model}"):
+        answer = session.call("POST", "/api/v1/models/unload", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_unload)
 
 
@@ -170,12 +170,12 @@ def _print_unload(answer: dict[str, Any]) -> None:
 @click.argument("model")
 @click.option("--node", help="On this node only; without it, wherever it is loaded, or where it would be.")
 @options
-def profile(session: Session, model: str, node: str | None) -> None:
+def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
 
     It takes up to ten minutes and uses free memory only; requests run more slowly meanwhile. Ctrl-C ends it."""
-    with waiting(f"measuring {model}"):
-        answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, PATIENCE)
+    with spinner(f"measuring {model}"):
+        answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_profile)
 
 
@@ -186,7 +186,7 @@ def _print_profile(answer: dict[str, Any]) -> None:
 
 
 @contextmanager
-def waiting(text: str) -> Generator[None]:
+def spinner(text: str) -> Generator[None]:
     """Show a spinner with the elapsed time on a terminal, from one second on. Do nothing outside a terminal."""
     if not sys.stderr.isatty():
         yield
@@ -197,7 +197,7 @@ def waiting(text: str) -> Generator[None]:
     columns = SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     progress = Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True)
     progress.add_task(text, total=None)
-    timer = threading.Timer(SPINNER_AFTER, progress.start)
+    timer = threading.Timer(SPINNER_DELAY_SECONDS, progress.start)
     timer.daemon = True
     timer.start()
     try:

@@ -6,24 +6,24 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import waiting
-from coordinator.cli.commands.pause import described
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
-from coordinator.cli.group import Group, confirm, yes_option
+from coordinator.cli.commands.models import spinner
+from coordinator.cli.commands.pause import describe_sharing
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
+from coordinator.cli.group import CommandGroup, confirm, yes_option
 from coordinator.cli.memory_breakdown import ALARMING, ago, arithmetic, breaker_of, guard_of
 from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
-from coordinator.client.api_client import Session, options, table, wide_options
-from coordinator.client.errors import REFUSED, Problem
+from coordinator.client.api_client import ApiSession, options, table, wide_options
+from coordinator.client.errors import REFUSED, CommandError
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
-FEW = 6
+MAX_MODELS_SHOWN = 6
 """Models that `status` names."""
 
 
 @click.command()
 @options
-def status(session: Session) -> None:
+def status(session: ApiSession) -> None:
     """Print the state of the pool and its conditions in a few lines."""
     session.show(session.call("GET", "/api/v1/status"), print_status)
 
@@ -48,18 +48,18 @@ def print_status(answer: dict[str, Any]) -> None:
 
 def _few(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
-    more = f" and {len(names) - FEW} more: `cluster models`" if len(names) > FEW else ""
-    return (", ".join(names[:FEW]) or "none") + more
+    more = f" and {len(names) - MAX_MODELS_SHOWN} more: `cluster models`" if len(names) > MAX_MODELS_SHOWN else ""
+    return (", ".join(names[:MAX_MODELS_SHOWN]) or "none") + more
 
 
 @click.command()
 @wide_options
-def nodes(session: Session) -> None:
+def nodes(session: ApiSession) -> None:
     """List the nodes: memory as current of ceiling, models as loaded of known. `-o wide` shows every column."""
     session.show(session.call("GET", "/api/v1/nodes"), lambda answer: print_nodes(answer, wide=session.wide))
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def node() -> None:
     """List, show, cordon, drain, label or remove nodes. NODE is a node's name or id."""
 
@@ -84,13 +84,13 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
         if one["state"] == "ready" and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
             click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
         if one["state"] == "paused":
-            click.echo(f"{one['name']}: {described(one['sharing'])}")
+            click.echo(f"{one['name']}: {describe_sharing(one['sharing'])}")
 
 
 @node.command("show")
 @click.argument("node")
 @options
-def show_node(session: Session, node: str) -> None:
+def show_node(session: ApiSession, node: str) -> None:
     """Show everything that is known of one node, its memory as the sum that its gate makes now."""
     session.show(
         session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
@@ -147,7 +147,7 @@ def _shown(name: str, item: object) -> str:
         "canary",
     }
     if name == "joined" and isinstance(item, float):
-        return moment(item)
+        return format_minute(item)
     if name in sizes and (item is None or isinstance(item, int)):
         return show_size(item)
     return str(item)
@@ -156,7 +156,7 @@ def _shown(name: str, item: object) -> str:
 @node.command()
 @click.argument("node")
 @options
-def cordon(session: Session, node: str) -> None:
+def cordon(session: ApiSession, node: str) -> None:
     """Send no new requests to a node; running ones end."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/cordon"), lambda _: click.echo(f"{node} cordoned")
@@ -166,7 +166,7 @@ def cordon(session: Session, node: str) -> None:
 @node.command()
 @click.argument("node")
 @options
-def uncordon(session: Session, node: str) -> None:
+def uncordon(session: ApiSession, node: str) -> None:
     """Send requests to a node again."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/uncordon"),
@@ -177,7 +177,7 @@ def uncordon(session: Session, node: str) -> None:
 @node.command("allow-video")
 @click.argument("node")
 @options
-def allow_video(session: Session, node: str) -> None:
+def allow_video(session: ApiSession, node: str) -> None:
     """Allow a node to make videos; it then starts Ray where it has a video package."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
@@ -188,7 +188,7 @@ def allow_video(session: Session, node: str) -> None:
 @node.command("deny-video")
 @click.argument("node")
 @options
-def deny_video(session: Session, node: str) -> None:
+def deny_video(session: ApiSession, node: str) -> None:
     """Stop placing videos on a node; one that it makes now is finished."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
@@ -200,20 +200,20 @@ def deny_video(session: Session, node: str) -> None:
 @click.argument("node")
 @click.option("--wait", type=Duration(), help="Wait until it has no requests, so long at most (30s, 5m).")
 @options
-def drain(session: Session, node: str, wait: float | None) -> None:
+def drain(session: ApiSession, node: str, wait: float | None) -> None:
     """Cordon a node and move its running requests to other nodes; clients see a pause at most.
 
     The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node has room for the remaining
     requests, and they end where they are.
     """
     seconds = wait or 0.0
-    with waiting(f"draining {node}"):
+    with spinner(f"draining {node}"):
         answer = session.call(
             "POST", f"/api/v1/nodes/{quote(node, safe='')}/drain", {"wait_seconds": seconds}, timeout=seconds + 30
         )
     session.show(answer, lambda _: None)
     if answer["left"]:
-        raise Problem(
+        raise CommandError(
             REFUSED,
             f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
             "wait with --wait, or let them end",
@@ -226,7 +226,7 @@ def drain(session: Session, node: str, wait: float | None) -> None:
 @click.argument("node")
 @click.argument("labels", nargs=-1)
 @options
-def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
+def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
     """Set the LABELS of a node, replacing all others. API keys can be limited to labels."""
     wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
     if wrong is not None:
@@ -239,7 +239,7 @@ def label(session: Session, node: str, labels: tuple[str, ...]) -> None:
 @click.argument("node")
 @yes_option
 @options
-def remove(session: Session, node: str, yes: bool) -> None:
+def remove(session: ApiSession, node: str, yes: bool) -> None:
     """Revoke a node's certificate at once and forget the node; a new token or code lets it join again."""
     path = f"/api/v1/nodes/{quote(node, safe='')}"
     name = session.call("GET", path)["node"]["name"]
@@ -260,7 +260,7 @@ def remove(session: Session, node: str, yes: bool) -> None:
     help="Most bytes of the log's end.",
 )
 @options
-def logs(session: Session, node: str, size: int) -> None:
+def logs(session: ApiSession, node: str, size: int) -> None:
     """Print the newest whole lines of a node's log, fetched over its link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
@@ -271,7 +271,7 @@ def logs(session: Session, node: str, size: int) -> None:
 @click.argument("code", required=False)
 @click.option("--reject", is_flag=True, help="Reject the machine instead.")
 @options
-def approve(session: Session, code: str | None, reject: bool) -> None:
+def approve(session: ApiSession, code: str | None, reject: bool) -> None:
     """Admit a machine that shows this six-digit code. Without CODE, list the waiting machines."""
     if code is None:
         session.show(

@@ -7,17 +7,17 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
-from coordinator.client.api_client import Session, options
-from coordinator.client.errors import NOT_FOUND, Problem
-from host.pause_file import Pause, PauseFile
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
+from coordinator.client.api_client import ApiSession, options
+from coordinator.client.errors import NOT_FOUND, CommandError
+from host.pause_file import PauseFile, PauseRecord
 
 
 @click.command()
 @click.argument("node", required=False)
 @click.argument("duration", required=False)
 @options
-def pause(session: Session, node: str | None, duration: str | None) -> None:
+def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
 
     \b
@@ -33,13 +33,13 @@ def pause(session: Session, node: str | None, duration: str | None) -> None:
         _pause_here(session, seconds)
         return
     answer = session.call("POST", f"/api/v1/nodes/{quote(name, safe='')}/pause", {"seconds": seconds})
-    session.show(answer, lambda told: click.echo(f"{name} is {described(told['sharing'])}{_left(told)}"))
+    session.show(answer, lambda told: click.echo(f"{name} is {describe_sharing(told['sharing'])}{_left(told)}"))
 
 
 @click.command()
 @click.argument("node", required=False)
 @options
-def resume(session: Session, node: str | None) -> None:
+def resume(session: ApiSession, node: str | None) -> None:
     """End a Mac's pause: this one's, or another's by name. Its own rule, `node.share`, holds again."""
     if node is None:
         there = _file(session.state).remove()
@@ -48,14 +48,14 @@ def resume(session: Session, node: str | None) -> None:
         session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return
     answer = session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/resume")
-    session.show(answer, lambda told: click.echo(f"{node} is {described(told['sharing'])}"))
+    session.show(answer, lambda told: click.echo(f"{node} is {describe_sharing(told['sharing'])}"))
 
 
-def described(sharing: dict[str, Any]) -> str:
+def describe_sharing(sharing: dict[str, Any]) -> str:
     """Describe a node's sharing state: shared, or paused with reason and end."""
     if not sharing["paused"]:
         return "shared" if sharing["when"] in ("", "always") else f"shared ({sharing['when']})"
-    until = f" until {moment(sharing['until'])}" if sharing["until"] else ""
+    until = f" until {format_minute(sharing['until'])}" if sharing["until"] else ""
     return f"paused{until}: {sharing['why']}"
 
 
@@ -77,14 +77,14 @@ def _read(node: str | None, duration: str | None) -> tuple[str | None, float | N
         return node, None
 
 
-def _pause_here(session: Session, seconds: float | None) -> None:
+def _pause_here(session: ApiSession, seconds: float | None) -> None:
     file = _file(session.state)
     until = None if seconds is None else time.time() + seconds
     try:
-        file.write(Pause(until))
+        file.write(PauseRecord(until))
     except OSError as error:
-        raise Problem(1, f"{file.path} cannot be written: {error.strerror}") from None
-    end = "until `cluster resume`" if until is None else f"until {moment(until)}"
+        raise CommandError(1, f"{file.path} cannot be written: {error.strerror}") from None
+    end = "until `cluster resume`" if until is None else f"until {format_minute(until)}"
     session.show(
         {"schema": 1, "paused": True, "until": until},
         lambda _: click.echo(
@@ -97,7 +97,7 @@ def _pause_here(session: Session, seconds: float | None) -> None:
 def _file(state: Path) -> PauseFile:
     folder = state / "node"
     if not (folder / "identity" / "identity.json").exists():
-        raise Problem(
+        raise CommandError(
             NOT_FOUND, f"there is no node in {state}: name another (`cluster pause NODE 2h`), or join with this machine"
         )
     return PauseFile(folder)

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
-from coordinator.cli.group import Group
-from coordinator.client.errors import NOT_FOUND, REFUSED, Problem
+from coordinator.cli.commands.models import spinner
+from coordinator.cli.group import CommandGroup
+from coordinator.client.errors import NOT_FOUND, REFUSED, CommandError
 
 if TYPE_CHECKING:
-    from coordinator.service.plan import Plan
-    from coordinator.service.service_manager import Host
+    from coordinator.service.plan import ServicePlan
+    from coordinator.service.service_manager import ServiceHost
 
 INSTALLED_NOT_RUNNING = 1
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def service() -> None:
     """Run this machine's part of the pool as a service of the system, from its start on.
 
@@ -53,15 +53,15 @@ def install(
     first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`. Exit codes: 4 not root, 6 files
     of another program are in the way, 7 the service does not stay up (the previous state is restored).
     """
-    from coordinator.service.service_manager import Host
+    from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import install as carry_out
 
-    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     plan = _plan(host, user, state, coordinator, wired_limit_mb or 0, arguments)
     if dry_run:
         _preview(host, plan, output)
         return
-    with _refusals(), waiting("installing the service, and waiting until it stays up"):
+    with _refusals(), spinner("installing the service, and waiting until it stays up"):
         done, standing = carry_out(host, plan)
     answer = {
         "schema": 1,
@@ -81,12 +81,12 @@ def install(
 
 
 def _plan(
-    host: "Host", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
-) -> "Plan":
-    """Choose user and program of the service. Raise `Problem` if the choice is ambiguous."""
+    host: "ServiceHost", user: str | None, state: Path | None, coordinator: bool, wired: int, arguments: tuple[str, ...]
+) -> "ServicePlan":
+    """Choose user and program of the service. Raise `CommandError` if the choice is ambiguous."""
     import grp
 
-    from coordinator.service.plan import Plan, refused_arguments
+    from coordinator.service.plan import ServicePlan, refused_arguments
     from coordinator.service.service_manager import account
 
     name = user or os.environ.get("SUDO_USER") or pwd.getpwuid(os.getuid()).pw_name
@@ -95,10 +95,10 @@ def _plan(
     folder = (state or Path(home) / _data_folder(host)).absolute()
     refused = refused_arguments(arguments)
     if refused is not None:
-        raise Problem(2, refused)
+        raise CommandError(2, refused)
     role = "coordinator" if coordinator or (folder / "cluster.db").exists() else "node"
     if role == "node" and not (folder / "node" / "identity" / "identity.json").exists():
-        raise Problem(
+        raise CommandError(
             NOT_FOUND,
             f"no node has joined from {folder}, and no cluster was made there: join once by hand "
             "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator",
@@ -106,7 +106,7 @@ def _plan(
     _understood(role, arguments)
     if wired:
         _safe(host, folder, wired)
-    return Plan(
+    return ServicePlan(
         role,
         sys.executable,
         name,
@@ -119,7 +119,7 @@ def _plan(
     )
 
 
-def _data_folder(host: "Host") -> str:
+def _data_folder(host: "ServiceHost") -> str:
     """Return the state folder below a home folder, as platformdirs does for the current user."""
     return "Library/Application Support/macpool" if host.mac else ".local/share/macpool"
 
@@ -133,20 +133,20 @@ def _understood(role: str, arguments: tuple[str, ...]) -> None:
     verb.make_context(verb.name or "", list(arguments), help_option_names=["-h", "--help"])
 
 
-def _safe(host: "Host", folder: Path, wired: int) -> None:
-    from coordinator.client.api_client import Session
-    from coordinator.doctor.host_probe import Here
+def _safe(host: "ServiceHost", folder: Path, wired: int) -> None:
+    from coordinator.client.api_client import ApiSession
+    from coordinator.doctor.host_probe import HostProbe
     from coordinator.service.plan import clamp_wired_limit
 
     if not host.mac:
-        raise Problem(2, "--wired-limit-mb is for macOS: other systems have no Metal")
-    told = Here(Session(folder, None, None, "json")).examined()
+        raise CommandError(2, "--wired-limit-mb is for macOS: other systems have no Metal")
+    told = HostProbe(ApiSession(folder, None, None, "json")).examined()
     refused = clamp_wired_limit(wired, int(told["memory"]["safe"]) if told else 0)
     if refused is not None:
-        raise Problem(REFUSED, refused)
+        raise CommandError(REFUSED, refused)
 
 
-def _preview(host: "Host", plan: "Plan", output: str) -> None:
+def _preview(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
     from coordinator.service.launchd import text, wired_job
 
     units = {str(host.unit): host.text(plan)}
@@ -164,12 +164,12 @@ def _preview(host: "Host", plan: "Plan", output: str) -> None:
 @click.pass_context
 def uninstall(ctx: click.Context, output: str) -> None:
     """Stop the service and remove it; cluster, node, models and logs stay, and it says where."""
-    from coordinator.service.service_manager import Host
+    from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing
     from coordinator.service.setup import uninstall as take_away
 
-    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
-    with _refusals(), waiting("stopping the service"):
+    host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
+    with _refusals(), spinner("stopping the service"):
         state = _state_of(existing(host, host.unit).program)
         done = take_away(host)
     kept = [one for one in (state, str(host.logs) if host.mac else "") if one]
@@ -191,12 +191,12 @@ def _state_of(program: tuple[str, ...]) -> str:
 @click.pass_context
 def status(ctx: click.Context, output: str) -> None:
     """Print whether the service runs. Exit code 0: running; 1: installed, not running; 5: not installed."""
-    from coordinator.service.service_manager import Host
+    from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing
 
-    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     with _refusals():
-        found, now = existing(host, host.unit), host.standing()
+        found, now = existing(host, host.unit), host.state()
     answer: dict[str, Any] = {
         "schema": 1,
         "installed": bool(found.text),
@@ -231,13 +231,13 @@ def _told(answer: dict[str, Any]) -> str:
 @click.pass_context
 def restart(ctx: click.Context) -> None:
     """End the service as a stop does (requests may end), and start it again."""
-    from coordinator.service.service_manager import Host
+    from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing, wait
 
-    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
-    with _refusals(), waiting("restarting the service"):
+    host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
+    with _refusals(), spinner("restarting the service"):
         if not existing(host, host.unit).text:
-            raise Problem(NOT_FOUND, "no service is installed: `sudo cluster service install`")
+            raise CommandError(NOT_FOUND, "no service is installed: `sudo cluster service install`")
         host.restart()
         standing = wait(host, 45.0)
     click.echo(f"running, process {standing.pid}")
@@ -252,13 +252,13 @@ def restart(ctx: click.Context) -> None:
 def logs(ctx: click.Context, follow: bool, lines: int) -> None:
     """Print the output of the service: starts, stops, warnings. The log is in STATE/logs (`cluster logs`)."""
     from coordinator.service.plan import UNIT
-    from coordinator.service.service_manager import Host
+    from coordinator.service.service_manager import ServiceHost
 
-    host = ctx.obj if isinstance(ctx.obj, Host) else Host()
+    host = ctx.obj if isinstance(ctx.obj, ServiceHost) else ServiceHost()
     if host.mac:
         file = host.logs / "service.log"
         if not file.exists():
-            raise Problem(NOT_FOUND, f"there is no {file}: is the service installed?")
+            raise CommandError(NOT_FOUND, f"there is no {file}: is the service installed?")
         command = [host.tools["tail"], "-n", str(lines), *(["-F"] if follow else []), str(file)]
     else:
         command = [host.tools["journalctl"], "--no-pager", "-u", UNIT, "-n", str(lines), *(["-f"] if follow else [])]
@@ -266,7 +266,7 @@ def logs(ctx: click.Context, follow: bool, lines: int) -> None:
     try:
         os.execv(command[0], command)  # noqa: S606  no shell is wanted
     except OSError as error:
-        raise Problem(1, f"{command[0]}: {error.strerror}") from None
+        raise CommandError(1, f"{command[0]}: {error.strerror}") from None
 
 
 class _refusals:  # noqa: N801  used as a with-statement's word
@@ -279,4 +279,4 @@ class _refusals:  # noqa: N801  used as a with-statement's word
         from coordinator.service.service_manager import ServiceError
 
         if isinstance(error, ServiceError):
-            raise Problem(error.code, str(error)) from None
+            raise CommandError(error.code, str(error)) from None

@@ -7,26 +7,26 @@ from urllib.parse import quote, urlencode
 
 import click
 
-from coordinator.cli.group import Group, confirm, yes_option
-from coordinator.client.api_client import Session, options, table
-from coordinator.client.errors import NOT_FOUND, Problem
+from coordinator.cli.group import CommandGroup, confirm, yes_option
+from coordinator.client.api_client import ApiSession, options, table
+from coordinator.client.errors import NOT_FOUND, CommandError
 
 
-def call(session: Session, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     """Ask the running coordinator; without one, do the same on its database under its lock."""
     if session.running:
         return session.call(method, path, body)
-    from coordinator.cli.offline import call as offline
+    from coordinator.cli.offline import run_offline as offline
 
     return offline(session, method, path, body or {})
 
 
-def moment(seconds: float | None) -> str:
+def format_minute(seconds: float | None) -> str:
     """Write a time stamp for a person."""
     return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def second(seconds: float) -> str:
+def format_second(seconds: float) -> str:
     """Write a time stamp for a person, to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
@@ -66,19 +66,19 @@ class Day(click.ParamType[str]):
 LISTS = {"key": "/api/v1/keys", "token": "/api/v1/tokens"}
 
 
-def find(session: Session, kind: str, wanted: str) -> dict[str, Any]:
-    """Return the key or token (`kind`) with this id or name. Raise `Problem` if there is none or several."""
+def find(session: ApiSession, kind: str, wanted: str) -> dict[str, Any]:
+    """Return the key or token (`kind`) with this id or name. Raise `CommandError` if there is none or several."""
     rows: list[dict[str, Any]] = call(session, "GET", LISTS[kind])[f"{kind}s"]
     found = [row for row in rows if row["id"] == wanted] or [row for row in rows if row["name"] == wanted]
     if not found:
-        raise Problem(NOT_FOUND, f"there is no {kind} {wanted}: `cluster {kind} list` shows ids and names")
+        raise CommandError(NOT_FOUND, f"there is no {kind} {wanted}: `cluster {kind} list` shows ids and names")
     if len(found) > 1:
         ids = ", ".join(row["id"] for row in found)
-        raise Problem(2, f"{len(found)} {kind}s are named {wanted}: name one by its id ({ids})")
+        raise CommandError(2, f"{len(found)} {kind}s are named {wanted}: name one by its id ({ids})")
     return found[0]
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def token() -> None:
     """Create, list or revoke the tokens with which machines join."""
 
@@ -94,7 +94,7 @@ def token() -> None:
 )
 @click.option("--name", default="", help="A name for the list.")
 @options
-def token_create(session: Session, ttl: float, uses: int, name: str) -> None:
+def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
     """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
     answer = call(session, "POST", "/api/v1/tokens", {"ttl_seconds": ttl, "uses": uses, "name": name})
     session.show(answer, lambda made: click.echo(made.get("join") or made["token"]))
@@ -102,13 +102,13 @@ def token_create(session: Session, ttl: float, uses: int, name: str) -> None:
 
 @token.command("list")
 @options
-def token_list(session: Session) -> None:
+def token_list(session: ApiSession) -> None:
     """List tokens without their secrets."""
     session.show(
         call(session, "GET", "/api/v1/tokens"),
         lambda answer: table(
             ("ID", "NAME", "USES LEFT", "EXPIRES"),
-            [(t["id"], t["name"], str(t["uses_left"]), moment(t["expires"])) for t in answer["tokens"]],
+            [(t["id"], t["name"], str(t["uses_left"]), format_minute(t["expires"])) for t in answer["tokens"]],
         ),
     )
 
@@ -116,7 +116,7 @@ def token_list(session: Session) -> None:
 @token.command("show")
 @click.argument("token_", metavar="TOKEN")
 @options
-def token_show(session: Session, token_: str) -> None:
+def token_show(session: ApiSession, token_: str) -> None:
     """Show one token, named by its id or name, without its secret."""
     row = find(session, "token", token_)
     session.show({"schema": 1, "token": row}, lambda _: _print_token(row))
@@ -127,7 +127,7 @@ def _print_token(row: dict[str, Any]) -> None:
         "id": row["id"],
         "name": row["name"] or "-",
         "uses left": row["uses_left"],
-        "expires": moment(row["expires"]),
+        "expires": format_minute(row["expires"]),
     }
     for name, value in found.items():
         click.echo(f"{name:<9} {value}")
@@ -137,7 +137,7 @@ def _print_token(row: dict[str, Any]) -> None:
 @click.argument("token_", metavar="TOKEN")
 @yes_option
 @options
-def token_revoke(session: Session, token_: str, yes: bool) -> None:
+def token_revoke(session: ApiSession, token_: str, yes: bool) -> None:
     """Revoke a token by its id or name. No further machine can join with it."""
     found = find(session, "token", token_)
     confirm(f"Revoke token {_title(found)}?", yes=yes)
@@ -150,7 +150,7 @@ def _title(row: dict[str, Any]) -> str:
     return f"{row['name']} ({row['id']})" if row["name"] else str(row["id"])
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def key() -> None:
     """Create, list, limit or revoke API keys; show their usage. KEY is a key's name or id."""
 
@@ -203,7 +203,7 @@ def limits_of(given: dict[str, Any]) -> dict[str, Any]:
 @click.option("--expires", type=Duration(), help="Lifetime of the key, as 30d. Without it the key does not expire.")
 @limits
 @options
-def key_create(session: Session, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
+def key_create(session: ApiSession, name: str, scopes: tuple[str, ...], expires: float | None, **given: Any) -> None:
     """Create an API key. It is shown once and stored only as a digest."""
     body = {"name": name, "scopes": list(scopes), "ttl_seconds": expires, "limits": limits_of(given)}
     session.show(call(session, "POST", "/api/v1/keys", body), lambda made: click.echo(made["key"]))
@@ -211,7 +211,7 @@ def key_create(session: Session, name: str, scopes: tuple[str, ...], expires: fl
 
 @key.command("list")
 @options
-def key_list(session: Session) -> None:
+def key_list(session: ApiSession) -> None:
     """List keys without their secrets."""
     session.show(
         call(session, "GET", "/api/v1/keys"),
@@ -225,7 +225,7 @@ def key_list(session: Session) -> None:
 @key.command("show")
 @click.argument("key_", metavar="KEY")
 @options
-def key_show(session: Session, key_: str) -> None:
+def key_show(session: ApiSession, key_: str) -> None:
     """Show one key without its secret."""
     row = find(session, "key", key_)
     session.show({"schema": 1, "key": row}, lambda _: _print_key(row))
@@ -237,7 +237,7 @@ def _print_key(row: dict[str, Any]) -> None:
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    dates = (moment(key["created"]), moment(key["expires"]))
+    dates = (format_minute(key["created"]), format_minute(key["expires"]))
     return (key["id"], key["name"], ",".join(key["scopes"]), *dates, _told(key["limits"]))
 
 
@@ -265,7 +265,7 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
     "priority, or all; may be repeated.",
 )
 @options
-def key_limit(session: Session, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
+def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
     """Change the named limits of a key, at once; the others stay. Prints the limits before and after."""
     row, changes = find(session, "key", key_), limits_of(given)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
@@ -288,7 +288,7 @@ def key_limit(session: Session, key_: str, cleared: tuple[str, ...], **given: An
 @click.argument("key_", metavar="KEY")
 @click.argument("name")
 @options
-def key_rename(session: Session, key_: str, name: str) -> None:
+def key_rename(session: ApiSession, key_: str, name: str) -> None:
     """Rename a key. Its secret, limits and usage stay."""
     row = find(session, "key", key_)
     answer = call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/name", {"name": name})
@@ -300,7 +300,7 @@ def key_rename(session: Session, key_: str, name: str) -> None:
 @click.argument("after", type=Duration(), required=False)
 @click.option("--never", is_flag=True, help="The key does not expire.")
 @options
-def key_expire(session: Session, key_: str, after: float | None, never: bool) -> None:
+def key_expire(session: ApiSession, key_: str, after: float | None, never: bool) -> None:
     """Set when a key expires: AFTER (90s, 15m, 1h, 30d) from now, or --never."""
     if (after is None) != never:
         raise click.UsageError("write either a time from now, as 30d, or --never")
@@ -308,14 +308,14 @@ def key_expire(session: Session, key_: str, after: float | None, never: bool) ->
     call(session, "PUT", f"/api/v1/keys/{quote(row['id'], safe='')}/expiry", {"ttl_seconds": after})
     row = find(session, "key", row["id"])
     answer = {"schema": 1, "id": row["id"], "expires": row["expires"]}
-    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {moment(made['expires'])}"))
+    session.show(answer, lambda made: click.echo(f"{_title(row)} expires: {format_minute(made['expires'])}"))
 
 
 @key.command("rotate")
 @click.argument("key_", metavar="KEY")
 @yes_option
 @options
-def key_rotate(session: Session, key_: str, yes: bool) -> None:
+def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
     """Replace the secret of a key. The new secret is shown once; the old one is refused at once."""
     row = find(session, "key", key_)
     confirm(f"Replace the secret of {_title(row)}? Programs that use the old one are refused at once.", yes=yes)
@@ -327,7 +327,7 @@ def key_rotate(session: Session, key_: str, yes: bool) -> None:
 @click.argument("key_", metavar="[KEY]", required=False)
 @click.option("--since", type=Day(), metavar="DAY", help="Only from this day on (UTC, 2026-01-31).")
 @options
-def key_usage(session: Session, key_: str | None, since: str | None) -> None:
+def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
     """Show how many requests and tokens each key used, by model."""
     id_ = find(session, "key", key_)["id"] if key_ else None
     query = urlencode({name: value for name, value in (("key", id_), ("since", since)) if value})
@@ -345,7 +345,7 @@ def key_usage(session: Session, key_: str | None, since: str | None) -> None:
 @click.command()
 @click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="How many.")
 @options
-def audit(session: Session, last: int) -> None:
+def audit(session: ApiSession, last: int) -> None:
     """Print the audit log: time, key, address and action for joins, keys, tokens, nodes and models."""
     session.show(
         call(session, "GET", f"/api/v1/audit?last={last}"),
@@ -353,7 +353,7 @@ def audit(session: Session, last: int) -> None:
             ("WHEN", "WHO", "FROM", "WHAT", "TO"),
             [
                 (
-                    second(act["at"]),
+                    format_second(act["at"]),
                     act.get("actor_name") or act["actor"],
                     act.get("address") or "-",
                     act["action"],
@@ -370,7 +370,7 @@ def audit(session: Session, last: int) -> None:
 @click.argument("key_", metavar="KEY")
 @yes_option
 @options
-def key_revoke(session: Session, key_: str, yes: bool) -> None:
+def key_revoke(session: ApiSession, key_: str, yes: bool) -> None:
     """Revoke a key at once: requests with it are refused."""
     found = find(session, "key", key_)
     confirm(f"Revoke key {_title(found)}? Programs that use it are refused at once.", yes=yes)

@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 import click
 
-from coordinator.client.api_client import Session, base_url, options, unreached
-from coordinator.client.errors import NOT_FOUND, PIN, Problem
+from coordinator.client.api_client import ApiSession, base_url, connection_error, options
+from coordinator.client.errors import NOT_FOUND, PIN, CommandError
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities, for programs that do not use the system's trust store."""
-LONGEST = 16_384
+MAX_CERTIFICATE_BYTES = 16_384
 """Bytes of an authority's certificate that are read from a stranger."""
 
 
@@ -31,7 +31,9 @@ LONGEST = 16_384
 @click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM), trust nothing.")
 @click.option("--remove", is_flag=True, help="Trust it no longer.")
 @options
-def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool) -> None:
+def trust_ca(
+    session: ApiSession, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool
+) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
     It is an authority that can vouch for `.local` names, `localhost`, the names of `http.hosts`, and addresses. Run it
@@ -46,7 +48,7 @@ def trust_ca(session: Session, endpoint: str | None, fingerprint: str | None, on
         return
     if fingerprint is None and not remove:
         confirm_fingerprint(base, found, pem)
-    bundle = keep(session.state, pem, found, base)
+    bundle = write_bundle(session.state, pem, found, base)
     if remove:
         bundle.unlink()
         bundle.with_suffix(".url").unlink()
@@ -72,7 +74,7 @@ def confirmed_authority(base: str, fingerprint: str | None) -> str:
     """
     try:
         pem = fetch(base)
-    except Problem as error:
+    except CommandError as error:
         if error.exit_code == NOT_FOUND and fingerprint is None:
             return ""
         raise
@@ -92,51 +94,55 @@ def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
             "`cluster up`, then add --fingerprint"
         )
     if not click.confirm("Does the coordinator's `cluster up` show the same?", err=True):
-        raise Problem(PIN, "nothing was trusted: another machine may be in between")
+        raise CommandError(PIN, "nothing was trusted: another machine may be in between")
 
 
 def fetch(base: str) -> str:
-    """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted. Raise `Problem` if there is
-    none."""
+    """Fetch the authority's certificate (PEM) from an endpoint that is not yet trusted.
+
+    Raise `CommandError` if there is none.
+    """
     parts = urlsplit(base)
     if parts.scheme != "https" or not parts.hostname:
-        raise Problem(2, f"{base} is not an HTTPS endpoint: there is nothing to trust")
+        raise CommandError(2, f"{base} is not an HTTPS endpoint: there is nothing to trust")
     blind = ssl.create_default_context()
     blind.check_hostname, blind.verify_mode = False, ssl.CERT_NONE
     connection = http.client.HTTPSConnection(parts.hostname, parts.port, timeout=10.0, context=blind)
     try:
         connection.request("GET", "/api/v1/ca.pem")
         response = connection.getresponse()
-        text = response.read(LONGEST).decode("ascii", "replace")
+        text = response.read(MAX_CERTIFICATE_BYTES).decode("ascii", "replace")
     except OSError as error:
-        raise Problem(*unreached(base, error)) from None
+        raise CommandError(*connection_error(base, error)) from None
     finally:
         connection.close()
     if response.status != 200:
-        raise Problem(NOT_FOUND, f"{base} uses a certificate that was given to it: it has no authority of its own")
+        raise CommandError(NOT_FOUND, f"{base} uses a certificate that was given to it: it has no authority of its own")
     return text
 
 
 def check(pem: str, base: str, wanted: str | None) -> str:
     """Return the fingerprint (SHA-256, hex) of a fetched certificate.
 
-    Raise `Problem` if it is not the `wanted` one, or if the authority is not constrained to names.
+    Raise `CommandError` if it is not the `wanted` one, or if the authority is not constrained to names.
     """
     from cryptography import x509
 
     try:
         certificate = x509.load_pem_x509_certificate(pem.encode())
     except ValueError:
-        raise Problem(1, f"{base} sent no certificate") from None
+        raise CommandError(1, f"{base} sent no certificate") from None
     found = hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest()
     if wanted is not None and wanted.lower().replace(":", "") != found:
-        raise Problem(
+        raise CommandError(
             PIN,
             f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
             "somebody may be in between",
         )
     if not all(_names(certificate) or [""]):  # an empty name permits all
-        raise Problem(PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it")
+        raise CommandError(
+            PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it"
+        )
     return found
 
 
@@ -155,7 +161,7 @@ def _scope(pem: str) -> str:
     return ", ".join(f"{name!r}" for name in _names(x509.load_pem_x509_certificate(pem.encode()))) + " and addresses"
 
 
-def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
+def write_bundle(state: Path, pem: str, fingerprint: str, base: str) -> Path:
     """Write a bundle of the system's authorities and this one for programs that need a file, and the endpoint's URL."""
     bundle = _bundle(state, fingerprint)
     bundle.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +172,7 @@ def keep(state: Path, pem: str, fingerprint: str, base: str) -> Path:
 
 
 def bundle_of(state: Path, pem: str) -> str | None:
-    """Return the file that `keep` wrote for an authority; None if this machine does not trust it yet."""
+    """Return the file that `write_bundle` wrote for an authority; None if this machine does not trust it yet."""
     bundle = _bundle(state, hashlib.sha256(ssl.PEM_cert_to_DER_cert(pem)).hexdigest())
     return str(bundle) if bundle.exists() else None
 
@@ -202,11 +208,11 @@ def _run(command: list[str]) -> None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError:
-        raise Problem(
+        raise CommandError(
             1,
             f"this system has no {command[0]}: add the certificate of `cluster trust-ca --print` to its "
             "authorities by hand",
         ) from None
     if done.returncode:
         said = done.stderr.strip() or done.stdout.strip()
-        raise Problem(1, f"{' '.join(command)} failed ({said}): run it again with sudo")
+        raise CommandError(1, f"{' '.join(command)} failed ({said}): run it again with sudo")

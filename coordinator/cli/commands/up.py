@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.client.api_client import default_state
-from coordinator.client.errors import REFUSED, Problem
+from coordinator.client.errors import REFUSED, CommandError
 
 if TYPE_CHECKING:
-    from coordinator.run import Options
+    from coordinator.run import RunOptions
     from coordinator.state.settings import CoordinatorSettings
-    from host.settings_loader import Resolved
+    from host.settings_loader import ResolvedSettings
 
-STRANGERS = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
+ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
 
 
-class Address(click.ParamType[tuple[str, int]]):
+class ListenAddress(click.ParamType[tuple[str, int]]):
     """`HOST:PORT`, `[V6]:PORT`; port 0 means any."""
 
     name = "host:port"
@@ -40,10 +40,14 @@ class Address(click.ParamType[tuple[str, int]]):
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
-@click.option("--listen", type=Address(), help="Where clients connect.  [default: 127.0.0.1:8080]")
+@click.option("--listen", type=ListenAddress(), help="Where clients connect.  [default: 127.0.0.1:8080]")
 @click.option("--lan", is_flag=True, help="Serve the local network: HTTPS, with API keys.")
 @click.option(
-    "--cluster-listen", type=Address(), default="0.0.0.0:8081", show_default=True, help="Where nodes connect (TLS)."
+    "--cluster-listen",
+    type=ListenAddress(),
+    default="0.0.0.0:8081",
+    show_default=True,
+    help="Where nodes connect (TLS).",
 )
 @click.option(
     "--local-node/--no-local-node",
@@ -75,28 +79,28 @@ def up(
     if local_node is False and models:
         raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
 
-    from coordinator.run import Options
+    from coordinator.run import RunOptions
     from coordinator.state.config_file import rows_shown
-    from host.settings_loader import explained
+    from host.settings_loader import setting_rows
 
     folder = state or default_state()
     resolved = _resolved(folder, pairs)
     forwarded = _for_the_node(pairs)
     if forwarded and local_node is False:
-        raise Problem(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
+        raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
     with_node = _wants_node(folder, local_node)
     if with_node:
         _check_node(folder, models, pairs)
     arguments = [item for pair in forwarded for item in ("--set", pair)]
     arguments += [item for model in models for item in ("--models", str(model))]
-    options = Options(
-        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(explained(resolved))
+    options = RunOptions(
+        folder, listen, cluster_listen, with_node, tuple(arguments), resolved.value, rows_shown(setting_rows(resolved))
     )
 
-    spinner = ExitStack()
+    waiting = ExitStack()
 
     def ready(facts: dict[str, Any]) -> None:
-        spinner.close()
+        waiting.close()
         if output == "json":
             print(json.dumps(facts), flush=True)
         else:
@@ -110,9 +114,9 @@ def up(
                     fg="yellow",
                 )
 
-    with spinner:
+    with waiting:
         if with_node:
-            spinner.enter_context(waiting("starting this Mac's node"))
+            waiting.enter_context(spinner("starting this Mac's node"))
         _run(options, ready)
     if output == "text":
         click.echo("stopped", err=True)
@@ -130,27 +134,27 @@ def _wants_node(folder: Path, given: bool | None) -> bool:
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
     """Check the node of this machine before anything is created. Problem when it could not start, or is of another
     cluster."""
-    from coordinator.client.config_inspect import look
-    from coordinator.cluster.local_node import OtherClusterError, check_node
+    from coordinator.client.config_inspect import inspect_settings
+    from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
 
     for model in models:
         if not model.expanduser().is_dir():
-            raise Problem(2, f"--models: {model} is not a folder")
+            raise CommandError(2, f"--models: {model} is not a folder")
     if not (folder / "cluster.db").exists():
         try:
             check_node(folder, "")
-        except OtherClusterError as error:
-            raise Problem(REFUSED, str(error)) from None
-    found = look(folder, folder / "config.toml", os.environ, pairs)
+        except LocalNodeElsewhereError as error:
+            raise CommandError(REFUSED, str(error)) from None
+    found = inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     if found.wrong:
-        raise Problem(2, "\n".join(one.told() for one in found.wrong))
+        raise CommandError(2, "\n".join(one.told() for one in found.wrong))
     for row in found.rows:
         for place in row["value"] if row["key"] == "models.folders" else ():
             if not Path(place).expanduser().is_dir():
-                raise Problem(2, f"models.folders ({row['origin']}): {place} is not a folder")
+                raise CommandError(2, f"models.folders ({row['origin']}): {place} is not a folder")
 
 
-def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSettings]":
+def _resolved(folder: Path, pairs: tuple[str, ...]) -> "ResolvedSettings[CoordinatorSettings]":
     """Merge the settings of file, environment and command line, in this order."""
     from coordinator.state.settings import OTHERS, CoordinatorSettings
     from host.settings_loader import SettingsError, from_environment, from_pairs, from_tree, resolve
@@ -164,7 +168,7 @@ def _resolved(folder: Path, pairs: tuple[str, ...]) -> "Resolved[CoordinatorSett
         ]
         return resolve(CoordinatorSettings, layers, OTHERS)
     except SettingsError as error:
-        raise Problem(2, str(error)) from None
+        raise CommandError(2, str(error)) from None
 
 
 def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
@@ -174,12 +178,12 @@ def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
     return [pair for pair in pairs if pair.partition("=")[0].strip().split(".")[0] in OTHERS]
 
 
-def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
+def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
     """Run until a signal; Problem when it cannot start."""
     import uvloop
 
     from coordinator.backup.generation_fence import SupersededError
-    from coordinator.cluster.local_node import OtherClusterError
+    from coordinator.cluster.local_node import LocalNodeElsewhereError
     from coordinator.run import serve
     from coordinator.state.database import StoreError
     from coordinator.tls.cluster_ca import AuthorityError
@@ -187,14 +191,14 @@ def _run(options: "Options", ready: Callable[[dict[str, Any]], None]) -> None:
 
     try:
         uvloop.run(serve(options, ready))
-    except (SupersededError, OtherClusterError) as error:
-        raise Problem(REFUSED, str(error)) from None
+    except (SupersededError, LocalNodeElsewhereError) as error:
+        raise CommandError(REFUSED, str(error)) from None
     except SettingsError as error:
-        raise Problem(2, str(error)) from None
+        raise CommandError(2, str(error)) from None
     except (StoreError, AuthorityError) as error:
-        raise Problem(1, str(error)) from None
+        raise CommandError(1, str(error)) from None
     except OSError as error:
-        raise Problem(1, error.strerror or str(error)) from None
+        raise CommandError(1, error.strerror or str(error)) from None
 
 
 def _tree(file: Path) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def _tree(file: Path) -> dict[str, Any]:
 
 def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
     click.echo(f"endpoint  {facts['base_url']}")
-    if listen[0] in STRANGERS:
+    if listen[0] in ALL_INTERFACES:
         import socket
 
         scheme, port = facts["base_url"].partition(":")[0], facts["base_url"].rpartition(":")[2].removesuffix("/v1")

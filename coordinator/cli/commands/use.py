@@ -13,16 +13,16 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.models import waiting
-from coordinator.client.api_client import Session, base_url, options, raise_for, table
-from coordinator.client.errors import PROTOCOL, REFUSED, Problem
+from coordinator.cli.commands.models import spinner
+from coordinator.client.api_client import ApiSession, base_url, options, raise_for, table
+from coordinator.client.errors import PROTOCOL, REFUSED, CommandError
 from wire.units import show_size
 
 RETRY_SECONDS = 1.0
-TOY = "macpool-tiny"
+EMBEDDED_MODEL = "macpool-tiny"
 """The model that is in the package."""
 TOY_NOTE = (
-    f"({TOY} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
+    f"({EMBEDDED_MODEL} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
 """Between two questions whether a node is ready."""
@@ -33,13 +33,13 @@ TOY_NOTE = (
 @click.option("--prompt-tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of the prompt.")
 @click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
 @options
-def place(session: Session, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
+def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
     """Show where a request would go now: every node's arithmetic, and why not. Nothing is sent or reserved."""
     body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     answer = session.call("POST", "/api/v1/place", body)
     session.show(answer, _print_placement)
     if answer["node"] is None:
-        raise Problem(REFUSED, answer["refused"]["message"])
+        raise CommandError(REFUSED, answer["refused"]["message"])
 
 
 def _print_placement(answer: dict[str, Any]) -> None:
@@ -62,7 +62,7 @@ def _print_placement(answer: dict[str, Any]) -> None:
 @click.command("open")
 @click.option("--print", "only_print", is_flag=True, help="Print the link and start no browser.")
 @options
-def open_page(session: Session, only_print: bool) -> None:
+def open_page(session: ApiSession, only_print: bool) -> None:
     """Open the pool's page in a browser, by a link that works once and for two minutes."""
     answer = session.call("POST", "/api/v1/page/links", {})
     session.show(answer, lambda made: click.echo(made["url"]))
@@ -75,7 +75,7 @@ def open_page(session: Session, only_print: bool) -> None:
 @click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Without an ID: how many.")
 @click.option("--export", type=click.File("wb"), help="Write all kept decisions into a file, for `cluster replay`.")
 @options
-def explain(session: Session, request_id: str | None, last: int, export: BinaryIO | None) -> None:
+def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
     """Show the way of a request: placement, steps and end. Without ID, list the newest requests."""
     if export is not None:
         response = session.request("GET", "/api/v1/decisions", timeout=120)
@@ -150,16 +150,16 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 
     import msgspec
 
-    from router.dispatch.decision_log import Decision, read_line
+    from router.dispatch.decision_log import PlacementDecision, read_line
     from router.dispatch.decision_log import replay as again
     from router.placement.place import POLICIES
 
-    decisions: list[Decision] = []
+    decisions: list[PlacementDecision] = []
     for number, line in enumerate(file, 1):
         try:
             decisions.append(read_line(line))
         except ValueError as error:
-            raise Problem(2, f"{file.name}, line {number}: {error}") from None
+            raise CommandError(2, f"{file.name}, line {number}: {error}") from None
     found = again(decisions, POLICIES[policy], Random(1).random)  # noqa: S311  draws between equals
     if output == "json":
         click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
@@ -185,14 +185,14 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
     help="Longest wait, in seconds, for a node that starts.",
 )
 @options
-def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
+def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
     """Send a prompt to a model and print the answer; without PROMPT it is read from standard input."""
     if not prompt and sys.stdin.isatty():
         raise click.UsageError("write a PROMPT, or pipe one in")
     text = " ".join(prompt) or sys.stdin.read()
     if not text.strip():
         raise click.UsageError("the prompt is empty: write a PROMPT, or pipe one in")
-    with waiting("waiting for a node that serves a model"):
+    with spinner("waiting for a node that serves a model"):
         response, answering = _answer(session, text, model, max_tokens, time.monotonic() + wait)
     if session.json:
         click.echo(json.dumps({"schema": 1, **json.loads(response.read())}))
@@ -200,12 +200,12 @@ def chat(session: Session, prompt: tuple[str, ...], model: str | None, max_token
     for piece in _pieces(response):
         click.echo(piece, nl=False)
     click.echo()
-    if answering == TOY:
+    if answering == EMBEDDED_MODEL:
         click.echo(TOY_NOTE, err=True)
 
 
 def _answer(
-    session: Session, text: str, model: str | None, max_tokens: int | None, until: float
+    session: ApiSession, text: str, model: str | None, max_tokens: int | None, until: float
 ) -> tuple[http.client.HTTPResponse, str]:
     """Return the answer to a chat and the name of its model, asking again until a node is ready.
 
@@ -219,7 +219,7 @@ def _answer(
         late = time.monotonic() >= until
         if served or late:
             if not (model or served):
-                raise Problem(
+                raise CommandError(
                     REFUSED,
                     "no node serves a model: `cluster nodes` shows each node's state, "
                     "`cluster models` which models there are",
@@ -240,7 +240,7 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
             continue
         event = json.loads(line[6:])
         if "error" in event:
-            raise Problem(1, event["error"]["message"])
+            raise CommandError(1, event["error"]["message"])
         for choice in event["choices"]:
             yield choice["delta"].get("content") or ""
 
@@ -253,7 +253,7 @@ BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"
 @click.command()
 @click.option("--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Whose syntax.")
 @options
-def env(session: Session, shell: str) -> None:
+def env(session: ApiSession, shell: str) -> None:
     """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
     Works on the coordinator's machine, with --url, and wherever `cluster trust-ca` was run. The key is the one of
@@ -286,7 +286,7 @@ def env(session: Session, shell: str) -> None:
         click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
 
 
-def _endpoint(session: Session) -> tuple[str, str | None, bool]:
+def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
     """Return the URL of the endpoint, the file with its authority, and whether it has an authority that this machine
     does not trust yet. Without a coordinator here and without --url it is the endpoint that was trusted last."""
     from coordinator.cli.commands.trust_ca import bundle_of, trusted
@@ -307,7 +307,7 @@ def _endpoint(session: Session) -> tuple[str, str | None, bool]:
 @click.command()
 @click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
-def version(session: Session, whole: bool) -> None:
+def version(session: ApiSession, whole: bool) -> None:
     """Print versions; with --cluster what every member runs, its protocol, and what to do.
 
     Exit code 8 where a member cannot take part because of its protocol."""
@@ -333,9 +333,9 @@ def version(session: Session, whole: bool) -> None:
 
 
 def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    from coordinator.cluster.version_skew import Running, compare
+    from coordinator.cluster.version_skew import MemberVersion, compare
 
-    lines = compare(coordinator, [Running(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
+    lines = compare(coordinator, [MemberVersion(n["name"], n["version"], n["protocol"], n["state"]) for n in nodes])
     return [
         {
             "name": one.running.name,

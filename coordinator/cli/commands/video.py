@@ -10,10 +10,10 @@ from typing import Any
 
 import click
 
-from coordinator.cli.commands.models import waiting
+from coordinator.cli.commands.models import spinner
 from coordinator.cli.commands.videos import calibration, known_models, measured_sizes, only_model, video
-from coordinator.client.api_client import Session, default_state, options, table
-from coordinator.client.errors import Problem
+from coordinator.client.api_client import ApiSession, default_state, options, table
+from coordinator.client.errors import CommandError
 from host.settings_loader import from_environment, from_tree
 from wire.units import show_size
 
@@ -27,7 +27,7 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 @click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Denoising steps of each clip.")
 @click.option("--frames", type=click.IntRange(1), default=17, show_default=True, help="Frames of each clip.")
 @options
-def calibrate(session: Session, model: str | None, sizes: str, steps: int, frames: int) -> None:
+def calibrate(session: ApiSession, model: str | None, sizes: str, steps: int, frames: int) -> None:
     """Make a clip of each size and record its peak memory.
 
     A peak above the prediction moves the prediction up, for this model, engine and quantization. Runs as long as the
@@ -71,10 +71,10 @@ def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
     """
     command = [sys.executable, "-P", "-m", "node.video.environment", "--folder", str(_folder(state or default_state()))]
     command += ["--wheelhouse", str(wheelhouse)] if wheelhouse else []
-    with waiting("installing the video environment"):
+    with spinner("installing the video environment"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise Problem(1, done.stderr.strip().removeprefix("error: ") or f"it ended with {done.returncode}")
+        raise CommandError(1, done.stderr.strip().removeprefix("error: ") or f"it ended with {done.returncode}")
     made = json.loads(done.stdout)
     click.echo(json.dumps(made) if output == "json" else f"the video engine {made['engine']} is installed")
 
@@ -85,6 +85,6 @@ def _folder(state: Path) -> Path:
     try:
         found = from_tree(tomllib.loads(file.read_text())) if file.exists() else {}
     except (OSError, tomllib.TOMLDecodeError) as error:
-        raise Problem(2, f"{file}: {error}") from None
+        raise CommandError(2, f"{file}: {error}") from None
     wanted = from_environment(os.environ).get(SETTING, found.get(SETTING))
     return Path(str(wanted)).expanduser() if wanted else state / "node" / "video" / "environments"

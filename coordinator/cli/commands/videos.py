@@ -11,20 +11,20 @@ from urllib.parse import quote
 
 import click
 
-from coordinator.cli.commands.tokens_and_keys import Duration, moment
-from coordinator.cli.group import Group
-from coordinator.client.api_client import Session, options, raise_for, table
-from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, Problem
+from coordinator.cli.commands.tokens_and_keys import Duration, format_minute
+from coordinator.cli.group import CommandGroup
+from coordinator.client.api_client import ApiSession, options, raise_for, table
+from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT, CommandError
 from coordinator.client.terminal_text import harmless, raw_output
 from wire.units import show_size
 
-LOOK_SECONDS = 1.0
+POLL_INTERVAL_SECONDS = 1.0
 """Between two looks at a video that is waited for."""
-PIECE = 1024 * 1024
-PROMPT = "a calm sea under a clear sky"
+CHUNK_BYTES = 1024 * 1024
+DEFAULT_PROMPT = "a calm sea under a clear sky"
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def video() -> None:
     """Create, list or fetch videos; prepare machines for them."""
 
@@ -32,7 +32,7 @@ def video() -> None:
 @video.command("list")
 @click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="How many.")
 @options
-def list_videos(session: Session, last: int) -> None:
+def list_videos(session: ApiSession, last: int) -> None:
     """List the newest videos."""
     session.show({"schema": 1, **session.call("GET", f"/v1/videos?limit={last}")}, _print_list)
 
@@ -46,7 +46,7 @@ def _print_list(answer: dict[str, Any]) -> None:
             one["model"],
             one["size"],
             f"{one['seconds']} s",
-            moment(one["created_at"]),
+            format_minute(one["created_at"]),
             harmless(one["error"]["message"] if one["error"] else one["phase"])[:80],
         )
         for one in answer["data"]
@@ -57,19 +57,19 @@ def _print_list(answer: dict[str, Any]) -> None:
 @video.command()
 @click.argument("video")
 @options
-def show(session: Session, video: str) -> None:
+def show(session: ApiSession, video: str) -> None:
     """Show everything about a video."""
     session.show({"schema": 1, **_get(session, video)}, _print_one)
 
 
-def _get(session: Session, video: str) -> dict[str, Any]:
+def _get(session: ApiSession, video: str) -> dict[str, Any]:
     return session.call("GET", f"/v1/videos/{quote(video, safe='')}")
 
 
 def _print_one(one: dict[str, Any]) -> None:
     for name, value in one.items():
         if name in ("created_at", "completed_at", "expires_at") and value is not None:
-            value = moment(value)
+            value = format_minute(value)
         elif name == "peak" and value is not None:
             value = show_size(value)
         if name not in ("object", "schema", "remixed_from_video_id") and value not in (None, []):
@@ -89,7 +89,7 @@ def _print_one(one: dict[str, Any]) -> None:
 @click.option("--wait", "waits", is_flag=True, help="Wait until it is made.")
 @click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip there.")
 @options
-def create(session: Session, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
+def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
     """Ask for a video of PROMPT."""
     body = {name: value for name, value in fields.items() if value is not None}
     body["model"] = only_model(session, body.get("model"))
@@ -107,7 +107,7 @@ def create(session: Session, prompt: tuple[str, ...], waits: bool, output_file: 
 @video.command()
 @click.argument("video")
 @options
-def cancel(session: Session, video: str) -> None:
+def cancel(session: ApiSession, video: str) -> None:
     """Cancel a video and free its memory."""
     answer = session.call("POST", f"/v1/videos/{quote(video, safe='')}/cancel")
     session.show({"schema": 1, **answer}, lambda one: click.echo(f"{one['id']} {one['status']}"))
@@ -117,7 +117,7 @@ def cancel(session: Session, video: str) -> None:
 @click.argument("video")
 @click.option("--timeout", type=Duration(), help="Wait no longer than this (30s, 2h).")
 @options
-def wait(session: Session, video: str, timeout: float | None) -> None:
+def wait(session: ApiSession, video: str, timeout: float | None) -> None:
     """Wait until a video is made, with its progress on a terminal.
 
     Exit code 6 when it fails, 7 when it takes longer.
@@ -132,7 +132,7 @@ def wait(session: Session, video: str, timeout: float | None) -> None:
 @click.option("--output-file", type=click.Path(path_type=Path), help="Where to; VIDEO.mp4 or .webp unless given.")
 @click.option("--thumbnail", is_flag=True, help="Its picture instead.")
 @options
-def get(session: Session, video: str, output_file: Path | None, thumbnail: bool) -> None:
+def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bool) -> None:
     """Write a finished video into a file."""
     variant = "thumbnail" if thumbnail else "video"
     file = output_file or Path(f"{Path(video).name}.{'webp' if thumbnail else 'mp4'}")
@@ -143,7 +143,7 @@ def get(session: Session, video: str, output_file: Path | None, thumbnail: bool)
     )
 
 
-def _download(session: Session, video: str, file: Path, variant: str) -> int:
+def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
     """Write to a temporary file first, then rename, to leave no broken file under the final name. Return its size in
     bytes."""
     response = session.request("GET", f"/v1/videos/{quote(video, safe='')}/content?variant={variant}", timeout=300)
@@ -152,14 +152,14 @@ def _download(session: Session, video: str, file: Path, variant: str) -> int:
     beside, size, promised = file.with_name(file.name + ".part"), 0, int(response.headers["content-length"])
     try:
         with beside.open("wb") as target:
-            while piece := response.read(PIECE):
+            while piece := response.read(CHUNK_BYTES):
                 target.write(piece)
                 size += len(piece)
         if size != promised:
-            raise Problem(1, f"only {size} of {promised} bytes came: try again")
+            raise CommandError(1, f"only {size} of {promised} bytes came: try again")
         beside.replace(file)
     except OSError as error:
-        raise Problem(1, f"{file} cannot be written: {error.strerror or error}") from None
+        raise CommandError(1, f"{file} cannot be written: {error.strerror or error}") from None
     finally:
         beside.unlink(missing_ok=True)
     return size
@@ -167,80 +167,82 @@ def _download(session: Session, video: str, file: Path, variant: str) -> int:
 
 def _raise_if_failed(made: dict[str, Any]) -> None:
     if made["status"] == "failed":
-        raise Problem(REFUSED, f"{made['id']} failed: {made['error']['code']}: {harmless(made['error']['message'])}")
+        raise CommandError(
+            REFUSED, f"{made['id']} failed: {made['error']['code']}: {harmless(made['error']['message'])}"
+        )
 
 
-def _wait(session: Session, video: str, timeout: float | None) -> dict[str, Any]:
+def _wait(session: ApiSession, video: str, timeout: float | None) -> dict[str, Any]:
     began, told, pause = time.monotonic(), "", threading.Event()
     with _progress(session) as bar:
         while (made := _get(session, video))["status"] not in ("completed", "failed"):
             if timeout is not None and time.monotonic() - began >= timeout:
-                raise Problem(
+                raise CommandError(
                     TIMED_OUT, f"{video} is {made['status']} ({harmless(made['phase'])}) after {timeout:.0f} s"
                 )
-            told = bar.tell(made["progress"], harmless(made["phase"]), told)
-            pause.wait(LOOK_SECONDS)
+            told = bar.show_progress(made["progress"], harmless(made["phase"]), told)
+            pause.wait(POLL_INTERVAL_SECONDS)
     return made
 
 
-class Teller(Protocol):
+class ProgressOutput(Protocol):
     """Output for progress."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress (per cent) and phase. `told` is the last shown text. Return the shown text."""
         ...
 
 
-class Lines:
+class ProgressLines:
     """Prints one line a phase, for a file or a pipe."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress and phase."""
         if phase != told:
             click.echo(f"{progress:3d} %  {phase}", err=True)
         return phase
 
 
-class Silent:
+class NoProgress:
     """Nothing: the answer is for a program."""
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show nothing."""
         return phase
 
 
-class Bar:
+class ProgressBar:
     """A bar on a terminal."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
         self._task = progress.add_task("queued", total=100)
 
-    def tell(self, progress: int, phase: str, told: str) -> str:
+    def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress and phase."""
         self._progress.update(self._task, completed=progress, description=phase[:60])
         return phase
 
 
 @contextmanager
-def _progress(session: Session) -> Generator[Teller]:
+def _progress(session: ApiSession) -> Generator[ProgressOutput]:
     if session.json:
-        yield Silent()
+        yield NoProgress()
         return
     if not sys.stderr.isatty():
-        yield Lines()
+        yield ProgressLines()
         return
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     columns = BarColumn(), TaskProgressColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn()
     with Progress(*columns, console=Console(file=raw_output(sys.stderr)), transient=True) as progress:
-        yield Bar(progress)
+        yield ProgressBar(progress)
 
 
 @video.command("leases")
 @options
-def list_leases(session: Session) -> None:
+def list_leases(session: ApiSession) -> None:
     """List the memory that is lent now: by which node, to which video, and what its worker takes of it."""
     session.show(session.call("GET", "/api/v1/leases"), _print_leases)
 
@@ -255,7 +257,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
             f"{one['progress']} %",
             show_size(one["footprint"]),
             show_size(one["peak"]),
-            moment(one["since"]),
+            format_minute(one["since"]),
             "being given back" if one["orphan"] else "",
         )
         for one in answer["leases"]
@@ -271,12 +273,12 @@ def measured_sizes(text: str) -> list[str]:
     return sizes
 
 
-def calibration(session: Session, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
+def calibration(session: ApiSession, model: str, sizes: list[str], steps: int, frames: int) -> list[dict[str, Any]]:
     """Generate one clip of each size, smallest first, and return the measurements. The clips are deleted."""
     rows: list[dict[str, Any]] = []
     for size in sorted(sizes, key=_pixels):
         click.echo(f"{size}: {frames} frames, {steps} steps", err=True)
-        body = {"model": model, "prompt": PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
+        body = {"model": model, "prompt": DEFAULT_PROMPT, "size": size, "frames": frames, "steps": steps, "seed": 1}
         made = _wait(session, session.call("POST", "/v1/videos", body)["id"], None)
         fault = made["error"]["message"] if made["error"] else ""
         rows.append(
@@ -297,11 +299,11 @@ def _pixels(size: str) -> int:
     return int(width) * int(height or 0)
 
 
-def known_models(session: Session) -> dict[str, Any]:
+def known_models(session: ApiSession) -> dict[str, Any]:
     """Return the known video models."""
     answer = session.call("GET", "/api/v1/videos/models")
     if not answer["models"]:
-        raise Problem(
+        raise CommandError(
             NOT_FOUND,
             "no node has a model for videos: put one into a folder of models on a Mac, run "
             "`cluster video install` there, and allow it with `cluster node allow-video NAME`",
@@ -309,8 +311,8 @@ def known_models(session: Session) -> dict[str, Any]:
     return answer
 
 
-def only_model(session: Session, model: str | None) -> str:
-    """Return the named model, or else the only video model. Raise `Problem` if there is none or several."""
+def only_model(session: ApiSession, model: str | None) -> str:
+    """Return the named model, or else the only video model. Raise `CommandError` if there is none or several."""
     if model is not None:
         return model
     names = [one["name"] for one in known_models(session)["models"]]

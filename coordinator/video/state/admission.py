@@ -6,8 +6,8 @@ Every reason for a refusal that is known before the job waits is returned at onc
 import difflib
 
 from coordinator.video.settings import VideoSettings
-from coordinator.video.state.job_table import Board
-from coordinator.video.state.jobs import Wanted
+from coordinator.video.state.job_table import JobTable
+from coordinator.video.state.jobs import RequestedClip
 from coordinator.video.state.lease_placement import (
     Profiles,
     fits_nowhere,
@@ -17,28 +17,28 @@ from coordinator.video.state.lease_placement import (
     video_denied,
     video_models,
 )
-from coordinator.video.state.memory_model import Clip, Impossible, Wish, plan, too_large
+from coordinator.video.state.memory_model import Clip, ClipRequest, Impossible, plan, too_large
 from router.admission.key_scope import visible
 from router.admission.rate_limits import NO_LIMITS, KeyLimits, not_allowed
 from router.dialects.openai.video_schema import VideoBody
 from router.errors import Problem, from_refused, invalid
 from router.placement.cluster_view import ClusterView, NodeView
-from wire.refusals import Numbers
+from wire.refusals import MemoryNumbers
 from wire.units import show_size
 from wire.video import VideoPackage
 
-FULL_RETRY = 30.0
+FULL_RETRY_SECONDS = 30.0
 """Retry-After in seconds if the queue is full."""
 
 
 def admit(
     body: VideoBody,
     view: ClusterView,
-    board: Board,
+    board: JobTable,
     profiles: Profiles,
     settings: VideoSettings,
     limits: KeyLimits | None = None,
-) -> Wanted | Problem:
+) -> RequestedClip | Problem:
     """Return the job to run, or the problem."""
     if not settings.enabled:
         return Problem(503, "video_disabled", "videos are switched off here: video.enabled is false")
@@ -81,12 +81,12 @@ def _package(body: VideoBody, view: ClusterView) -> VideoPackage | Problem:
     return Problem(404, "model_not_found", f"no node makes videos with {body.model[:256]!r}: {hint}", "model")
 
 
-def _wish(body: VideoBody) -> Wish:
+def _wish(body: VideoBody) -> ClipRequest:
     size = None
     if body.size is not None:
         width, _, height = body.size.partition("x")
         size = int(width), int(height)
-    return Wish(size, body.seconds, body.frames, body.fps, body.steps)
+    return ClipRequest(size, body.seconds, body.frames, body.fps, body.steps)
 
 
 def _too_large(
@@ -103,7 +103,9 @@ def _too_large(
     text = too_large(profile, clip, size) or (
         f"no node could ever lend {show_size(size)}, which video.lease says a job takes ({why})"
     )
-    numbers = Numbers(need, size, None, 0, profile.peak(clip.tokens), profile.margin, size, size - need, "video.lease")
+    numbers = MemoryNumbers(
+        need, size, None, 0, profile.peak(clip.tokens), profile.margin, size, size - need, "video.lease"
+    )
     return Problem(413, "video_memory_exceeded", text, "size", numbers)
 
 
@@ -127,16 +129,16 @@ def _cause(node: NodeView) -> str:
     return f"{node.name}: {node.video.cause or video_denied(node) or 'it is not ready for videos'}"
 
 
-def _full(board: Board, settings: VideoSettings) -> Problem | None:
+def _full(board: JobTable, settings: VideoSettings) -> Problem | None:
     waiting = len(board.waiting)
     if waiting < settings.queue:
         return None
     text = f"{waiting} videos wait already, and video.queue allows {settings.queue}: retry later"
-    return Problem(429, "queue_full", text, retry_after=FULL_RETRY)
+    return Problem(429, "queue_full", text, retry_after=FULL_RETRY_SECONDS)
 
 
-def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> Wanted:
-    return Wanted(
+def _wanted(body: VideoBody, package: VideoPackage, clip: Clip, limits: KeyLimits) -> RequestedClip:
+    return RequestedClip(
         package.name,
         body.prompt,
         clip.width,

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from coordinator.video.state.jobs import Fault, Job, Kept
+from coordinator.video.state.jobs import JobFault, StoredFile, VideoJob
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState
 
@@ -13,14 +13,14 @@ ACKNOWLEDGED = "acknowledged"
 
 
 @dataclass(frozen=True, slots=True)
-class Submitted:
+class JobSubmitted:
     """A client submitted a job."""
 
-    job: Job
+    job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class JobPlaced:
     """The first queued job shall ask this node for memory."""
 
     job: str
@@ -29,7 +29,7 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
-class Waits:
+class JobWaits:
     """The first queued job cannot be placed. `busy`: only because of running jobs, which is no reason to fail it."""
 
     job: str
@@ -38,7 +38,7 @@ class Waits:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class LeaseAnswered:
     """A node answered about a lease."""
 
     node: str
@@ -46,7 +46,7 @@ class Said:
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class LeasesReported:
     """A node reported its leases."""
 
     node: str
@@ -68,25 +68,25 @@ class NodeRemoved:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FilesFetched:
     """The files of a job are here, whole."""
 
     job: str
     generation: int
-    files: tuple[Kept, ...]
+    files: tuple[StoredFile, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class NotFetched:
+class FilesLost:
     """The files of a job will never be here."""
 
     job: str
     generation: int
-    fault: Fault
+    fault: JobFault
 
 
 @dataclass(frozen=True, slots=True)
-class Cancelled:
+class JobCancelled:
     """A client cancelled a job."""
 
     job: str
@@ -94,36 +94,36 @@ class Cancelled:
 
 
 @dataclass(frozen=True, slots=True)
-class Deleted:
+class JobDeleted:
     """A client deleted a job and its data."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
-class Restarted:
+class CoordinatorRestarted:
     """This process began; the jobs are those of the one before."""
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class JobTick:
     """Time has passed."""
 
 
 Event = (
-    Submitted
-    | Placed
-    | Waits
-    | Said
-    | Reported
+    JobSubmitted
+    | JobPlaced
+    | JobWaits
+    | LeaseAnswered
+    | LeasesReported
     | NodeAway
     | NodeRemoved
-    | Fetched
-    | NotFetched
-    | Cancelled
-    | Deleted
-    | Restarted
-    | Tick
+    | FilesFetched
+    | FilesLost
+    | JobCancelled
+    | JobDeleted
+    | CoordinatorRestarted
+    | JobTick
 )
 
 
@@ -131,14 +131,14 @@ Event = (
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class AskForLease:
     """Ask the job's node for its lease."""
 
-    job: Job
+    job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class GiveBackLease:
     """Order a node to release a lease, or acknowledge its end (`ACKNOWLEDGED`)."""
 
     node: str
@@ -148,41 +148,41 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class FetchFiles:
     """Get the files of the job from its node."""
 
-    job: Job
+    job: VideoJob
     artifacts: tuple[Artifact, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
+class SaveJob:
     """Write a job down."""
 
-    job: Job
+    job: VideoJob
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class ForgetJob:
     """Forget a job, with its files."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
-class Expire:
+class ExpireFiles:
     """Remove the files of a job."""
 
     job: str
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class PeakMeasured:
     """A worker's peak was read (bytes)."""
 
-    job: Job
+    job: VideoJob
     peak: int
 
 
-Action = Ask | GiveBack | Fetch | Save | Drop | Expire | Measured
+Action = AskForLease | GiveBackLease | FetchFiles | SaveJob | ForgetJob | ExpireFiles | PeakMeasured
 Actions = tuple[Action, ...]

@@ -20,11 +20,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from coordinator.video.state.jobs import Job, State
+from coordinator.video.state.jobs import JobState, VideoJob
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class JobRules:
     """Settings in seconds, bytes and counts. `records` is the number of ended jobs that are kept."""
 
     on_node_loss: Literal["fail", "requeue"] = "fail"
@@ -40,7 +40,7 @@ class Rules:
 
 
 @dataclass(frozen=True, slots=True)
-class Hold:
+class LeaseHold:
     """Memory requested from a node and not confirmed as released. `misses`: reports that did not list it."""
 
     lease: str
@@ -54,26 +54,26 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
-class Board:
+class JobTable:
     """Table of all jobs and holds. `pauses`: until when a node is not asked again."""
 
-    rules: Rules = field(default_factory=Rules)
-    jobs: Mapping[str, Job] = field(default_factory=dict[str, Job])
-    holds: Mapping[str, Hold] = field(default_factory=dict[str, Hold])
+    rules: JobRules = field(default_factory=JobRules)
+    jobs: Mapping[str, VideoJob] = field(default_factory=dict[str, VideoJob])
+    holds: Mapping[str, LeaseHold] = field(default_factory=dict[str, LeaseHold])
     pauses: Mapping[str, float] = field(default_factory=dict[str, float])
 
     @property
-    def waiting(self) -> list[Job]:
+    def waiting(self) -> list[VideoJob]:
         """Queued jobs in order."""
-        return sorted((job for job in self.jobs.values() if job.state == State.QUEUED), key=lambda job: job.sequence)
+        return sorted((job for job in self.jobs.values() if job.state == JobState.QUEUED), key=lambda job: job.sequence)
 
     @property
-    def head(self) -> Job | None:
+    def head(self) -> VideoJob | None:
         """Job that may be placed now; None if the queue is empty or a node has yet to answer."""
-        if any(job.state == State.LEASING for job in self.jobs.values()):
+        if any(job.state == JobState.LEASING for job in self.jobs.values()):
             return None
         return next(iter(self.waiting), None)
 
-    def held(self, node: str) -> Hold | None:
+    def hold_of(self, node: str) -> LeaseHold | None:
         """Return the hold of a node."""
         return next((hold for hold in self.holds.values() if hold.node == node), None)

@@ -9,7 +9,7 @@ import msgspec
 from msgspec.structs import replace
 
 
-class State(StrEnum):
+class JobState(StrEnum):
     """State of a job. `leasing`: a node was asked for memory; `finalizing`: the worker is done, the files are being
     fetched."""
 
@@ -21,21 +21,21 @@ class State(StrEnum):
     FAILED = "failed"
 
 
-MOVES: Mapping[State, frozenset[State]] = MappingProxyType(
+MOVES: Mapping[JobState, frozenset[JobState]] = MappingProxyType(
     {
-        State.QUEUED: frozenset({State.LEASING, State.FAILED}),
-        State.LEASING: frozenset({State.QUEUED, State.IN_PROGRESS, State.FAILED}),
-        State.IN_PROGRESS: frozenset({State.QUEUED, State.FINALIZING, State.FAILED}),
-        State.FINALIZING: frozenset({State.COMPLETED, State.FAILED}),
-        State.COMPLETED: frozenset(),
-        State.FAILED: frozenset(),
+        JobState.QUEUED: frozenset({JobState.LEASING, JobState.FAILED}),
+        JobState.LEASING: frozenset({JobState.QUEUED, JobState.IN_PROGRESS, JobState.FAILED}),
+        JobState.IN_PROGRESS: frozenset({JobState.QUEUED, JobState.FINALIZING, JobState.FAILED}),
+        JobState.FINALIZING: frozenset({JobState.COMPLETED, JobState.FAILED}),
+        JobState.COMPLETED: frozenset(),
+        JobState.FAILED: frozenset(),
     }
 )
 """Legal state transitions. An ended job has none."""
-OPEN = frozenset({State.QUEUED, State.LEASING, State.IN_PROGRESS, State.FINALIZING})
-SHOWN: Mapping[State, str] = MappingProxyType({State.LEASING: "queued", State.FINALIZING: "in_progress"})
+OPEN = frozenset({JobState.QUEUED, JobState.LEASING, JobState.IN_PROGRESS, JobState.FINALIZING})
+SHOWN: Mapping[JobState, str] = MappingProxyType({JobState.LEASING: "queued", JobState.FINALIZING: "in_progress"})
 """How the states are called that OpenAI's API does not have."""
-FETCHING = 99
+FETCHING_PROGRESS = 99
 """Progress while the files are fetched."""
 
 
@@ -43,14 +43,14 @@ class IllegalMoveError(ValueError):
     """Transition that is not in `MOVES`: a bug."""
 
 
-class Fault(msgspec.Struct, frozen=True):
+class JobFault(msgspec.Struct, frozen=True):
     """Why a job failed: a code for programs, a sentence for people."""
 
     code: str
     message: str
 
 
-class Kept(msgspec.Struct, frozen=True):
+class StoredFile(msgspec.Struct, frozen=True):
     """A file of a finished job, in the folder of the job."""
 
     name: str
@@ -58,7 +58,7 @@ class Kept(msgspec.Struct, frozen=True):
     sha256: str
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class RequestedClip(msgspec.Struct, frozen=True):
     """Requested clip, checked and rounded. Sides are in pixels; None means the package's default."""
 
     model: str
@@ -78,7 +78,7 @@ class Wanted(msgspec.Struct, frozen=True):
     """Labels that a node must have, because the API key is limited to them."""
 
     def spec(self) -> bytes:
-        """Encode the clip for the worker (`wire.frames.Lease.spec`)."""
+        """Encode the clip for the worker (`wire.frames.LeaseRequest.spec`)."""
         spec: dict[str, Any] = {
             "prompt": self.prompt,
             "width": self.width,
@@ -94,7 +94,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return msgspec.json.encode({name: value for name, value in spec.items() if value is not None})
 
 
-class Job(msgspec.Struct, frozen=True):
+class VideoJob(msgspec.Struct, frozen=True):
     """One job. Times are in Unix seconds, sizes in bytes."""
 
     id: str
@@ -103,9 +103,9 @@ class Job(msgspec.Struct, frozen=True):
     key: str
     """API key of the request."""
     created: float
-    wanted: Wanted
+    wanted: RequestedClip
     size: int
-    state: State = State.QUEUED
+    state: JobState = JobState.QUEUED
     idempotency: str = ""
     digest: str = ""
     node: str = ""
@@ -125,8 +125,8 @@ class Job(msgspec.Struct, frozen=True):
     ended: float | None = None
     expires: float | None = None
     expired: bool = False
-    fault: Fault | None = None
-    files: tuple[Kept, ...] = ()
+    fault: JobFault | None = None
+    files: tuple[StoredFile, ...] = ()
     peak: int = 0
     seconds: float = 0.0
     made: str = ""
@@ -150,14 +150,14 @@ class Job(msgspec.Struct, frozen=True):
         return sum(file.size for file in self.files)
 
 
-def moved(job: Job, state: State, **changes: object) -> Job:
+def with_state(job: VideoJob, state: JobState, **changes: object) -> VideoJob:
     """Return the job in another state. Raise `IllegalMoveError` if the transition table does not allow it."""
     if state not in MOVES[job.state]:
         raise IllegalMoveError(f"{job.id}: {state} does not follow {job.state}")
     return replace(job, state=state, due=changes.pop("due", None), away=False, **changes)
 
 
-def shown(job: Job) -> dict[str, Any]:
+def to_row(job: VideoJob) -> dict[str, Any]:
     """Return a job as a row of the API: OpenAI's fields, and additional ones."""
     wanted = job.wanted
     return {
@@ -165,9 +165,9 @@ def shown(job: Job) -> dict[str, Any]:
         "object": "video",
         "model": wanted.model,
         "status": SHOWN.get(job.state, str(job.state)),
-        "progress": 100 if job.state == State.COMPLETED else job.progress,
+        "progress": 100 if job.state == JobState.COMPLETED else job.progress,
         "created_at": int(job.created),
-        "completed_at": _whole(job.ended) if job.state == State.COMPLETED else None,
+        "completed_at": _whole(job.ended) if job.state == JobState.COMPLETED else None,
         "expires_at": _whole(job.expires),
         "error": None if job.fault is None else {"code": job.fault.code, "message": job.fault.message},
         "prompt": wanted.prompt,

@@ -9,18 +9,18 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
-from coordinator.video.state.job_table import Board
-from coordinator.video.state.jobs import Job
-from coordinator.video.state.memory_model import Profile, ProfileKey, first_profile, key_of
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from coordinator.video.state.job_table import JobTable
+from coordinator.video.state.jobs import VideoJob
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, first_profile, key_of
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
 from wire.units import show_size
 from wire.video import VideoPackage
 
-Profiles = Mapping[ProfileKey, Profile]
+Profiles = Mapping[VideoProfileKey, VideoMemoryProfile]
 
 
-class Standing(IntEnum):
+class NodeReadiness(IntEnum):
     """How near a node is to taking a job; higher is nearer."""
 
     NEVER = 0
@@ -37,34 +37,34 @@ class Standing(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class LeaseCandidate:
     """Suitability of a node for a job: class, reason against it, and headroom in bytes."""
 
     node: str
     name: str
-    standing: Standing
+    standing: NodeReadiness
     why: str
     headroom: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LeaseChoice:
     """Ask this node."""
 
-    job: Job
+    job: VideoJob
     node: str
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class NoLeaseChoice:
     """No node can be asked now."""
 
-    job: Job
+    job: VideoJob
     phase: str
     busy: bool
 
 
-def profile_of(package: VideoPackage, profiles: Profiles) -> Profile:
+def profile_of(package: VideoPackage, profiles: Profiles) -> VideoMemoryProfile:
     """Return the memory profile of a package."""
     return profiles.get(key_of(package)) or first_profile(package)
 
@@ -85,7 +85,9 @@ def video_models(view: ClusterView) -> dict[str, VideoPackage]:
     return {package.name: package for node in view.nodes for package in node.video.packages if not package.cause}
 
 
-def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: float) -> Choice | Waiting | None:
+def choose(
+    board: JobTable, view: ClusterView, profiles: Profiles, now: float, at: float
+) -> LeaseChoice | NoLeaseChoice | None:
     """Choose the node for the first queued job. Return None if the queue is empty, or a node has yet to answer.
 
     `now` is Unix seconds as in the job table; `at` is on the clock of `NodeView.heard_at`.
@@ -101,39 +103,39 @@ def choose(board: Board, view: ClusterView, profiles: Profiles, now: float, at: 
         key=lambda one: (-one.standing, -one.headroom, one.node),
     )
     best = found[0] if found else None
-    if best is not None and best.standing >= Standing.TIGHT:
-        return Choice(job, best.node)
-    return Waiting(job, _phase(job, best), best is not None and best.standing == Standing.BUSY)
+    if best is not None and best.standing >= NodeReadiness.TIGHT:
+        return LeaseChoice(job, best.node)
+    return NoLeaseChoice(job, _phase(job, best), best is not None and best.standing == NodeReadiness.BUSY)
 
 
 def candidate(
-    board: Board, node: NodeView, package: VideoPackage, job: Job, profiles: Profiles, now: float, at: float
-) -> Candidate:
+    board: JobTable, node: NodeView, package: VideoPackage, job: VideoJob, profiles: Profiles, now: float, at: float
+) -> LeaseCandidate:
     """Classify a node for a job."""
-    memory, held = node.memory, board.held(node.id)
+    memory, held = node.memory, board.hold_of(node.id)
     room = headroom(memory.ceiling, memory.margin, occupied(memory), memory.reserved) or 0
 
-    def stands(standing: Standing, why: str) -> Candidate:
-        return Candidate(node.id, node.name, standing, f"{node.name}: {why}", room)
+    def stands(standing: NodeReadiness, why: str) -> LeaseCandidate:
+        return LeaseCandidate(node.id, node.name, standing, f"{node.name}: {why}", room)
 
     need = profile_of(package, profiles).need(job.wanted.tokens)
     if need > job.size:
         return stands(
-            Standing.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
+            NodeReadiness.NEVER, f"its engine needs {show_size(need)} for this, the lease is {show_size(job.size)}"
         )
     if not could_ever(node, job.size):
-        return stands(Standing.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
+        return stands(NodeReadiness.NEVER, f"its cap leaves {show_size(most_bytes(memory))} for everything")
     absent = _absent(node, at)
     if absent:
-        return stands(Standing.ABSENT, absent)
+        return stands(NodeReadiness.ABSENT, absent)
     if held is not None and held.granted:
-        return stands(Standing.BUSY, "it makes another video")
+        return stands(NodeReadiness.BUSY, "it makes another video")
     if held is not None or board.pauses.get(node.id, 0.0) > now:  # it refused, or has not answered
-        return stands(Standing.PAUSED, job.phase)
+        return stands(NodeReadiness.PAUSED, job.phase)
     fits = judge(memory, job.size, node=node.name)
     if isinstance(fits, Fits):
-        return stands(Standing.ROOMY, "")
-    return stands(Standing.TIGHT, fits.message)
+        return stands(NodeReadiness.ROOMY, "")
+    return stands(NodeReadiness.TIGHT, fits.message)
 
 
 def could_ever(node: NodeView, size: int) -> bool:
@@ -152,7 +154,7 @@ def _absent(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
     if node.state == "paused":
         return f"it is paused: {node.sharing.why}"
-    if node.state != "ready" or at - node.heard_at > FRESH_SECONDS:
+    if node.state != "ready" or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:
         return "it is cordoned" if node.cordoned else "it is being drained"
@@ -163,11 +165,11 @@ def _absent(node: NodeView, at: float) -> str:
     return video_denied(node) or ("" if node.video.ray else node.video.ray_cause or "Ray is starting there")
 
 
-def _phase(job: Job, best: Candidate | None) -> str:
+def _phase(job: VideoJob, best: LeaseCandidate | None) -> str:
     if best is None:
         labels = f" and the labels {', '.join(job.wanted.labels)}" if job.wanted.labels else ""
         return f"waiting for a node that has {job.wanted.model}{labels}"
-    return job.phase if best.standing == Standing.PAUSED else f"waiting: {best.why}"
+    return job.phase if best.standing == NodeReadiness.PAUSED else f"waiting: {best.why}"
 
 
 def fits_nowhere(

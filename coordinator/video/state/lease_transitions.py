@@ -4,21 +4,21 @@ from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import ACKNOWLEDGED, Fetch, GiveBack, Measured, Reported
-from coordinator.video.state.job_table import Hold
-from coordinator.video.state.jobs import FETCHING, Job, State, moved
-from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Turn
+from coordinator.video.state.events import ACKNOWLEDGED, FetchFiles, GiveBackLease, LeasesReported, PeakMeasured
+from coordinator.video.state.job_table import LeaseHold
+from coordinator.video.state.jobs import FETCHING_PROGRESS, JobState, VideoJob, with_state
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import LeaseState
 
 COMPLETED = "completed"
-MISSES = 2
+MAX_MISSED_REPORTS = 2
 """Consecutive reports without a lease after which the lease counts as gone. The first may have crossed the request."""
 LOST = frozenset({"worker_lost", "node_lost", "node_paused"})
 """Ends that are no fault of the job: it may be begun again."""
 
 
-def said(turn: Turn, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
+def apply_answer(turn: Transition, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded) -> None:
     """Apply a node's frame about a lease."""
     hold = turn.holds.get(frame.lease)
     if hold is not None and (hold.node, hold.generation) != (node, frame.generation):
@@ -32,18 +32,18 @@ def said(turn: Turn, node: str, frame: LeaseGranted | LeaseRefused | LeaseEnded)
             _ended(turn, node, frame)
 
 
-def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
+def _granted(turn: Transition, node: str, frame: LeaseGranted) -> None:
     job = turn.job_of(frame.lease, frame.generation)
     if job is None:
-        turn.actions.append(GiveBack(node, frame.lease, frame.generation, "superseded"))
+        turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, "superseded"))
         return
-    if job.state != State.LEASING:
+    if job.state != JobState.LEASING:
         return
     turn.holds[frame.lease] = changed(turn.holds[frame.lease], granted=True)
     turn.put(
-        moved(
+        with_state(
             replace(job, room_by=None),
-            State.IN_PROGRESS,
+            JobState.IN_PROGRESS,
             phase="starting",
             started=turn.now,
             due=turn.now + turn.rules.start_seconds,
@@ -51,50 +51,50 @@ def _granted(turn: Turn, node: str, frame: LeaseGranted) -> None:
     )
 
 
-def _refused(turn: Turn, node: str, frame: LeaseRefused) -> None:
+def _refused(turn: Transition, node: str, frame: LeaseRefused) -> None:
     job = turn.job_of(frame.lease, frame.generation)
-    if job is not None and job.state != State.LEASING:
+    if job is not None and job.state != JobState.LEASING:
         return  # it was granted before, and holds until its node says that it ended
     turn.holds.pop(frame.lease, None)
-    turn.pause(node, frame.retry_after or PAUSE_MOST)
+    turn.pause(node, frame.retry_after or MAX_PAUSE_SECONDS)
     if job is not None:
-        turn.again(job, frame.waiting_for or frame.message)
+        turn.requeue(job, frame.waiting_for or frame.message)
 
 
-def _ended(turn: Turn, node: str, frame: LeaseEnded) -> None:
+def _ended(turn: Transition, node: str, frame: LeaseEnded) -> None:
     job = turn.job_of(frame.lease, frame.generation) or _fetching(turn, frame)
     turn.holds.pop(frame.lease, None)
-    if job is None or not job.open or job.state == State.QUEUED:
-        turn.actions.append(GiveBack(node, frame.lease, frame.generation, ACKNOWLEDGED))
+    if job is None or not job.open or job.state == JobState.QUEUED:
+        turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
         return
     job = replace(job, peak=max(job.peak, frame.peak), seconds=frame.seconds, made=_text(frame.made))
     if frame.code == COMPLETED:
-        if job.state == State.LEASING:  # its grant was not received
-            job = moved(job, State.IN_PROGRESS)
-        if job.state == State.IN_PROGRESS:
-            job = moved(job, State.FINALIZING, progress=FETCHING, phase="fetching")
-            turn.actions.append(Measured(job, frame.peak))
+        if job.state == JobState.LEASING:  # its grant was not received
+            job = with_state(job, JobState.IN_PROGRESS)
+        if job.state == JobState.IN_PROGRESS:
+            job = with_state(job, JobState.FINALIZING, progress=FETCHING_PROGRESS, phase="fetching")
+            turn.actions.append(PeakMeasured(job, frame.peak))
         turn.put(replace(job, due=turn.now + turn.rules.keep_seconds, away=False))
-        turn.actions.append(Fetch(job, frame.artifacts))
+        turn.actions.append(FetchFiles(job, frame.artifacts))
         return
-    turn.actions.append(GiveBack(node, frame.lease, frame.generation, ACKNOWLEDGED))
-    if job.state == State.LEASING:
-        turn.again(job, frame.message)
+    turn.actions.append(GiveBackLease(node, frame.lease, frame.generation, ACKNOWLEDGED))
+    if job.state == JobState.LEASING:
+        turn.requeue(job, frame.message)
     elif frame.code == NOT_STARTED:
-        turn.not_begun(job, frame.code, frame.message)
+        turn.retry_start(job, frame.code, frame.message)
     elif frame.code in LOST:
-        turn.lost(job, frame.code, frame.message or "its worker was lost")
+        turn.handle_loss(job, frame.code, frame.message or "its worker was lost")
     else:
         turn.fail(job, frame.code, frame.message)
 
 
-def _fetching(turn: Turn, frame: LeaseEnded) -> Job | None:
+def _fetching(turn: Transition, frame: LeaseEnded) -> VideoJob | None:
     """Return the job of a repeated lease end whose files are being fetched. It has no hold any more."""
     return next(
         (
             job
             for job in turn.jobs.values()
-            if job.state == State.FINALIZING and (job.lease, job.generation) == (frame.lease, frame.generation)
+            if job.state == JobState.FINALIZING and (job.lease, job.generation) == (frame.lease, frame.generation)
         ),
         None,
     )
@@ -107,45 +107,45 @@ def _text(made: bytes) -> str:
         return ""
 
 
-def reported(turn: Turn, event: Reported) -> None:
+def apply_report(turn: Transition, event: LeasesReported) -> None:
     """Apply a node's report: its listed leases, and the leases that it no longer lists."""
     told = {state.lease: state for state in event.leases}
     for state in event.leases:
         if turn.job_of(state.lease, state.generation) is None and not _keeps(turn, state):
             cause = ACKNOWLEDGED if state.phase == "ended" else "superseded"
-            turn.actions.append(GiveBack(event.node, state.lease, state.generation, cause))
+            turn.actions.append(GiveBackLease(event.node, state.lease, state.generation, cause))
         else:
             _progress(turn, state)
     for hold in [hold for hold in turn.holds.values() if hold.node == event.node]:
         _told(turn, hold, hold.lease in told)
-    for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == State.FINALIZING]:
+    for job in [job for job in turn.jobs.values() if job.node == event.node and job.state == JobState.FINALIZING]:
         _files_told(turn, job, job.lease in told)
 
 
-def _files_told(turn: Turn, job: Job, present: bool) -> None:
-    if not present and job.misses + 1 >= MISSES:
+def _files_told(turn: Transition, job: VideoJob, present: bool) -> None:
+    if not present and job.misses + 1 >= MAX_MISSED_REPORTS:
         turn.fail(job, "artifact_lost", "its node came back without its files")
     else:
         turn.put(replace(job, misses=0 if present else job.misses + 1), save=False)
 
 
-def _keeps(turn: Turn, state: LeaseState) -> bool:
+def _keeps(turn: Transition, state: LeaseState) -> bool:
     """Return whether the node shall keep a lease without a running job.
 
     Either its files are being fetched, or its release was already requested.
     """
     if state.phase == "ending" or state.lease in turn.holds:
         return True
-    return any(job.lease == state.lease and job.state == State.FINALIZING for job in turn.jobs.values())
+    return any(job.lease == state.lease and job.state == JobState.FINALIZING for job in turn.jobs.values())
 
 
-def _progress(turn: Turn, state: LeaseState) -> None:
+def _progress(turn: Transition, state: LeaseState) -> None:
     job = turn.job_of(state.lease, state.generation)
-    if job is None or job.state != State.IN_PROGRESS:
+    if job is None or job.state != JobState.IN_PROGRESS:
         return
     began = state.phase not in ("", "granting", "granted")
     due = None if began else (turn.now + turn.rules.start_seconds if job.away else job.due)
-    percent = max(job.progress, min(FETCHING, max(0, state.progress)))
+    percent = max(job.progress, min(FETCHING_PROGRESS, max(0, state.progress)))
     phase = state.phase if began else "starting"
     turn.put(
         replace(
@@ -161,28 +161,28 @@ def _progress(turn: Turn, state: LeaseState) -> None:
     )
 
 
-def _told(turn: Turn, hold: Hold, present: bool) -> None:
+def _told(turn: Transition, hold: LeaseHold, present: bool) -> None:
     if present:
         turn.holds[hold.lease] = changed(hold, misses=0)
         return
-    if hold.misses + 1 < MISSES:
+    if hold.misses + 1 < MAX_MISSED_REPORTS:
         turn.holds[hold.lease] = changed(hold, misses=hold.misses + 1)
         return
     job = turn.job_of(hold.lease, hold.generation)
-    if job is not None and job.state == State.LEASING:
+    if job is not None and job.state == JobState.LEASING:
         return  # the node is still making up its mind; the deadline rules
     del turn.holds[hold.lease]
-    if job is not None and job.state == State.IN_PROGRESS:
-        turn.lost(job, "worker_lost", "its node came back without it")
+    if job is not None and job.state == JobState.IN_PROGRESS:
+        turn.handle_loss(job, "worker_lost", "its node came back without it")
 
 
-def away(turn: Turn, node: str) -> None:
+def apply_node_away(turn: Transition, node: str) -> None:
     """Apply the end of a node's link: wait for its running job, and retry a job that has not begun on another node."""
     for job in [job for job in turn.jobs.values() if job.node == node]:
-        if job.state == State.LEASING:
+        if job.state == JobState.LEASING:
             turn.holds.pop(job.lease, None)
-            turn.again(job, "its node went away")
-        elif job.state == State.IN_PROGRESS and not job.away:
+            turn.requeue(job, "its node went away")
+        elif job.state == JobState.IN_PROGRESS and not job.away:
             due = turn.now + turn.rules.away_seconds
             turn.put(replace(job, away=True, due=due, phase="waiting for its node"), save=False)
     for hold in [hold for hold in turn.holds.values() if hold.node == node]:
@@ -191,9 +191,9 @@ def away(turn: Turn, node: str) -> None:
     turn.pauses.pop(node, None)
 
 
-def removed(turn: Turn, node: str) -> None:
+def apply_node_removed(turn: Transition, node: str) -> None:
     """A node is no member any more."""
-    away(turn, node)
+    apply_node_away(turn, node)
     for job in [job for job in turn.jobs.values() if job.node == node and job.open]:
         turn.holds.pop(job.lease, None)
         _gone(turn, job, "its node was removed from the cluster")
@@ -201,8 +201,8 @@ def removed(turn: Turn, node: str) -> None:
         turn.put(replace(job, node=""))
 
 
-def _gone(turn: Turn, job: Job, message: str) -> None:
-    if job.state == State.FINALIZING:
+def _gone(turn: Transition, job: VideoJob, message: str) -> None:
+    if job.state == JobState.FINALIZING:
         turn.fail(job, "artifact_lost", f"{message} before its files were fetched")
     else:
-        turn.lost(job, "node_lost", message)
+        turn.handle_loss(job, "node_lost", message)

@@ -19,24 +19,24 @@ from typing import NamedTuple
 from wire.units import GIB, show_size
 from wire.video import VideoPackage
 
-EXPERT = int(14.35 * GIB)
-RUNTIME = int(3.15 * GIB)
-SLOPE = 0.0029 * GIB
-MARGIN = 6 * GIB
+EXPERT_BYTES = int(14.35 * GIB)
+RUNTIME_BYTES = int(3.15 * GIB)
+BYTES_PER_SPATIAL_TOKEN = 0.0029 * GIB
+MARGIN_BYTES = 6 * GIB
 WIDENED_FROM = (0, 18, 17)
 """First engine that holds weights stored at 8 bits in 16. Source: its code, and loads with both versions."""
 WIDENED_BITS = 8
 WIDENED = 16 / 8.5
 """Growth factor of such weights: from 8 bits plus half a bit of scales to 16 bits."""
-LEAST_FPS, MOST_FPS = 4, 60
-LEAST_SIDE, MOST_SIDE = 32, 4096
-USUAL_SIZE = (480, 272)
-USUAL_SECONDS = 3
+MIN_FPS, MAX_FPS = 4, 60
+MIN_SIDE, MAX_SIDE = 32, 4096
+DEFAULT_SIZE = (480, 272)
+DEFAULT_SECONDS = 3
 DRIFTS_FROM = 81
 """Frames of the model's training clips. A longer clip may run back and forth at its end."""
 
 
-class ProfileKey(NamedTuple):
+class VideoProfileKey(NamedTuple):
     """Key of a profile."""
 
     package: str
@@ -44,18 +44,18 @@ class ProfileKey(NamedTuple):
     bits: int
 
 
-def key_of(package: VideoPackage) -> ProfileKey:
+def key_of(package: VideoPackage) -> VideoProfileKey:
     """Return the profile key of a node's package."""
-    return ProfileKey(package.name, package.engine, package.bits)
+    return VideoProfileKey(package.name, package.engine, package.bits)
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class VideoMemoryProfile:
     """Predicted memory of a package: peak in bytes is `base + slope × tokens`."""
 
     base: int
     slope: float
-    margin: int = MARGIN
+    margin: int = MARGIN_BYTES
     """Bytes reserved in addition to the predicted peak."""
     measured: int = 0
     """Number of jobs whose measured peak was compared with the prediction."""
@@ -73,12 +73,12 @@ class Profile:
         """Return the peak plus the margin: the size that a lease must have."""
         return self.peak(tokens) + self.margin
 
-    def after(self, tokens: int, peak: int) -> "Profile":
+    def with_measurement(self, tokens: int, peak: int) -> "VideoMemoryProfile":
         """Return the profile after a measured peak. A peak above the prediction raises the base."""
         return replace(self, base=self.base + max(0, peak - self.peak(tokens)), measured=self.measured + 1)
 
 
-SEED = Profile(EXPERT + RUNTIME, SLOPE)
+SEED = VideoMemoryProfile(EXPERT_BYTES + RUNTIME_BYTES, BYTES_PER_SPATIAL_TOKEN)
 """The first profile: the project's first case."""
 
 
@@ -88,16 +88,18 @@ def version_of(engine: str) -> tuple[int, ...]:
     return tuple(int(part) for part in parts) if all(part.isdecimal() for part in parts) else (10**6,)
 
 
-def first_profile(package: VideoPackage) -> Profile:
+def first_profile(package: VideoPackage) -> VideoMemoryProfile:
     """Return the profile of a package without measurements. Without a stated expert size, use that of the project's
     first case."""
-    stored = package.expert or EXPERT
+    stored = package.expert or EXPERT_BYTES
     widened = package.bits == WIDENED_BITS and version_of(package.engine) >= WIDENED_FROM
-    return Profile(RUNTIME + (math.ceil(stored * WIDENED) if widened else stored), SLOPE)
+    return VideoMemoryProfile(
+        RUNTIME_BYTES + (math.ceil(stored * WIDENED) if widened else stored), BYTES_PER_SPATIAL_TOKEN
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ClipLimits:
     """Limits of a clip: frames, denoising steps, pixels of a frame."""
 
     frames: int = 121
@@ -106,7 +108,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ClipRequest:
     """Clip parameters of a request; None for an absent parameter. `size` is in pixels."""
 
     size: tuple[int, int] | None = None
@@ -155,18 +157,18 @@ def rounded_frames(frames: int, step: int) -> int:
 def fitting_fps(seconds: int, most: int, step: int) -> int | None:
     """Return the highest frame rate at which `seconds` have at most `most` frames; None if there is none."""
     fps = ((most - 1) // step * step + 1) // seconds
-    return fps if fps >= LEAST_FPS else None
+    return fps if fps >= MIN_FPS else None
 
 
-def plan(wish: Wish, limits: Limits, package: VideoPackage, steps: int) -> Clip | Impossible:
+def plan(wish: ClipRequest, limits: ClipLimits, package: VideoPackage, steps: int) -> Clip | Impossible:
     """Round the wanted clip as the package does and check it against the limits. `steps` is the default."""
     fps = package.fps if wish.fps is None else wish.fps
-    if not LEAST_FPS <= fps <= MOST_FPS:
-        return Impossible("fps", f"fps must be {LEAST_FPS} to {MOST_FPS}, not {fps}")
+    if not MIN_FPS <= fps <= MAX_FPS:
+        return Impossible("fps", f"fps must be {MIN_FPS} to {MAX_FPS}, not {fps}")
     steps = steps if wish.steps is None else wish.steps
     if not 1 <= steps <= limits.steps:
         return Impossible("steps", f"steps must be 1 to {limits.steps}, not {steps}")
-    frame = _frame(*(wish.size or USUAL_SIZE), limits, package.token_side)
+    frame = _frame(*(wish.size or DEFAULT_SIZE), limits, package.token_side)
     if isinstance(frame, Impossible):
         return frame
     frames = _frames(wish, fps, limits, package.token_frames)
@@ -177,9 +179,9 @@ def plan(wish: Wish, limits: Limits, package: VideoPackage, steps: int) -> Clip 
     return Clip(width, height, frames, fps, steps, tokens, tuple(_warnings(wish, frame, frames)))
 
 
-def _frame(width: int, height: int, limits: Limits, token: int) -> tuple[int, int] | Impossible:
-    if not (LEAST_SIDE <= width <= MOST_SIDE and LEAST_SIDE <= height <= MOST_SIDE):
-        return Impossible("size", f"size: each side must have {LEAST_SIDE} to {MOST_SIDE} pixels, not {width}x{height}")
+def _frame(width: int, height: int, limits: ClipLimits, token: int) -> tuple[int, int] | Impossible:
+    if not (MIN_SIDE <= width <= MAX_SIDE and MIN_SIDE <= height <= MAX_SIDE):
+        return Impossible("size", f"size: each side must have {MIN_SIDE} to {MAX_SIDE} pixels, not {width}x{height}")
     wide, high = rounded_side(width, token), rounded_side(height, token)
     if wide * high > limits.pixels:
         return Impossible(
@@ -189,7 +191,7 @@ def _frame(width: int, height: int, limits: Limits, token: int) -> tuple[int, in
     return wide, high
 
 
-def _frames(wish: Wish, fps: int, limits: Limits, step: int) -> int | Impossible:
+def _frames(wish: ClipRequest, fps: int, limits: ClipLimits, step: int) -> int | Impossible:
     if wish.frames is not None:
         if wish.seconds is not None:
             return Impossible("frames", "frames and seconds say the same in two ways: give one of them")
@@ -197,21 +199,21 @@ def _frames(wish: Wish, fps: int, limits: Limits, step: int) -> int | Impossible
         if wish.frames < 1 or frames > limits.frames:
             return Impossible("frames", f"frames must be 1 to {limits.frames}, not {wish.frames}")
         return frames
-    seconds = USUAL_SECONDS if wish.seconds is None else wish.seconds
+    seconds = DEFAULT_SECONDS if wish.seconds is None else wish.seconds
     if seconds < 1:
         return Impossible("seconds", f"seconds must be 1 or more, not {seconds}")
     frames = rounded_frames(seconds * fps, step)
     if frames <= limits.frames:
         return frames
     fitting = fitting_fps(seconds, limits.frames, step)
-    rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // LEAST_FPS} s are possible at most"
+    rather = f"fps {fitting} would fit" if fitting else f"{limits.frames // MIN_FPS} s are possible at most"
     return Impossible(
         "seconds",
         f"seconds: {seconds} s at {fps} fps are {frames} frames, and a clip may have {limits.frames}: {rather}",
     )
 
 
-def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:
+def _warnings(wish: ClipRequest, frame: tuple[int, int], frames: int) -> list[str]:
     found: list[str] = []
     if wish.size is not None and frame != wish.size:
         found.append(f"size {wish.size[0]}x{wish.size[1]} is made as {frame[0]}x{frame[1]}: sides are whole tokens")
@@ -224,7 +226,7 @@ def _warnings(wish: Wish, frame: tuple[int, int], frames: int) -> list[str]:
     return found
 
 
-def too_large(profile: Profile, clip: Clip, lease: int) -> str | None:
+def too_large(profile: VideoMemoryProfile, clip: Clip, lease: int) -> str | None:
     """Return a message with all numbers if a clip's predicted peak exceeds the lease; None if it fits."""
     if profile.need(clip.tokens) <= lease:
         return None

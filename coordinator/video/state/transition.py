@@ -5,35 +5,35 @@ It has the steps shared by several events: a job fails, is lost, or returns to t
 
 from msgspec.structs import replace
 
-from coordinator.video.state.events import Action, GiveBack, Save
-from coordinator.video.state.job_table import Board
-from coordinator.video.state.jobs import Fault, Job, State, moved
+from coordinator.video.state.events import Action, GiveBackLease, SaveJob
+from coordinator.video.state.job_table import JobTable
+from coordinator.video.state.jobs import JobFault, JobState, VideoJob, with_state
 
-PAUSE_LEAST, PAUSE_MOST = 1.0, 60.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 1.0, 60.0
 NOT_STARTED = "start_failed"
 """Code of a job whose worker never started, on both sides of the link."""
 
 
-class Turn:
+class Transition:
     """One call of `advance`."""
 
-    def __init__(self, board: Board, now: float) -> None:
+    def __init__(self, board: JobTable, now: float) -> None:
         self.rules, self.now = board.rules, now
         self.jobs, self.holds, self.pauses = dict(board.jobs), dict(board.holds), dict(board.pauses)
         self.actions: list[Action] = []
 
-    def board(self) -> Board:
+    def board(self) -> JobTable:
         """Return the current table."""
-        return Board(self.rules, self.jobs, self.holds, self.pauses)
+        return JobTable(self.rules, self.jobs, self.holds, self.pauses)
 
-    def put(self, job: Job, *, save: bool = True) -> Job:
+    def put(self, job: VideoJob, *, save: bool = True) -> VideoJob:
         """Set a job, and write it down unless it is mere progress."""
         self.jobs[job.id] = job
         if save:
-            self.actions.append(Save(job))
+            self.actions.append(SaveJob(job))
         return job
 
-    def job_of(self, lease: str, generation: int) -> Job | None:
+    def job_of(self, lease: str, generation: int) -> VideoJob | None:
         """Return the job whose newest lease this is."""
         hold = self.holds.get(lease)
         job = None if hold is None else self.jobs.get(hold.job)
@@ -41,23 +41,23 @@ class Turn:
             return None
         return job
 
-    def give_back(self, lease: str, cause: str) -> None:
+    def release_hold(self, lease: str, cause: str) -> None:
         """Request the release of a hold from its node. The hold remains until the node confirms."""
         hold = self.holds.get(lease)
         if hold is not None:
-            self.actions.append(GiveBack(hold.node, lease, hold.generation, cause))
+            self.actions.append(GiveBackLease(hold.node, lease, hold.generation, cause))
 
-    def fail(self, job: Job, code: str, message: str) -> None:
+    def fail(self, job: VideoJob, code: str, message: str) -> None:
         """End a job."""
-        self.put(moved(job, State.FAILED, fault=Fault(code, message), phase="failed", ended=self.now))
+        self.put(with_state(job, JobState.FAILED, fault=JobFault(code, message), phase="failed", ended=self.now))
 
-    def again(self, job: Job, phase: str) -> None:
+    def requeue(self, job: VideoJob, phase: str) -> None:
         """Return a job to its position in the queue. Its generation grows, and later messages about the old lease are
         ignored."""
         self.put(
-            moved(
+            with_state(
                 job,
-                State.QUEUED,
+                JobState.QUEUED,
                 generation=job.generation + 1,
                 lease="",
                 node="",
@@ -68,29 +68,29 @@ class Turn:
             )
         )
 
-    def room_by(self, job: Job) -> float:
+    def room_by(self, job: VideoJob) -> float:
         """Return when this job fails for lack of room: `room_seconds` after it first found none."""
         return self.now + self.rules.room_seconds if job.room_by is None else job.room_by
 
-    def found_no_room(self, job: Job) -> bool:
+    def found_no_room(self, job: VideoJob) -> bool:
         """Return whether this job's time to find room is over."""
         return job.room_by is not None and job.room_by <= self.now
 
-    def lost(self, job: Job, code: str, message: str) -> None:
+    def handle_loss(self, job: VideoJob, code: str, message: str) -> None:
         """A job that ran ended through no fault of its own: as the settings say."""
         if self.rules.on_node_loss == "requeue" and job.attempts < self.rules.attempts:
-            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail(job, code, message)
 
-    def not_begun(self, job: Job, code: str, message: str) -> None:
+    def retry_start(self, job: VideoJob, code: str, message: str) -> None:
         """Retry a job whose worker never started, up to the limit of attempts."""
-        self.pause(job.node, PAUSE_LEAST * 5)
+        self.pause(job.node, MIN_PAUSE_SECONDS * 5)
         if job.attempts < self.rules.attempts:
-            self.again(replace(job, attempts=job.attempts + 1), f"again, because {message}")
+            self.requeue(replace(job, attempts=job.attempts + 1), f"again, because {message}")
         else:
             self.fail(job, code, message)
 
     def pause(self, node: str, seconds: float) -> None:
         """Do not ask a node for memory for `seconds`."""
-        self.pauses[node] = self.now + max(PAUSE_LEAST, min(PAUSE_MOST, seconds))
+        self.pauses[node] = self.now + max(MIN_PAUSE_SECONDS, min(MAX_PAUSE_SECONDS, seconds))

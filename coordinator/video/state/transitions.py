@@ -11,74 +11,74 @@ from msgspec.structs import replace
 from coordinator.video.state.events import (
     ACKNOWLEDGED,
     Actions,
-    Ask,
-    Cancelled,
-    Deleted,
-    Drop,
+    AskForLease,
+    CoordinatorRestarted,
     Event,
-    Expire,
-    Fetched,
-    GiveBack,
+    ExpireFiles,
+    FilesFetched,
+    FilesLost,
+    ForgetJob,
+    GiveBackLease,
+    JobCancelled,
+    JobDeleted,
+    JobPlaced,
+    JobSubmitted,
+    JobTick,
+    JobWaits,
+    LeaseAnswered,
+    LeasesReported,
     NodeAway,
     NodeRemoved,
-    NotFetched,
-    Placed,
-    Reported,
-    Restarted,
-    Said,
-    Submitted,
-    Tick,
-    Waits,
 )
-from coordinator.video.state.job_table import Board, Hold, Rules
-from coordinator.video.state.jobs import Job, State, moved
-from coordinator.video.state.lease_transitions import away, removed, reported, said
-from coordinator.video.state.transition import NOT_STARTED, PAUSE_MOST, Turn
+from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
+from coordinator.video.state.jobs import JobState, VideoJob, with_state
+from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
+from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 
 
-def advance(board: Board, event: Event, now: float) -> tuple[Board, Actions]:
+def advance(board: JobTable, event: Event, now: float) -> tuple[JobTable, Actions]:
     """Apply an event at `now` (Unix seconds). Return the new table and the actions in order."""
-    turn = Turn(board, now)
+    turn = Transition(board, now)
     match event:
-        case Submitted(job):
+        case JobSubmitted(job):
             turn.put(job)
-        case Placed():
+        case JobPlaced():
             _placed(turn, board, event)
-        case Waits():
+        case JobWaits():
             _waits(turn, event)
-        case Said(node, frame):
-            said(turn, node, frame)
-        case Reported():
-            reported(turn, event)
+        case LeaseAnswered(node, frame):
+            apply_answer(turn, node, frame)
+        case LeasesReported():
+            apply_report(turn, event)
         case NodeAway(node):
-            away(turn, node)
+            apply_node_away(turn, node)
         case NodeRemoved(node):
-            removed(turn, node)
-        case Fetched() | NotFetched():
+            apply_node_removed(turn, node)
+        case FilesFetched() | FilesLost():
             _fetched(turn, event)
-        case Cancelled(job, message):
+        case JobCancelled(job, message):
             _cancelled(turn, job, message)
-        case Deleted(job):
+        case JobDeleted(job):
             _cancelled(turn, job, "it was deleted")
             if turn.jobs.pop(job, None) is not None:
-                turn.actions.append(Drop(job))
-        case Restarted():
+                turn.actions.append(ForgetJob(job))
+        case CoordinatorRestarted():
             _restarted(turn)
-        case Tick():
+        case JobTick():
             _tick(turn)
     return turn.board(), tuple(turn.actions)
 
 
-def _placed(turn: Turn, board: Board, event: Placed) -> None:
+def _placed(turn: Transition, board: JobTable, event: JobPlaced) -> None:
     head = board.head
-    if head is None or head.id != event.job or board.held(event.node) is not None:
+    if head is None or head.id != event.job or board.hold_of(event.node) is not None:
         raise ValueError(f"{event.job} is not to be placed on {event.node} now")
     generation = head.generation + 1
     room_by = turn.room_by(head)
     job = turn.put(
-        moved(
+        with_state(
             replace(head, room_by=room_by),
-            State.LEASING,
+            JobState.LEASING,
             generation=generation,
             node=event.node,
             lease=event.lease,
@@ -86,31 +86,31 @@ def _placed(turn: Turn, board: Board, event: Placed) -> None:
             due=min(turn.now + turn.rules.lease_seconds, room_by),
         )
     )
-    turn.holds[event.lease] = Hold(event.lease, event.node, generation, job.id, job.size, turn.now)
-    turn.actions.append(Ask(job))
+    turn.holds[event.lease] = LeaseHold(event.lease, event.node, generation, job.id, job.size, turn.now)
+    turn.actions.append(AskForLease(job))
 
 
-def _waits(turn: Turn, event: Waits) -> None:
+def _waits(turn: Transition, event: JobWaits) -> None:
     job = turn.jobs.get(event.job)
-    if job is None or job.state != State.QUEUED:
+    if job is None or job.state != JobState.QUEUED:
         return
     room_by = None if event.busy else turn.room_by(job)
     if (job.phase, job.room_by) != (event.phase, room_by):
         turn.put(replace(job, phase=event.phase, room_by=room_by), save=False)
 
 
-def _fetched(turn: Turn, event: Fetched | NotFetched) -> None:
+def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
     job = turn.jobs.get(event.job)
-    if job is None or job.generation != event.generation or job.state != State.FINALIZING:
+    if job is None or job.generation != event.generation or job.state != JobState.FINALIZING:
         if job is None or not job.open:
-            turn.actions.append(Expire(event.job) if job is not None else Drop(event.job))
+            turn.actions.append(ExpireFiles(event.job) if job is not None else ForgetJob(event.job))
         return
-    if isinstance(event, Fetched):
+    if isinstance(event, FilesFetched):
         expires = turn.now + turn.rules.keep_seconds
         turn.put(
-            moved(
+            with_state(
                 job,
-                State.COMPLETED,
+                JobState.COMPLETED,
                 phase="completed",
                 progress=100,
                 files=event.files,
@@ -120,43 +120,43 @@ def _fetched(turn: Turn, event: Fetched | NotFetched) -> None:
         )
     else:
         turn.fail(job, event.fault.code, event.fault.message)
-        turn.actions.append(Expire(job.id))
-    turn.actions.append(GiveBack(job.node, job.lease, job.generation, ACKNOWLEDGED))
+        turn.actions.append(ExpireFiles(job.id))
+    turn.actions.append(GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED))
     _retain(turn)
 
 
-def _cancelled(turn: Turn, name: str, message: str) -> None:
+def _cancelled(turn: Transition, name: str, message: str) -> None:
     job = turn.jobs.get(name)
     if job is None or not job.open:
         return
-    if job.state == State.FINALIZING:
-        turn.actions += [GiveBack(job.node, job.lease, job.generation, ACKNOWLEDGED), Expire(job.id)]
-    turn.give_back(job.lease, "cancelled")
+    if job.state == JobState.FINALIZING:
+        turn.actions += [GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED), ExpireFiles(job.id)]
+    turn.release_hold(job.lease, "cancelled")
     turn.fail(replace(job, generation=job.generation + 1), "cancelled", message)
 
 
-def _restarted(turn: Turn) -> None:
+def _restarted(turn: Transition) -> None:
     """Repeat unanswered lease requests, and look for running jobs on their nodes.
 
     Any other lease of a node is unknown here, and is released when the node reports it.
     """
     turn.holds.clear()
     for job in list(turn.jobs.values()):
-        if job.state == State.LEASING:
-            turn.again(replace(job, room_by=None), "queued")
-        elif job.state == State.IN_PROGRESS:
-            turn.holds[job.lease] = Hold(
+        if job.state == JobState.LEASING:
+            turn.requeue(replace(job, room_by=None), "queued")
+        elif job.state == JobState.IN_PROGRESS:
+            turn.holds[job.lease] = LeaseHold(
                 job.lease, job.node, job.generation, job.id, job.size, job.started or turn.now, granted=True
             )
             turn.put(replace(job, away=True, due=turn.now + turn.rules.away_seconds), save=False)
-        elif job.state == State.QUEUED:
+        elif job.state == JobState.QUEUED:
             turn.put(replace(job, room_by=None, phase="queued"), save=False)
 
 
-def _tick(turn: Turn) -> None:
+def _tick(turn: Transition) -> None:
     for job in [job for job in turn.jobs.values() if job.due is not None and job.due <= turn.now]:
         _overdue(turn, job)
-    for job in [job for job in turn.jobs.values() if job.state == State.QUEUED and turn.found_no_room(job)]:
+    for job in [job for job in turn.jobs.values() if job.state == JobState.QUEUED and turn.found_no_room(job)]:
         text = f"no node had room for it within {turn.rules.room_seconds:.0f} s: {job.phase}"
         turn.fail(job, "no_headroom", text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
@@ -164,33 +164,33 @@ def _tick(turn: Turn) -> None:
     _retain(turn)
 
 
-def _overdue(turn: Turn, job: Job) -> None:
-    if job.state == State.LEASING:
-        turn.give_back(job.lease, "lease_timeout")
-        turn.pause(job.node, PAUSE_MOST / 2)
-        turn.again(job, "its node did not answer")
-    elif job.state == State.IN_PROGRESS and job.away:
+def _overdue(turn: Transition, job: VideoJob) -> None:
+    if job.state == JobState.LEASING:
+        turn.release_hold(job.lease, "lease_timeout")
+        turn.pause(job.node, MAX_PAUSE_SECONDS / 2)
+        turn.requeue(job, "its node did not answer")
+    elif job.state == JobState.IN_PROGRESS and job.away:
         turn.holds.pop(job.lease, None)
-        turn.lost(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
-    elif job.state == State.IN_PROGRESS:
-        turn.give_back(job.lease, "start_timeout")
-        turn.not_begun(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
-    elif job.state == State.FINALIZING:
+        turn.handle_loss(job, "node_lost", f"its node was away for more than {turn.rules.away_seconds:.0f} s")
+    elif job.state == JobState.IN_PROGRESS:
+        turn.release_hold(job.lease, "start_timeout")
+        turn.retry_start(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
+    elif job.state == JobState.FINALIZING:
         turn.fail(job, "artifact_lost", "its node did not come back with its files")
 
 
-def _retain(turn: Turn) -> None:
+def _retain(turn: Transition) -> None:
     """Remove files that are too old, too many or too large together, oldest first; then forget the oldest records."""
     for job in list(_too_much(turn.jobs.values(), turn.rules, turn.now)):
         turn.put(replace(job, expired=True, files=()))
-        turn.actions.append(Expire(job.id))
+        turn.actions.append(ExpireFiles(job.id))
     ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
     for job in ended[: max(0, len(ended) - turn.rules.records)]:
         del turn.jobs[job.id]
-        turn.actions.append(Drop(job.id))
+        turn.actions.append(ForgetJob(job.id))
 
 
-def _too_much(jobs: Iterable[Job], rules: Rules, now: float) -> Iterator[Job]:
+def _too_much(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
     kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
     size = 0
     for number, job in enumerate(kept, 1):

@@ -1,4 +1,4 @@
-"""Grammar compiler: compile a request's answer format (wire.frames.Grammar) for a model's tokenizer.
+"""Grammar compiler: compile a request's answer format (wire.frames.GrammarSpec) for a model's tokenizer.
 
     size, depth, shape ─► rendered as llguidance's grammar ─► cached? ─► vetted, in a process that may die of it ─►
     compiled here ─► cached, by hash, the last few for each model
@@ -18,49 +18,62 @@ from typing import Final, cast
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
-from node.engine.grammar.constrained_splitter import Calls, FormatCutter, Outline, Thought
-from node.engine.grammar.lark_builder import Sheet
-from node.engine.grammar.matcher import Constraint, Thinking, all_but
-from node.engine.grammar.sandbox import Vetting
+from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ThoughtStart
+from node.engine.grammar.lark_builder import LarkBuilder
+from node.engine.grammar.matcher import GrammarMatcher, ThoughtEndSearch, all_but
+from node.engine.grammar.sandbox import SandboxClient
 from node.engine.grammar.sandbox_main import LIMITS, why_not
 from node.engine.grammar.tool_formats import as_read, quoted, rules
-from node.engine.grammar.tool_spec import PREFIX, STRICT, Calling, Json, Unfit, read, told, tools_of
-from node.engine.text.markers import Place
-from node.engine.text.tokenizer import Prompt, Tokenizer
-from wire.frames import Grammar as Asked
+from node.engine.grammar.tool_spec import (
+    PREFIX,
+    STRICT,
+    Json,
+    ToolCallFormat,
+    UnsupportedSchema,
+    one_line,
+    read,
+    tools_of,
+)
+from node.engine.text.markers import MarkerPlace
+from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
+from wire.frames import GrammarSpec as Asked
 
-LONGEST: Final = 1 << 17
+MAX_SCHEMA_CHARS: Final = 1 << 17
 """Most characters of a schema or grammar, and of the tools if they are part of it."""
-LONGEST_GBNF: Final = 1 << 13
+MAX_GBNF_CHARS: Final = 1 << 13
 """Most characters of a grammar in GBNF."""
-KEPT: Final = 64
+MAX_CACHED_GRAMMARS: Final = 64
 """Most cached compiled grammars of all models; a usual one takes 100 kB."""
-REMEMBERED: Final = 256
+MAX_CACHED_REFUSALS: Final = 256
 """Most cached refusals."""
 
 
-class Grammars:
+class GrammarCompiler:
     """Compiler and cache of grammars for the tokenizers of one engine."""
 
-    def __init__(self, vetting: Vetting | None = None) -> None:
-        self._vetting = vetting or Vetting()
-        self._guides: dict[int, Guide] = {}
+    def __init__(self, vetting: SandboxClient | None = None) -> None:
+        self._vetting = vetting or SandboxClient()
+        self._guides: dict[int, GrammarGuide] = {}
         self._kept: OrderedDict[tuple[int, bytes], LLMatcher] = OrderedDict()
         self._wrong: OrderedDict[bytes, str] = OrderedDict()
 
-    def compile(self, tokenizer: Tokenizer, asked: Asked, tools: str, prompt: Prompt, *, one: bool) -> "Grammar":
-        """Return the grammar of a request with these tools and this prompt; `one`: at most one call. Raise `Unfit`,
-        with a sentence for the client, if there is none."""
-        if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > LONGEST:
-            raise Unfit(f"{PREFIX}it has more than {LONGEST} characters")
+    def compile(
+        self, tokenizer: Tokenizer, asked: Asked, tools: str, prompt: TokenizedPrompt, *, one: bool
+    ) -> "CompiledGrammar":
+        """Return the grammar of a request with these tools and this prompt; `one`: at most one call.
+
+        Raise `UnsupportedSchema`, with a sentence for the client, if there is none.
+        """
+        if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > MAX_SCHEMA_CHARS:
+            raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
         guide = self._guide(tokenizer)
-        outline = outline_of(tokenizer, asked, prompt)
+        outline = marker_layout(tokenizer, asked, prompt)
         calling = tokenizer.calling if asked.calls else None
         # the vetting process has no tokenizer: there the markers are words
         plain = write(asked, tools, None if calling is None else calling.in_words(), one=one)
         matcher = self._matcher(guide, plain, lambda: write(asked, tools, calling, one=one))
         known = "" if calling is None else as_read(calling.parser, tools_of(tools, asked.tool))
-        return Grammar(matcher, guide, outline, known)
+        return CompiledGrammar(matcher, guide, outline, known)
 
     @property
     def kept(self) -> int:
@@ -71,13 +84,13 @@ class Grammars:
         """Return whether the tables of this tokenizer exist."""
         return id(tokenizer) in self._guides
 
-    def _guide(self, tokenizer: Tokenizer) -> "Guide":
+    def _guide(self, tokenizer: Tokenizer) -> "GrammarGuide":
         guide = self._guides.get(id(tokenizer))
         if guide is None:
-            guide = self._guides[id(tokenizer)] = Guide.of(tokenizer)
+            guide = self._guides[id(tokenizer)] = GrammarGuide.of(tokenizer)
         return guide
 
-    def _matcher(self, guide: "Guide", plain: str, written: Callable[[], str]) -> LLMatcher:
+    def _matcher(self, guide: "GrammarGuide", plain: str, written: Callable[[], str]) -> LLMatcher:
         """Return the matcher of a grammar, compiled from `written` after its `plain` form was vetted. The plain form is
         the cache key."""
         digest = hashlib.sha256(plain.encode()).digest()
@@ -86,7 +99,7 @@ class Grammars:
         if kept is None:
             self._vet(plain, digest)
             kept = self._kept[key] = self._compiled(guide, written(), digest)
-            while len(self._kept) > KEPT:
+            while len(self._kept) > MAX_CACHED_GRAMMARS:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return kept
@@ -98,24 +111,24 @@ class Grammars:
             if wrong:
                 self._remember(digest, wrong)
         if wrong:
-            raise Unfit(PREFIX + told(wrong))
+            raise UnsupportedSchema(PREFIX + one_line(wrong))
 
-    def _compiled(self, guide: "Guide", written: str, digest: bytes) -> LLMatcher:
+    def _compiled(self, guide: "GrammarGuide", written: str, digest: bytes) -> LLMatcher:
         matcher = LLMatcher(guide.tokenizer, written, log_level=0, limits=LIMITS)
         wrong = why_not(matcher)
         if wrong:
             self._remember(digest, wrong)
-            raise Unfit(PREFIX + told(wrong))
+            raise UnsupportedSchema(PREFIX + one_line(wrong))
         return matcher
 
     def _remember(self, digest: bytes, wrong: str) -> None:
         self._wrong[digest] = wrong
-        while len(self._wrong) > REMEMBERED:
+        while len(self._wrong) > MAX_CACHED_REFUSALS:
             self._wrong.popitem(last=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Guide:
+class GrammarGuide:
     """Tokenizer data for all grammars."""
 
     owner: Tokenizer
@@ -126,40 +139,42 @@ class Guide:
     """Mask of all tokens but those that end an answer."""
 
     @staticmethod
-    def of(tokenizer: Tokenizer) -> "Guide":
-        """Return the data of a tokenizer, which takes a second for a large vocabulary. Raise `Unfit` if llguidance
-        cannot use it."""
+    def of(tokenizer: Tokenizer) -> "GrammarGuide":
+        """Return the data of a tokenizer, which takes a second for a large vocabulary.
+
+        Raise `UnsupportedSchema` if llguidance cannot use it.
+        """
         made = tokenizer.guide()
         if made is None:
-            raise Unfit(
+            raise UnsupportedSchema(
                 "answers of this model cannot be constrained: its tokenizer or its format of answers is unusual"
             )
-        return Guide(tokenizer, made, all_but(made.vocab_size, tokenizer.eos))
+        return GrammarGuide(tokenizer, made, all_but(made.vocab_size, tokenizer.eos))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Grammar:
+class CompiledGrammar:
     """Compiled grammar; every answer gets a copy."""
 
     matcher: LLMatcher
     """Matcher, copied for each answer."""
-    guide: Guide
+    guide: GrammarGuide
     """Tokenizer data."""
-    outline: Outline
+    outline: MarkerLayout
     """Places of thoughts and calls."""
     tools: str = ""
     """Tools of the request in the form for the parser of calls; empty if the parser needs the original form."""
 
-    def begin(self) -> Constraint:
+    def begin(self) -> GrammarMatcher:
         """Return the state at the start of an answer."""
         owner, thought = self.guide.owner, self.outline.thought
-        thinking = Thinking(self.outline.think[1].encode(), owner.token_bytes) if thought else None
-        opener = owner.single(self.outline.think[0]) if thought is Thought.MAY else None
-        return Constraint(
+        thinking = ThoughtEndSearch(self.outline.think[1].encode(), owner.token_bytes) if thought else None
+        opener = owner.single(self.outline.think[0]) if thought is ThoughtStart.MAY else None
+        return GrammarMatcher(
             self.matcher.deep_copy(), self.guide.tokenizer, thinking, opener, self.guide.unending, owner.eos
         )
 
-    def beginning(self) -> Place:
+    def beginning(self) -> MarkerPlace:
         """Return the place of the first token of an answer."""
         return self.outline.beginning()
 
@@ -168,35 +183,37 @@ class Grammar:
         return FormatCutter(self.outline)
 
 
-def outline_of(tokenizer: Tokenizer, asked: Asked, prompt: Prompt) -> Outline:
+def marker_layout(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
     """Return where thoughts and calls may occur in the answer. If the prompt has not opened a thought, the answer may
     start one only with a single token. It may not if the prompt has closed a thought already, because templates do that
     to forbid thoughts."""
     think, calling = tokenizer.think, tokenizer.calling
-    thought = Thought.NONE
+    thought = ThoughtStart.NONE
     if prompt.thinking:
-        thought = Thought.OPEN
+        thought = ThoughtStart.OPEN
     elif think[1] and not prompt.plain and not prompt.thought and tokenizer.single(think[0]) is not None:
-        thought = Thought.MAY
+        thought = ThoughtStart.MAY
     if calling is None or not asked.calls:
-        return Outline(think, thought)
+        return MarkerLayout(think, thought)
     anywhere = asked.calls == "free" and not asked.kind
-    calls = Calls.ANYWHERE if anywhere else Calls.FIRST
-    return Outline(think, thought, calling.markers, calls, quoted=quoted(calling.parser))
+    calls = CallPlaces.ANYWHERE if anywhere else CallPlaces.FIRST
+    return MarkerLayout(think, thought, calling.markers, calls, quoted=quoted(calling.parser))
 
 
-def write(asked: Asked, tools: str, calling: Calling | None, *, one: bool) -> str:
-    """Render the requested format as llguidance's grammar, a JSON text. Raise `Unfit` if it is invalid."""
+def write(asked: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool) -> str:
+    """Render the requested format as llguidance's grammar, a JSON text. Raise `UnsupportedSchema` if it is invalid."""
     answer: list[Json] = [_answer(asked)] if asked.kind else []
     if not asked.calls:
         return _grammar("start: @answer\n", answer)
     if calling is None:
-        raise Unfit("this model was not made for tools: its template has none")
+        raise UnsupportedSchema("this model was not made for tools: its template has none")
     free = asked.calls == "free"
-    sheet = Sheet(calling)
+    sheet = LarkBuilder(calling)
     either = "@answer | calls" if asked.kind else "spoken"
     written = rules(sheet, tools_of(tools, asked.tool), free=free, one=one)
-    return _grammar(f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.parts()])
+    return _grammar(
+        f"start: {either if free else 'calls'}\n{written}", [*(answer if free else []), *sheet.all_schemas()]
+    )
 
 
 def _grammar(lark: str, parts: list[Json]) -> str:
@@ -210,14 +227,14 @@ def _answer(asked: Asked) -> Json:
         return {"name": "answer", "json_schema": {"type": "object", "x-guidance": _blanks(asked)}}
     lark = {"regex": _regex, "choice": _choice, "lark": _lark}.get(asked.kind)
     if lark is None:
-        raise Unfit(f"there is no grammar of the kind {asked.kind[:40]}")
+        raise UnsupportedSchema(f"there is no grammar of the kind {asked.kind[:40]}")
     return {"name": "answer", "lark_grammar": lark(asked.value)}
 
 
 def _schema(asked: Asked) -> Json:
     found = read(asked.value)
     if not isinstance(found, dict):
-        raise Unfit(f"{PREFIX}a schema is a JSON object")
+        raise UnsupportedSchema(f"{PREFIX}a schema is a JSON object")
     return {**cast("Json", found), "x-guidance": _blanks(asked)}
 
 
@@ -237,17 +254,17 @@ def _lark(text: str) -> str:
     limited."""
     if "::=" not in text:
         return text
-    if len(text) > LONGEST_GBNF:
-        raise Unfit(f"{PREFIX}in GBNF it may have {LONGEST_GBNF} characters; write it in Lark")
+    if len(text) > MAX_GBNF_CHARS:
+        raise UnsupportedSchema(f"{PREFIX}in GBNF it may have {MAX_GBNF_CHARS} characters; write it in Lark")
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError) as error:
-        raise Unfit(f"{PREFIX}{told(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}{one_line(str(error))}") from error
 
 
 def _choice(value: str) -> str:
     texts = read(value)
     found = cast("list[object]", texts) if isinstance(texts, list) else []
     if not found or not all(isinstance(one, str) and one for one in found):
-        raise Unfit(f"{PREFIX}choices are a list of texts that are not empty")
+        raise UnsupportedSchema(f"{PREFIX}choices are a list of texts that are not empty")
     return "start: " + " | ".join(json.dumps(one) for one in found)

@@ -11,13 +11,13 @@ only be outside of JSON's quotes, in formats with quotes. The content of a thoug
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.engine.text.markers import NORMAL, REASONING, TOOL, Place
+from node.engine.text.markers import NORMAL, REASONING, TOOL, MarkerPlace
 from node.engine.text.stop_strings import overlap
 
-Segments = list[tuple[Place, str]]
+Segments = list[tuple[MarkerPlace, str]]
 
 
-class Calls(StrEnum):
+class CallPlaces(StrEnum):
     """Places of calls: none, only at the beginning (then there is no other text), or anywhere."""
 
     NONE = ""
@@ -25,7 +25,7 @@ class Calls(StrEnum):
     ANYWHERE = "anywhere"
 
 
-class Thought(StrEnum):
+class ThoughtStart(StrEnum):
     """Start of an answer: the prompt left a thought `open`, the answer `may` start with one, or there is `none`."""
 
     OPEN = "open"
@@ -34,35 +34,35 @@ class Thought(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class MarkerLayout:
     """Markers of an answer and their places."""
 
     think: tuple[str, str] = ("", "")
     """Start and end of a thought."""
-    thought: Thought = Thought.NONE
+    thought: ThoughtStart = ThoughtStart.NONE
     """Start of the answer."""
     call: tuple[str, str] = ("", "")
     """Start and end of a call."""
-    calls: Calls = Calls.NONE
+    calls: CallPlaces = CallPlaces.NONE
     """Places of calls."""
     quoted: bool = True
     """Whether calls contain JSON's quotes, in which no marker ends them. All other grammars exclude the marker from the
     values."""
 
-    def beginning(self) -> Place:
+    def beginning(self) -> MarkerPlace:
         """Return the place where the answer starts."""
-        return Place(REASONING if self.thought is Thought.OPEN else NORMAL)
+        return MarkerPlace(REASONING if self.thought is ThoughtStart.OPEN else NORMAL)
 
 
 class FormatCutter:
-    """Cutter of constrained text (see the module's docstring and `detokenizer.Cutter`)."""
+    """Cutter of constrained text (see the module's docstring and `detokenizer.MarkerCutter`)."""
 
-    def __init__(self, outline: Outline) -> None:
+    def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline
         self._place = outline.beginning()
         self._held: str = ""
-        self._fresh = outline.thought is Thought.MAY
-        self._calls = outline.calls is not Calls.NONE
+        self._fresh = outline.thought is ThoughtStart.MAY
+        self._calls = outline.calls is not CallPlaces.NONE
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> Segments:
@@ -99,7 +99,7 @@ class FormatCutter:
 
     def _in_words(self, found: Segments) -> bool:
         start = self._outline.call[0]
-        if self._calls and self._outline.calls is Calls.FIRST:
+        if self._calls and self._outline.calls is CallPlaces.FIRST:
             words = self._held.lstrip("\n ")
             if words and not start.startswith(words[: len(start)]):
                 self._calls = False
@@ -146,5 +146,5 @@ class FormatCutter:
     def _pass(self, found: Segments, at: int, marker: str, state: str) -> None:
         self._give(found, at)
         self._held = self._held[len(marker) :]
-        self._place = Place(state, marker)
+        self._place = MarkerPlace(state, marker)
         found.append((self._place, ""))

@@ -9,12 +9,12 @@ import json
 from dataclasses import dataclass, field
 from typing import Final
 
-from node.engine.grammar.tool_arguments import Guard, Text
-from node.engine.grammar.tool_spec import PREFIX, Calling, Json, Unfit
+from node.engine.grammar.tool_arguments import MarkExclusion, TextArgument
+from node.engine.grammar.tool_spec import PREFIX, Json, ToolCallFormat, UnsupportedSchema
 
-LONGEST: Final = 1 << 18
+MAX_SCHEMAS_CHARS: Final = 1 << 18
 """Most characters of all schemas together; shared definitions are repeated in each."""
-MOST_RULES: Final = 3000
+MAX_RULES: Final = 3000
 """Most rules; a parameter takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
 """Blanks that Python's `strip` removes."""
@@ -22,10 +22,10 @@ _SLASH: Final = "\\/"
 
 
 @dataclass(slots=True)
-class Sheet:
+class LarkBuilder:
     """Rules and schemas of a grammar; equal ones share a name."""
 
-    calling: Calling
+    calling: ToolCallFormat
     """Format of the model's calls."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
     """Names of the rules by `name: body`."""
@@ -43,19 +43,19 @@ class Sheet:
         written = json.dumps(schema)
         if written not in self.schemas:
             self.size += len(written)
-            if self.size > LONGEST:
-                raise Unfit(f"{PREFIX}its schemas have more than {LONGEST} characters together")
+            if self.size > MAX_SCHEMAS_CHARS:
+                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {MAX_SCHEMAS_CHARS} characters together")
             self.schemas[written] = {"name": f"json_{len(self.schemas)}", "json_schema": schema}
         return f"@{self.schemas[written]['name']}"
 
     def rule(self, body: str, name: str = "part") -> str:
         """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
-        if len(self.rules) > MOST_RULES:
-            raise Unfit(f"{PREFIX}its tools have too many parameters together, or too much within them")
+        if len(self.rules) > MAX_RULES:
+            raise UnsupportedSchema(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
-    def text(self, asked: Text, end: str, guard: Guard, *, null: bool, section: bool = False) -> str:
+    def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
         """Return text and its end, without the marks of the guard. With `null` the word null is excluded; in a
         `section` the end of a CDATA section is excluded as well."""
         if asked.choices:
@@ -72,10 +72,10 @@ class Sheet:
         marked, token = self.calling.mark(end)
         return f"{body} {marked}" if token else self.rule(f"{body} {json.dumps(end)}", "TEXT")
 
-    def written(self) -> str:
+    def all_rules(self) -> str:
         """Return all rules."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
-    def parts(self) -> list[Json]:
+    def all_schemas(self) -> list[Json]:
         """Return all schemas."""
         return list(self.schemas.values())

@@ -13,18 +13,18 @@ from typing import Any, cast
 import mlx.core as mx
 
 from node.engine.grammar.matcher import with_token
-from node.engine.requests.prepared import Follower, Rules
+from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
-class Masker:
+class LogitsMask:
     """Last processor of a row: receives the answer's ids and masks all tokens that may not come next."""
 
-    def __init__(self, grammar: Rules, known: Iterable[int]) -> None:
+    def __init__(self, grammar: GrammarFactory, known: Iterable[int]) -> None:
         self._grammar = grammar
-        self._constraint: Follower | None = None
+        self._constraint: GrammarCursor | None = None
         self._new = list(known)
 
-    def hear(self, token: int) -> None:
+    def add_id(self, token: int) -> None:
         """Add an id of the answer."""
         self._new.append(token)
 
@@ -42,11 +42,11 @@ class Masker:
         opener = self._constraint.opener
         if opener is not None and mx.argmax(logits).item() == opener:
             mask = with_token(mask, opener)
-        return masked(logits, mask)
+        return apply_mask(logits, mask)
 
 
-def masked(logits: mx.array, mask: bytes) -> mx.array:
-    """Return logits (1, vocabulary) with −inf for every token that a mask (`Constraint.mask`) excludes or does not
+def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
+    """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or does not
     contain."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llguidance import LLMatcher, LLTokenizer
 
-MOST_DETAIL = 200
+MAX_DETAIL_CHARS = 200
 """Most characters of llguidance's own message in an error."""
 
 
@@ -20,7 +20,7 @@ class GrammarFailed(RuntimeError):
     """The grammar of an answer cannot be followed any further; the text is for the client."""
 
 
-class Thinking:
+class ThoughtEndSearch:
     """Search for the end of a thought. `end` is its marker in bytes; `token_bytes` returns the bytes of a token."""
 
     def __init__(self, end: bytes, token_bytes: Callable[[int], bytes]) -> None:
@@ -38,7 +38,7 @@ class Thinking:
         return text[at + len(self._end) :]
 
 
-class Constraint:
+class GrammarMatcher:
     """State of one answer.
 
     `matcher` belongs to this answer alone. `thinking` searches for the end of a thought that the prompt left open. With
@@ -50,7 +50,7 @@ class Constraint:
         self,
         matcher: LLMatcher,
         tokenizer: LLTokenizer,
-        thinking: Thinking | None,
+        thinking: ThoughtEndSearch | None,
         opener: int | None,
         unending: bytes,
         eos: frozenset[int],
@@ -79,7 +79,7 @@ class Constraint:
         elif not self._matcher.consume_token(token):
             raise GrammarFailed(f"token {token} does not follow: {self._detail()}")
 
-    def _think(self, waiting: Thinking, token: int) -> None:
+    def _think(self, waiting: ThoughtEndSearch, token: int) -> None:
         if token in self._eos:
             raise GrammarFailed("the answer ended within its thought")
         rest = waiting.feed(token)
@@ -120,7 +120,7 @@ class Constraint:
         return with_token(bytes(len(mask)), other[0])
 
     def _detail(self) -> str:
-        return " ".join(self._matcher.get_error().split())[:MOST_DETAIL] or "it has ended"
+        return " ".join(self._matcher.get_error().split())[:MAX_DETAIL_CHARS] or "it has ended"
 
 
 def with_token(mask: bytes, token: int) -> bytes:

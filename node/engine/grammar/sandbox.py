@@ -13,17 +13,17 @@ import weakref
 from pathlib import Path
 from typing import IO, cast
 
-CPU = 0.05
+CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
-PATIENCE = 3.0
+TIMEOUT_SECONDS = 3.0
 """Limit of elapsed seconds."""
 TOO_LONG = "it takes too long to compile: make it smaller, or its patterns simpler"
 
 
-class Vetting:
+class SandboxClient:
     """Client of the sandbox process; for one thread."""
 
-    def __init__(self, cpu: float = CPU) -> None:
+    def __init__(self, cpu: float = CPU_LIMIT_SECONDS) -> None:
         self._cpu = cpu
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -58,7 +58,7 @@ class Vetting:
         source, sink = cast("IO[bytes]", child.stdin), cast("IO[bytes]", child.stdout)
         source.write(len(text).to_bytes(4) + text)
         source.flush()
-        if not select.select([sink], [], [], PATIENCE)[0]:
+        if not select.select([sink], [], [], TIMEOUT_SECONDS)[0]:
             return None
         head = sink.read(4)
         return sink.read(int.from_bytes(head)).decode() if len(head) == 4 else None

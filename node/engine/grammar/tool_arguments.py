@@ -1,14 +1,14 @@
 """Arguments of a tool one by one, for formats that do not write them as one JSON object.
 
 Such formats have two kinds of values: unquoted text up to a mark, and JSON. The kind of an argument follows from its
-schema. The parser gets the same kinds (`told`), and therefore reads each value as it was generated:
+schema. The parser gets the same kinds (`distinguishing_tools`), and therefore reads each value as it was generated:
 
     text    a string without constraints in its schema, except a choice of values or not being empty
     JSON    all other values, including strings with a pattern or a format, in quotes
 
 Text cannot contain the marks that end it. Strings within JSON cannot either, because parsers search for marks
-everywhere. Schemas are changed accordingly (`Guard`). They also lose keys that the parser could not tell from a mark:
-unnamed keys of an object that names some.
+everywhere. Schemas are changed accordingly (`MarkExclusion`). They also lose keys that the parser could not tell from a
+mark: unnamed keys of an object that names some.
 """
 
 import json
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, cast
 
-from node.engine.grammar.tool_spec import PREFIX, Json, Tool, Unfit
+from node.engine.grammar.tool_spec import PREFIX, Json, ToolSpec, UnsupportedSchema
 
 UNHELD: Final = frozenset(
     {
@@ -56,22 +56,29 @@ RULING: Final = frozenset(
 """Keywords that constrain a string beyond unquoted text. Constraints that unquoted text can follow are not among
 them."""
 LISTED: Final = frozenset({"anyOf", "oneOf", "allOf", "prefixItems", "enum"})
-WITHIN: Final = LISTED | {"properties", "patternProperties", "$defs", "definitions", "items", "additionalProperties"}
+NESTING_KEYWORDS: Final = LISTED | {
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "items",
+    "additionalProperties",
+}
 """Keywords that hold other schemas or values; `LISTED` are those of them that are lists."""
 ANY: Final = "any-value"
 ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
-LONGEST: Final = 1 << 19
+MAX_DEFINITION_CHARS: Final = 1 << 19
 """Limit of the characters of a tool's definitions times the arguments that refer to some."""
-MOST: Final = 1000
+MAX_ARGUMENTS: Final = 1000
 """Most arguments of a tool."""
-MOST_STEPS: Final = 8
+MAX_REFERENCE_STEPS: Final = 8
 """Most consecutive references that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextArgument:
     """Argument that is unquoted text."""
 
     choices: tuple[str, ...] = ()
@@ -93,25 +100,25 @@ class Argument:
     schema: Json
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
-    def text(self, *, nullable: bool) -> Text | None:
+    def text(self, *, nullable: bool) -> TextArgument | None:
         """Return its text form; None if it is JSON. `nullable`: the parser reads the word null as null."""
         found = _text(_resolved(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
 
 
 def check(schema: object) -> None:
-    """Raise `Unfit` if a schema, or a part of it, is no schema."""
+    """Raise `UnsupportedSchema` if a schema, or a part of it, is no schema."""
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise Unfit(f"{PREFIX}a schema is an object, or true or false")
+        raise UnsupportedSchema(f"{PREFIX}a schema is an object, or true or false")
     found = cast("Json", schema)
-    for key in WITHIN & found.keys():
+    for key in NESTING_KEYWORDS & found.keys():
         part = found[key]
         if isinstance(part, bool) and key in ("items", "additionalProperties"):
             continue
         if not isinstance(part, list if key in LISTED else dict):
-            raise Unfit(f"{PREFIX}{key} is {'a list' if key in LISTED else 'an object'}")
+            raise UnsupportedSchema(f"{PREFIX}{key} is {'a list' if key in LISTED else 'an object'}")
         if key in ("items", "additionalProperties"):
             check(cast("object", part))
         elif key != "enum":
@@ -120,23 +127,28 @@ def check(schema: object) -> None:
                 check(one)
 
 
-def arguments_of(tool: Tool) -> list[Argument]:
-    """Return the named arguments of a tool's parameters. Raise `Unfit` if they use keywords that cannot be enforced."""
+def arguments_of(tool: ToolSpec) -> list[Argument]:
+    """Return the named arguments of a tool's parameters.
+
+    Raise `UnsupportedSchema` if they use keywords that cannot be enforced.
+    """
     whole = _resolved(tool.schema)
     if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
-        raise Unfit(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
+        raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} use {', '.join(unheld)} {HERE}")
     properties = whole.get("properties", {})
-    if isinstance(properties, dict) and len(cast("Json", properties)) > MOST:
-        raise Unfit(f"{PREFIX}{tool.name} has more than {MOST} parameters")
+    if isinstance(properties, dict) and len(cast("Json", properties)) > MAX_ARGUMENTS:
+        raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MAX_ARGUMENTS} parameters")
     if whole.get("type", "object") != "object" or not isinstance(properties, dict):
-        raise Unfit(f"{PREFIX}the parameters of {tool.name} are no object")
+        raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} are no object")
     needed = names(whole.get("required"))
     known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
     named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
     made = [Argument(name, name in needed, _document(known[name], whole, tool)) for name in named]
     shared = len(json.dumps([whole.get("$defs"), whole.get("definitions")]))
-    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > LONGEST:
-        raise Unfit(f"{PREFIX}the definitions that the parameters of {tool.name} share are too long together")
+    if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
+        raise UnsupportedSchema(
+            f"{PREFIX}the definitions that the parameters of {tool.name} share are too long together"
+        )
     return made
 
 
@@ -149,10 +161,10 @@ def names(found: object) -> list[str]:
     return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
 
 
-def _document(schema: object, whole: Json, tool: Tool) -> Json:
+def _document(schema: object, whole: Json, tool: ToolSpec) -> Json:
     made = dict(cast("Json", schema)) if isinstance(schema, dict) else {} if schema is True else None
     if made is None:
-        raise Unfit(f"{PREFIX}a parameter of {tool.name} has no schema")
+        raise UnsupportedSchema(f"{PREFIX}a parameter of {tool.name} has no schema")
     for key in SHARED:
         if isinstance(whole.get(key), dict) and '"$ref"' in json.dumps(made):
             made[key] = whole[key]
@@ -161,12 +173,12 @@ def _document(schema: object, whole: Json, tool: Tool) -> Json:
 
 def _resolved(schema: Json) -> Json:
     """Return the schema with its reference to a definition resolved. Keywords next to the reference take precedence."""
-    for _ in range(MOST_STEPS):
+    for _ in range(MAX_REFERENCE_STEPS):
         found = referred(schema, schema.get("$ref"))
         if found is None:
             return schema
         schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
-    raise Unfit(f"{PREFIX}it refers to itself, or on and on")
+    raise UnsupportedSchema(f"{PREFIX}it refers to itself, or on and on")
 
 
 def referred(document: Json, reference: object) -> Json | None:
@@ -179,7 +191,7 @@ def referred(document: Json, reference: object) -> Json | None:
     return cast("Json", found) if isinstance(found, dict) else None
 
 
-def _text(schema: Json) -> Text | None:
+def _text(schema: Json) -> TextArgument | None:
     options = schema.get("anyOf", schema.get("oneOf"))
     if isinstance(options, list) and RULING & schema.keys() <= {"anyOf", "oneOf"} and "type" not in schema:
         return _optional(cast("list[object]", options), schema)
@@ -195,10 +207,10 @@ def _text(schema: Json) -> Text | None:
         return None
     nullable = "null" in types if types is not None and not found else None in found
     choices = tuple(one for one in found if isinstance(one, str))
-    return None if found and not choices else Text(choices, least == 1, nullable)
+    return None if found and not choices else TextArgument(choices, least == 1, nullable)
 
 
-def _optional(options: list[object], schema: Json) -> Text | None:
+def _optional(options: list[object], schema: Json) -> TextArgument | None:
     """Return the text form of a choice between text and null; None for other choices."""
     others = [one for one in options if one != {"type": "null"}]
     if len(others) != 1 or not isinstance(others[0], dict):
@@ -219,18 +231,18 @@ def kinds(schema: Json) -> list[str]:
     return [named] if isinstance(named, str) else names(named)
 
 
-def told(tools: Sequence[Tool], *, nullable: bool) -> str:
+def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools in the form in which a parser distinguishes text from JSON."""
     functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
 
 
-def _told(tool: Tool, nullable: bool) -> Json:
+def _told(tool: ToolSpec, nullable: bool) -> Json:
     types = {one.name: "object" if one.text(nullable=nullable) is None else "string" for one in arguments_of(tool)}
     return {"type": "object", "properties": {name: {"type": kind} for name, kind in types.items()}}
 
 
-def ways(tools: list[object]) -> tuple[list[object], ...]:
+def tool_variants(tools: list[object]) -> tuple[list[object], ...]:
     """Return the tools in a form for parsers, and the original form if it differs.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
@@ -254,7 +266,7 @@ def _settled_tool(tool: Json) -> Json:
 def _settled(schema: object, whole: Json) -> object:
     if not isinstance(schema, dict) or isinstance(cast("Json", schema).get("type"), str):
         return cast("object", schema)
-    types = _types(cast("Json", schema), whole, MOST_STEPS) - {"null"}
+    types = _types(cast("Json", schema), whole, MAX_REFERENCE_STEPS) - {"null"}
     return {**cast("Json", schema), "type": types.pop()} if len(types) == 1 else cast("object", schema)
 
 
@@ -276,7 +288,7 @@ def _types(schema: object, whole: Json, steps: int) -> set[str]:
 
 
 @dataclass(frozen=True)
-class Guard:
+class MarkExclusion:
     """Exclusion of marks from the strings of a schema, and from text. A mark starts with its only `<`, or is a single
     sign."""
 
@@ -298,7 +310,7 @@ class Guard:
         return f"^{self.body}$"
 
     def document(self, schema: Json) -> Json:
-        """Return a JSON schema whose values contain no mark. Raise `Unfit` if it requires one."""
+        """Return a JSON schema whose values contain no mark. Raise `UnsupportedSchema` if it requires one."""
         made = self._node(schema)
         definitions = cast("Json", made.get("$defs", {}))
         return {**made, "$defs": {**definitions, ANY: self._anything()}}
@@ -326,7 +338,7 @@ class Guard:
     def _node(self, schema: Json) -> Json:
         made = {key: self._part(key, value) for key, value in schema.items()}
         if not self.free(json.dumps([schema.get("enum"), schema.get("const")], ensure_ascii=False)):
-            raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+            raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
         if {"$ref", "enum", "const"} & schema.keys() or (
             {"anyOf", "oneOf", "allOf"} & schema.keys() and not kinds(schema)
         ):
@@ -351,13 +363,13 @@ class Guard:
     def _close(self, made: Json) -> None:
         """Restrict an object to its named keys or, without any, to keys without a mark."""
         if "patternProperties" in made:
-            raise Unfit(f"{PREFIX}patternProperties cannot be held to in this model's format")
+            raise UnsupportedSchema(f"{PREFIX}patternProperties cannot be held to in this model's format")
         more = made.get("additionalProperties", ANYTHING)
         properties = dict(cast("Json", made["properties"])) if isinstance(made.get("properties"), dict) else {}
         for name in names(made.get("required")):
             properties.setdefault(name, ANYTHING)
         if not all(map(self.free, properties)):
-            raise Unfit(f"{PREFIX}it names a key in which a mark of this model's format stands")
+            raise UnsupportedSchema(f"{PREFIX}it names a key in which a mark of this model's format stands")
         if properties:
             made["properties"] = properties
         elif more is not False:

@@ -14,9 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, cast
 
-from node.engine.grammar.lark_builder import Sheet
-from node.engine.grammar.tool_arguments import Argument, Guard, Text, arguments_of, kinds, names, referred
-from node.engine.grammar.tool_spec import DEEPEST, PREFIX, Json, Tool, Unfit
+from node.engine.grammar.lark_builder import LarkBuilder
+from node.engine.grammar.tool_arguments import (
+    Argument,
+    MarkExclusion,
+    TextArgument,
+    arguments_of,
+    kinds,
+    names,
+    referred,
+)
+from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, PREFIX, Json, ToolSpec, UnsupportedSchema
 
 KEY: Final = re.compile(r"\w+", re.ASCII)
 SCALARS: Final = ("integer", "number", "boolean", "null")
@@ -46,23 +54,23 @@ UNWRITTEN: Final = frozenset(
 """Keywords that are not rendered as rules."""
 
 
-def keyworded(sheet: Sheet, tool: Tool) -> str:
+def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
     """Return the rule of a call in Python's notation. JSON is valid there, because mlx-lm's parser knows true, false
     and null."""
     for name in (tool.name, *(one.name for one in arguments_of(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-            raise Unfit(f"{PREFIX}{name[:40]!r} is no name in Python, in which this model writes its calls")
+            raise UnsupportedSchema(f"{PREFIX}{name[:40]!r} is no name in Python, in which this model writes its calls")
     parts = [(f"{json.dumps(one.name + '=')} {_literal(sheet, one)}", one.needed) for one in arguments_of(tool)]
     return f'{json.dumps(tool.name + "(")} {members(sheet, parts)} ")"'
 
 
-def _literal(sheet: Sheet, one: Argument) -> str:
+def _literal(sheet: LarkBuilder, one: Argument) -> str:
     value = sheet.json(one.schema)
     free = kinds(one.schema) == ["boolean"] and not {"enum", "const"} & one.schema.keys()
     return f'("True" | "False" | {value})' if free else value
 
 
-def members(sheet: Sheet, parts: Sequence[tuple[str, bool]]) -> str:
+def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Return parts in their order, separated by commas; optional parts may be omitted."""
     first = more = sheet.rule('""')
     for part, needed in reversed(parts):
@@ -71,22 +79,22 @@ def members(sheet: Sheet, parts: Sequence[tuple[str, bool]]) -> str:
     return first
 
 
-def braced(sheet: Sheet, tool: Tool, quote: str, *, nested: bool) -> str:
+def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
     """Return the rule of a call in Gemma's notation. `nested`: its parser reads nested objects and lists."""
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
-        raise Unfit(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot write")
-    written = Braces(sheet, tool, quote, nested)
+        raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot write")
+    written = PythonicFormat(sheet, tool, quote, nested)
     parts = [(written.member(one.name, one.schema), one.needed) for one in arguments_of(tool)]
     return f'{json.dumps(f"call:{tool.name}{{")} {written.joined(parts)} "}}"'
 
 
 @dataclass(slots=True)
-class Braces:
+class PythonicFormat:
     """Rules of the values of one tool's arguments."""
 
-    sheet: Sheet
+    sheet: LarkBuilder
     """Rules of the request."""
-    tool: Tool
+    tool: ToolSpec
     """The tool."""
     quote: str
     """Mark around text."""
@@ -98,14 +106,16 @@ class Braces:
     """Current depth of references."""
 
     @property
-    def guard(self) -> Guard:
+    def guard(self) -> MarkExclusion:
         """Return the guard of text against marks."""
-        return Guard((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
+        return MarkExclusion((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def member(self, name: str, schema: Json) -> str:
         """Return the rule of a key and its value."""
         if not KEY.fullmatch(name):
-            raise Unfit(f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot write")
+            raise UnsupportedSchema(
+                f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot write"
+            )
         return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
 
     def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
@@ -120,10 +130,10 @@ class Braces:
         """Return the rule of a value with this schema, a part of the document that has the definitions."""
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:
-            raise Unfit(f"{PREFIX}a parameter of {self.tool.name} has no schema")
+            raise UnsupportedSchema(f"{PREFIX}a parameter of {self.tool.name} has no schema")
         unwritten = sorted(UNWRITTEN & schema.keys())
         if unwritten and self.tool.strict:
-            raise Unfit(
+            raise UnsupportedSchema(
                 f"{PREFIX}{self.tool.name} uses {', '.join(unwritten)}, which this model's format cannot be held to"
             )
         if "$ref" in schema:
@@ -139,7 +149,7 @@ class Braces:
 
     def _either(self, options: Sequence[str]) -> str:
         if not options:
-            raise Unfit(f"{PREFIX}nothing can be written that it allows")
+            raise UnsupportedSchema(f"{PREFIX}nothing can be written that it allows")
         return f"({' | '.join(dict.fromkeys(options))})"
 
     def _reference(self, reference: object, document: Json) -> str:
@@ -147,11 +157,11 @@ class Braces:
         if key not in self.references:
             found = referred(document, reference)
             if found is None:
-                raise Unfit(f"{PREFIX}the reference {key[:80]} leads nowhere")
+                raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} leads nowhere")
             self.references[key] = f"referred_{len(self.references)}_{len(self.sheet.rules)}"
             self.level += 1
-            if self.level > DEEPEST:
-                raise Unfit(f"{PREFIX}its references go deeper than {DEEPEST} levels")
+            if self.level > MAX_JSON_DEPTH:
+                raise UnsupportedSchema(f"{PREFIX}its references go deeper than {MAX_JSON_DEPTH} levels")
             body = self.value(found, document)
             self.level -= 1
             self.sheet.rules[f"{self.references[key]}: {body}"] = self.references[key]
@@ -164,9 +174,9 @@ class Braces:
             bounds = {key: one for key, one in schema.items() if key in BOUNDS}
             return self.sheet.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
         if kind not in KINDS:
-            raise Unfit(f"{PREFIX}there is no type {kind[:40]}")
+            raise UnsupportedSchema(f"{PREFIX}there is no type {kind[:40]}")
         if not self.nested:
-            raise Unfit(
+            raise UnsupportedSchema(
                 f"{PREFIX}a parameter of {self.tool.name} is an {kind}, and this model's format has only texts, "
                 "numbers, true, false and null"
             )
@@ -175,19 +185,21 @@ class Braces:
     def _string(self, schema: Json) -> str:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if self.tool.strict and (least not in (0, 1) or most is not None):
-            raise Unfit(
+            raise UnsupportedSchema(
                 f"{PREFIX}{self.tool.name} limits the length of a text, which this model's format cannot be held to"
             )
-        text = self.sheet.text(Text(filled=least == 1), self.quote, self.guard, null=False)
+        text = self.sheet.text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
         return f"{self.sheet.mark(self.quote)} {text}"
 
     def _constant(self, value: object) -> str:
         if isinstance(value, str):
             if not self.guard.free(value):
-                raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+                raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
             return f"{self.sheet.mark(self.quote)} {json.dumps(value) if value else ''} {self.sheet.mark(self.quote)}"
         if isinstance(value, dict | list):
-            raise Unfit(f"{PREFIX}it names an object or a list as a value, which this model's format cannot be held to")
+            raise UnsupportedSchema(
+                f"{PREFIX}it names an object or a list as a value, which this model's format cannot be held to"
+            )
         return json.dumps(json.dumps(value))
 
     def _array(self, schema: Json, document: Json) -> str:
@@ -200,7 +212,7 @@ class Braces:
             or not isinstance(most, int | None)
             or (most is not None and most < max(least, 0))
         ):
-            raise Unfit(f"{PREFIX}a list cannot have {least} to {most} parts")
+            raise UnsupportedSchema(f"{PREFIX}a list cannot have {least} to {most} parts")
         if most == 0:
             return '"[]"'
         times = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
@@ -216,7 +228,7 @@ class Braces:
         parts: list[tuple[str, bool]] = []
         for name, one in known.items():
             if not KEY.fullmatch(name):
-                raise Unfit(f"{PREFIX}the key {name[:40]!r} is one that this model's format cannot write")
+                raise UnsupportedSchema(f"{PREFIX}the key {name[:40]!r} is one that this model's format cannot write")
             parts.append((f"{json.dumps(name + ':')} {self.value(one, document)}", name in needed))
         return f'"{{" {self.joined(parts)} "}}"'
 

@@ -5,16 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from node.engine.grammar.lark_builder import Sheet
-from node.engine.grammar.tool_arguments import Argument, Guard, Text, arguments_of, kinds
-from node.engine.grammar.tool_spec import PREFIX, Tool, Unfit
+from node.engine.grammar.lark_builder import LarkBuilder
+from node.engine.grammar.tool_arguments import Argument, MarkExclusion, TextArgument, arguments_of, kinds
+from node.engine.grammar.tool_spec import PREFIX, ToolSpec, UnsupportedSchema
 
 COUNTED: Final = "/[0-9]{1,3}/"
 NAME: Final = re.compile(r"[^\s<>\"'&=]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Tags:
+class XmlFormat:
     """Tags of a format."""
 
     open: str
@@ -37,7 +37,7 @@ class Tags:
     """Whether text that contains `<` is enclosed in a CDATA section."""
 
 
-QWEN: Final = Tags(
+QWEN: Final = XmlFormat(
     "\n<function={name}>\n",
     "</function>\n",
     "<parameter={key}>\n",
@@ -45,7 +45,7 @@ QWEN: Final = Tags(
     ("</parameter>", "</function>", "</tool_call>"),
     nullable=True,
 )
-GLM: Final = Tags(
+GLM: Final = XmlFormat(
     "{name}",
     "",
     "<arg_key>{key}</arg_key>",
@@ -53,7 +53,7 @@ GLM: Final = Tags(
     ("</arg_value>", "</tool_call>", "<arg_key>"),
     inner="<arg_value>",
 )
-MINIMAX: Final = Tags(
+MINIMAX: Final = XmlFormat(
     '<invoke name="{name}">\n',
     "</invoke>",
     '<parameter name="{key}">',
@@ -62,7 +62,7 @@ MINIMAX: Final = Tags(
     several=True,
     nullable=True,
 )
-MINICPM: Final = Tags(
+MINICPM: Final = XmlFormat(
     '"{name}">',
     "",
     '<param name="{key}">',
@@ -71,7 +71,7 @@ MINICPM: Final = Tags(
     nullable=True,
     wrapped=True,
 )
-KIMI_K3: Final = Tags(
+KIMI_K3: Final = XmlFormat(
     '<|open|>call tool="{name}" index="{at}"<|sep|>',
     "<|close|>call<|sep|>",
     '<|open|>argument key="{key}" type="{kind}"<|sep|>',
@@ -81,9 +81,9 @@ KIMI_K3: Final = Tags(
 )
 
 
-def tagged(sheet: Sheet, tags: Tags, tool: Tool) -> str:
+def tagged(sheet: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
     """Return the rule of a tool's call, between the markers of calls."""
-    guard = Guard(tuple(tags.marks))
+    guard = MarkExclusion(tuple(tags.marks))
     parts = [_argument(sheet, tags, guard, one) for one in arguments_of(tool)]
     end = sheet.mark(tags.close) if tags.close else ""
     opened = [sheet.mark(part) for part in tags.open.format(name=tool.name, at="{at}").split("{at}")]
@@ -91,9 +91,11 @@ def tagged(sheet: Sheet, tags: Tags, tool: Tool) -> str:
     return f"{before} BLANK? {' '.join(parts)} {end}"
 
 
-def _argument(sheet: Sheet, tags: Tags, guard: Guard, one: Argument) -> str:
+def _argument(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
     if not NAME.fullmatch(one.name) or not guard.free(one.name):
-        raise Unfit(f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot write")
+        raise UnsupportedSchema(
+            f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot write"
+        )
     text = one.text(nullable=tags.nullable)
     kind = "string" if text is not None else kind_of(one)
     value = _json(sheet, tags, guard, one) if text is None else _text(sheet, tags, guard, text)
@@ -109,16 +111,16 @@ def kind_of(one: Argument) -> str:
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 
 
-def _json(sheet: Sheet, tags: Tags, guard: Guard, one: Argument) -> str:
+def _json(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
     return f"{sheet.json(guard.document(one.schema))} BLANK? {sheet.mark(tags.after)}"
 
 
-def _text(sheet: Sheet, tags: Tags, guard: Guard, text: Text) -> str:
+def _text(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
     if not all(map(guard.free, text.choices)):
-        raise Unfit(f"{PREFIX}it names a value in which a mark of this model's format stands")
+        raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
     null = tags.nullable
     if not tags.wrapped or text.choices:
         return sheet.text(text, tags.after, guard, null=null)
-    plain = sheet.text(text, tags.after, Guard(("<",)), null=null)
+    plain = sheet.text(text, tags.after, MarkExclusion(("<",)), null=null)
     section = sheet.text(text, "]]>", guard, null=null, section=True)
     return f'({plain} | "<![CDATA[" {section} {sheet.mark(tags.after)})'

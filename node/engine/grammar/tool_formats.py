@@ -12,43 +12,45 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from node.engine.grammar.lark_builder import Sheet
-from node.engine.grammar.tool_arguments import Guard, check, told
+from node.engine.grammar.lark_builder import LarkBuilder
+from node.engine.grammar.tool_arguments import MarkExclusion, check, distinguishing_tools
 from node.engine.grammar.tool_format_pythonic import braced, keyworded
-from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, Tags, tagged
-from node.engine.grammar.tool_spec import Calling, Tool, Unfit
+from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, QWEN, XmlFormat, tagged
+from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
 
-Form = Callable[[Sheet, Sequence[Tool], bool], str]
+Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
 """Renders `calls` and `rest` of tools; with True as the last argument, for at most one call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
 """Parsers of models whose arguments are all JSON; only llguidance handles their schemas."""
-SPOKEN_FOR: Final = frozenset({"kimi_k3"})
+INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 """Parsers of models that put words between marks as well; calls cannot be separated from such words."""
 
 
-def rules(sheet: Sheet, tools: Sequence[Tool], *, free: bool, one: bool) -> str:
+def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
     """Return the rules `calls` and, for calls between words, `spoken`; `one`: at most one call."""
     calling = sheet.calling
     form = FORMS.get(calling.parser)
     if form is None:
-        raise Unfit(
+        raise UnsupportedSchema(
             f"calls of this model's format ({calling.parser or 'unknown'}) cannot be enforced: leave out strict, "
             "and use tool_choice auto"
         )
-    if free and calling.parser in SPOKEN_FOR:
-        raise Unfit("strict tools of this model are for calls that it has to make: use tool_choice required, or a name")
+    if free and calling.parser in INSEPARABLE_PARSERS:
+        raise UnsupportedSchema(
+            "strict tools of this model are for calls that it has to make: use tool_choice required, or a name"
+        )
     if calling.parser not in PLAIN:
         for tool in tools:
             check(tool.schema)
     text = form(sheet, tools, one)
-    return text + (_spoken(calling) if free else "") + sheet.written() + BLANK
+    return text + (_spoken(calling) if free else "") + sheet.all_rules() + BLANK
 
 
-def as_read(parser: str, tools: Sequence[Tool]) -> str:
+def as_read(parser: str, tools: Sequence[ToolSpec]) -> str:
     """Return the tools in the form for the parser; empty if it reads the original form."""
-    return told(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
+    return distinguishing_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
 def quoted(parser: str) -> bool:
@@ -56,7 +58,7 @@ def quoted(parser: str) -> bool:
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 
-def _spoken(calling: Calling) -> str:
+def _spoken(calling: ToolCallFormat) -> str:
     """Return the rule of words with calls between them. A marker that is text ends the words at its first
     occurrence."""
     marker, token = calling.mark(calling.markers[0])
@@ -68,7 +70,7 @@ def _calls(one: bool) -> str:
     return "calls: call\n" if one else "calls: call (BLANK? call)*\n"
 
 
-def _object(sheet: Sheet, tools: Sequence[Tool]) -> str:
+def _object(sheet: LarkBuilder, tools: Sequence[ToolSpec]) -> str:
     """Return the rule of a call as an object with a name and arguments."""
     chosen = " | ".join(
         f'{tool.quoted} BLANK? "," BLANK? {_key("arguments")} {sheet.json(tool.schema)}' for tool in tools
@@ -80,12 +82,12 @@ def _key(name: str) -> str:
     return f'{json.dumps(json.dumps(name))} BLANK? ":" BLANK?'
 
 
-def _json_tools(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+def _json_tools(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
     start, end = map(sheet.mark, sheet.calling.markers)
     return f"{_calls(one)}call: {start} rest\nrest: BLANK? object BLANK? {end}\n{_object(sheet, tools)}"
 
 
-def _mistral(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+def _mistral(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
     start = sheet.mark(sheet.calling.markers[0])
     if "[ARGS]" in sheet.calling.template:
         chosen = " | ".join(
@@ -96,11 +98,11 @@ def _mistral(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
     return f'calls: {start} rest\nrest: BLANK? "[" BLANK? object {more} BLANK? "]"\n{_object(sheet, tools)}'
 
 
-def _kimi(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+def _kimi(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
     start, end = map(sheet.mark, sheet.calling.markers)
     marks = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
     begin, arguments, done = map(sheet.mark, marks)
-    guard = Guard(marks[-1:])
+    guard = MarkExclusion(marks[-1:])
     named = [(json.dumps(f"functions.{tool.name}:"), sheet.json(guard.document(tool.schema))) for tool in tools]
     chosen = " | ".join(f"{name} NUMBER {arguments} {schema}" for name, schema in named)
     return (
@@ -109,8 +111,8 @@ def _kimi(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
     )
 
 
-def _tagged(tags: Tags) -> Form:
-    def form(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+def _tagged(tags: XmlFormat) -> Form:
+    def form(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
         start, end = map(sheet.mark, sheet.calling.markers)
         chosen = " | ".join(tagged(sheet, tags, tool) for tool in tools)
         if tags.several:
@@ -120,7 +122,7 @@ def _tagged(tags: Tags) -> Form:
     return form
 
 
-def _pythonic(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+def _pythonic(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
     start, end = map(sheet.mark, sheet.calling.markers)
     chosen = " | ".join(keyworded(sheet, tool) for tool in tools)
     more = "" if one else '("," BLANK? named)*'
@@ -128,7 +130,7 @@ def _pythonic(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
 
 
 def _braced(quote: str, *, nested: bool) -> Form:
-    def form(sheet: Sheet, tools: Sequence[Tool], one: bool) -> str:
+    def form(sheet: LarkBuilder, tools: Sequence[ToolSpec], one: bool) -> str:
         start, end = map(sheet.mark, sheet.calling.markers)
         chosen = " | ".join(braced(sheet, tool, quote, nested=nested) for tool in tools)
         return f"{_calls(one)}call: {start} rest\nrest: named {end}\nnamed: {chosen}\n"
@@ -136,7 +138,7 @@ def _braced(quote: str, *, nested: bool) -> Form:
     return form
 
 
-TAGS: dict[str, Tags] = {
+TAGS: dict[str, XmlFormat] = {
     "qwen3_coder": QWEN,
     "glm47": GLM,
     "laguna": GLM,

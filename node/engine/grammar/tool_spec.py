@@ -7,26 +7,26 @@ from typing import Final, cast
 
 Json = dict[str, object]
 
-DEEPEST: Final = 64
+MAX_JSON_DEPTH: Final = 64
 """Most levels of a JSON text. JSON parsers recurse once per level."""
-MOST_DETAIL: Final = 300
+MAX_DETAIL_CHARS: Final = 300
 PREFIX: Final = "the grammar cannot be used: "
 
 LENIENT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}", "lenient": True, "coerce_one_of": True}
 STRICT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}"}
 
 
-class Unfit(ValueError):
+class UnsupportedSchema(ValueError):
     """No grammar can be made; the text states the reason for the client."""
 
 
 def in_words(marker: str) -> tuple[str, bool]:
-    """Return a marker as text in Lark's notation, as for `Calling.mark`."""
+    """Return a marker as text in Lark's notation, as for `ToolCallFormat.mark`."""
     return json.dumps(marker), False
 
 
 @dataclass(frozen=True, slots=True)
-class Calling:
+class ToolCallFormat:
     """Format of a model's calls."""
 
     parser: str
@@ -39,13 +39,13 @@ class Calling:
     """Returns text in Lark's notation (special tokens as such, other text in quotes), and whether it starts with a
     token."""
 
-    def in_words(self) -> "Calling":
+    def in_words(self) -> "ToolCallFormat":
         """Return the same format with every marker as text."""
         return replace(self, mark=in_words)
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class ToolSpec:
     """Function that a model may call."""
 
     name: str
@@ -61,25 +61,25 @@ class Tool:
         return json.dumps(json.dumps(self.name))
 
 
-def tools_of(text: str, only: str) -> list[Tool]:
+def tools_of(text: str, only: str) -> list[ToolSpec]:
     """Parse the tools (see wire.frames.Generate); with `only`, those of that name."""
     found = read(text or "[]")
     if not isinstance(found, list):
-        raise Unfit("the tools are not a JSON array")
+        raise UnsupportedSchema("the tools are not a JSON array")
     tools = [cast("Json", tool) for tool in cast("list[object]", found) if isinstance(tool, dict)]
     functions = [cast("Json", tool.get("function")) for tool in tools if isinstance(tool.get("function"), dict)]
     chosen = [one for one in functions if not only or one.get("name") == only]
     if not chosen:
-        raise Unfit(f"there is no tool {only}" if only else "there are no tools that could be called")
+        raise UnsupportedSchema(f"there is no tool {only}" if only else "there are no tools that could be called")
     return [_tool(function) for function in chosen]
 
 
-def _tool(function: Json) -> Tool:
+def _tool(function: Json) -> ToolSpec:
     parameters, strict = function.get("parameters"), function.get("strict") is True
     schema = dict(cast("Json", parameters)) if isinstance(parameters, dict) else {}
     schema.setdefault("type", "object")
     schema["x-guidance"] = STRICT if strict else LENIENT
-    return Tool(str(function.get("name")), schema, strict)
+    return ToolSpec(str(function.get("name")), schema, strict)
 
 
 # JSON
@@ -87,12 +87,12 @@ def _tool(function: Json) -> Tool:
 
 def read(text: str) -> object:
     """Parse JSON of limited depth. The limit is checked before parsing."""
-    if _depth(text) > DEEPEST:
-        raise Unfit(f"{PREFIX}it is nested deeper than {DEEPEST} levels")
+    if _depth(text) > MAX_JSON_DEPTH:
+        raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
         return json.loads(text)
     except ValueError as error:
-        raise Unfit(f"{PREFIX}it is no JSON: {told(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}it is no JSON: {one_line(str(error))}") from error
 
 
 def _depth(text: str) -> int:
@@ -107,6 +107,6 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def told(wrong: str) -> str:
+def one_line(wrong: str) -> str:
     """Return an error text as one line of bounded length."""
-    return " ".join(wrong.split())[:MOST_DETAIL]
+    return " ".join(wrong.split())[:MAX_DETAIL_CHARS]

@@ -13,7 +13,7 @@ without padding; from its join it counts as padded.
 from dataclasses import dataclass, field
 
 from wire.capacity.arithmetic import join_bytes, joinable, padded, row_bytes
-from wire.report import Group, Kv
+from wire.report import BatchGroup, KvParameters
 
 
 @dataclass(slots=True, eq=False)
@@ -31,14 +31,14 @@ class Commitment:
 
 
 @dataclass(slots=True, eq=False)
-class _Batch:
+class _PaddedGroup:
     number: int
     rows: list[Commitment] = field(default_factory=list["Commitment"])
 
-    def promised(self) -> Group:
+    def reserved_tokens(self) -> BatchGroup:
         return _group([row.promised for row in self.rows])
 
-    def written(self, kv: Kv) -> int:
+    def written_bytes(self, kv: KvParameters) -> int:
         """Return the written bytes of all rows. Runs before every forward, hence one pass."""
         own = joined = longest = 0
         for row in self.rows:
@@ -50,7 +50,7 @@ class _Batch:
                 longest = row.written
         return own + joined * row_bytes(kv, longest)
 
-    def promised_bytes(self, kv: Kv) -> int:
+    def reserved_bytes(self, kv: KvParameters) -> int:
         """Return the promised bytes of all rows. Runs before every forward, hence a plain loop."""
         longest = 0
         for row in self.rows:
@@ -59,16 +59,16 @@ class _Batch:
         return len(self.rows) * row_bytes(kv, longest)
 
 
-def _group(lengths: list[int]) -> Group:
-    return Group(len(lengths), max(lengths), sum(lengths))
+def _group(lengths: list[int]) -> BatchGroup:
+    return BatchGroup(len(lengths), max(lengths), sum(lengths))
 
 
-class Ledger:
+class CommitmentLedger:
     """Commitments of all rows of one model, in padded groups."""
 
-    def __init__(self, kv: Kv) -> None:
+    def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
-        self._batches: list[_Batch] = []
+        self._batches: list[_PaddedGroup] = []
         self._made = 0
 
     def __len__(self) -> int:
@@ -78,17 +78,17 @@ class Ledger:
         """Return whether a commitment is in force: created here and not released."""
         return any(row in batch.rows for batch in self._batches)
 
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[BatchGroup, ...]:
         """Return the rows and the longest promised row of every group, for the report."""
-        return tuple(batch.promised() for batch in self._batches)
+        return tuple(batch.reserved_tokens() for batch in self._batches)
 
-    def written(self) -> int:
+    def written_bytes(self) -> int:
         """Return the written bytes of all rows, padding included."""
-        return sum(batch.written(self.kv) for batch in self._batches)
+        return sum(batch.written_bytes(self.kv) for batch in self._batches)
 
-    def reserved(self) -> int:
+    def reserved_bytes(self) -> int:
         """Return the bytes promised and not yet written."""
-        return sum(batch.promised_bytes(self.kv) - batch.written(self.kv) for batch in self._batches)
+        return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add: exactly the amount that `commit` then
@@ -105,7 +105,7 @@ class Ledger:
         alone = made if best is None else made[1:]
         if alone:
             self._made += 1
-            self._batches.append(_Batch(self._made, alone.copy()))
+            self._batches.append(_PaddedGroup(self._made, alone.copy()))
         return made
 
     def batch_of(self, row: Commitment) -> int:
@@ -125,9 +125,9 @@ class Ledger:
     def extension(self, row: Commitment, more: int) -> int:
         """Return the bytes that `more` tokens for a row would add to its group."""
         batch = self._batch_of(row)
-        group = batch.promised()
+        group = batch.reserved_tokens()
         longest = max(group.longest, row.promised + more)
-        return padded(Group(group.rows, longest), self.kv) - padded(group, self.kv)
+        return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
         """Promise `more` tokens to a row."""
@@ -140,9 +140,9 @@ class Ledger:
         if not batch.rows:
             self._batches.remove(batch)
 
-    def _best(self, length: int) -> _Batch | None:
-        open_ = [batch for batch in self._batches if joinable(batch.promised(), length, self.kv)]
-        return min(open_, key=lambda batch: join_bytes((batch.promised(),), length, self.kv), default=None)
+    def _best(self, length: int) -> _PaddedGroup | None:
+        open_ = [batch for batch in self._batches if joinable(batch.reserved_tokens(), length, self.kv)]
+        return min(open_, key=lambda batch: join_bytes((batch.reserved_tokens(),), length, self.kv), default=None)
 
-    def _batch_of(self, row: Commitment) -> _Batch:
+    def _batch_of(self, row: Commitment) -> _PaddedGroup:
         return next(batch for batch in self._batches if row in batch.rows)

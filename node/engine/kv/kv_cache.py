@@ -10,9 +10,9 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from wire.report import Kv
+from wire.report import KvParameters
 
-STEP = 256
+CACHE_STEP_TOKENS = 256
 """Tokens by which mlx-lm's caches grow (`KVCache.step`)."""
 
 
@@ -20,7 +20,7 @@ evaluate = cast("Callable[..., None]", mx.eval)
 """`mx.eval`, with a type."""
 
 
-class Layer(Protocol):
+class LayerCache(Protocol):
     """Cache of one layer, for one row or for a batch."""
 
     @property
@@ -33,22 +33,22 @@ class Layer(Protocol):
         """Bytes of its arrays."""
         ...
 
-    def merge(self, caches: "Sequence[Layer]") -> "Layer":
+    def merge(self, caches: "Sequence[LayerCache]") -> "LayerCache":
         """Merge rows into a batch."""
         ...
 
-    def extract(self, idx: int) -> "Layer":
+    def extract(self, idx: int) -> "LayerCache":
         """Return one row of a batch."""
         ...
 
 
-Layers = list[Layer]
+Layers = list[LayerCache]
 
 
 class TextModel(Protocol):
     """Model of mlx-lm: maps tokens (rows, length) to logits (rows, length, vocabulary) and writes into the caches."""
 
-    def __call__(self, tokens: mx.array, cache: "Sequence[Layer]") -> mx.array:
+    def __call__(self, tokens: mx.array, cache: "Sequence[LayerCache]") -> mx.array:
         """Run a forward."""
         ...
 
@@ -58,13 +58,13 @@ def new_cache(model: TextModel) -> Layers:
     return cast("Layers", make_prompt_cache(cast("Any", model)))
 
 
-def nbytes_of(layers: Iterable[Layer]) -> int:
+def nbytes_of(layers: Iterable[LayerCache]) -> int:
     """Return the bytes of all layers."""
     return sum(layer.nbytes for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
-class Extent:
+class CacheExtent:
     """Size of a row's cache."""
 
     size: int
@@ -73,7 +73,7 @@ class Extent:
     """Tokens for which the growing layers have room."""
 
 
-def extent_of(layers: Iterable[Layer]) -> Extent:
+def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
     """Measure a cache between two forwards."""
     size = room = 0
     for layer in _leaves(layers):
@@ -84,10 +84,10 @@ def extent_of(layers: Iterable[Layer]) -> Extent:
             continue
         size += layer.nbytes
         room += held if window is None else 0
-    return Extent(size, room)
+    return CacheExtent(size, room)
 
 
-def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
+def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
     """Double caches that the next `tokens` exceed, up to room for `most`. With fixed steps, mlx-lm would copy all held
     tokens at every step of a prompt."""
     for layer in _growing(layers):
@@ -97,7 +97,7 @@ def stretch(layers: Iterable[Layer], tokens: int, most: int) -> None:
             layer.step = _step(held, tokens, most)
 
 
-def widen(layers: Iterable[Layer], tokens: int, most: int) -> bool:
+def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
     """Double one cache that soon has no room for another `tokens`; return whether there was one. While other rows
     decode, each cache is copied in a separate iteration. No gap between their tokens is then as long as all copies."""
     growing = list(_growing(layers))
@@ -113,22 +113,22 @@ def widen(layers: Iterable[Layer], tokens: int, most: int) -> bool:
 
 
 def _step(held: int, tokens: int, most: int) -> int:
-    return max(tokens, min(math.ceil(max(tokens, held) / STEP) * STEP, most - held))
+    return max(tokens, min(math.ceil(max(tokens, held) / CACHE_STEP_TOKENS) * CACHE_STEP_TOKENS, most - held))
 
 
-def room_of(layers: Iterable[Layer]) -> int:
+def room_of(layers: Iterable[LayerCache]) -> int:
     """Return the mean number of tokens for which growing layers have room; 0 where none grows."""
     rooms = [layer.keys.shape[2] for layer in _growing(layers)]
     return sum(rooms) // len(rooms) if rooms else 0
 
 
-def _growing(layers: Iterable[Layer]) -> Iterator[Any]:
+def _growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
     for layer in _leaves(layers):
         if type(layer) is KVCache and cast("Any", layer).keys is not None:
             yield layer
 
 
-def kv_of(layers: Iterable[Layer]) -> Kv:
+def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
     """Return the bytes of a row from a cache that a short forward has filled.
 
     Layers with keys and values take bytes per token. Layers with a `max_size` do only within their window. All other
@@ -147,7 +147,7 @@ def kv_of(layers: Iterable[Layer]) -> Kv:
         else:
             windowed += layer.nbytes // held
             window = max(window, size)
-    return Kv(per_token, STEP, fixed, window, windowed)
+    return KvParameters(per_token, CACHE_STEP_TOKENS, fixed, window, windowed)
 
 
 def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
@@ -159,24 +159,24 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
             yield from _leaves(inner)
 
 
-def plain(layers: Iterable[Layer]) -> bool:
+def is_plain(layers: Iterable[LayerCache]) -> bool:
     """Return whether right padding of a row is invisible in these caches: plain keys and values by position only."""
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
-def row_of(layers: Iterable[Layer], place: int, length: int) -> Layers:
+def row_of(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
     """Return a view of a row's first `length` tokens in plain caches of many rows."""
     return [_row(layer, place, length) for layer in layers]
 
 
-def _row(layer: Any, place: int, length: int) -> Layer:
+def _row(layer: Any, place: int, length: int) -> LayerCache:
     row = cast("Any", KVCache)()
     row.keys, row.values = (held[place : place + 1, :, :length, :] for held in (layer.keys, layer.values))
     row.offset = length
     return row
 
 
-class Manner(Enum):
+class CacheTrimMode(Enum):
     """Reuse of a model's caches: cut to any prefix, only whole, or not at all."""
 
     CUT = "cut"
@@ -184,21 +184,21 @@ class Manner(Enum):
     NEVER = "never"
 
 
-def manner_of(layers: Iterable[Layer]) -> Manner:
+def trim_mode_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
     """Return how these caches can be reused. Unknown kinds of caches are not reused."""
     kinds = {_manner(layer) for layer in _leaves(layers)}
-    return next((manner for manner in (Manner.NEVER, Manner.EXACT) if manner in kinds), Manner.CUT)
+    return next((manner for manner in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if manner in kinds), CacheTrimMode.CUT)
 
 
-def _manner(layer: object) -> Manner:
+def _manner(layer: object) -> CacheTrimMode:
     if type(layer) is KVCache:
-        return Manner.CUT
+        return CacheTrimMode.CUT
     if type(layer) is ArraysCache or (type(layer) is RotatingKVCache and not layer.keep):
-        return Manner.EXACT
-    return Manner.NEVER
+        return CacheTrimMode.EXACT
+    return CacheTrimMode.NEVER
 
 
-def owned(layers: Iterable[Layer]) -> Layers:
+def materialize(layers: Iterable[LayerCache]) -> Layers:
     """Copy a row's caches into arrays of their own, cut to the held tokens, and evaluate them. A lazy copy or a view
     would keep its source arrays alive, possibly a whole batch."""
     mine = [deepcopy(layer) for layer in layers]
@@ -221,7 +221,7 @@ def _shrink(layer: Any) -> None:
             layer._idx = layer.keys.shape[2]
 
 
-def copied(layers: Iterable[Layer], length: int) -> Layers:
+def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
     """Copy the first `length` tokens of these caches for another row. The copy takes no bytes until the row writes.
     Caches that cannot be cut must hold exactly these tokens."""
     mine = [deepcopy(layer) for layer in layers]

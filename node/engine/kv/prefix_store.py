@@ -11,8 +11,8 @@ At least one token of a prompt is always computed, because no logits are stored.
 Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
 count nor a time therefore reveals the requests of another key.
 
-The caches are opaque here (`value`); the caller counts their bytes. A holder of an `Entry` checks `alive` before using
-it. A removed entry has no value, and a forgotten reference therefore keeps no memory.
+The caches are opaque here (`value`); the caller counts their bytes. A holder of an `CachedPrefix` checks `alive` before
+using it. A removed entry has no value, and a forgotten reference therefore keeps no memory.
 """
 
 from collections import deque
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, Protocol, TypeVar
 
-from node.engine.kv.radix_trie import WIDTH, Trie
+from node.engine.kv.radix_trie import ID_BYTES, RadixTrie
 from wire.report import CacheState
 
-BLOCK = 256
+BLOCK_TOKENS = 256
 """Tokens of a block of the hash."""
-LEAST = 16
+MIN_PREFIX_TOKENS = 16
 """Fewest tokens of a prefix that is stored or used: chat templates alone share as many."""
-TOLD = 64
+MAX_EVICTIONS_REPORTED = 64
 """Number of evictions whose hashes are reported."""
 
 V = TypeVar("V")
@@ -42,13 +42,13 @@ def hash_of(fingerprint: str, key: bytes) -> bytes:
     the same chain.
     """
     chained = blake2b(fingerprint.encode(), digest_size=16).digest()
-    for start in range(0, len(key), BLOCK * WIDTH):
-        chained = blake2b(chained + key[start : start + BLOCK * WIDTH], digest_size=16).digest()
+    for start in range(0, len(key), BLOCK_TOKENS * ID_BYTES):
+        chained = blake2b(chained + key[start : start + BLOCK_TOKENS * ID_BYTES], digest_size=16).digest()
     return chained
 
 
 @dataclass(slots=True, eq=False)
-class Entry(Generic[V]):
+class CachedPrefix(Generic[V]):
     """Stored sequence."""
 
     model: str
@@ -69,7 +69,7 @@ class Entry(Generic[V]):
     @property
     def length(self) -> int:
         """Number of tokens."""
-        return len(self.key) // WIDTH
+        return len(self.key) // ID_BYTES
 
     @property
     def alive(self) -> bool:
@@ -78,10 +78,10 @@ class Entry(Generic[V]):
 
 
 @dataclass(frozen=True, slots=True)
-class Found(Generic[V]):
+class PrefixHit(Generic[V]):
     """Result of a lookup."""
 
-    entry: Entry[V] | None = None
+    entry: CachedPrefix[V] | None = None
     """Entry that starts with the first `length` tokens of the prompt; None: none is usable."""
     length: int = 0
     """Tokens of the prompt that the entry provides."""
@@ -92,11 +92,11 @@ class Found(Generic[V]):
 class PrefixStore(Protocol[V]):
     """Interface of a store of sequences. The only implementation is in RAM."""
 
-    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
+    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt in a scope; `cut`: whether the model's caches can be cut."""
         ...
 
-    def store(self, entry: Entry[V]) -> None:
+    def store(self, entry: CachedPrefix[V]) -> None:
         """Store a sequence."""
         ...
 
@@ -106,14 +106,14 @@ class PrefixStore(Protocol[V]):
 
 
 class PrefixCache(Generic[V]):
-    """Stored sequences of all models, in RAM. Bytes are those of `Entry.nbytes` at `store`."""
+    """Stored sequences of all models, in RAM. Bytes are those of `CachedPrefix.nbytes` at `store`."""
 
     def __init__(self) -> None:
-        self._tries: dict[tuple[str, str], Trie[Entry[V]]] = {}
+        self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}
         """Tries by model and scope."""
-        self._order: dict[Entry[V], None] = {}
+        self._order: dict[CachedPrefix[V], None] = {}
         self._nbytes = self._hits = self._hit_tokens = self._stores = self._evictions = 0
-        self._evicted: deque[bytes] = deque(maxlen=TOLD)
+        self._evicted: deque[bytes] = deque(maxlen=MAX_EVICTIONS_REPORTED)
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +124,7 @@ class PrefixCache(Generic[V]):
         return len(self._order)
 
     @property
-    def entries(self) -> tuple[Entry[V], ...]:
+    def entries(self) -> tuple[CachedPrefix[V], ...]:
         """Entries, least recently used first."""
         return tuple(self._order)
 
@@ -133,13 +133,13 @@ class PrefixCache(Generic[V]):
         """Pairs of model and scope that have entries."""
         return frozenset(self._tries)
 
-    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> Found[V]:
+    def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
         """Return the longest stored prefix of a prompt, as in `PrefixStore`. The entry becomes the most recently
         used."""
         trie = self._tries.get((model, scope))
         if trie is None:
-            return Found()
-        most = len(key) // WIDTH - 1
+            return PrefixHit()
+        most = len(key) // ID_BYTES - 1
         match = trie.match(key, most)
         length = min(match.shared, most)
         entry = match.whole
@@ -147,12 +147,12 @@ class PrefixCache(Generic[V]):
             entry = match.below
         elif entry is not None:
             length = entry.length
-        if entry is None or length < LEAST:
-            return Found(shared=match.shared)
+        if entry is None or length < MIN_PREFIX_TOKENS:
+            return PrefixHit(shared=match.shared)
         self._order[entry] = self._order.pop(entry)
-        return Found(entry, length, match.shared)
+        return PrefixHit(entry, length, match.shared)
 
-    def hit(self, tokens: int) -> None:
+    def count_hit(self, tokens: int) -> None:
         """Count a prefix that was used, with its tokens."""
         self._hits += 1
         self._hit_tokens += tokens
@@ -162,28 +162,28 @@ class PrefixCache(Generic[V]):
         trie = self._tries.get((model, scope))
         if trie is None:
             return False
-        size = len(key) // WIDTH
+        size = len(key) // ID_BYTES
         match = trie.match(key, size)
         return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
 
-    def replaced(self, model: str, key: bytes, scope: str = "") -> list[Entry[V]]:
+    def replaced(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
         """Return the entries that a new sequence makes redundant where caches can be cut: its own prefixes."""
         trie = self._tries.get((model, scope))
         return [] if trie is None else trie.beginnings(key)
 
-    def store(self, entry: Entry[V]) -> None:
+    def store(self, entry: CachedPrefix[V]) -> None:
         """Store a sequence; it replaces one with the same ids."""
-        trie = self._tries.setdefault((entry.model, entry.scope), Trie())
+        trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).whole
         if same is not None and same.key == entry.key:
-            self.take(same)
-            trie = self._tries.setdefault((entry.model, entry.scope), Trie())
+            self.pop(same)
+            trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         trie.put(entry.key, entry)
         self._order[entry] = None
         self._nbytes += entry.nbytes
         self._stores += 1
 
-    def take(self, entry: Entry[V]) -> V:
+    def pop(self, entry: CachedPrefix[V]) -> V:
         """Remove a sequence and return its cache, which the caller then owns."""
         value = entry.value
         assert value is not None  # noqa: S101 the caller has checked `alive`
@@ -209,16 +209,16 @@ class PrefixCache(Generic[V]):
         for entry in [entry for entry in self._order if entry.model == model]:
             self._evict(entry)
 
-    def discard(self, entries: Iterable[Entry[V]]) -> None:
+    def discard(self, entries: Iterable[CachedPrefix[V]]) -> None:
         """Remove redundant entries. They do not count as evictions, because no prompt loses a prefix."""
         for entry in entries:
             if entry.alive:
-                self.take(entry)
+                self.pop(entry)
 
-    def _evict(self, entry: Entry[V]) -> None:
+    def _evict(self, entry: CachedPrefix[V]) -> None:
         self._evictions += 1
         self._evicted.append(entry.prompt_hash)
-        self.take(entry)
+        self.pop(entry)
 
     def state(self) -> CacheState:
         """Return the size and the counters of the cache."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-WIDTH = 4
+ID_BYTES = 4
 """Bytes of a packed id."""
 
 V = TypeVar("V")
@@ -31,7 +31,7 @@ def common(one: bytes, other: bytes) -> int:
         return size
     differ = int.from_bytes(one, "big") ^ int.from_bytes(other, "big")
     same = size - (differ.bit_length() + 7) // 8
-    return same - same % WIDTH
+    return same - same % ID_BYTES
 
 
 @dataclass(slots=True, eq=False)
@@ -41,14 +41,14 @@ class _Node(Generic[V]):
     children: "dict[bytes, _Node[V]]" = field(default_factory=dict[bytes, "_Node[V]"])
 
     def child(self, key: bytes, at: int) -> "_Node[V] | None":
-        return self.children.get(key[at : at + WIDTH])
+        return self.children.get(key[at : at + ID_BYTES])
 
     def adopt(self, child: "_Node[V]") -> None:
-        self.children[child.label[:WIDTH]] = child
+        self.children[child.label[:ID_BYTES]] = child
 
 
 @dataclass(frozen=True, slots=True)
-class Match(Generic[V]):
+class TrieMatch(Generic[V]):
     """Result of a walk along a key."""
 
     shared: int
@@ -59,7 +59,7 @@ class Match(Generic[V]):
     """Value with the longest stored key that is wholly a prefix of the key and within the allowed length."""
 
 
-class Trie(Generic[V]):
+class RadixTrie(Generic[V]):
     """Radix trie from packed keys to values."""
 
     def __init__(self) -> None:
@@ -95,15 +95,15 @@ class Trie(Generic[V]):
         node.value = None
         if not node.children and len(path) > 1:
             path.pop()
-            del path[-1].children[node.label[:WIDTH]]
+            del path[-1].children[node.label[:ID_BYTES]]
             node = path[-1]
         if node.value is None and len(node.children) == 1 and len(path) > 1:
             (child,) = node.children.values()
             child.label = node.label + child.label
             path[-2].adopt(child)
 
-    def match(self, key: bytes, most: int) -> Match[V]:
-        """Walk along a key. `most` is the greatest length of the key of `Match.whole`, in tokens."""
+    def match(self, key: bytes, most: int) -> TrieMatch[V]:
+        """Walk along a key. `most` is the greatest length of the key of `TrieMatch.whole`, in tokens."""
         node, at = self._root, 0
         whole: V | None = None
         while at < len(key):
@@ -114,9 +114,9 @@ class Trie(Generic[V]):
             node, at = child, at + same
             if same < len(child.label):
                 break
-            if child.value is not None and at <= most * WIDTH:
+            if child.value is not None and at <= most * ID_BYTES:
                 whole = child.value
-        return Match(at // WIDTH, _any(node) if at else None, whole)
+        return TrieMatch(at // ID_BYTES, _any(node) if at else None, whole)
 
     def beginnings(self, key: bytes) -> list[V]:
         """Return the values whose keys are proper prefixes of this key."""
@@ -136,7 +136,7 @@ class Trie(Generic[V]):
         node, at = self._root, 0
         yield node
         while at < len(key):
-            node = node.children[key[at : at + WIDTH]]
+            node = node.children[key[at : at + ID_BYTES]]
             at += len(node.label)
             yield node
 

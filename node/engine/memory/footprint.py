@@ -10,15 +10,15 @@ import mlx.core as mx
 import structlog
 
 from host.heap import trim
-from node.engine.memory.gate import Gate, Use
-from node.engine.memory.wired_limit import Wire, wired_bytes
-from node.memory.reading import Reading, Recent
+from node.engine.memory.gate import MemoryGate, MlxCounters
+from node.engine.memory.wired_limit import WireMode, wired_bytes
+from node.memory.reading import MemoryReading, RecentPeak
 from node.memory.sensor import open_sensor
 from wire.report import Memory
 from wire.units import MIB, show_size
 
 POOL_SHARE = 0.01
-POOL_MOST = 256 * MIB
+MAX_POOL_BYTES = 256 * MIB
 """Upper bound of MLX's pool of free buffers, in bytes; `POOL_SHARE` of the cap applies if it is less. The pool serves
 the next forward: on Linux, page faults in fresh memory took much of the time of a join. The bound is small because a
 reading counts the pool. The engine empties the pool before it refuses a request."""
@@ -26,7 +26,7 @@ reading counts the pool. The engine empties the pool before it refuses a request
 log = structlog.get_logger("engine.footprint")
 
 
-class Footprint:
+class EngineMemory:
     """Memory sensor of this process and MLX, with the highest reading of the last polls.
 
     Construct it before any model is loaded: the first reading is the base of the engine without models.
@@ -34,30 +34,30 @@ class Footprint:
     `held()` returns the bytes of weights, rows and cached prefixes. The recent height is kept as the distance of a
     reading above `held()`. Memory that the engine freed on purpose therefore does not count against later requests.
 
-    When the footprint cannot be read, the last good reading stands in for `reading.STALE` seconds. MLX's allocations
-    and frees since then are added to that reading.
+    When the footprint cannot be read, the last good reading stands in for `reading.STALE_AFTER_SECONDS` seconds. MLX's
+    allocations and frees since then are added to that reading.
     """
 
     def __init__(self, total: int, held: Callable[[], int]) -> None:
         self.sensor = open_sensor(os.getpid())
-        self._recent = Recent()
+        self._recent = RecentPeak()
         self._held = held
         self._total = total
-        self._good = Reading(None, "", 0.0)
+        self._good = MemoryReading(None, "", 0.0)
         self._counted = 0
         self._base = self.sensor.phys().phys or 0
 
-    def judged(self, gate: Gate, reserved: int, now: float) -> Memory:
+    def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
         """Read the footprint now and return the `Memory` that the gate judges and the report carries. `reserved` in
         bytes."""
         reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
         # The pool is emptied before a refusal. Its bytes therefore do not count in the recent height.
-        self._recent = self._recent.observed(max(active, (reading.phys or 0) - cache) - held, now)
-        use = Use(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
+        self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - held, now)
+        use = MlxCounters(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
 
-    def _read(self) -> Reading:
+    def _read(self) -> MemoryReading:
         """Read the footprint. If that fails, return the last good reading at its own time, moved by MLX's counters
         since."""
         reading, counted = self.sensor.phys(), mx.get_active_memory() + mx.get_cache_memory()
@@ -66,17 +66,17 @@ class Footprint:
         last = self._good.phys
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
-    def falls_at(self, now: float) -> float | None:
+    def peak_expires_at(self, now: float) -> float | None:
         """Return the time at which the recent height falls; None if the height cannot change before another reading."""
         present = max(mx.get_active_memory(), self._read().phys or 0)
-        return self._recent.falls_at(present - self._held(), now)
+        return self._recent.peak_expires_at(present - self._held(), now)
 
     def forget(self) -> None:
         """Reset the recent height after memory was freed on purpose."""
-        self._recent = Recent()
+        self._recent = RecentPeak()
 
 
-class Height:
+class MlxPeakTracker:
     """MLX's peak memory since the last mark and since the start. MLX has one peak per process, and only this class
     resets it."""
 
@@ -88,19 +88,19 @@ class Height:
     def mark(self) -> None:
         """Start a measurement: the active memory of this moment is its ground."""
         self.marks += 1
-        self._ever = self.ever()
+        self._ever = self.highest()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()
 
-    def ever(self) -> int:
+    def highest(self) -> int:
         """Return the highest active memory since the start, in bytes."""
         return max(self._ever, self._top())
 
-    def above(self) -> int:
+    def peak_above_mark(self) -> int:
         """Return the peak since the mark minus the ground, in bytes."""
         return self._top() - self._from
 
-    def sunk(self) -> int:
+    def peak_drop(self) -> int:
         """Return the peak since the mark minus the active memory now, in bytes."""
         return self._top() - mx.get_active_memory()
 
@@ -109,7 +109,7 @@ class Height:
 
 
 @dataclass(frozen=True, slots=True)
-class Metal:
+class MetalMemory:
     """GPU memory as MLX describes it."""
 
     limit: int = 0
@@ -118,36 +118,37 @@ class Metal:
     """Call that sets the wired limit."""
 
 
-def open_metal() -> Metal:
+def open_metal() -> MetalMemory:
     """Return the Metal device of this machine. MLX reads the limit once per process. Unverified on macOS."""
     if not mx.metal.is_available():
-        return Metal()
-    return Metal(int(mx.device_info()["max_recommended_working_set_size"]))
+        return MetalMemory()
+    return MetalMemory(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
-class Wiring:
+class WiredLimit:
     """Wired limit for the weights in memory. `wired` is the limit in force in bytes; 0: none."""
 
-    def __init__(self, wire: Wire, open_metal: Callable[[], Metal]) -> None:
+    def __init__(self, wire: WireMode, open_metal: Callable[[], MetalMemory]) -> None:
         self._wire = wire
         self._open = open_metal
         self._weights = 0
         self.wired = 0
 
     @cached_property
-    def metal(self) -> Metal:
+    def metal(self) -> MetalMemory:
         """Metal device of this machine, opened at first use because only the inference thread may call MLX."""
         metal = self._open()
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
         return metal
 
-    def follow(self, weights: int) -> None:
+    def apply(self, weights: int) -> None:
         """Set the wired limit for these weights (bytes), unless they are the same as in the last call."""
         if weights == self._weights:
             return
         self._weights = weights
         if self.metal.limit:
-            give_back()  # MLX's residency set contains free buffers as well: they would take the place of weights
+            # MLX's residency set contains free buffers as well: they would take the place of weights.
+            release_free_memory()
         size = wired_bytes(self._wire, weights, mx.get_active_memory(), self.metal.limit)
         if size == self.wired:
             return
@@ -162,7 +163,7 @@ class Wiring:
 
 def limit_pool(cap: int) -> None:
     """Limit MLX's pool of free buffers for this cap (bytes)."""
-    mx.set_cache_limit(min(POOL_MOST, int(cap * POOL_SHARE)))
+    mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
 
 
 def clear_pool() -> None:
@@ -171,7 +172,7 @@ def clear_pool() -> None:
     trim()
 
 
-def give_back() -> None:
+def release_free_memory() -> None:
     """Return free memory to the system: Python's reference cycles, MLX's pool and, on Linux, malloc's heap."""
     gc.collect()
     mx.clear_cache()

@@ -2,8 +2,8 @@
 
 The arithmetic is in `wire/capacity/arithmetic.py`. The gate holds the limits from the agent, requires a live reading
 and counts its checks. It fails closed: before the first limits, with a cap of 0 or without a reading it refuses every
-request. Only `memory.guard = "off"` (`Limits.guard`) passes every request, and then the gate does not report itself as
-armed.
+request. Only `memory.guard = "off"` (`MemoryLimits.guard`) passes every request, and then the gate does not report
+itself as armed.
 """
 
 from collections import Counter
@@ -11,19 +11,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from node.memory.reading import Reading
+from node.memory.reading import MemoryReading
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import Fits
-from wire.frames import Limits
-from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, Buckets, GateMeasures
-from wire.refusals import Code, Refused
+from wire.frames import MemoryLimits
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, Histogram
+from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 
-RETRY_NOT_READY = 1.0
+NOT_READY_RETRY_SECONDS = 1.0
 """Retry delay in seconds: the agent's first limits should have arrived by then."""
 
 
-class Site(StrEnum):
+class GateSite(StrEnum):
     """Place of a check in the engine."""
 
     PREFLIGHT = "preflight"
@@ -35,7 +35,7 @@ class Site(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class MlxCounters:
     """The engine's own memory counters, in bytes. `cache` and `peak` are reported and not judged."""
 
     active: int
@@ -50,7 +50,7 @@ class Use:
     """MLX's peak memory."""
 
 
-class Gate:
+class MemoryGate:
     """Checks of memory against the limits in force.
 
     `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
@@ -59,14 +59,14 @@ class Gate:
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
         self._residual = residual
-        self.checks: Counter[Site] = Counter()
-        self.refusals: Counter[Site] = Counter()
-        self.reasons: Counter[Code] = Counter()
-        self.predicted = Buckets(PREDICTED_BOUNDS)
-        self.transient = Buckets(TRANSIENT_BOUNDS)
-        self._limits: Limits | None = None
+        self.checks: Counter[GateSite] = Counter()
+        self.refusals: Counter[GateSite] = Counter()
+        self.reasons: Counter[RefusalCode] = Counter()
+        self.predicted = Histogram(PREDICTED_BOUNDS)
+        self.transient = Histogram(TRANSIENT_BOUNDS)
+        self._limits: MemoryLimits | None = None
 
-    def hold(self, limits: Limits) -> None:
+    def hold(self, limits: MemoryLimits) -> None:
         """Replace the limits in force."""
         self._limits = limits
 
@@ -75,15 +75,15 @@ class Gate:
         """Number of the limits in force; 0 before the first."""
         return 0 if self._limits is None else self._limits.number
 
-    def armed(self, reading: Reading, now: float) -> bool:
+    def armed(self, reading: MemoryReading, now: float) -> bool:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
         live."""
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
-    def memory(self, use: Use, reading: Reading, total: int, now: float, base: int = 0) -> Memory:
+    def memory(self, use: MlxCounters, reading: MemoryReading, total: int, now: float, base: int = 0) -> Memory:
         """Combine one consistent reading with the limits in force into the `Memory` that is judged and reported."""
-        limits = self._limits or Limits(0, 0, 0, "")
+        limits = self._limits or MemoryLimits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
         margin, current = self._margin(limits), arithmetic.current(use.active, phys, use.recent)
         return Memory(
@@ -108,15 +108,15 @@ class Gate:
             peak=use.peak,
         )
 
-    def _margin(self, limits: Limits) -> int:
+    def _margin(self, limits: MemoryLimits) -> int:
         residual = self._residual() if limits.margin_auto else None
         return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
 
-    def narrowed(self) -> int:
+    def narrowed_bytes(self) -> int:
         """Return the bytes by which profiles narrow the margin in force."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
 
-    def check(self, site: Site, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
+    def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
         """Check whether there is room for `estimate` more bytes under this reading. With `load` the bytes are those of
         a load, which is judged without the margin."""
         self.checks[site] += 1
@@ -135,15 +135,18 @@ class Gate:
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
 
     def _judge(self, memory: Memory, estimate: int, *, load: bool) -> Fits | Refused:
-        return self.closed() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
+        return self.not_ready_refusal() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
-    def closed(self) -> Refused | None:
+    def not_ready_refusal(self) -> Refused | None:
         """Return the refusal of all work before limits are in force; None once they are."""
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None
         return Refused(
-            Code.NOT_READY, "the engine has no memory limits yet, so it starts nothing", None, RETRY_NOT_READY
+            RefusalCode.NOT_READY,
+            "the engine has no memory limits yet, so it starts nothing",
+            None,
+            NOT_READY_RETRY_SECONDS,
         )
 
     def describe(self) -> dict[str, object]:

@@ -1,7 +1,7 @@
 """Gate and publication of every forward: check a fresh reading, then announce the native call before it begins.
 
-`ask` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted. A
-test can therefore verify from outside that no forward ran.
+`check` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted.
+A test can therefore verify from outside that no forward ran.
 
 The first call for a model after its load or after a rest may take as much longer as reading the weights again takes.
 The reason: macOS unwires Metal memory that rests, and may have paged it out.
@@ -15,25 +15,25 @@ from contextlib import contextmanager
 import structlog
 
 from host.sleep_watch import system_clocks
-from node.engine.memory.footprint import Footprint, Height, clear_pool
-from node.engine.memory.gate import Gate, Site
-from node.engine.process.interface import Call, Doing, Halted, Recording
+from node.engine.memory.footprint import EngineMemory, MlxPeakTracker, clear_pool
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.process.interface import CallRecording, Halted, NativeCall, NativeCallKind
 from wire.capacity.arithmetic import excess, shed
-from wire.refusals import Code, Refused
-from wire.report import Counts, Memory
+from wire.refusals import RefusalCode, Refused
+from wire.report import EngineCounters, Memory
 from wire.units import MIB, show_size
 
-REST = 1.0
+UNWIRE_AFTER_SECONDS = 1.0
 """Seconds after which macOS unwires the memory of a process whose GPU work rests. Measured: llama.cpp#10119 on macOS 15
 (a pause of 1.2 s made the next step five times slower), llama.cpp#17766 on macOS 26."""
 
-LOAD_SPEED = 200 * MIB
+MIN_LOAD_BYTES_PER_SECOND = 200 * MIB
 """Lowest load speed to expect, in bytes per second (an external disk)."""
 
 log = structlog.get_logger("engine.forwards")
 
 
-class Forwards:
+class GatedForwards:
     """Gated native calls of the engine.
 
     `reserved()` returns the bytes committed and not yet written. `make_room(site, bytes)` frees memory and returns
@@ -44,28 +44,28 @@ class Forwards:
 
     def __init__(
         self,
-        recorder: Recording,
-        footprint: Footprint,
+        recorder: CallRecording,
+        footprint: EngineMemory,
         reserved: Callable[[], int],
-        make_room: Callable[[Site, int], bool],
+        make_room: Callable[[GateSite, int], bool],
         give_up_load: Callable[[Refused], bool],
         residual: Callable[[], int | None] = lambda: None,
         *,
         read: Callable[[str], int],
-        gate: type[Gate] = Gate,
+        gate: type[MemoryGate] = MemoryGate,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.gate = gate(residual)
-        self.call: Call | None = None
+        self.call: NativeCall | None = None
         self.failures = self.sheds = self.shrinks = self.preemptions = self.overs = 0
-        self.height = Height()
+        self.height = MlxPeakTracker()
         self._recorder = recorder
         self._footprint = footprint
         self._reserved = reserved
         self._make_room = make_room
         self._give_up_load = give_up_load
         self._forwards = self._steps = 0
-        self._asked: tuple[Site, int, Memory] | None = None
+        self._asked: tuple[GateSite, int, Memory] | None = None
         self._read = read
         self._clock = clock or system_clocks()[0]
         self._used: dict[str, float] = {}
@@ -77,33 +77,33 @@ class Forwards:
 
     def memory(self, now: float) -> Memory:
         """Return the memory as of a reading now."""
-        return self._footprint.judged(self.gate, self._reserved(), now)
+        return self._footprint.read_memory(self.gate, self._reserved(), now)
 
-    def ask(self, site: Site, estimate: int) -> Refused | None:
+    def check(self, site: GateSite, estimate: int) -> Refused | None:
         """Check a fresh reading. Before a refusal for lack of room, free memory and check once more."""
         answer = self._check(site, estimate)
-        if answer is not None and answer.code is Code.NO_ROOM and self._make_room(site, estimate):
+        if answer is not None and answer.code is RefusalCode.NO_ROOM and self._make_room(site, estimate):
             return self._check(site, estimate)
         return answer
 
-    def ask_shrinking(self, site: Site, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
+    def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
         """Return the first of `sizes` whose estimate passes, or the refusal of the last. Before the next smaller size
         only the pool is emptied. For the last size, all memory that can be freed is freed."""
         *larger, last = sizes
         for size in larger:
-            if self.passes(site, estimate(size)):
+            if self.check_optional(site, estimate(size)):
                 return size
             self.shrinks += 1
-        return self.ask(site, estimate(last)) or last
+        return self.check(site, estimate(last)) or last
 
-    def passes(self, site: Site, estimate: int) -> bool:
+    def check_optional(self, site: GateSite, estimate: int) -> bool:
         """Check work that can be made smaller. Only the pool is emptied for it; caches stay."""
         if self._check(site, estimate) is None:
             return True
         clear_pool()
         return self._check(site, estimate) is None
 
-    def _check(self, site: Site, estimate: int) -> Refused | None:
+    def _check(self, site: GateSite, estimate: int) -> Refused | None:
         memory = self.memory(time.monotonic())
         answer = self.gate.check(site, memory, estimate)
         self._asked = (site, estimate, memory)
@@ -131,42 +131,42 @@ class Forwards:
                 now=show_size(memory.phys),
                 active_before=show_size(before.active),
                 active=show_size(memory.active),
-                rose=show_size(self.height.above()),
+                rose=show_size(self.height.peak_above_mark()),
                 reserved=show_size(before.reserved),
                 headroom=show_size(before.headroom),
                 pool=show_size(memory.cache),
             )
         return shed(memory, excess(memory))
 
-    def falls_at(self) -> float | None:
+    def peak_expires_at(self) -> float | None:
         """Return the time at which the recent height falls, if it is still above the present reading."""
-        return self._footprint.falls_at(time.monotonic())
+        return self._footprint.peak_expires_at(time.monotonic())
 
     @contextmanager
-    def native(self, doing: Doing, model: str, request: int, expected: float) -> Generator[Call]:
+    def native(self, doing: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
         """Publish and count a native call while it runs. `expected` is its duration in seconds with wired weights.
         Raise `Halted` if no call may begin."""
         if self.halted:
             raise Halted
-        self._forwards += doing in (Doing.PREFILL, Doing.JOIN)
-        self._steps += doing is Doing.DECODE
+        self._forwards += doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN)
+        self._steps += doing is NativeCallKind.DECODE
         self._recorder.begin(doing, model, request)
         self.height.mark()
         try:
-            with self.waits(doing, model, expected) as call:
+            with self.publish_wait(doing, model, expected) as call:
                 yield call
         finally:
             self._recorder.end()
             # By then the forward of a prefill has ended. The forward of a decode step is awaited in the call after it.
-            self._waited[model] += 2 if doing is Doing.PREFILL else 1
-            self._used[model] = 0.0 if doing is Doing.LOAD else self._clock()
-            if doing in (Doing.PREFILL, Doing.JOIN):
-                self.gate.transient.observe(self.height.above())
+            self._waited[model] += 2 if doing is NativeCallKind.PREFILL else 1
+            self._used[model] = 0.0 if doing is NativeCallKind.LOAD else self._clock()
+            if doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN):
+                self.gate.transient.observe(self.height.peak_above_mark())
 
     @contextmanager
-    def waits(self, doing: Doing, model: str, expected: float) -> Generator[Call]:
+    def publish_wait(self, doing: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
         """Publish a call, or the wait for a launched one, with its expected duration in seconds."""
-        self.call = call = Call(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
+        self.call = call = NativeCall(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
         try:
             yield call
         finally:
@@ -174,13 +174,13 @@ class Forwards:
 
     def _rewiring(self, model: str) -> float:
         """Return the seconds that reading a model's weights again may take; 0 once a forward has used them."""
-        if self._clock() - self._used.get(model, 0.0) > REST:
+        if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
-        return self._read(model) / LOAD_SPEED if self._waited[model] < 2 else 0.0
+        return self._read(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
 
-    def counts(self) -> Counts:
+    def counts(self) -> EngineCounters:
         """Return the counters of checks, refusals and calls."""
-        return Counts(
+        return EngineCounters(
             self.gate.checks.total(),
             self.gate.refusals.total(),
             self._forwards,

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 
 from wire.units import MIB
 
-SETTLES = 1.0
+SETTLE_SECONDS = 1.0
 """Seconds from an unload to the comparison, because some memory is returned with a delay."""
-LEAST = 64 * MIB
+TOLERATED_BYTES = 64 * MIB
 """Missing bytes that are always tolerated."""
-SHARE = 0.1
-"""Share of the unloaded weights that may be missing; `LEAST` applies if it is more. Tokenizers and compiled kernels
-stay in memory."""
+TOLERATED_SHARE = 0.1
+"""Share of the unloaded weights that may be missing; `TOLERATED_BYTES` applies if it is more. Tokenizers and compiled
+kernels stay in memory."""
 
 
 @dataclass(slots=True, eq=False)
-class Returns:
+class LeakCheck:
     """State of leak detection."""
 
     weights: int = 0
@@ -32,19 +32,19 @@ class Returns:
     unreturned: int = 0
     """Bytes missing at the last comparison."""
 
-    def gone(self, weights: int, now: float) -> None:
+    def on_unload(self, weights: int, now: float) -> None:
         """Record the unload of a model with `weights` bytes."""
         self.weights += weights
-        self.at = now + SETTLES
+        self.at = now + SETTLE_SECONDS
 
-    def came(self) -> None:
+    def on_load(self) -> None:
         """Record a model load. Leak detection pauses, because new weights and leaked memory look alike."""
         self.at, self.unreturned = None, 0
 
-    def look(self, phys: int | None, base: int) -> int:
+    def check(self, phys: int | None, base: int) -> int:
         """Compare the footprint of an engine without models with `base`, its footprint before the first load. `phys` is
         None if unreadable. Return the missing bytes, 0 if they are within the tolerance."""
         missing = 0 if phys is None else phys - base
-        self.unreturned = missing if missing > max(LEAST, SHARE * self.weights) else 0
+        self.unreturned = missing if missing > max(TOLERATED_BYTES, TOLERATED_SHARE * self.weights) else 0
         self.at, self.weights = None, 0
         return self.unreturned

@@ -18,25 +18,25 @@ from wire.report import Memory
 from wire.units import MIB, parse_size, show_size
 
 AUTO, OFF = "auto", "off"
-MOST = 256 * MIB
-SHARE = 0.01
-"""Share of the cap; applies where it is less than `MOST`."""
-ROOMY = 10.0
+MAX_RESERVE_BYTES = 256 * MIB
+RESERVE_CAP_SHARE = 0.01
+"""Share of the cap; applies where it is less than `MAX_RESERVE_BYTES`."""
+ROOM_BEFORE_REFILL_SECONDS = 10.0
 """Seconds of room before the reserve is taken again."""
-LOOK = 1.0
+CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 
 log = structlog.get_logger("engine.canary")
 
 
-def canary_size(setting: str | int, cap: int) -> int:
+def reserve_bytes(setting: str | int, cap: int) -> int:
     """Return the bytes to hold under a cap, from `memory.canary`; 0: none."""
     if setting == AUTO:
-        return min(MOST, int(cap * SHARE))
+        return min(MAX_RESERVE_BYTES, int(cap * RESERVE_CAP_SHARE))
     return 0 if setting == OFF else parse_size(setting)
 
 
-class Canary:
+class EmergencyReserve:
     """Emergency reserve, described in the module's docstring. `memory()` reads the memory now."""
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:
@@ -59,11 +59,11 @@ class Canary:
 
     def hold(self, cap: int) -> None:
         """Set the size for this cap (bytes). A larger reserve is released at once."""
-        self._size = canary_size(self._setting, cap)
+        self._size = reserve_bytes(self._setting, cap)
         if self.nbytes > self._size:
-            self.give()
+            self.release()
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the reserve now."""
         if self._held is None:
             return
@@ -71,22 +71,22 @@ class Canary:
         self._held.close()
         self._held, self._roomy_since, self._look_at = None, None, 0.0
 
-    def due(self) -> float | None:
+    def next_check_at(self) -> float | None:
         """Return the time of the next check; None if the reserve is held or switched off."""
         return None if self._held is not None or not self._size else self._look_at
 
-    def tend(self, now: float) -> None:
+    def maintain(self, now: float) -> None:
         """Take the reserve if there has been room for long enough. Call this while the engine is idle."""
-        due = self.due()
+        due = self.next_check_at()
         if due is None or now < due:
             return
         room = self._memory().headroom
         if room is None or room <= 2 * self._size:
-            self._roomy_since, self._look_at = None, now + ROOMY
+            self._roomy_since, self._look_at = None, now + ROOM_BEFORE_REFILL_SECONDS
             return
         since = self._roomy_since = now if self._roomy_since is None else self._roomy_since
-        self._look_at = now + LOOK
-        if now - since >= ROOMY:
+        self._look_at = now + CHECK_INTERVAL_SECONDS
+        if now - since >= ROOM_BEFORE_REFILL_SECONDS:
             self._take()
 
     def _take(self) -> None:

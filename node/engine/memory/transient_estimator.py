@@ -1,9 +1,10 @@
 """Estimate the transient bytes of a forward: from the config at first, then fitted to measured forwards.
 
-The form is `wire.report.Transient`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the coefficients.
+The form is `wire.report.TransientModel`, its arithmetic is in `wire.capacity.arithmetic`; this module fits the
+coefficients.
 
-- No samples: Without samples the estimate is the attention formula (`node.models.catalogue.forecast`). That alone
-  reaches 0.1 to 0.8 of the measured bytes.
+- No samples: Without samples the estimate is the attention formula (`node.models.catalogue.predict_transient`). That
+  alone reaches 0.1 to 0.8 of the measured bytes.
 - Few samples: With a few samples the formula is scaled up to the highest of them.
 - Many samples: With samples of several shapes, some far into a prompt, it is a fit by non-negative least squares.
   Errors are relative, because small chunks must be estimated as well as large ones. The fit is then raised until no
@@ -14,8 +15,8 @@ samples is bounded: one for each kind of shape, and kinds that are far apart are
 
 A measured profile narrows the gate's margin. It covers only forwards up to the measured size: chunks by tokens, joins
 and decode steps by rows. A larger forward is charged with the bytes by which the margin was narrowed, until a few such
-forwards have run (`Coverage`). A covered forward that exceeds its estimate raises the residual, from which the margin
-follows.
+forwards have run (`ProfiledRange`). A covered forward that exceeds its estimate raises the residual, from which the
+margin follows.
 """
 
 import math
@@ -27,28 +28,28 @@ from operator import mul
 from msgspec.structs import replace
 
 from wire.capacity.arithmetic import prefill_transient, step_transient
-from wire.report import Transient
+from wire.report import TransientModel
 
-MOST_SAMPLES = 32
+MAX_SAMPLES = 32
 """Kinds of shapes kept per kind of forward."""
-ROOM = 1.08
+REPEAT_FACTOR = 1.08
 """Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
-NOISE = 0.006
+NOISE_SHARE = 0.006
 """Share of the largest sample by which any estimate may be too small: small chunks vary by more than their own size."""
-LARGE = 0.2
+LARGE_SAMPLE_SHARE = 0.2
 """Share of the largest sample from which a sample counts as large."""
-LOOSE = 1.2
+REFIT_FACTOR = 1.2
 """Factor of an estimate above a sample that justifies a new fit."""
-TELLING = 64
+MIN_LOGITS_CHUNK_TOKENS = 64
 """Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
-RICH = 4
+MIN_FIT_SAMPLES = 4
 """Samples that a fit needs: fewer cannot separate its terms."""
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
-MOST_LINES = 4
-SEEN = 3
+MAX_TERMS = 4
+MIN_FORWARDS_COVERED = 3
 """Forwards of at least a size after which a profile covers that size."""
-ROUNDS, ABOVE = 5, 20.0
+FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
 """Rounds of a fit, and the weight in the next round of a sample above the fit."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
@@ -58,7 +59,7 @@ Sample = tuple[Shape, float]
 Point = tuple[tuple[float, ...], float, float]
 
 
-class Samples:
+class ForwardSamples:
     """Samples of one kind of forward: of similar shapes, the one that was hardest to predict with its bytes.
 
     A shape is `(tokens, past, grew)` or `(rows, longest, grew)`. `grew` states whether the caches grew.
@@ -80,9 +81,9 @@ class Samples:
         kept = self._held.get(kind)
         if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
             self._held[kind] = (shape, taken)
-        if len(self._held) > MOST_SAMPLES:
+        if len(self._held) > MAX_SAMPLES:
             del self._held[self._superfluous()]
-        self.unfitted |= taken > foreseen or (kept is None and foreseen > LOOSE * taken)
+        self.unfitted |= taken > foreseen or (kept is None and foreseen > REFIT_FACTOR * taken)
 
     def _superfluous(self) -> Shape:
         """Return the kind to remove: of the two nearest kinds, the one with fewer bytes."""
@@ -96,42 +97,42 @@ def _kind(shape: Shape) -> Shape:
 
 
 @dataclass(slots=True)
-class Coverage:
-    """Size up to which forwards of one kind were measured. Larger forwards extend it once `SEEN` of them have run."""
+class ProfiledRange:
+    """Size up to which forwards of one kind were measured; `MIN_FORWARDS_COVERED` larger forwards extend it."""
 
     most: int
     _larger: list[int] = field(default_factory=list[int])
 
-    def ran(self, size: int) -> bool:
+    def record_forward(self, size: int) -> bool:
         """Record a forward of this size. Return whether it was covered before."""
         if size <= self.most:
             return True
         self._larger = sorted((*self._larger, size))
-        if len(self._larger) == SEEN:
+        if len(self._larger) == MIN_FORWARDS_COVERED:
             self.most, self._larger = self._larger[0], self._larger[1:]
         return False
 
 
-class Estimator:
+class TransientEstimator:
     """Transient estimates of one model. `prior` is the estimate from its config."""
 
-    def __init__(self, prior: Transient) -> None:
+    def __init__(self, prior: TransientModel) -> None:
         self.transient = prior
         self.highest = 0
         """Highest transient ever observed, in bytes."""
         self.residual = 0
         """Most bytes by which a covered forward has exceeded its estimate under this profile."""
-        self._covered: dict[str, Coverage] = {}
+        self._covered: dict[str, ProfiledRange] = {}
         """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0
         self._prior = prior
-        self._chunks = Samples()
-        self._steps = Samples()
+        self._chunks = ForwardSamples()
+        self._steps = ForwardSamples()
 
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the bytes that a prefill of `tokens` after `past` cached ones needs: its transient and the charge of
         `uncovered`."""
-        return self.foreseen(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
+        return self.estimate(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
 
     @property
     def samples(self) -> dict[str, int]:
@@ -148,20 +149,20 @@ class Estimator:
         """Rows of a decode step up to which the profile covers it; 0 without a profile."""
         return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
 
-    def foreseen(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
+    def estimate(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
         """Return the estimated transient of a prefill of `tokens` after `past` cached ones, in bytes."""
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
-    def together(self, rows: int, tokens: int) -> int:
+    def packed(self, rows: int, tokens: int) -> int:
         """Return the bytes that one forward over `rows` prompts of `tokens` each, padding included, needs. The result
         is the sum of single prefills. That is more than the real cost, because the fixed part of a forward occurs
         once."""
-        return rows * self.foreseen(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
+        return rows * self.estimate(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
 
-    def cover(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
+    def set_profiled_range(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
         """Start a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns the
         bytes by which profiles narrow the margin."""
-        self._covered = {CHUNKS: Coverage(tokens), JOINS: Coverage(rows), STEPS: Coverage(rows)}
+        self._covered = {CHUNKS: ProfiledRange(tokens), JOINS: ProfiledRange(rows), STEPS: ProfiledRange(rows)}
         self._narrowed, self.residual = narrowed, 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
@@ -186,11 +187,11 @@ class Estimator:
         """Record a prefill that took `taken` bytes in addition to its KV."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
-        self._compare(CHUNKS, tokens, taken - self.foreseen(tokens, past, last=last, grows=grew))
-        if not last or tokens < TELLING:
+        self._compare(CHUNKS, tokens, taken - self.estimate(tokens, past, last=last, grows=grew))
+        if not last or tokens < MIN_LOGITS_CHUNK_TOKENS:
             self._chunks.add((tokens, past, grew), taken, self._foreseen)
-        elif taken > self.foreseen(tokens, past, last=True, grows=grew):
-            logits = (taken * ROOM - self.transient.fixed) / tokens
+        elif taken > self.estimate(tokens, past, last=True, grows=grew):
+            logits = (taken * REPEAT_FACTOR - self.transient.fixed) / tokens
             self.transient = replace(self.transient, logits=max(self.transient.logits, logits))
         if self._chunks.unfitted:
             self._fit_chunks()
@@ -198,7 +199,7 @@ class Estimator:
     def observe_together(self, rows: int, tokens: int, taken: int) -> None:
         """Record one forward over several prompts that took `taken` bytes in addition to its KV. The share of a single
         row shows only where the forward exceeded its estimate."""
-        self.highest, foreseen = max(self.highest, taken), rows * self.foreseen(tokens, 0)
+        self.highest, foreseen = max(self.highest, taken), rows * self.estimate(tokens, 0)
         self._compare(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
             self._chunks.add((tokens, 0, True), taken / rows, self._foreseen)
@@ -207,7 +208,7 @@ class Estimator:
     def _compare(self, kind: str, size: int, above: int) -> None:
         """Record the bytes by which a forward exceeded its estimate. A covered forward raises the residual."""
         covered = self._covered.get(kind)
-        if covered is not None and covered.ran(size):
+        if covered is not None and covered.record_forward(size):
             self.residual = max(self.residual, above)
 
     def observe_join(self, rows: int, above: int) -> None:
@@ -224,17 +225,17 @@ class Estimator:
             self._fit_steps()
 
     def _foreseen(self, shape: Shape) -> int:
-        return self.foreseen(shape[0], shape[1], grows=shape[2])
+        return self.estimate(shape[0], shape[1], grows=shape[2])
 
     def _foreseen_step(self, shape: Shape) -> int:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
-    def adopt(self, transient: Transient, highest: int) -> None:
+    def adopt(self, transient: TransientModel, highest: int) -> None:
         """Start from an earlier fit. It stays in force until there are enough samples for another one."""
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
 
-    def settle(self) -> None:
+    def fit(self) -> None:
         """Fit to all samples so far."""
         if len(self._chunks):
             self._fit_chunks()
@@ -269,22 +270,23 @@ class Estimator:
         self, names: Sequence[str], samples: Sequence[Sample], estimate: Callable[[Shape], int], least: float
     ) -> None:
         """Raise an estimate above all samples. Large samples scale it by a factor of at least `least`. The few bytes
-        still missing for small samples are added to the first term. Both are then raised by `ROOM`, the variation
+        still missing for small samples are added to the first term. Both are then raised by `REPEAT_FACTOR`, the
+        variation
         between runs."""
         most = max(taken for _, taken in samples)
-        large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE * most]
+        large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE_SAMPLE_SHARE * most]
         self.transient = _scaled(self.transient, names, max(least, *large))
-        missing = max(0.0, *(taken - estimate(shape) for shape, taken in samples)) + NOISE * most
+        missing = max(0.0, *(taken - estimate(shape) for shape, taken in samples)) + NOISE_SHARE * most
         fixed = getattr(self.transient, names[0])
         self.transient = replace(self.transient, **{names[0]: fixed + missing})
-        self.transient = _scaled(self.transient, names, ROOM)
+        self.transient = _scaled(self.transient, names, REPEAT_FACTOR)
 
 
 _CHUNK = ("fixed", "token", "pair", "seen", "least")
 _STEP = ("step_fixed", "step_row", "step_seen")
 
 
-def _scaled(transient: Transient, names: Iterable[str], by: float) -> Transient:
+def _scaled(transient: TransientModel, names: Iterable[str], by: float) -> TransientModel:
     return replace(transient, **{name: by * getattr(transient, name) for name in names})
 
 
@@ -293,33 +295,38 @@ def _tells_apart(samples: Sequence[Sample]) -> bool:
     are."""
     shapes = [shape for shape, _ in samples]
     sizes, places = {shape[0] for shape in shapes}, {shape[1] for shape in shapes}
-    return len(shapes) >= RICH and len(sizes) > 1 and len(places) > 1 and any(past > size for size, past, _ in shapes)
+    return (
+        len(shapes) >= MIN_FIT_SAMPLES
+        and len(sizes) > 1
+        and len(places) > 1
+        and any(past > size for size, past, _ in shapes)
+    )
 
 
-def _fit_rich(samples: Sequence[Sample], prior: Transient) -> Transient:
+def _fit_rich(samples: Sequence[Sample], prior: TransientModel) -> TransientModel:
     """Fit the terms of a prefill.
 
     In hybrids, layers without attention dominate where a prompt begins. Those samples lie on another line, `least`
     bytes per token. Of the candidate lines from the samples, the one with the smallest error is used.
     """
-    lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MOST_LINES]
+    lines = sorted({taken / shape[0] for shape, taken in samples if shape[1] <= shape[0]})[:MAX_TERMS]
     return min((_above(samples, line, prior) for line in (0.0, *lines)), key=lambda found: _error(samples, found))
 
 
-def _above(samples: Sequence[Sample], least: float, prior: Transient) -> Transient:
+def _above(samples: Sequence[Sample], least: float, prior: TransientModel) -> TransientModel:
     window = prior.window
     points: list[Point] = []
     for (tokens, past, grew), taken in samples:
-        if taken > ROOM * least * tokens:
+        if taken > REPEAT_FACTOR * least * tokens:
             seen = tokens + (min(past, window) if window else past)
             points.append(((1.0, tokens, tokens * seen, grew * seen), taken, 1.0))
     if points and prior.pair:
         points.append(((0.0, 0.0, 1.0, 0.0), prior.pair, PRIOR_WEIGHT))
     fixed, token, pair, held = _least_squares(points) if points else (0.0, 0.0, 0.0, 0.0)
-    return Transient(fixed, token, pair, held, least, window=window)
+    return TransientModel(fixed, token, pair, held, least, window=window)
 
 
-def _error(samples: Sequence[Sample], found: Transient) -> float:
+def _error(samples: Sequence[Sample], found: TransientModel) -> float:
     """Return the spread of the ratios of estimate and sample. A common factor does not count, because scaling removes
     it."""
     ratios = [
@@ -336,10 +343,10 @@ def _least_squares(points: Sequence[Point]) -> tuple[float, ...]:
     rows = [(tuple(one / value for one in features), weight) for features, value, weight in points if value > 0]
     weights = [weight for _, weight in rows]
     terms: tuple[float, ...] = (0.0,) * len(points[0][0])
-    for _ in range(ROUNDS):
+    for _ in range(FIT_ROUNDS):
         terms = _positive([row for row, _ in rows], weights)
         above = [sum(map(mul, terms, row)) < 1 for row, _ in rows]
-        weights = [weight * (ABOVE if high else 1) for (_, weight), high in zip(rows, above, strict=True)]
+        weights = [weight * (ABOVE_FIT_WEIGHT if high else 1) for (_, weight), high in zip(rows, above, strict=True)]
     return terms
 
 

@@ -1,4 +1,4 @@
-"""Bytes of the engine's memory that MLX keeps wired. Pure; `footprint.Wiring` sets them.
+"""Bytes of the engine's memory that MLX keeps wired. Pure; `footprint.WiredLimit` sets them.
 
 Wired memory is never paged out or compressed. Without it, models of 40 GB and more decode 10 to 40 times slower on some
 Macs. With it, two streams and frequent allocation inside the wired set end in a kernel panic on other Macs. Only large
@@ -12,15 +12,15 @@ from enum import StrEnum
 
 from wire.units import GIB
 
-SHARE = 0.75
+MAX_METAL_SHARE = 0.75
 """Share of Metal's limit. Weights of about this share ran for hours unwired where the same load ended in a panic when
 wired."""
-LEAST = 32 * GIB
+MIN_WEIGHT_BYTES = 32 * GIB
 """Bytes of weights. Below this, no report names a slow unwired model, but reports name panics and freezes of wired
 ones."""
 
 
-class Wire(StrEnum):
+class WireMode(StrEnum):
     """Values of `memory.wire`."""
 
     AUTO = "auto"
@@ -28,17 +28,17 @@ class Wire(StrEnum):
     OFF = "off"
 
 
-def wired_bytes(wire: Wire, weights: int, active: int, limit: int) -> int:
+def wired_bytes(wire: WireMode, weights: int, active: int, limit: int) -> int:
     """Return the bytes that MLX may keep wired for a set of loaded models; 0: none.
 
     `weights` are the bytes of all loaded models, `active` is MLX's counter now, `limit` is Metal's limit (0: no Metal).
     `active` equals the weights in whole pages. A smaller size leaves some weights unwired; a larger one also wires
     short-lived buffers.
     """
-    if wire is Wire.OFF or not weights or (wire is Wire.AUTO and not _large(weights, limit)):
+    if wire is WireMode.OFF or not weights or (wire is WireMode.AUTO and not _large(weights, limit)):
         return 0
     return min(active, limit)
 
 
 def _large(weights: int, limit: int) -> bool:
-    return weights >= LEAST and weights > SHARE * limit
+    return weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit

@@ -16,7 +16,7 @@ KNOBS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class ContextSearchResult:
     """Result of a search."""
 
     tokens: int
@@ -34,20 +34,22 @@ class Settled:
         return min(1.0, self.tokens / self.wanted) if self.tokens > 0 else 1.0
 
 
-def settle(tokens: int, passes: Callable[[int], bool], *, search: bool) -> Generator[None, None, Settled]:
+def search_context(
+    tokens: int, passes: Callable[[int], bool], *, search: bool
+) -> Generator[None, None, ContextSearchResult]:
     """Reduce the length by 5 % until it passes, in at most four attempts, one per step; without `search` in one
     attempt."""
     wanted, attempts = tokens, ATTEMPTS if search else 1
     for attempt in range(1, attempts + 1):
         if tokens > 0 and passes(tokens):
-            return Settled(tokens, wanted, attempt, True)
+            return ContextSearchResult(tokens, wanted, attempt, True)
         yield
         if attempt < attempts:
             tokens = int(tokens * SHRINK)
-    return Settled(tokens, wanted, attempts, False)
+    return ContextSearchResult(tokens, wanted, attempts, False)
 
 
-def diagnosis(model: str, settled: Settled) -> str:
+def diagnosis(model: str, settled: ContextSearchResult) -> str:
     """Return the next step for the owner when no attempt passed."""
     attempts = "1 attempt" if settled.attempts == 1 else f"{settled.attempts} attempts"
     return f"the profile of {model} failed after {attempts}, the last with a row of {settled.tokens} tokens: {KNOBS}"

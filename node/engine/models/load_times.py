@@ -11,11 +11,11 @@ from pathlib import Path
 import msgspec
 import structlog
 
-from node.engine.memory.gated_forward import LOAD_SPEED
+from node.engine.memory.gated_forward import MIN_LOAD_BYTES_PER_SECOND
 from node.engine.scheduling.chunk_policy import mean
 from wire.units import MIB
 
-WARM_SECONDS = 2.0
+ASSUMED_WARMUP_SECONDS = 2.0
 """Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
 MIN_BYTES = 256 * MIB
@@ -26,7 +26,7 @@ MAX_SECONDS = 3600.0
 log = structlog.get_logger("engine.load_times")
 
 
-class Kept(msgspec.Struct):
+class MeasuredLoad(msgspec.Struct):
     """Measured values; 0: none yet."""
 
     speed: float = 0.0
@@ -47,7 +47,7 @@ class LoadTimes:
         self._kept = _read(self._file)
 
     @property
-    def kept(self) -> Kept:
+    def kept(self) -> MeasuredLoad:
         """Measured load times."""
         return self._kept
 
@@ -57,10 +57,10 @@ class LoadTimes:
         kept = self._kept
         seconds = kept.models.get(fingerprint)
         if seconds is None:
-            seconds = weights / (kept.speed or LOAD_SPEED) + (kept.warm or WARM_SECONDS)
+            seconds = weights / (kept.speed or MIN_LOAD_BYTES_PER_SECOND) + (kept.warm or ASSUMED_WARMUP_SECONDS)
         return seconds + ((kept.probe or probe) if probe else 0.0)
 
-    def measured(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
+    def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
         """Record the parts of a load in seconds; `probe` is 0 if its profile was stored already."""
         kept = self._kept
         if weights >= MIN_BYTES:
@@ -86,19 +86,19 @@ class LoadTimes:
             log.warning("load times not kept", error=str(error)[:200])
 
 
-def _read(file: Path | None) -> Kept:
+def _read(file: Path | None) -> MeasuredLoad:
     """Read the stored values; return empty ones if there is no file or its numbers are impossible."""
     if file is None:
-        return Kept()
+        return MeasuredLoad()
     try:
-        kept = msgspec.json.decode(file.read_bytes(), type=Kept)
+        kept = msgspec.json.decode(file.read_bytes(), type=MeasuredLoad)
     except FileNotFoundError:
-        return Kept()
+        return MeasuredLoad()
     except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
         log.warning("load times unreadable", error=str(error)[:200])
-        return Kept()
+        return MeasuredLoad()
     seconds = (kept.warm, kept.probe, *kept.models.values())
     if not (0 <= kept.speed < 2**60 and all(0 <= one <= MAX_SECONDS for one in seconds)):
         log.warning("load times unreadable", error="numbers that cannot be measured")
-        return Kept()
+        return MeasuredLoad()
     return kept

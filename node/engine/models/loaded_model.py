@@ -1,8 +1,9 @@
 """Loaded model: its weights, ledger, decode batches and measured speeds; and the loader.
 
-Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about `TICK` bytes of
-weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation. The exact bytes of the model
-after conversion are therefore known before the first read. Each piece can be checked before it is evaluated.
+Loading is a generator, because the loop must decode between its pieces. Each `next` evaluates about
+`BYTES_BETWEEN_STEPS` bytes of weights. In mlx-lm a model is built with lazy arrays, which are read only on evaluation.
+The exact bytes of the model after conversion are therefore known before the first read. Each piece can be checked
+before it is evaluated.
 """
 
 import json
@@ -17,65 +18,65 @@ from mlx import utils as mlx_utils
 from mlx_lm.utils import load_model
 from msgspec.structs import replace
 
-from node.engine.kv.commitments import Ledger
-from node.engine.kv.kv_cache import Layers, TextModel, evaluate, kv_of, new_cache, plain
-from node.engine.memory.transient_estimator import Estimator
-from node.engine.models.model_descriptor import Found
+from node.engine.kv.commitments import CommitmentLedger
+from node.engine.kv.kv_cache import Layers, TextModel, evaluate, is_plain, kv_of, new_cache
+from node.engine.memory.transient_estimator import TransientEstimator
+from node.engine.models.model_descriptor import ModelDescriptor
 from node.engine.requests.sequence import Row
-from node.engine.scheduling.chunk_policy import Pace, Speed, mean
-from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
-from node.engine.scheduling.sampling import Defaults, defaults_of, greedy
+from node.engine.scheduling.chunk_policy import ChunkPace, PrefillSpeed, mean
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
+from node.engine.scheduling.sampling import SamplingDefaults, defaults_of, greedy
 from wire.capacity.arithmetic import prefill_transient, row_bytes, tail
-from wire.report import ROW_COST, Kv
+from wire.report import ROW_COST, KvParameters
 from wire.units import MIB
 
 if TYPE_CHECKING:
-    from node.engine.models.profile import Profile
+    from node.engine.models.profile import MemoryProfile
 
-TICK = 256 * MIB
+BYTES_BETWEEN_STEPS = 256 * MIB
 """Bytes of weights between two decode steps: about 0.1 s from an internal SSD."""
-WARM_TOKENS = 32
+WARMUP_TOKENS = 32
 STACKED, CONVERTED = 1, 3
 """Transient bytes of evaluating an array, as a multiple of its bytes. Stacking the experts of a layer reads all of them
 first. Converting fp8 blocks uses a padded copy and a product in float32: 2 + 4 + 2 bytes for each final number of 2
 bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
 """Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
-MEASURED_TOKENS = 64
+MIN_MEASURED_TOKENS = 64
 """Fewest prompt tokens from which bytes per token are measured."""
-FIRST_SPEED = 50.0
+FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
 """Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 
 
 @dataclass(slots=True, eq=False)
-class Resident:
+class LoadedModel:
     """Loaded model."""
 
-    found: Found
+    found: ModelDescriptor
     """Its descriptor."""
     model: TextModel
     """Its mlx-lm model."""
-    kv: Kv
+    kv: KvParameters
     """Bytes of its rows."""
     weights: int
     """Bytes of its weights."""
     vocabulary: int
     """Number of logits."""
-    defaults: Defaults
+    defaults: SamplingDefaults
     """Defaults of its generation config."""
-    ledger: Ledger
+    ledger: CommitmentLedger
     """Commitments of its rows."""
-    estimator: Estimator
+    estimator: TransientEstimator
     """Its transient estimates."""
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
-    """Decode batches by batch number (`Ledger.batch_of`)."""
-    reads: Speed = field(default_factory=Speed)
+    """Decode batches by batch number (`CommitmentLedger.batch_of`)."""
+    reads: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of its prefills."""
-    writes: Speed = field(default_factory=Speed)
+    writes: PrefillSpeed = field(default_factory=PrefillSpeed)
     """Speed of a row that decodes alone."""
     step_seconds: float = 0.0
     """Running mean of a decode step, in seconds."""
-    pace: Pace = field(default_factory=Pace)
+    pace: ChunkPace = field(default_factory=ChunkPace)
     """Duration of its chunks."""
     load_seconds: float = 0.0
     """Seconds of its load."""
@@ -85,28 +86,28 @@ class Resident:
     """Monotonic time of its last use."""
     users: int = 0
     """Requests, sweeps and tokenizations that use it."""
-    profile: "Profile | None" = None
+    profile: "MemoryProfile | None" = None
     """Its profile; None: not measured."""
     plain: bool = False
-    """Whether its prompts may be padded (`kv_cache.plain`)."""
+    """Whether its prompts may be padded (`kv_cache.is_plain`)."""
 
     @property
     def name(self) -> str:
         """Name of the model."""
         return self.found.name
 
-    def prefilled(self, tokens: int, seconds: float, back: float) -> None:
+    def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
         """Record the duration of a chunk whose tokens attended to `back` earlier tokens on average."""
         self.reads.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
-    def stepped(self, seconds: float, rows: int) -> None:
+    def record_step(self, seconds: float, rows: int) -> None:
         """Record the duration of a decode step of one batch. The speed of a single row follows from it. It is a running
         mean, because the last step alone would describe a machine that may be idle by now."""
         self.step_seconds = mean(self.step_seconds, seconds)
         self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
-    def rested(self, now: float) -> float:
+    def idle_seconds(self, now: float) -> float:
         """Return the seconds since the last use (monotonic `now`)."""
         return 0.0 if self.users else now - self.used_at
 
@@ -114,9 +115,9 @@ class Resident:
         """Set the bytes that padding may waste at any rate."""
         self.kv = self.ledger.kv = replace(self.kv, waste=waste)
 
-    def measured_text(self, size: int, tokens: int) -> None:
+    def record_text(self, size: int, tokens: int) -> None:
         """Record the bytes of text and their prompt tokens; short prompts are mostly template and are left out."""
-        if tokens >= MEASURED_TOKENS and size:
+        if tokens >= MIN_MEASURED_TOKENS and size:
             self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
 
     def rows(self) -> int:
@@ -139,7 +140,7 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class LoadStep:
     """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which runs its
     own checks."""
 
@@ -149,7 +150,9 @@ class Step:
     """Transient bytes of the step in addition to the weights."""
 
 
-def load(found: Found, weighed: Callable[[int], None] = lambda weights: None) -> Iterator[Step | Resident]:
+def load(
+    found: ModelDescriptor, weighed: Callable[[int], None] = lambda weights: None
+) -> Iterator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
     Before the model's first forward `weighed` is called with the bytes of its weights. Exceptions of a faulty
@@ -161,25 +164,27 @@ def load(found: Found, weighed: Callable[[int], None] = lambda weights: None) ->
     left = weights = sum(array.nbytes for array in arrays)
     converted = weights > UNCONVERTED * found.stored
     for piece in _pieces(arrays):
-        yield Step(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
+        yield LoadStep(left, max(array.nbytes for array in piece) * (CONVERTED if converted else STACKED))
         for part in ([one] for one in piece) if converted else (piece,):
             evaluate(part)
         left -= sum(array.nbytes for array in piece)
-    yield Step(0, prefill_transient(found.forward, WARM_TOKENS, 0, last=True) + row_bytes(found.kv, WARM_TOKENS + 2))
+    yield LoadStep(
+        0, prefill_transient(found.forward, WARMUP_TOKENS, 0, last=True) + row_bytes(found.kv, WARMUP_TOKENS + 2)
+    )
     weighed(weights)
     warmth = _warm(model)
-    resident = Resident(
+    resident = LoadedModel(
         found,
         model,
         warmth.kv,
         weights,
         warmth.vocabulary,
         _defaults(folder, config),
-        Ledger(warmth.kv),
-        Estimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
+        CommitmentLedger(warmth.kv),
+        TransientEstimator(replace(found.forward, logits=4.0 * warmth.vocabulary)),
         step_seconds=warmth.step_seconds,
-        pace=Pace(warmth.step_seconds, 1 / warmth.prefill_speed),
-        plain=plain(new_cache(model)),
+        pace=ChunkPace(warmth.step_seconds, 1 / warmth.prefill_speed),
+        plain=is_plain(new_cache(model)),
     )
     resident.reads.learn(warmth.prefill_speed)
     resident.writes.learn(1 / warmth.step_seconds)
@@ -197,7 +202,7 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
     for array in arrays:
         piece.append(array)
         size += array.nbytes
-        if size >= TICK:
+        if size >= BYTES_BETWEEN_STEPS:
             yield piece
             piece, size = [], 0
     if piece:
@@ -205,10 +210,10 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
 
 
 @dataclass(frozen=True, slots=True)
-class Warmth:
+class WarmupResult:
     """Result of the first short run of a model."""
 
-    kv: Kv
+    kv: KvParameters
     """Bytes of a row."""
     vocabulary: int
     """Number of logits."""
@@ -218,33 +223,33 @@ class Warmth:
     """Seconds of a decode step."""
 
 
-def _warm(model: TextModel) -> Warmth:
+def _warm(model: TextModel) -> WarmupResult:
     """Run a short prompt through prefill and decode twice: the first run compiles kernels, the second is measured."""
     _try_out(model)
     return _try_out(model)
 
 
-def _try_out(model: TextModel) -> Warmth:
+def _try_out(model: TextModel) -> WarmupResult:
     cache = new_cache(model)
-    ids = [0] * WARM_TOKENS
+    ids = [0] * WARMUP_TOKENS
     begun = time.monotonic()
     logits = forward(model, ids, cache, last=True)
     assert logits is not None  # noqa: S101 the last logits were requested
-    speed = WARM_TOKENS / max(time.monotonic() - begun, 1e-6)
+    speed = WARMUP_TOKENS / max(time.monotonic() - begun, 1e-6)
     kv = kv_of(cache)
     batch: DecodeBatch[int] = DecodeBatch(model)
-    batch.join([Joining(0, Guard(greedy, ()))], ids, cache, logits)
+    batch.join([JoiningRow(0, RowSampler(greedy, ()))], ids, cache, logits)
     batch.step()
     batch.wait()
     joined = time.monotonic()
     (token,) = batch.step()
     batch.wait()
-    return Warmth(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
+    return WarmupResult(kv, token.logprobs.shape[-1], speed, time.monotonic() - joined)
 
 
-def _defaults(folder: Path, config: dict[str, Any]) -> Defaults:
+def _defaults(folder: Path, config: dict[str, Any]) -> SamplingDefaults:
     try:
         loaded: object = json.loads((folder / "generation_config.json").read_text())
     except (OSError, ValueError):
-        return Defaults()
-    return defaults_of(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else Defaults()
+        return SamplingDefaults()
+    return defaults_of(cast("dict[str, object]", loaded)) if isinstance(loaded, dict) else SamplingDefaults()

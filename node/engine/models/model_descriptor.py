@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from pathlib import PurePath
 
-from wire.report import Kv, Transient
+from wire.report import KvParameters, TransientModel
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ModelDescriptor:
     """Model on disk."""
 
     name: str
@@ -20,11 +20,11 @@ class Found:
     """Bytes of its tensors once loaded."""
     context: int = 0
     """Most tokens of a row."""
-    kv: Kv = field(default_factory=lambda: Kv(0))
+    kv: KvParameters = field(default_factory=lambda: KvParameters(0))
     """Bytes of a row, estimated from its config."""
     cause: str = ""
     """Why it cannot be served; empty when it can. With a cause the other fields may be unset."""
-    forward: Transient = field(default_factory=Transient)
+    forward: TransientModel = field(default_factory=TransientModel)
     """Transient of a forward, estimated from its config."""
     stored: int = 0
     """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""

@@ -10,9 +10,9 @@ A load is aborted before any answer is. The reasons: the gate refuses its next p
 the engine is over its cap. A lease aborts a load while no request waits for the model. An order to unload the model
 aborts it as well. Loaded pieces are released at once, and the outcome is appended to `ended`.
 
-A model that has been unused for `patience` seconds is unloaded (`leaves_at`, `leave`). A model whose files were
-replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers under its
-old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
+A model that has been unused for `patience` seconds is unloaded (`idle_unload_at`, `unload_idle`). A model whose files
+were replaced on disk is unloaded as soon as it is idle, and loaded again if it is preloaded. Until then it answers
+under its old fingerprint. A load whose files change before its end is aborted, and the next request tries again.
 
     asked ─► queued ─► (gate) ─► loading, piece by piece, each through the gate ─► loaded
                └ never fits / not now   └ aborted: no room, an order      └ broken files: `cause`, until they change
@@ -27,20 +27,20 @@ from typing import Protocol, cast
 
 import structlog
 
-from node.engine.memory.footprint import clear_pool, give_back
-from node.engine.memory.gate import Gate, Site
-from node.engine.memory.leak_check import Returns
-from node.engine.models.loaded_model import Resident, Step, load
-from node.engine.models.model_descriptor import Found
-from node.engine.scheduling.prefix_cache import Reuse
-from node.models.catalogue import Library
-from wire.capacity.arithmetic import Fits, excess, hard_line, judge, judge_load, lacks, most_weights
-from wire.frames import Ban
-from wire.refusals import Code, Refused
+from node.engine.memory.footprint import clear_pool, release_free_memory
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.memory.leak_check import LeakCheck
+from node.engine.models.loaded_model import LoadedModel, LoadStep, load
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
+from node.models.catalogue import ModelCatalogue
+from wire.capacity.arithmetic import Fits, exceeds_headroom, excess, hard_line, judge, judge_load, most_weights
+from wire.frames import ModelBan
+from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 from wire.units import MIB, show_size
 
-TRANSIENT_LEAST, TRANSIENT_MOST = 16 * MIB, 64 * MIB
+MIN_LOAD_TRANSIENT_BYTES, MAX_LOAD_TRANSIENT_BYTES = 16 * MIB, 64 * MIB
 """Bounds of a load's transient bytes in addition to its weights: buffers of the file (half of a small model), the
 warm-up."""
 
@@ -48,12 +48,12 @@ log = structlog.get_logger("engine.loading")
 
 
 @dataclass(slots=True, eq=False)
-class Reading:
+class LoadInProgress:
     """Load in progress; sizes in bytes."""
 
-    found: Found
+    found: ModelDescriptor
     """Model to load."""
-    pieces: Iterator[Step | Resident]
+    pieces: Iterator[LoadStep | LoadedModel]
     """Remaining pieces."""
     total: int
     """All weights; exact once the model is built."""
@@ -61,7 +61,7 @@ class Reading:
     """Weights still to load."""
     begun: float
     """Monotonic time of its start."""
-    step: Step = field(default_factory=Step)
+    step: LoadStep = field(default_factory=LoadStep)
     """Cost of the next piece."""
 
 
@@ -70,24 +70,24 @@ class FilesChangedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadSucceeded:
     """Successful load."""
 
-    resident: Resident
+    resident: LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
-class NotLoaded:
+class LoadFailed:
     """Failed load, with its reason."""
 
     model: str
     refused: Refused
 
 
-Outcome = Loaded | NotLoaded
+Outcome = LoadSucceeded | LoadFailed
 
 
-class Spare(Protocol):
+class ReclaimableMemory(Protocol):
     """Spare memory, released before any memory that a request could reuse."""
 
     @property
@@ -95,20 +95,20 @@ class Spare(Protocol):
         """Bytes that would be free."""
         ...
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Release the memory now."""
         ...
 
 
 @dataclass(slots=True, eq=False)
-class Shelf:
+class ModelManager:
     """Loaded and loading models.
 
     `memory()` reads the memory now. `released()` is called after memory was freed on purpose, because the recent height
     must then be reset.
     """
 
-    gate: Gate
+    gate: MemoryGate
     """Memory gate."""
     memory: Callable[[], Memory]
     """Reads the memory."""
@@ -116,17 +116,17 @@ class Shelf:
     """Called after memory was freed."""
     pinned: frozenset[str]
     """Names of preloaded models, which are never unloaded for lack of memory or use."""
-    kept: Reuse
+    kept: PrefixCacheManager
     """Prefix cache."""
-    library: Library
+    library: ModelCatalogue
     """Models on disk."""
-    pieces: Callable[[Found], Iterator[Step | Resident]] = load
+    pieces: Callable[[ModelDescriptor], Iterator[LoadStep | LoadedModel]] = load
     """Loader of a model."""
     patience: float = 0.0
     """Seconds after which an unused model is unloaded; 0: never."""
-    spares: list[Spare] = field(default_factory=list["Spare"])
+    spares: list[ReclaimableMemory] = field(default_factory=list["ReclaimableMemory"])
     """Spare memory in the order of its release."""
-    residents: dict[str, Resident] = field(default_factory=dict[str, Resident])
+    residents: dict[str, LoadedModel] = field(default_factory=dict[str, LoadedModel])
     """Loaded models by name."""
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
     """Fingerprint and error of broken models, by name."""
@@ -136,7 +136,7 @@ class Shelf:
     """Idle models that were unloaded to make room."""
     departures: int = 0
     """Models that were unloaded because they were unused."""
-    returns: Returns = field(default_factory=Returns)
+    returns: LeakCheck = field(default_factory=LeakCheck)
     """Leak detection."""
     ended: list[Outcome] = field(default_factory=list["Outcome"])
     """Loads that ended since the engine last emptied this list."""
@@ -144,8 +144,8 @@ class Shelf:
     """Loads that were aborted, for lack of memory or by order."""
     _sizes: dict[str, int] = field(default_factory=dict[str, int])
     """Bytes of a model once loaded, by fingerprint, measured in its first load."""
-    _queue: deque[Found] = field(default_factory=deque["Found"])
-    _reading: Reading | None = None
+    _queue: deque[ModelDescriptor] = field(default_factory=deque[ModelDescriptor])
+    _reading: LoadInProgress | None = None
 
     @property
     def busy(self) -> bool:
@@ -179,7 +179,7 @@ class Shelf:
         """Bytes already loaded of a model in progress."""
         return 0 if self._reading is None else self._reading.total - self._reading.left
 
-    def size_of(self, found: Found) -> int:
+    def size_of(self, found: ModelDescriptor) -> int:
         """Return the bytes of a model's weights once loaded: measured, or estimated from its files."""
         return self._sizes.get(found.fingerprint, found.weights)
 
@@ -201,16 +201,16 @@ class Shelf:
             return 0.0
         return 1.0 - reading.left / max(1, reading.total)
 
-    def ask(self, found: Found) -> None:
+    def request_load(self, found: ModelDescriptor) -> None:
         """Enqueue the load of a model, unless it is loaded, loading or queued."""
         if found.name not in self.residents and not self.loading(found.name):
             self._queue.append(found)
 
-    def ban(self, bans: tuple[Ban, ...], now: float) -> None:
+    def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
         """Ban models for a while."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
-    def cause(self, found: Found, now: float) -> str:
+    def cause(self, found: ModelDescriptor, now: float) -> str:
         """Return why a model cannot be loaded now; empty when it can."""
         until, cause = self._bans.get(found.name, (0.0, ""))
         if now < until:
@@ -218,7 +218,7 @@ class Shelf:
         fingerprint, broken = self.causes.get(found.name, ("", ""))
         return found.cause or (broken if fingerprint == found.fingerprint else "")
 
-    def forgive(self, name: str) -> None:
+    def clear_failure(self, name: str) -> None:
         """Clear the error of a broken model, because a client ordered it by name."""
         self.causes.pop(name, None)
 
@@ -230,34 +230,34 @@ class Shelf:
         reading = self._reading
         refused = self._asked(reading.step)
         if refused is not None:
-            self.give_up(refused)
+            self.abort_load(refused)
             return
         try:
             piece = next(reading.pieces)
         except FilesChangedError as error:
-            self.give_up(Refused(Code.NOT_READY, str(error), None, 1.0))
+            self.abort_load(Refused(RefusalCode.NOT_READY, str(error), None, 1.0))
             return
         except Exception as error:
             self._reading = None
             self._broken(reading.found, error)
             return
-        if isinstance(piece, Step):
+        if isinstance(piece, LoadStep):
             self._advance(reading, piece)
         else:
             self._finish(reading, piece)
 
-    def _asked(self, step: Step) -> Refused | None:
+    def _asked(self, step: LoadStep) -> Refused | None:
         """Check the gate for the next piece; the remaining weights are reserved already."""
         if not step.left and not step.transient:
             return None
         memory = self.memory()
-        answer = self.gate.check(Site.LOAD, memory, step.transient, load=True)
-        no_room = isinstance(answer, Refused) and answer.code is Code.NO_ROOM
+        answer = self.gate.check(GateSite.LOAD, memory, step.transient, load=True)
+        no_room = isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM
         if no_room and self.make_room(step.transient - memory.margin):
-            answer = self.gate.check(Site.LOAD, self.memory(), step.transient, load=True)
+            answer = self.gate.check(GateSite.LOAD, self.memory(), step.transient, load=True)
         return answer if isinstance(answer, Refused) else None
 
-    def _advance(self, reading: Reading, step: Step) -> None:
+    def _advance(self, reading: LoadInProgress, step: LoadStep) -> None:
         """Record the exact sizes of the current load. Over the cap it is aborted at once."""
         if reading.step.left == 0 and step.left:
             reading.total = self._sizes[reading.found.fingerprint] = step.left
@@ -265,38 +265,38 @@ class Shelf:
         memory = self.memory()
         if memory.guard and (over := excess(memory)) > 0:
             text = f"reading {reading.found.name} took the engine {show_size(over)} over its cap"
-            self.give_up(Refused(Code.NO_ROOM, text))
+            self.abort_load(Refused(RefusalCode.NO_ROOM, text))
 
-    def give_up(self, why: Refused, name: str = "") -> bool:
+    def abort_load(self, why: Refused, name: str = "") -> bool:
         """Abort the current load, or the named queued one, and release its pieces. Return whether there was one."""
         reading = self._reading
         if reading is None or name not in ("", reading.found.name):
             queued = next((found for found in self._queue if found.name == name), None)
             if queued is not None:
                 self._queue.remove(queued)
-                self.ended.append(NotLoaded(name, why))
+                self.ended.append(LoadFailed(name, why))
             return queued is not None
         read, self._reading, self.given_up = self.read, None, self.given_up + 1
-        cast("Generator[Step | Resident]", reading.pieces).close()
+        cast("Generator[LoadStep | LoadedModel]", reading.pieces).close()
         log.warning("load given up", model=reading.found.name, read=show_size(read), cause=why.message)
-        self.returns.gone(read, time.monotonic())
-        self.ended.append(NotLoaded(reading.found.name, why))
+        self.returns.on_unload(read, time.monotonic())
+        self.ended.append(LoadFailed(reading.found.name, why))
         del reading
-        give_back()
+        release_free_memory()
         self.released()
         return True
 
-    def _finish(self, reading: Reading, piece: Resident) -> None:
+    def _finish(self, reading: LoadInProgress, piece: LoadedModel) -> None:
         self._reading = None
         now = time.monotonic()
         piece.load_seconds, piece.used_at = now - reading.begun, now
         self.residents[piece.name] = piece
         self.library.hold(piece.found)
-        give_back()
+        release_free_memory()
         log.info(
             "model loaded", model=piece.name, weights=show_size(piece.weights), seconds=round(piece.load_seconds, 2)
         )
-        self.ended.append(Loaded(piece))
+        self.ended.append(LoadSucceeded(piece))
 
     def drop(self, name: str) -> None:
         """Unload a model."""
@@ -304,9 +304,9 @@ class Shelf:
         self.library.release(name)
         self.kept.drop(name)
         log.info("model unloaded", model=name, weights=show_size(resident.weights))
-        self.returns.gone(resident.weights, time.monotonic())
+        self.returns.on_unload(resident.weights, time.monotonic())
         del resident
-        give_back()
+        release_free_memory()
         self.released()
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ class Shelf:
         self._queue.clear()
         self._reading = None
         for one in self.spares:
-            one.give()
+            one.release()
         for name in list(self.residents):
             self.residents[name].batches.clear()
             self.drop(name)
@@ -336,32 +336,34 @@ class Shelf:
             spare += self._reading.total
         if not _fits(self.memory(), need - spare):
             return False
-        if self.give_spare(lambda: _fits(self.memory(), need)):
+        if self.release_spare(lambda: _fits(self.memory(), need)):
             return True
-        if self.kept.give(need):
+        if self.kept.evict_until_fits(need):
             return True
         for name in idle:
-            if not lacks(self.memory(), need):
+            if not exceeds_headroom(self.memory(), need):
                 break
             self._evict(name)
         if over_load and not _fits(self.memory(), need):
-            self.give_up(Refused(Code.NO_ROOM, "its load was given up: running requests or a lease need the memory"))
+            self.abort_load(
+                Refused(RefusalCode.NO_ROOM, "its load was given up: running requests or a lease need the memory")
+            )
         return _fits(self.memory(), need)
 
-    def relieve(self, enough: Callable[[], bool]) -> None:
+    def reclaim(self, enough: Callable[[], bool]) -> None:
         """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models. The only model
         stays if its size alone leaves no headroom. Unloading it would gain nothing, because the next request would load
         it again."""
         if not enough():
             clear_pool()
-        self.give_spare(enough)
-        self.kept.relieve(enough)
+        self.release_spare(enough)
+        self.kept.evict_until(enough)
         for name in self._idle():
             if enough() or (len(self.residents) == 1 and _by_size(self.memory())):
                 return
             self._evict(name)
 
-    def leaves_at(self) -> float | None:
+    def idle_unload_at(self) -> float | None:
         """Return the time of the next unload of an unused model, or 0.0 if an idle one was replaced on disk. None: none
         is due."""
         if self._replaced():
@@ -369,27 +371,27 @@ class Shelf:
         idle = self._idle() if self.patience else []
         return self.residents[idle[0]].used_at + self.patience if idle else None
 
-    def leave(self, now: float) -> None:
+    def unload_idle(self, now: float) -> None:
         """Unload the models that are due."""
         for found in self._replaced():
             log.info("model replaced on disk", model=found.name)
             self.drop(found.name)
             if found.name in self.pinned:
-                self.ask(found)
-        while (due := self.leaves_at()) is not None and due <= now:
+                self.request_load(found)
+        while (due := self.idle_unload_at()) is not None and due <= now:
             self.departures += 1
             self.drop(self._idle()[0])
 
-    def _replaced(self) -> list[Found]:
+    def _replaced(self) -> list[ModelDescriptor]:
         """Return the new versions on disk of models that are loaded and idle."""
         found = (self.library.replacement(one.found) for one in self.residents.values() if not one.users)
         return [one for one in found if one is not None]
 
-    def give_spare(self, enough: Callable[[], bool]) -> bool:
+    def release_spare(self, enough: Callable[[], bool]) -> bool:
         """Release spare memory, in order, until `enough()`; return its result."""
         for one in self.spares:
             if one.nbytes and not enough():
-                one.give()
+                one.release()
                 self.released()
         return enough()
 
@@ -402,24 +404,24 @@ class Shelf:
         self.evictions += 1
         self.drop(name)
 
-    def _begin(self, found: Found, now: float) -> None:
+    def _begin(self, found: ModelDescriptor, now: float) -> None:
         cause = self.cause(found, now)
         if cause:
-            refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
-            self.ended.append(NotLoaded(found.name, refused))
+            refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+            self.ended.append(LoadFailed(found.name, refused))
             return
         weights = self.size_of(found)
-        need = weights + max(TRANSIENT_LEAST, min(TRANSIENT_MOST, weights // 2))
+        need = weights + max(MIN_LOAD_TRANSIENT_BYTES, min(MAX_LOAD_TRANSIENT_BYTES, weights // 2))
         self.make_room(need - self.memory().margin)
         memory = self.memory()
-        answer = self.gate.check(Site.LOAD, memory, need, load=True)
+        answer = self.gate.check(GateSite.LOAD, memory, need, load=True)
         if not isinstance(answer, Refused):
-            self._reading = Reading(found, self.pieces(found), weights, weights, now)
-            self.returns.came()
+            self._reading = LoadInProgress(found, self.pieces(found), weights, weights, now)
+            self.returns.on_load()
             return
-        if answer.code is Code.NO_ROOM and need > most_weights(memory):
+        if answer.code is RefusalCode.NO_ROOM and need > most_weights(memory):
             answer = Refused(
-                Code.TOO_LARGE,
+                RefusalCode.TOO_LARGE,
                 (
                     f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
                     f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
@@ -427,16 +429,16 @@ class Shelf:
                 answer.numbers,
             )
         log.warning("model not loaded", model=found.name, cause=answer.message)
-        self.ended.append(NotLoaded(found.name, answer))
+        self.ended.append(LoadFailed(found.name, answer))
 
-    def _broken(self, found: Found, error: Exception) -> None:
+    def _broken(self, found: ModelDescriptor, error: Exception) -> None:
         text = " ".join(str(error).split())[:300]
         cause = f"{type(error).__name__}: {text}" if text else type(error).__name__
         self.causes[found.name] = (found.fingerprint, cause)
-        give_back()
+        release_free_memory()
         log.error("model broken", model=found.name, cause=cause)
-        refused = Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
-        self.ended.append(NotLoaded(found.name, refused))
+        refused = Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+        self.ended.append(LoadFailed(found.name, refused))
 
 
 def _fits(memory: Memory, need: int) -> bool:

@@ -13,15 +13,15 @@ import mlx.core as mx
 import msgspec
 import structlog
 
-from wire.report import Hardware, Kv, Transient
+from wire.report import Hardware, KvParameters, TransientModel
 
 log = structlog.get_logger("engine.profile")
 
-METHOD = 2
+METHOD_VERSION = 2
 """Version of the measurement: since 2 the residual includes joins and decode steps."""
 
 
-class Key(msgspec.Struct, frozen=True):
+class MemoryProfileKey(msgspec.Struct, frozen=True):
     """Key of a profile: another model, machine or version needs other bytes."""
 
     fingerprint: str
@@ -31,7 +31,7 @@ class Key(msgspec.Struct, frozen=True):
     mlx: str
     mlx_lm: str
     macpool: str
-    method: int = METHOD
+    method: int = METHOD_VERSION
 
     @property
     def file(self) -> str:
@@ -39,14 +39,14 @@ class Key(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32] + ".json"
 
 
-class Profile(msgspec.Struct, frozen=True):
+class MemoryProfile(msgspec.Struct, frozen=True):
     """Measured memory of a model."""
 
-    key: Key
+    key: MemoryProfileKey
     """Its key."""
-    transient: Transient
+    transient: TransientModel
     """Fitted transients."""
-    kv: Kv
+    kv: KvParameters
     """Bytes of a row."""
     residual: int
     """Most bytes by which a forward exceeded its KV and its estimate."""
@@ -67,10 +67,10 @@ class Profile(msgspec.Struct, frozen=True):
     without measuring for another 10 s."""
 
 
-def key_of(fingerprint: str, hardware: Hardware) -> Key:
+def key_of(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
     """Return the key of a model on this machine with the installed versions."""
     device = "metal" if mx.metal.is_available() else "cpu"
-    return Key(
+    return MemoryProfileKey(
         fingerprint, hardware.chip, hardware.memory, device, _version("mlx"), _version("mlx-lm"), _version("macpool")
     )
 
@@ -82,19 +82,19 @@ def _version(name: str) -> str:
         return ""
 
 
-class Profiles:
+class MemoryProfileStore:
     """Profiles on disk; empty without a folder."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
-    def read(self, key: Key) -> Profile | None:
+    def read(self, key: MemoryProfileKey) -> MemoryProfile | None:
         """Return the profile of this key; None if it is missing or unreadable."""
         if self._folder is None:
             return None
         path = self._folder / key.file
         try:
-            found = msgspec.json.decode(path.read_bytes(), type=Profile)
+            found = msgspec.json.decode(path.read_bytes(), type=MemoryProfile)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -105,11 +105,11 @@ class Profiles:
             return None
         return found
 
-    def has(self, key: Key) -> bool:
+    def has(self, key: MemoryProfileKey) -> bool:
         """Return whether a profile of this key is stored."""
         return self._folder is not None and (self._folder / key.file).exists()
 
-    def write(self, profile: Profile) -> None:
+    def write(self, profile: MemoryProfile) -> None:
         """Store a profile. After a write error the next load measures once more."""
         if self._folder is None:
             return
@@ -123,7 +123,7 @@ class Profiles:
             log.warning("profile not kept", file=path.name, error=str(error)[:200])
 
 
-def _sane(profile: Profile) -> bool:
+def _sane(profile: MemoryProfile) -> bool:
     """Return whether all numbers are within measurable bounds."""
     numbers = (*msgspec.structs.astuple(profile.transient), profile.residual, profile.highest)
     return all(0 <= number < 2**60 for number in numbers) and 0 < profile.share <= 1

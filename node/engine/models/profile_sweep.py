@@ -13,17 +13,17 @@ from dataclasses import dataclass
 
 import structlog
 
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.context_search import Settled, diagnosis
-from node.engine.models.loaded_model import Resident
-from node.engine.models.profiler import Ask, Probe, Profiler
-from node.engine.process.interface import Doing
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.context_search import ContextSearchResult, diagnosis
+from node.engine.models.loaded_model import LoadedModel
+from node.engine.models.profiler import Ask, MemoryProbe, Profiler
+from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 
-EXPECTED = 10.0
+EXPECTED_STEP_SECONDS = 10.0
 """Seconds that a step may take: its largest forward, or compiling kernels."""
 GIVEN_UP = "the memory that measuring {} took was needed for requests: order it again when the node is at rest"
 
@@ -31,22 +31,22 @@ log = structlog.get_logger("engine.sweeps")
 
 
 @dataclass(slots=True, eq=False)
-class Sweep:
+class ProfileSweep:
     """Running sweep."""
 
     number: int
     """Number of the order."""
-    resident: Resident
+    resident: LoadedModel
     """Model to measure."""
-    probe: Probe
+    probe: MemoryProbe
     """Its probe."""
     steps: Generator[None] | None = None
     """Remaining steps."""
-    settled: Settled | None = None
+    settled: ContextSearchResult | None = None
     """Result of the search for the longest row, at its end."""
 
 
-class Sweeps:
+class SweepQueue:
     """Queue of sweeps.
 
     `residents()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
@@ -57,23 +57,23 @@ class Sweeps:
     def __init__(
         self,
         profiler: Profiler,
-        forwards: Forwards,
-        residents: Callable[[], Mapping[str, Resident]],
+        forwards: GatedForwards,
+        residents: Callable[[], Mapping[str, LoadedModel]],
         loading: Callable[[str], bool],
-        alone: Callable[[Resident], bool],
+        alone: Callable[[LoadedModel], bool],
         still: Callable[[], None],
-        told: Callable[[Resident], Model],
+        told: Callable[[LoadedModel], Model],
     ) -> None:
         self._profiler, self._forwards, self._residents = profiler, forwards, residents
         self._loading, self._alone, self._still, self._told = loading, alone, still, told
         self._queue: deque[tuple[int, str]] = deque()
-        self._sweep: Sweep | None = None
+        self._sweep: ProfileSweep | None = None
         self._stepping = False
         self._ends: list[Frame] = []
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `give` would release."""
+        """Bytes that `release` would release."""
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
 
     @property
@@ -86,7 +86,7 @@ class Sweeps:
         """Return whether a step has work or output."""
         return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())
 
-    def ask(self, number: int, model: str) -> None:
+    def request_sweep(self, number: int, model: str) -> None:
         """Enqueue a sweep of a model; it starts in turn, once the model is loaded."""
         self._queue.append((number, model))
 
@@ -104,18 +104,18 @@ class Sweeps:
         self._queue = deque(one for one in self._queue if one[0] != number)
         return here
 
-    def give(self) -> None:
+    def release(self) -> None:
         """Stop the running sweep and release its memory, because requests need it."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self._close(sweep)
-            refused = Refused(Code.NO_ROOM, GIVEN_UP.format(sweep.resident.name))
+            refused = Refused(RefusalCode.NO_ROOM, GIVEN_UP.format(sweep.resident.name))
             self._ends.append(Refusal(sweep.number, refused))
 
     def step(self) -> list[Frame]:
         """Run one forward of a sweep; return the frames of ended orders."""
         for model in self._lost():
-            self.failed(model, Refused(Code.NO_MODEL, f"{model} was unloaded before it was measured"))
+            self.failed(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
         if self._sweep is None:
             self._begin()
         if self._sweep is not None:
@@ -140,24 +140,26 @@ class Sweeps:
         resident = self._residents()[order[1]]
         probe = self._profiler.sweep(resident)
         resident.users += 1
-        self._sweep = Sweep(order[0], resident, probe)
+        self._sweep = ProfileSweep(order[0], resident, probe)
         self._sweep.steps = self._run(self._sweep)
 
-    def _run(self, sweep: Sweep) -> Generator[None]:
+    def _run(self, sweep: ProfileSweep) -> Generator[None]:
         yield from sweep.probe.run()
         ask: Ask | None = self._asked if self._alone(sweep.resident) else None
         sweep.settled = yield from self._profiler.swept(sweep.probe, ask)
 
     def _asked(self, need: int) -> bool:
         """Check the longest row against the gate: evictable memory counts as free."""
-        return self._forwards.ask(Site.PROBE, need) is None
+        return self._forwards.check(GateSite.PROBE, need) is None
 
-    def _go_on(self, sweep: Sweep) -> None:
+    def _go_on(self, sweep: ProfileSweep) -> None:
         assert sweep.steps is not None  # noqa: S101 `_begin` has set it
         self._still()
         self._stepping = True
         try:
-            with self._forwards.native(Doing.PREFILL, sweep.resident.name, sweep.number, EXPECTED):
+            with self._forwards.native(
+                NativeCallKind.PREFILL, sweep.resident.name, sweep.number, EXPECTED_STEP_SECONDS
+            ):
                 next(sweep.steps)
         except StopIteration:
             self._close(sweep)
@@ -169,16 +171,16 @@ class Sweeps:
         finally:
             self._stepping = False
 
-    def _ended(self, sweep: Sweep) -> Frame:
+    def _ended(self, sweep: ProfileSweep) -> Frame:
         if not sweep.probe.taken:
             message = f"there is no room for even the smallest forward of {sweep.resident.name}"
-            return Refusal(sweep.number, Refused(Code.NO_ROOM, message))
+            return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         if sweep.settled is not None and not sweep.settled.ok:
             message = diagnosis(sweep.resident.name, sweep.settled)
-            return Refusal(sweep.number, Refused(Code.NO_ROOM, message))
+            return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         return Finished(sweep.number, (), 0, 0, measured=self._told(sweep.resident))
 
-    def _close(self, sweep: Sweep) -> None:
+    def _close(self, sweep: ProfileSweep) -> None:
         self._sweep = None
         sweep.resident.users -= 1
         if sweep.steps is not None and not self._stepping:

@@ -23,11 +23,11 @@ import structlog
 from tokenizers import Tokenizer
 
 from node.engine.kv.kv_cache import Layers, extent_of, new_cache
-from node.engine.memory.footprint import Height, clear_pool, give_back
-from node.engine.models.context_search import Settled, diagnosis, settle
-from node.engine.models.loaded_model import Resident, forward
-from node.engine.models.profile import Key, Profile, Profiles, key_of
-from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.memory.footprint import MlxPeakTracker, clear_pool, release_free_memory
+from node.engine.models.context_search import ContextSearchResult, diagnosis, search_context
+from node.engine.models.loaded_model import LoadedModel, forward
+from node.engine.models.profile import MemoryProfile, MemoryProfileKey, MemoryProfileStore, key_of
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import greedy
 from node.memory.sensor import Sensor
 from wire.capacity.arithmetic import row_bytes
@@ -36,29 +36,29 @@ from wire.units import show_size
 
 PROBE_SECONDS = 10.0
 """Longest probe at a load, in seconds."""
-FIRST = (8, 32, 64, 128, 256, 512)
+FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
 """Tokens of the first forwards, each of a row of its own."""
-WALK = (512, 64, 256, 32, 128)
+WALK_TOKENS = (512, 64, 256, 32, 128)
 """Tokens of consecutive forwards of one row, in turn."""
-REACH = 3072
+PROBE_ROW_TOKENS = 3072
 """Tokens of the row of the probe at a load."""
 SWEEP_SECONDS = 600.0
-LARGER = (1024, 2048, 4096, 8192)
+SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
 ROWS = (1, 2, 4, 8)
 MORE_ROWS = (16, 32, 64, 128, 256)
 DECODE_TOKENS = 512
-STEPS = 3
+STEPS_PER_SIZE = 3
 
 log = structlog.get_logger("engine.profile")
 Ask = Callable[[int], bool]
 
 
 @dataclass(slots=True, eq=False)
-class Spike:
+class ForwardPeak:
     """Peak of a forward: MLX's, and the kernel's where available."""
 
-    height: Height
+    height: MlxPeakTracker
     sensor: Sensor
     _phys: int | None = None
 
@@ -70,11 +70,11 @@ class Spike:
     def charged(self) -> int:
         """Return the bytes charged to the process above the mark; MLX's active bytes where the kernel has no peak."""
         highest = self.sensor.highs().interval
-        return self.height.above() if self._phys is None or highest is None else highest - self._phys
+        return self.height.peak_above_mark() if self._phys is None or highest is None else highest - self._phys
 
 
 @dataclass(slots=True)
-class Taken:
+class ForwardMeasurement:
     """One forward of the probe."""
 
     tokens: int
@@ -90,7 +90,7 @@ class Taken:
 
 
 @dataclass(slots=True)
-class Stepped:
+class StepMeasurement:
     """One decode step of the probe."""
 
     rows: int
@@ -104,16 +104,16 @@ class Stepped:
 
 
 @dataclass(slots=True, eq=False)
-class Probe:
+class MemoryProbe:
     """Probe or sweep of one model, described in the module's docstring."""
 
-    resident: Resident
+    resident: LoadedModel
     """Model to measure."""
     ids: Sequence[int]
     """Text in the model's own tokens."""
     ask: Ask
     """`ask(bytes)` checks the gate."""
-    spike: Spike
+    spike: ForwardPeak
     """Measurement of peaks."""
     chunk: int
     """Most tokens of a chunk in this engine."""
@@ -125,9 +125,9 @@ class Probe:
     """Longest duration in seconds."""
     whole: bool = False
     """Whether it is a sweep, with the largest forwards."""
-    taken: list[Taken] = field(default_factory=list[Taken])
+    taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
     """Measured forwards."""
-    stepped: list[Stepped] = field(default_factory=list[Stepped])
+    stepped: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
     """Measured decode steps."""
     joined: list[int] = field(default_factory=list[int])
     """Bytes by which each join exceeded its KV and its estimate."""
@@ -144,28 +144,30 @@ class Probe:
             yield from self._run()
         finally:
             self.held = 0
-            self.resident.estimator.settle()
-            give_back()
+            self.resident.estimator.fit()
+            release_free_memory()
 
-    def again(self) -> bool:
+    def repeat_largest(self) -> bool:
         """Repeat the largest measured forward; return whether there was room for it."""
         if not self.taken:
             return False
         largest = max(self.taken, key=lambda one: one.tokens).tokens
         self._ends = time.monotonic() + self.seconds
         ran = self._chunk(new_cache(self.resident.model), largest, 0)
-        give_back()
+        release_free_memory()
         return ran
 
     def _run(self) -> Iterator[None]:
-        larger = LARGER if self.whole else ()
-        for tokens in self._sizes((*FIRST, *larger)):
+        larger = SWEEP_FORWARD_TOKENS if self.whole else ()
+        for tokens in self._sizes((*FIRST_FORWARD_TOKENS, *larger)):
             cache = new_cache(self.resident.model)
             if not self._chunk(cache, tokens, 0):
                 break
             yield
             del cache
-        yield from self._walk([tokens for tokens in (*WALK, *larger) if tokens <= max(self.chunk, WALK[0])])
+        yield from self._walk(
+            [tokens for tokens in (*WALK_TOKENS, *larger) if tokens <= max(self.chunk, WALK_TOKENS[0])]
+        )
         self.held = 0
         yield from self._decode()
 
@@ -202,8 +204,8 @@ class Probe:
         )
         after = extent_of(cache)
         wrote, grew = after.size - before.size, after.room > before.room
-        estimator.observe(tokens, past, self.spike.height.above() - wrote, grew=grew)
-        self.taken.append(Taken(tokens, past, grew, wrote, self.spike.charged()))
+        estimator.observe(tokens, past, self.spike.height.peak_above_mark() - wrote, grew=grew)
+        self.taken.append(ForwardMeasurement(tokens, past, grew, wrote, self.spike.charged()))
         return True
 
     def _decode(self) -> Iterator[None]:
@@ -217,9 +219,9 @@ class Probe:
 
     def _steps(self, rows: int, tokens: int) -> bool:
         resident, estimator = self.resident, self.resident.estimator
-        expected = resident.pace.seconds(tokens, 0) + STEPS * resident.step_seconds * rows
-        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS + 1)
-        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS))
+        expected = resident.pace.seconds(tokens, 0) + STEPS_PER_SIZE * resident.step_seconds * rows
+        needed = (rows + 1) * row_bytes(resident.kv, tokens + STEPS_PER_SIZE + 1)
+        most = max(estimator.chunk(tokens, 0, last=True), estimator.step(rows, tokens + STEPS_PER_SIZE))
         if time.monotonic() + expected > self._ends or not self.ask(needed + most):
             return False
         ids = list(islice(cycle(self.ids), tokens))
@@ -231,32 +233,32 @@ class Probe:
         layers, held = len(cache), extent_of(cache).size
         clear_pool()
         self.spike.mark()
-        batch.join([Joining(row, Guard(greedy, ())) for row in range(rows)], ids, cache, logits)
+        batch.join([JoiningRow(row, RowSampler(greedy, ())) for row in range(rows)], ids, cache, logits)
         grown = batch.nbytes()
         self.joined.append(self.spike.charged() - (grown - held) - estimator.join(grown, layers))
-        for step in range(STEPS):
+        for step in range(STEPS_PER_SIZE):
             before = batch.nbytes()
             self.spike.mark()
             batch.step()
             batch.wait()
             grown = batch.nbytes() - before
-            estimator.observe_step(rows, tokens + step + 1, self.spike.height.above() - grown, grew=grown > 0)
-            self.stepped.append(Stepped(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
+            estimator.observe_step(rows, tokens + step + 1, self.spike.height.peak_above_mark() - grown, grew=grown > 0)
+            self.stepped.append(StepMeasurement(rows, tokens + step + 1, grown > 0, self.spike.charged() - grown))
         return True
 
     def residual(self) -> int:
         """Return the most bytes by which a chunk, a join or a decode step exceeded its KV and its fitted estimate."""
         estimator = self.resident.estimator
         chunks = (
-            one.charged - one.wrote - estimator.foreseen(one.tokens, one.past, grows=one.grew) for one in self.taken
+            one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
         )
         steps = (one.charged - estimator.step(one.rows, one.longest, grows=one.grew) for one in self.stepped)
         return max(*self.joined, *chunks, *steps, 0, 0)
 
-    def profile(self, key: Key) -> Profile:
+    def profile(self, key: MemoryProfileKey) -> MemoryProfile:
         """Return the measured profile."""
         resident = self.resident
-        return Profile(
+        return MemoryProfile(
             key,
             resident.estimator.transient,
             resident.kv,
@@ -292,11 +294,11 @@ class Profiler:
 
     def __init__(
         self,
-        profiles: Profiles,
+        profiles: MemoryProfileStore,
         hardware: Hardware,
         ask: Ask,
-        spike: Spike,
-        longest: Callable[[Resident], int],
+        spike: ForwardPeak,
+        longest: Callable[[LoadedModel], int],
         narrowed: Callable[[], int],
         *,
         chunk: int,
@@ -307,7 +309,7 @@ class Profiler:
         self._profiles, self._hardware, self._ask, self._spike = profiles, hardware, ask, spike
         self._longest, self._narrowed, self._context = longest, narrowed, context
         self._chunk, self._batch, self._on = chunk, batch, on
-        self._keys: dict[str, Key] = {}
+        self._keys: dict[str, MemoryProfileKey] = {}
         self._known: set[str] = set()
 
     def seconds(self, fingerprint: str) -> float:
@@ -321,7 +323,7 @@ class Profiler:
         self._known.add(fingerprint)
         return 0.0
 
-    def probe(self, resident: Resident, *, alone: bool) -> Iterator[None]:
+    def probe(self, resident: LoadedModel, *, alone: bool) -> Iterator[None]:
         """Assign a profile to a model, one forward per step. A failed probe affects only the profile, not the load."""
         if not self._on:
             return
@@ -334,7 +336,7 @@ class Profiler:
                 log.warning("profile", model=resident.name, cause=kept.failed)
             return
         try:
-            probe = self._probe(resident, REACH, PROBE_SECONDS, whole=False)
+            probe = self._probe(resident, PROBE_ROW_TOKENS, PROBE_SECONDS, whole=False)
             yield from probe.run()
             yield from self._measured(probe, key, self._ask if alone else None)
             if resident.profile is not None and resident.profile.failed:
@@ -342,22 +344,24 @@ class Profiler:
         except Exception as error:
             log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
 
-    def sweep(self, resident: Resident) -> Probe:
+    def sweep(self, resident: LoadedModel) -> MemoryProbe:
         """Return a probe as large as the gate allows; `swept` makes a profile of its samples."""
         return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
 
-    def swept(self, probe: Probe, ask: Ask | None) -> Generator[None, None, Settled | None]:
+    def swept(self, probe: MemoryProbe, ask: Ask | None) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
         With `ask` None it is None: other work was running, and no reading could be checked."""
         key = key_of(probe.resident.found.fingerprint, self._hardware)
         return (yield from self._measured(probe, key, ask))
 
-    def _probe(self, resident: Resident, reach: int, seconds: float, *, whole: bool) -> Probe:
+    def _probe(self, resident: LoadedModel, reach: int, seconds: float, *, whole: bool) -> MemoryProbe:
         reach = min(reach, resident.found.context, self._context or reach)
-        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, REACH))
-        return Probe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
+        ids = text_ids(Path(resident.found.folder), resident.vocabulary, min(reach, PROBE_ROW_TOKENS))
+        return MemoryProbe(resident, ids, self._ask, self._spike, self._chunk, self._batch, reach, seconds, whole)
 
-    def _measured(self, probe: Probe, key: Key, ask: Ask | None) -> Generator[None, None, Settled | None]:
+    def _measured(
+        self, probe: MemoryProbe, key: MemoryProfileKey, ask: Ask | None
+    ) -> Generator[None, None, ContextSearchResult | None]:
         """Store the result of a probe, checked against a reading if `ask` is set."""
         resident, settled, profile = probe.resident, None, probe.profile(key)
         if probe.taken and ask is not None:
@@ -382,18 +386,18 @@ class Profiler:
         )
         return settled
 
-    def _settle(self, probe: Probe, ask: Ask) -> Generator[None, None, Settled]:
+    def _settle(self, probe: MemoryProbe, ask: Ask) -> Generator[None, None, ContextSearchResult]:
         """Check the longest row against a reading. A length from the settings is only tried, not searched for."""
         resident = probe.resident
         tokens = min(self._context, resident.found.context) or self._longest(resident)
 
         def passes(tokens: int) -> bool:
             transient = resident.estimator.chunk(min(tokens, probe.chunk), max(0, tokens - probe.chunk))
-            return ask(row_bytes(resident.kv, tokens) + transient) and probe.again()
+            return ask(row_bytes(resident.kv, tokens) + transient) and probe.repeat_largest()
 
-        return (yield from settle(tokens, passes, search=not self._context))
+        return (yield from search_context(tokens, passes, search=not self._context))
 
-    def _adopt(self, resident: Resident, profile: Profile) -> None:
+    def _adopt(self, resident: LoadedModel, profile: MemoryProfile) -> None:
         resident.estimator.adopt(profile.transient, profile.highest)
-        resident.estimator.cover(profile.chunk, profile.rows, self._narrowed)
+        resident.estimator.set_profiled_range(profile.chunk, profile.rows, self._narrowed)
         resident.profile = profile

@@ -20,22 +20,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from node.engine.process.interface import Doing
+from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
-LONGEST_MODEL = 200
+MAX_MODEL_BYTES = 200
 """Most bytes of a model's name (`wire.identity.valid_model`)."""
-SLOT = 256
+SLOT_BYTES = 256
 """Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4
 _LAYOUT = struct.Struct("<BQdH")
 
 
 @dataclass(frozen=True, slots=True)
-class Last:
+class CrashRecord:
     """Recorded native call."""
 
-    doing: Doing
+    doing: NativeCallKind
     """Kind of the call."""
     request: int
     """Number of the request; 0 if the call served several (a decode step) or none."""
@@ -45,19 +45,19 @@ class Last:
     """Start of the call in monotonic seconds."""
 
 
-class Recorder:
+class CrashRecorder:
     """Writer of the page. Without a descriptor it writes into private memory."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = mmap.mmap(-1 if descriptor is None else descriptor, SIZE)
         self._slots: dict[int, int] = {}
 
-    def begin(self, doing: Doing, model: str, request: int = 0) -> None:
+    def begin(self, doing: NativeCallKind, model: str, request: int = 0) -> None:
         """Record the start of a native call. Costs about a microsecond."""
         self._write(0, doing, model, request)
 
-    def _write(self, at: int, doing: Doing, model: str, request: int) -> None:
-        name = model.encode()[:LONGEST_MODEL]
+    def _write(self, at: int, doing: NativeCallKind, model: str, request: int) -> None:
+        name = model.encode()[:MAX_MODEL_BYTES]
         head = _LAYOUT.pack(doing, request, time.monotonic(), len(name))
         self._page[at : at + _LAYOUT.size + len(name)] = head + name
 
@@ -68,28 +68,28 @@ class Recorder:
         if slot >= SLOTS:
             yield
             return
-        self._write(slot * SLOT, Doing.READ, model, request)
+        self._write(slot * SLOT_BYTES, NativeCallKind.READ, model, request)
         try:
             yield
         finally:
-            self._page[slot * SLOT] = Doing.NOTHING
+            self._page[slot * SLOT_BYTES] = NativeCallKind.NOTHING
 
-    def oldest_read(self) -> Last | None:
+    def oldest_read(self) -> CrashRecord | None:
         """Return the prompt that has been tokenized for the longest time; None when there is none."""
         return _oldest(self._page[:], 1)
 
     def end(self) -> None:
         """Record the end of the native call."""
-        self._page[0] = Doing.NOTHING
+        self._page[0] = NativeCallKind.NOTHING
 
     def crash(self, model: str, request: int) -> None:
         """End the process like a Metal out-of-memory: by SIGABRT during a forward, without any clean-up."""
-        self.begin(Doing.PREFILL, model, request)
+        self.begin(NativeCallKind.PREFILL, model, request)
         sys.stderr.write("crash: asked for by engine.scripted.crash\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
-    def last(self) -> Last | None:
+    def running_call(self) -> CrashRecord | None:
         """Return the running native call."""
         return parse(self._page[:])
 
@@ -101,23 +101,23 @@ def new_page() -> int:
         return os.dup(file.fileno())
 
 
-def read(descriptor: int, *, hung: bool = False) -> Last | None:
+def read(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
     """Return the recorded call of a page after its writer's death; None when no call was running. With `hung`, it is
     the oldest call."""
     page = os.pread(descriptor, SIZE, 0)
     return _oldest(page, 0) if hung else parse(page) or _oldest(page, 1)
 
 
-def parse(page: bytes, slot: int = 0) -> Last | None:
+def parse(page: bytes, slot: int = 0) -> CrashRecord | None:
     """Parse a slot of a page; foreign content yields None."""
-    at = slot * SLOT
+    at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
-    if doing == Doing.NOTHING or doing not in Doing.__members__.values():
+    if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():
         return None
-    name = page[at + _LAYOUT.size : at + _LAYOUT.size + min(length, LONGEST_MODEL)]
-    return Last(Doing(doing), request, name.decode(errors="replace"), since)
+    name = page[at + _LAYOUT.size : at + _LAYOUT.size + min(length, MAX_MODEL_BYTES)]
+    return CrashRecord(NativeCallKind(doing), request, name.decode(errors="replace"), since)
 
 
-def _oldest(page: bytes, first: int) -> Last | None:
+def _oldest(page: bytes, first: int) -> CrashRecord | None:
     found = [last for slot in range(first, SLOTS) if (last := parse(page, slot)) is not None]
     return min(found, key=lambda last: last.since, default=None)

@@ -6,7 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 
-def look() -> dict[str, object]:
+def read_device() -> dict[str, object]:
     """Return MLX's version and device, or the error; sizes in bytes."""
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}
@@ -32,5 +32,5 @@ def look() -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(look()))
+    print(json.dumps(read_device()))
     sys.exit(0)

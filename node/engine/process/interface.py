@@ -1,7 +1,7 @@
 """Interface of an engine: frames in, frames out, and a memory gate; and the loader of engine kinds.
 
 Two threads drive an engine. The I/O thread calls `prepare`, which touches no memory of the inference thread. The
-inference thread calls all other methods. Further threads tokenize long prompts after `take` has admitted them
+inference thread calls all other methods. Further threads tokenize long prompts after `handle` has admitted them
 (`tokenize_admission`).
 
 A kind is named by its module and not imported. The agent can therefore list kinds without loading any model library.
@@ -16,12 +16,12 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
 from node.engine.process.kinds import KINDS
-from node.engine.requests.prepared import Prepared
-from node.engine.requests.tokenize_admission import Read, Unread
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt
 from wire.frames import EngineReport, Frame
 
 if TYPE_CHECKING:
-    from node.engine.memory.gate import Gate
+    from node.engine.memory.gate import MemoryGate
     from node.settings import NodeSettings
 
 
@@ -37,10 +37,10 @@ class Halted(BaseException):
     """The engine was halted: no native call may begin. An engine must not catch this, because it is no fault."""
 
 
-Work = Frame | Prepared | Unread | Read
+Work = Frame | PreparedRequest | UntokenizedPrompt | TokenizeResult
 
 
-class Doing(IntEnum):
+class NativeCallKind(IntEnum):
     """Kind of a native call."""
 
     NOTHING = 0
@@ -52,10 +52,10 @@ class Doing(IntEnum):
     """Tokenization of a prompt: template and tokenizer are files of the model."""
 
 
-class Recording(Protocol):
+class CallRecording(Protocol):
     """Record of native calls from which a crash can be explained (`crash_recorder`)."""
 
-    def begin(self, doing: Doing, model: str, request: int = 0) -> None:
+    def begin(self, doing: NativeCallKind, model: str, request: int = 0) -> None:
         """Record the start of a native call for this request; 0: for several."""
         ...
 
@@ -73,7 +73,7 @@ class Recording(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class NativeCall:
     """Running native call."""
 
     kind: str
@@ -87,14 +87,14 @@ class Call:
 class Engine(Protocol):
     """Engine. `now` is the inference thread's monotonic clock in seconds."""
 
-    gate: "Gate"
+    gate: "MemoryGate"
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work for `take`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
+        """Convert a frame into work for `handle`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
         as well, and for it the result is usually None."""
         ...
 
-    def take(self, work: Work, now: float) -> Collection[Frame | Unread]:
+    def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
         """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
         ...
 
@@ -103,11 +103,11 @@ class Engine(Protocol):
         as the caller consumes the frames."""
         ...
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next `step`; None: only a frame can bring work."""
         ...
 
-    def call(self) -> Call | None:
+    def running_call(self) -> NativeCall | None:
         """Return the running native call, on any thread; None: no long call is running."""
         ...
 
@@ -116,7 +116,7 @@ class Engine(Protocol):
         ...
 
     def halt(self) -> None:
-        """Begin no further native call, on any thread. `take` and `step` may raise `Halted` from now on."""
+        """Begin no further native call, on any thread. `handle` and `step` may raise `Halted` from now on."""
         ...
 
     def close(self) -> None:
@@ -124,21 +124,21 @@ class Engine(Protocol):
         ...
 
 
-class Build(Protocol):
+class EngineFactory(Protocol):
     """Type of `build` in each kind's module. The recorder is called before every native call."""
 
-    def __call__(self, settings: "NodeSettings", recorder: Recording) -> Engine:
+    def __call__(self, settings: "NodeSettings", recorder: CallRecording) -> Engine:
         """Return the engine."""
         ...
 
 
-def builder(kind: str) -> Build:
+def builder(kind: str) -> EngineFactory:
     """Return a kind's builder. `UnknownKindError` lists the kinds that exist."""
     module = KINDS.get(kind)
     if module is None:
         raise UnknownKindError(f"unknown engine kind {kind!r}: there is {', '.join(KINDS)}")
     try:
-        return cast("Build", importlib.import_module(module).build)
+        return cast("EngineFactory", importlib.import_module(module).build)
     except ImportError as error:
         raise UnknownKindError(
             f"engine.kind is {kind}, and {error.name} is not installed: install macpool[node], or start the "

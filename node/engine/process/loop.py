@@ -15,28 +15,28 @@ from collections.abc import Callable, Iterable, Sequence
 
 import structlog
 
-from node.engine.process.crash_recorder import Last
+from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import Engine, Halted, Work
-from node.engine.requests.tokenize_admission import Unread
-from node.engine.requests.tokenize_queue import UnreadQueue
+from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import EngineReport, Frame
 
-PUBLISH_EVERY = 0.1
+MIN_REPORT_INTERVAL_SECONDS = 0.1
 """Fewest seconds between two published reports."""
 
-READ_EXPECTED = 60.0
+TOKENIZE_EXPECTED_SECONDS = 60.0
 """Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
-READ_LONGEST = 5 * READ_EXPECTED
-"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.Patience.turn_factor`)."""
+TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
+"""Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.SupervisorTimeouts.turn_factor`)."""
 
 log = structlog.get_logger("engine")
 
 
-class Loop:
+class EngineLoop:
     """Loop of an engine on the thread that calls `run`."""
 
     def __init__(
-        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], Last | None] = lambda: None
+        self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], CrashRecord | None] = lambda: None
     ) -> None:
         self._engine = engine
         self._send = send
@@ -49,7 +49,7 @@ class Loop:
         self._publish_at: float | None = 0.0
         self._published_at = 0.0
         self._guard: dict[str, object] = {}
-        self._unread, self._long = UnreadQueue(), UnreadQueue()
+        self._unread, self._long = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
         """Enqueue prepared work from another thread."""
@@ -68,9 +68,9 @@ class Loop:
         """Return the duration so far and the expected duration, in seconds, of the running native call or else
         iteration. The duration is 0 while idle. If a tokenizer hangs, its prompt is returned instead."""
         read = self._reading()
-        if read is not None and now - read.since > READ_LONGEST:
-            return now - read.since, READ_EXPECTED
-        call, turn = self._engine.call(), self._busy_since
+        if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
+            return now - read.since, TOKENIZE_EXPECTED_SECONDS
+        call, turn = self._engine.running_call(), self._busy_since
         if call is not None:
             return max(0.0, now - call.since), call.expected
         return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
@@ -112,25 +112,25 @@ class Loop:
         return work
 
     def _due(self, now: float) -> float | None:
-        times = [when for when in (self._engine.due(now), self._publish_at) if when is not None]
+        times = [when for when in (self._engine.next_step_at(now), self._publish_at) if when is not None]
         return min(times, default=None)
 
     def _turn(self, work: Sequence[Work]) -> None:
         now = time.monotonic()
         for one in work:
-            self._answer(self._engine.take(one, now))
-        due = self._engine.due(now)
+            self._answer(self._engine.handle(one, now))
+        due = self._engine.next_step_at(now)
         worked = due is not None and due <= now
         if worked:
             self._answer(self._engine.step(now))
         if (work or worked) and self._publish_at is None:
-            self._publish_at = max(now, self._published_at + PUBLISH_EVERY)
+            self._publish_at = max(now, self._published_at + MIN_REPORT_INTERVAL_SECONDS)
         if self._publish_at is not None and now >= self._publish_at:
             self._publish(now)
 
-    def _answer(self, frames: Iterable[Frame | Unread]) -> None:
+    def _answer(self, frames: Iterable[Frame | UntokenizedPrompt]) -> None:
         for frame in frames:
-            if isinstance(frame, Unread):
+            if isinstance(frame, UntokenizedPrompt):
                 (self._long if frame.long else self._unread).put(frame)
             else:
                 self._send(frame)

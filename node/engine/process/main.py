@@ -6,13 +6,13 @@ runs no signal handler while the main thread is in native code. The settings com
 JSON`), and therefore appear in no command line. Frames as on the link follow.
 
 The process ends with its socket, because the agent crashed or was killed (macOS has no signal for a parent's death). It
-ends in order, as on a `Stop` and on SIGTERM. If a process with a large wired model is killed, that memory can stay
-wired until the Mac restarts (docs/decisions/0018).
+ends in order, as on a `StopEngine` and on SIGTERM. If a process with a large wired model is killed, that memory can
+stay wired until the Mac restarts (docs/decisions/0018).
 
 In order means: no native call begins, the one in flight returns, the engine releases its memory, `os._exit`. While idle
-this takes no time. It is bounded by `LEAVE_SECONDS` at the end of the socket and on SIGTERM, and by its own value on a
-`Stop`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the process as well,
-because the agent can then start a working one.
+this takes no time. It is bounded by `EXIT_TIMEOUT_SECONDS` at the end of the socket and on SIGTERM, and by its own
+value on a `StopEngine`. After that comes `os._exit` in any state of the other threads. A thread that fails ends the
+process as well, because the agent can then start a working one.
 """
 
 import argparse
@@ -31,18 +31,18 @@ import msgspec
 import structlog
 
 from host.log_setup import log_to_stderr
-from node.engine.process.crash_recorder import Recorder
+from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Engine, UnknownKindError, builder
-from node.engine.process.loop import Loop
+from node.engine.process.loop import EngineLoop
 from node.settings import NodeSettings
-from wire.codec import LONGEST_JOINED, Splitter, WireError, decode, encode
-from wire.frames import Frame, Ping, Pong, Stop
+from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode
+from wire.frames import Frame, Ping, Pong, StopEngine
 
-READ_AT_ONCE = 256 * 1024
-MOST_UNSENT = 64 * 1024 * 1024
+READ_BYTES = 256 * 1024
+MAX_UNSENT_BYTES = 64 * 1024 * 1024
 """Bytes queued for an agent that does not read. Beyond this the process ends."""
-LONGEST_SETTINGS = 1024 * 1024
-LEAVE_SECONDS = 5.0
+MAX_SETTINGS_BYTES = 1024 * 1024
+EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights
 took up to 4.1 s to release them (oMLX#2184)."""
 EXIT_SETTINGS = 78
@@ -52,10 +52,10 @@ EXIT_FAILED = 70
 log = structlog.get_logger("engine")
 
 
-class Writer:
+class FrameWriter:
     """Writer of the socket: any thread enqueues frames without waiting, one thread sends them in order.
 
-    `on_stuck()` is called once `MOST_UNSENT` bytes are queued for an agent that does not read.
+    `on_stuck()` is called once `MAX_UNSENT_BYTES` bytes are queued for an agent that does not read.
     """
 
     def __init__(self, line: socket.socket, on_stuck: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ class Writer:
             self._unsent.append(encoded)
             self._size += len(encoded)
             self._wake.notify()
-        if self._size > MOST_UNSENT:
+        if self._size > MAX_UNSENT_BYTES:
             log.error("unsent", bytes=self._size)
             self._on_stuck()
 
@@ -96,7 +96,7 @@ def read_settings(line: socket.socket) -> NodeSettings:
     """Read the settings that precede all frames. Raise EOFError if the agent is gone, ValueError for invalid
     settings."""
     length = int.from_bytes(_exactly(line, 4), "big")
-    if length > LONGEST_SETTINGS:
+    if length > MAX_SETTINGS_BYTES:
         raise ValueError(f"settings of {length} bytes")
     return msgspec.json.decode(_exactly(line, length), type=NodeSettings)
 
@@ -117,27 +117,27 @@ def _exactly(line: socket.socket, count: int) -> bytes:
     return data
 
 
-class Ending:
+class ProcessExit:
     """Exit of this process, for every thread. Only the inference thread releases the memory."""
 
-    def __init__(self, engine: Engine, loop: Loop) -> None:
+    def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         self._engine = engine
         self._loop = loop
         self._code = 0
 
-    def ask(self, code: int = 0) -> None:
+    def request(self, code: int = 0) -> None:
         """Stop the loop; the inference thread then ends the process with this code."""
         self._code = self._code or code
         self._loop.stop()
 
-    def within(self, seconds: float, code: int = 0) -> NoReturn:
+    def exit_within(self, seconds: float, code: int = 0) -> NoReturn:
         """Stop the loop, and end the process after `seconds` in any state. Must not be called on the inference
         thread."""
-        self.ask(code)
+        self.request(code)
         threading.Event().wait(seconds)
         os._exit(self._code)
 
-    def infer(self) -> NoReturn:
+    def run_engine(self) -> NoReturn:
         """Run the engine until stopped, release its memory, and end the process."""
         try:
             self._loop.run()
@@ -151,7 +151,7 @@ class Ending:
         sys.stderr.flush()
         os._exit(self._code)
 
-    def guarded(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
+    def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
         """Return `work` for a thread whose end is the end of the process; a failure is logged on stderr."""
 
         def run() -> NoReturn:
@@ -159,30 +159,32 @@ class Ending:
                 work()
             except BaseException:
                 log.exception("thread")
-                self.within(LEAVE_SECONDS, EXIT_FAILED)
-            self.within(LEAVE_SECONDS)
+                self.exit_within(EXIT_TIMEOUT_SECONDS, EXIT_FAILED)
+            self.exit_within(EXIT_TIMEOUT_SECONDS)
 
         return run
 
 
-def read_frames(line: socket.socket, engine: Engine, loop: Loop, writer: Writer) -> float:
-    """Prepare every frame for the loop and answer pings, until a `Stop` or the socket's end. Return the seconds that
-    this process may then still run."""
-    splitter = Splitter(longest=LONGEST_JOINED)
-    while data := line.recv(READ_AT_ONCE):
+def read_frames(line: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
+    """Prepare every frame for the loop and answer pings, until a `StopEngine` or the socket's end.
+
+    Return the seconds that this process may then still run.
+    """
+    splitter = Splitter(longest=MAX_JOINED_BYTES)
+    while data := line.recv(READ_BYTES):
         for tag, body in splitter.feed(data):
             frame = decode(tag, body)
-            if isinstance(frame, Stop):
+            if isinstance(frame, StopEngine):
                 return frame.seconds
             if isinstance(frame, Ping):
                 writer.send(Pong(frame.nonce, *loop.busy(time.monotonic())))
             work = engine.prepare(frame)
             if work is not None:
                 loop.put(work)
-    return LEAVE_SECONDS
+    return EXIT_TIMEOUT_SECONDS
 
 
-def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
+def serve(line: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
     """Serve one agent over one socket for the lifetime of the process; return an exit code if the start fails. A byte
     from the descriptor `terminations` ends the process as well."""
     try:
@@ -193,20 +195,20 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
     except (ValueError, UnknownKindError) as error:
         log.error("settings", error=str(error))  # noqa: TRY400 the sentence is for a person
         return EXIT_SETTINGS
-    writer = Writer(line, lambda: ending.ask(EXIT_FAILED))
-    loop = Loop(engine, writer.send, recorder.oldest_read)
-    ending = Ending(engine, loop)
+    writer = FrameWriter(line, lambda: ending.request(EXIT_FAILED))
+    loop = EngineLoop(engine, writer.send, recorder.oldest_read)
+    ending = ProcessExit(engine, loop)
 
     def read() -> None:
         try:
-            ending.within(read_frames(line, engine, loop, writer))
+            ending.exit_within(read_frames(line, engine, loop, writer))
         except WireError as error:
             log.error("wire", error=str(error))  # noqa: TRY400 the sentence is for a person
-            ending.ask(EXIT_FAILED)
+            ending.request(EXIT_FAILED)
         except OSError:
             return  # the agent is gone, as at the end of its socket
 
-    threading.Thread(target=ending.infer, name="inference", daemon=True).start()
+    threading.Thread(target=ending.run_engine, name="inference", daemon=True).start()
     others = {
         "writer": writer.run,
         "prompts": loop.read,
@@ -214,8 +216,8 @@ def serve(line: socket.socket, recorder: Recorder, terminations: int) -> int:
         "watchdog": lambda: os.read(terminations, 1),
     }
     for name, work in others.items():
-        threading.Thread(target=ending.guarded(work), name=name, daemon=True).start()
-    return ending.guarded(read)()
+        threading.Thread(target=ending.guard_thread(work), name=name, daemon=True).start()
+    return ending.guard_thread(read)()
 
 
 def _terminations() -> int:
@@ -239,7 +241,7 @@ def main() -> None:
     log_to_stderr()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    code = serve(socket.socket(fileno=given.socket), Recorder(given.page), _terminations())
+    code = serve(socket.socket(fileno=given.socket), CrashRecorder(given.page), _terminations())
     sys.stderr.flush()
     os._exit(code)
 

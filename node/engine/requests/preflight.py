@@ -5,16 +5,16 @@
 
 from dataclasses import dataclass
 
-from node.engine.memory.gate import Gate, Site
+from node.engine.memory.gate import GateSite, MemoryGate
 from wire.capacity import arithmetic
 from wire.frames import Generate
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory, Model
 from wire.units import show_size
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class RequestShape:
     """Size of a request."""
 
     prompt: int
@@ -31,12 +31,12 @@ class Shape:
         """Committed tokens of a row."""
         return self.prompt + self.promised
 
-    def of(self, choices: int) -> "Shape":
+    def of(self, choices: int) -> "RequestShape":
         """Return the same request with fewer answers to generate."""
-        return Shape(self.prompt, self.limit, self.promised, choices)
+        return RequestShape(self.prompt, self.limit, self.promised, choices)
 
 
-def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shape:
+def shape_of(request: Generate, prompt: int, natural: int, context: int) -> RequestShape:
     """Return the size of a request; `natural` is the length of an answer without max_tokens.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
@@ -47,22 +47,24 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Shap
     limit = asked if asked is not None else max(1, min(natural, context - prompt))
     if asked is None and known > limit:
         limit = known + 1
-    return Shape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
+    return RequestShape(prompt, limit, max(1, min(limit, max(request.expected, known + 1))), request.params.n)
 
 
-def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Refused | None:
+def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
     """Return the refusal of a request that no state of the memory would allow; None if one might."""
     if request.model != model.name:
-        return Refused(Code.NO_MODEL, f"this node serves {model.name}, not {request.model}")
+        return Refused(RefusalCode.NO_MODEL, f"this node serves {model.name}, not {request.model}")
     if request.params.grammar is not None and "grammar" not in model.features:
-        return Refused(Code.UNSUPPORTED, f"{model.name} cannot keep an answer to a format here")
+        return Refused(RefusalCode.UNSUPPORTED, f"{model.name} cannot keep an answer to a format here")
     if shape.choices < 1 or shape.limit < 1:
-        return Refused(Code.INVALID, "n and max_tokens must be at least 1")
+        return Refused(RefusalCode.INVALID, "n and max_tokens must be at least 1")
     if shape.choices > batch:
-        return Refused(Code.UNSUPPORTED, f"n is {shape.choices}, and at most {batch} answers are written at once")
+        return Refused(
+            RefusalCode.UNSUPPORTED, f"n is {shape.choices}, and at most {batch} answers are written at once"
+        )
     if shape.prompt + shape.limit > model.context:
         return Refused(
-            Code.CONTEXT,
+            RefusalCode.CONTEXT,
             (
                 f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
                 f"{shape.prompt + shape.limit}; {model.name} takes {model.context}: "
@@ -72,13 +74,13 @@ def impossible(request: Generate, shape: Shape, model: Model, batch: int) -> Ref
     return None
 
 
-def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
+def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | None:
     """Return the refusal, with all numbers, of a request that would not fit even alone; None if it would."""
     if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
     needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
     holds = max(0, arithmetic.most_bytes(memory))
-    numbers = Numbers(
+    numbers = MemoryNumbers(
         needed + memory.margin,
         memory.cap,
         memory.current,
@@ -90,7 +92,7 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
         memory.bound_by,
     )
     return Refused(
-        Code.TOO_LARGE,
+        RefusalCode.TOO_LARGE,
         (
             f"needs {show_size(needed)} (weights {show_size(model.weights)}, {shape.length} tokens × {shape.choices}), "
             f"this node can hold {show_size(holds)}: shorten the prompt or lower max_tokens or n"
@@ -99,12 +101,12 @@ def too_large(shape: Shape, memory: Memory, model: Model) -> Refused | None:
     )
 
 
-def admit(shape: Shape, memory: Memory, model: Model, cost: int, gate: Gate) -> Refused | None:
+def admit(shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate) -> Refused | None:
     """Check whether `cost` bytes may be committed now. The refusal distinguishes a request that can never fit from one
     that does not fit now."""
-    answer = gate.check(Site.PREFLIGHT, memory, cost)
+    answer = gate.check(GateSite.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):
         return None
-    if answer.code is Code.NO_ROOM:
+    if answer.code is RefusalCode.NO_ROOM:
         return too_large(shape, memory, model) or answer
     return answer

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from node.engine.text.detokenizer import TextPipeline
 
 
-class Follower(Protocol):
-    """State of one answer in its grammar; see `matcher.Constraint`."""
+class GrammarCursor(Protocol):
+    """State of one answer in its grammar; see `matcher.GrammarMatcher`."""
 
     @property
     def opener(self) -> int | None:
@@ -28,16 +28,16 @@ class Follower(Protocol):
         ...
 
 
-class Rules(Protocol):
-    """Grammar of all answers of a request; see `compiler.Grammar`."""
+class GrammarFactory(Protocol):
+    """Grammar of all answers of a request; see `compiler.CompiledGrammar`."""
 
-    def begin(self) -> Follower:
+    def begin(self) -> GrammarCursor:
         """Return the state at the start of an answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedRequest:
     """Tokenized request. With `refused` the other fields are unset."""
 
     request: Generate
@@ -52,7 +52,7 @@ class Prepared:
     """Returns the bytes of a token."""
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
-    grammar: Rules | None = None
+    grammar: GrammarFactory | None = None
     """Grammar that every answer must match."""
     shared: int = 0
     """Number of first ids that are a system prompt of all keys."""

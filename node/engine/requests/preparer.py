@@ -12,26 +12,26 @@ from pathlib import Path
 
 import structlog
 
-from node.engine.grammar.compiler import Grammar, Grammars
-from node.engine.grammar.tool_spec import Unfit
-from node.engine.models.model_descriptor import Found
-from node.engine.process.interface import Recording
-from node.engine.requests.prepared import Prepared
+from node.engine.grammar.compiler import CompiledGrammar, GrammarCompiler
+from node.engine.grammar.tool_spec import UnsupportedSchema
+from node.engine.models.model_descriptor import ModelDescriptor
+from node.engine.process.interface import CallRecording
+from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.tokenize_admission import text_bytes
 from node.engine.text.detokenizer import TextPipeline
-from node.engine.text.tokenizer import FILES, Prompt, TemplateFailed, Tokenizer, TokenizerError, TooLong, load
-from node.engine.text.tokenizer_trial import Trials
-from node.models.catalogue import Library
+from node.engine.text.tokenizer import FILES, TemplateFailed, TokenizedPrompt, Tokenizer, TokenizerError, TooLong, load
+from node.engine.text.tokenizer_trial import TokenizerTrials
+from node.models.catalogue import ModelCatalogue
 from wire.capacity.arithmetic import reading_bytes
-from wire.frames import Count, Finished, Generate, Params, Refusal
-from wire.refusals import Code, Refused
+from wire.frames import CountTokens, Finished, Generate, GenerationParams, Refusal
+from wire.refusals import RefusalCode, Refused
 
 FEATURES = ("grammar", "logprobs", "sampling", "tools")
 """Features of the engine beyond plain requests."""
 log = structlog.get_logger("engine.door")
 
 
-class Door:
+class RequestPreparer:
     """Tokenizers by model, loaded at the first request for their model, after a trial if `trials` is set.
 
     `context(found)` returns the most tokens of a row of a model. `barred(found)` returns why the model cannot be used
@@ -40,12 +40,12 @@ class Door:
 
     def __init__(
         self,
-        library: Library,
-        context: Callable[[Found], int] = lambda found: found.context,
+        library: ModelCatalogue,
+        context: Callable[[ModelDescriptor], int] = lambda found: found.context,
         *,
-        barred: Callable[[Found], str] = lambda found: found.cause,
-        recorder: Recording | None = None,
-        trials: Trials | None = None,
+        barred: Callable[[ModelDescriptor], str] = lambda found: found.cause,
+        recorder: CallRecording | None = None,
+        trials: TokenizerTrials | None = None,
     ) -> None:
         self._library = library
         self._context = context
@@ -53,7 +53,7 @@ class Door:
         self._reading = _unrecorded if recorder is None else recorder.reading
         self._trials = trials
         self._tokenizers: dict[str, Tokenizer] = {}
-        self._grammars = Grammars()
+        self._grammars = GrammarCompiler()
         self._loading, self._compiling = threading.Lock(), threading.Lock()
 
     @property
@@ -61,18 +61,18 @@ class Door:
         """Loaded tokenizers by folder and fingerprint of their model."""
         return self._tokenizers
 
-    def inline(self, frame: Generate | Count) -> bool:
+    def inline(self, frame: Generate | CountTokens) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
         grammar."""
-        found = self._library.look(frame.model)
+        found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return True
         guided = isinstance(frame, Generate) and frame.params.grammar is not None
         return not guided and _key(found) in self._tokenizers and not self.need(frame)
 
-    def need(self, frame: Generate | Count) -> int:
+    def need(self, frame: Generate | CountTokens) -> int:
         """Return the transient bytes of tokenizing this prompt; 0: no admission is needed."""
-        found = self._library.look(frame.model)
+        found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
         tokenizer = self._tokenizers.get(_key(found))
@@ -87,7 +87,7 @@ class Door:
             context=self._context(found) if isinstance(frame, Generate) else 0,
         )
 
-    def features(self, found: Found) -> tuple[str, ...]:
+    def features(self, found: ModelDescriptor) -> tuple[str, ...]:
         """Return the features of a model (wire.report.Model). Before the first request has loaded its tokenizer all
         features are returned, because an unknown feature is no reason for a refusal."""
         tokenizer = self._tokenizers.get(_key(found))
@@ -97,16 +97,16 @@ class Door:
             lacking |= set() if tokenizer.constrainable else {"grammar"}
         return tuple(one for one in FEATURES if one not in lacking)
 
-    def prepare(self, request: Generate) -> Prepared:
+    def prepare(self, request: Generate) -> PreparedRequest:
         """Tokenize a request. Never raises, because the calling threads must not end."""
         try:
             with self._reading(request.model, request.request):
                 return self._prepared(request)
         except Exception as error:
             log.exception("door", request=request.request, request_id=request.request_id)
-            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
 
-    def count(self, asked: Count) -> Finished | Refusal:
+    def count(self, asked: CountTokens) -> Finished | Refusal:
         """Return the number of a prompt's tokens. Never raises."""
         request = Generate(
             asked.request,
@@ -114,7 +114,7 @@ class Door:
             "",
             asked.model,
             asked.messages,
-            Params(),
+            GenerationParams(),
             asked.created,
             tools=asked.tools,
             template=asked.template,
@@ -126,32 +126,32 @@ class Door:
             with self._reading(asked.model, asked.request):
                 return Finished(asked.request, (), tokenizer.count(request), 0)
         except TemplateFailed as error:
-            return Refusal(asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {error}"))
+            return Refusal(asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be made: {error}"))
         except Exception as error:
             log.exception("count", request=asked.request)
             return Refusal(
-                asked.request, Refused(Code.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+                asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
             )
 
     def _for(self, request: Generate) -> Tokenizer | Refused:
         """Return the tokenizer of a request's model, or the refusal if there is none."""
-        found = self._library.look(request.model)
+        found = self._library.find_fresh(request.model)
         if found is None:
-            return Refused(Code.NO_MODEL, f"this node has no model {request.model}")
+            return Refused(RefusalCode.NO_MODEL, f"this node has no model {request.model}")
         if cause := self._barred(found):
-            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
+            return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {cause}")
         try:
             tokenizer = self.tokenizer(found)
         except TokenizerError as error:
-            return Refused(Code.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
+            return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
         if request.tools and "tools" not in tokenizer.features:
-            return Refused(Code.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+            return Refused(RefusalCode.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
         return tokenizer
 
-    def _prepared(self, request: Generate) -> Prepared:
+    def _prepared(self, request: Generate) -> PreparedRequest:
         tokenizer = self._for(request)
         if isinstance(tokenizer, Refused):
-            return Prepared(request, refused=tokenizer)
+            return PreparedRequest(request, refused=tokenizer)
         found = self._library.find(request.model)
         most = 0 if found is None else self._context(found)
         try:
@@ -160,11 +160,11 @@ class Door:
             shared = tokenizer.shared(request, prompt)
         except TooLong as error:
             text = f"{error}; {request.model} takes {most}: shorten the prompt"
-            return _refused(request, Code.CONTEXT, text)
+            return _refused(request, RefusalCode.CONTEXT, text)
         except TemplateFailed as error:
-            return _refused(request, Code.TEMPLATE, f"the prompt could not be made: {error}")
-        except Unfit as error:
-            return _refused(request, Code.INVALID, str(error))
+            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be made: {error}")
+        except UnsupportedSchema as error:
+            return _refused(request, RefusalCode.INVALID, str(error))
         params = request.params
 
         def voice(choice: int) -> TextPipeline:
@@ -180,25 +180,25 @@ class Door:
                 grammar=grammar,
             )
 
-        return Prepared(
+        return PreparedRequest(
             request, tuple(prompt.ids), tokenizer.eos, voice, tokenizer.token_bytes, grammar=grammar, shared=shared
         )
 
-    def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: Prompt) -> Grammar | None:
-        """Compile the grammar of a request. Raise `Unfit` on any error."""
+    def _grammar(self, request: Generate, tokenizer: Tokenizer, prompt: TokenizedPrompt) -> CompiledGrammar | None:
+        """Compile the grammar of a request. Raise `UnsupportedSchema` on any error."""
         asked = request.params.grammar
         if asked is None:
             return None
         try:
             with self._compiling:
                 return self._grammars.compile(tokenizer, asked, request.tools, prompt, one=request.params.one_call)
-        except Unfit:
+        except UnsupportedSchema:
             raise
         except Exception as error:
             log.exception("grammar", request=request.request, request_id=request.request_id)
-            raise Unfit(f"the grammar could not be read: {type(error).__name__}") from error
+            raise UnsupportedSchema(f"the grammar could not be read: {type(error).__name__}") from error
 
-    def tokenizer(self, found: Found) -> Tokenizer:
+    def tokenizer(self, found: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if that fails."""
         tokenizer = self._tokenizers.get(_key(found))
         if tokenizer is not None:
@@ -216,7 +216,7 @@ def _unrecorded(model: str, request: int = 0) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _key(found: Found) -> str:
+def _key(found: ModelDescriptor) -> str:
     return f"{found.folder}:{found.fingerprint}"
 
 
@@ -226,5 +226,5 @@ def _files(folder: Path) -> int:
     return sum(sizes)
 
 
-def _refused(request: Generate, code: Code, message: str) -> Prepared:
-    return Prepared(request, refused=Refused(code, message))
+def _refused(request: Generate, code: RefusalCode, message: str) -> PreparedRequest:
+    return PreparedRequest(request, refused=Refused(code, message))

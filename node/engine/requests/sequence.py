@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from node.engine.kv.commitments import Commitment
-from node.engine.requests.preflight import Shape
-from node.engine.requests.prepared import Prepared
-from node.engine.scheduling.sampling import Sampling
+from node.engine.requests.preflight import RequestShape
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.text.detokenizer import TextPipeline
 from wire.bounds import LONG_CHARACTERS, MAX_DELTAS
 from wire.frames import Delta, Generate, Logprob
@@ -69,11 +69,11 @@ class Row:
         pieces, self.reason = self.pipeline.finish(reason)
         self.pieces += pieces
 
-    def known(self) -> list[int]:
+    def token_ids(self) -> list[int]:
         """Return all known ids: prompt and answer so far."""
         return [*self.sequence.prompt, *self.ids]
 
-    def gathered(self) -> list[Delta]:
+    def drain_deltas(self) -> list[Delta]:
         """Return unsent output as deltas of at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined.
 
         Text that was held back until it was long (a tool call without an end) is cut into deltas of its own.
@@ -117,11 +117,11 @@ class Sequence:
 
     request: Generate
     """The request."""
-    prepared: Prepared
+    prepared: PreparedRequest
     """Its tokens and grammar."""
-    shape: Shape
+    shape: RequestShape
     """Its size."""
-    sampling: Sampling
+    sampling: SamplingParameters
     """Sampling parameters in force."""
     seed: int
     """Seed of its draws."""
@@ -167,6 +167,6 @@ class Sequence:
         """Return whether any token was sent from here."""
         return any(len(row.ids) > len(row.new) + row.heard for row in self.rows)
 
-    def writing(self) -> Iterator[Row]:
+    def active_rows(self) -> Iterator[Row]:
         """Return the rows that have not ended."""
         return (row for row in self.rows if not row.reason)

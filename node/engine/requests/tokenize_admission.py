@@ -7,8 +7,8 @@ times. No estimate of a forward covers these bytes.
 A prompt for which `arithmetic.reading_bytes` counts any is therefore checked on the inference thread, as a forward
 would be. Its bytes are reserved until it is tokenized. Two threads tokenize such prompts, one of them only long texts.
 A prompt of usual length therefore never waits for a text of megabytes. Each thread takes turns between API keys. The
-I/O thread prepares short prompts itself (`Door.inline`), because it must answer pings, limits and cancels without a
-wait.
+I/O thread prepares short prompts itself (`RequestPreparer.inline`), because it must answer pings, limits and cancels
+without a wait.
 
     I/O thread            inference thread              prompt threads
     not inline: Unread ──► checked, reserved ──────────► tokenize
@@ -19,26 +19,26 @@ wait.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from node.engine.requests.prepared import Prepared
+from node.engine.requests.prepared import PreparedRequest
 from wire.capacity.arithmetic import most_bytes
-from wire.frames import Count, Finished, Generate, Refusal
-from wire.refusals import Code, Numbers, Refused
+from wire.frames import CountTokens, Finished, Generate, Refusal
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Memory
 from wire.units import show_size
 
-LONG = 64 * 1024
+LONG_PROMPT_BYTES = 64 * 1024
 """Bytes of text from which a prompt is long: about 0.1 s of tokenizing on a slow machine."""
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UntokenizedPrompt:
     """Prompt before tokenization."""
 
-    frame: Generate | Count
+    frame: Generate | CountTokens
     """The request, or the order to count its tokens."""
     need: int
     """Transient bytes of its tokenization."""
-    read: Callable[[], "Read"]
+    read: Callable[[], "TokenizeResult"]
     """Tokenizes the prompt, on any thread; never raises."""
 
     @property
@@ -49,18 +49,18 @@ class Unread:
     @property
     def long(self) -> bool:
         """Return whether this text belongs to the thread of long texts."""
-        return text_bytes(self.frame) > LONG
+        return text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class TokenizeResult:
     """Result of a tokenization; its reservation ends here."""
 
     request: int
-    work: Prepared | Finished | Refusal
+    work: PreparedRequest | Finished | Refusal
 
 
-def text_bytes(frame: Generate | Count) -> int:
+def text_bytes(frame: Generate | CountTokens) -> int:
     """Return the bytes of a request's text; a given token id counts as one."""
     texts = [frame.tools]
     for message in frame.messages:
@@ -72,13 +72,13 @@ def text_bytes(frame: Generate | Count) -> int:
     return ids + sum(len(text) if text.isascii() else len(text.encode(errors="replace")) for text in texts)
 
 
-def too_long(frame: Generate | Count, need: int, memory: Memory) -> Refused | None:
+def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refused | None:
     """Return the refusal, with all numbers, of a prompt that could not be tokenized here even alone; None if it
     could."""
     holds = max(0, most_bytes(memory))
     if not memory.guard or need <= holds:
         return None
-    numbers = Numbers(
+    numbers = MemoryNumbers(
         need + memory.margin,
         memory.cap,
         memory.current,
@@ -90,7 +90,7 @@ def too_long(frame: Generate | Count, need: int, memory: Memory) -> Refused | No
         memory.bound_by,
     )
     return Refused(
-        Code.TOO_LARGE,
+        RefusalCode.TOO_LARGE,
         (
             f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
             f"{show_size(holds)}: shorten the prompt"

@@ -24,8 +24,8 @@ import mlx.core as mx
 from mlx_lm.generate import GenerationBatch, StopSequences
 from mlx_lm.models.cache import BatchKVCache, TokenBuffer
 
-from node.engine.grammar.logits_mask import Masker
-from node.engine.kv.kv_cache import Layer, Layers, TextModel, evaluate, nbytes_of, owned
+from node.engine.grammar.logits_mask import LogitsMask
+from node.engine.kv.kv_cache import LayerCache, Layers, TextModel, evaluate, materialize, nbytes_of
 from node.engine.scheduling.sampling import Processor, Sampler, greedy
 
 NO_STOPS = StopSequences()
@@ -33,13 +33,13 @@ NO_LIMIT = 2**62
 K = TypeVar("K")
 
 
-class Guard:
+class RowSampler:
     """Wrapper of a row's sampler and processors: their exceptions fail that row alone.
 
     The `masker` runs after all other processors. It receives each token before the next step.
     """
 
-    def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: Masker | None = None) -> None:
+    def __init__(self, sampler: Sampler, processors: Sequence[Processor], masker: LogitsMask | None = None) -> None:
         self.error: Exception | None = None
         self.masker = masker
         self.sampler = sampler if sampler is greedy else self._sample
@@ -68,17 +68,17 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Joining(Generic[K]):
+class JoiningRow(Generic[K]):
     """Row that joins a batch."""
 
     row: K
     """The caller's row."""
-    guard: Guard
+    guard: RowSampler
     """Guarded sampler and processors of the row."""
 
 
 @dataclass(frozen=True, slots=True)
-class Token(Generic[K]):
+class NextToken(Generic[K]):
     """Next token of one row."""
 
     row: K
@@ -90,12 +90,12 @@ class Token(Generic[K]):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Newcomers(Generic[K]):
+class PendingRows(Generic[K]):
     """Rows ready to be admitted."""
 
     batch: GenerationBatch
     """Batch of these rows alone."""
-    rows: dict[int, Joining[K]]
+    rows: dict[int, JoiningRow[K]]
     """Rows by uid in that batch."""
 
 
@@ -110,7 +110,7 @@ class DecodeBatch(Generic[K]):
         self.called: float | None = None
         self._model = model
         self._batch: GenerationBatch | None = None
-        self._rows: dict[int, Joining[K]] = {}
+        self._rows: dict[int, JoiningRow[K]] = {}
         self._next = 0
         self._told: set[int] = set()
         """Rows whose next token is known to the caller: the first of an answer, or the last of a prompt."""
@@ -121,8 +121,8 @@ class DecodeBatch(Generic[K]):
         return len(self._rows)
 
     def join(
-        self, joining: Sequence[Joining[K]], ids: Sequence[int], cache: Layers, logits: mx.array
-    ) -> list[Token[K]]:
+        self, joining: Sequence[JoiningRow[K]], ids: Sequence[int], cache: Layers, logits: mx.array
+    ) -> list[NextToken[K]]:
         """Add rows that share a past and return each row's first token; no step returns it again.
 
         `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. After an
@@ -134,11 +134,11 @@ class DecodeBatch(Generic[K]):
         made = self._made(joining, [past for _ in joining], layers, tokens, [logprobs for _, logprobs in drawn])
         self.admit(made)
         return [
-            Token(one.row, cast("int", token.item()), logprobs)
+            NextToken(one.row, cast("int", token.item()), logprobs)
             for one, (token, logprobs) in zip(joining, drawn, strict=True)
         ]
 
-    def ready(self, joining: Sequence[Joining[K]], ids: Sequence[Sequence[int]], cache: Layers) -> Newcomers[K]:
+    def ready(self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers) -> PendingRows[K]:
         """Prepare rows of one shared forward for `admit`, each with a past of its own.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
@@ -151,7 +151,7 @@ class DecodeBatch(Generic[K]):
         self._asked.update(made.rows)
         return made
 
-    def admit(self, newcomers: Newcomers[K]) -> None:
+    def admit(self, newcomers: PendingRows[K]) -> None:
         """Add prepared rows. After an exception the whole batch must be discarded."""
         if self._batch is None:
             self._batch = newcomers.batch
@@ -164,12 +164,12 @@ class DecodeBatch(Generic[K]):
 
     def _made(
         self,
-        joining: Sequence[Joining[K]],
+        joining: Sequence[JoiningRow[K]],
         pasts: Sequence[list[int]],
-        layers: list[Layer],
+        layers: list[LayerCache],
         tokens: mx.array,
         logprobs: list[mx.array],
-    ) -> Newcomers[K]:
+    ) -> PendingRows[K]:
         """Return a batch in the state after its constructor's forward: the caches hold `pasts`, and `tokens` (rows,)
         come next."""
         count = len(joining)
@@ -185,14 +185,14 @@ class DecodeBatch(Generic[K]):
         state._token_context = [TokenBuffer(past) for past in pasts]
         state._num_tokens, state._matchers = [0] * count, [NO_STOPS.matcher() for _ in uids]
         evaluate(tokens, logprobs)
-        return Newcomers(batch, dict(zip(uids, joining, strict=True)))
+        return PendingRows(batch, dict(zip(uids, joining, strict=True)))
 
     def wait(self) -> None:
         """Wait for the launched step. Later work can then be timed."""
         if self._batch is not None:
             evaluate(cast("Any", self._batch)._next_tokens)
 
-    def step(self) -> list[Token[K]]:
+    def step(self) -> list[NextToken[K]]:
         """Return every row's next token, without repeating first tokens, and launch the following step. First tokens of
         rows that were prefilled together are awaited and returned at once."""
         if self._batch is None:
@@ -200,23 +200,23 @@ class DecodeBatch(Generic[K]):
         self._tell_maskers(self._batch)
         found = self._batch.next()
         told, self._told, self._asked = self._told, self._asked, set()
-        tokens = [Token(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
+        tokens = [NextToken(self._rows[one.uid].row, one.token, one.logprobs) for one in found if one.uid not in told]
         return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
 
-    def last(self) -> list[Token[K]]:
+    def last(self) -> list[NextToken[K]]:
         """Return the tokens of `step` for rows that all end with them. No further step is launched."""
         if self._batch is None or self._told:
             return self.step()
         self._told.update(self._batch.uids)
         return [token for _, token in self._launched()]
 
-    def _launched(self) -> list[tuple[int, Token[K]]]:
+    def _launched(self) -> list[tuple[int, NextToken[K]]]:
         """Wait for the launched step; return its tokens with the uids of their rows."""
         assert self._batch is not None  # noqa: S101 the callers have checked it
         state, uids = cast("Any", self._batch), self._batch.uids
         tokens = cast("list[int]", state._next_tokens.tolist())
         return [
-            (uid, Token(self._rows[uid].row, token, logprobs))
+            (uid, NextToken(self._rows[uid].row, token, logprobs))
             for uid, token, logprobs in zip(uids, tokens, state._next_logprobs, strict=True)
         ]
 
@@ -227,7 +227,7 @@ class DecodeBatch(Generic[K]):
             tokens = cast("list[int]", cast("Any", batch)._next_tokens.tolist())
             for masker, token in zip(maskers, tokens, strict=True):
                 if masker is not None:
-                    masker.hear(token)
+                    masker.add_id(token)
 
     def errors(self) -> list[tuple[K, Exception]]:
         """Return the rows whose sampler or processors raised, with the exceptions."""
@@ -262,7 +262,7 @@ class DecodeBatch(Generic[K]):
         """Return an evaluated copy of a row's cache without padding; it holds the tokens of `ids`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._place(row)
-        return owned(layer.extract(place) for layer in self._batch.prompt_cache)
+        return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
 
     def _place(self, row: K) -> int:
         assert self._batch is not None  # noqa: S101 the callers have checked it
@@ -278,7 +278,7 @@ class DecodeBatch(Generic[K]):
             evaluate(layer.state)
 
 
-def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
+def _drawn(guard: RowSampler, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.array]:
     """Sample a row's first token; return it, shape (1,), with its log probabilities, shape (vocabulary,)."""
     for processor in guard.processors:
         logits = processor(ids, logits)
@@ -286,9 +286,9 @@ def _drawn(guard: Guard, ids: mx.array, logits: mx.array) -> tuple[mx.array, mx.
     return guard.sampler(logprobs), logprobs[0]
 
 
-def _merged(cache: Layers, count: int) -> list[Layer]:
+def _merged(cache: Layers, count: int) -> list[LayerCache]:
     """Turn one row's cache into a batch of `count` equal rows, layer by layer, and free each layer after its copy."""
-    merged: list[Layer] = []
+    merged: list[LayerCache] = []
     while cache:
         layer = cache.pop(0)
         both = layer.merge([layer] * count)
@@ -297,12 +297,12 @@ def _merged(cache: Layers, count: int) -> list[Layer]:
     return merged
 
 
-def _aligned(cache: Layers, lengths: Sequence[int]) -> list[Layer]:
+def _aligned(cache: Layers, lengths: Sequence[int]) -> list[LayerCache]:
     """Turn right-padded plain caches of rows into left-padded ones of a batch, layer by layer. Each layer is freed
     after its copy. Rows of equal length are not copied."""
     longest = max(lengths)
     padding = [longest - length for length in lengths]
-    aligned: list[Layer] = []
+    aligned: list[LayerCache] = []
     while cache:
         plain = cast("Any", cache.pop(0))
         layer = cast("Any", BatchKVCache)([0] * len(lengths))

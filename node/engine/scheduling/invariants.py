@@ -13,7 +13,7 @@ iteration. A running engine checks them when it is idle, and logs violations.
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 
-from node.engine.models.loaded_model import Resident
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.prefill import Prefill
 
@@ -22,7 +22,7 @@ def violations(
     live: Mapping[int, Sequence],
     prefills: Iterable[Prefill],
     preempted: Iterable[Sequence],
-    residents: Mapping[str, Resident],
+    residents: Mapping[str, LoadedModel],
 ) -> list[str]:
     """Return one sentence for each violation; an empty list if there is none."""
     prefilling = list(prefills)
@@ -54,7 +54,7 @@ def _prefill(prefill: Prefill, live: Mapping[int, Sequence], places: Counter[int
             yield f"{_name(row)} is in a prefill without a commitment"
 
 
-def _batches(resident: Resident, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
+def _batches(resident: LoadedModel, live: Mapping[int, Sequence], places: Counter[int]) -> Iterator[str]:
     for number, batch in resident.batches.items():
         if not len(batch):
             yield f"batch {number} of {resident.name} is empty"
@@ -70,7 +70,7 @@ def _batches(resident: Resident, live: Mapping[int, Sequence], places: Counter[i
                 yield f"{_name(row)} decodes and does not count as joined"
 
 
-def _ledger(resident: Resident, prefills: list[Prefill]) -> Iterator[str]:
+def _ledger(resident: LoadedModel, prefills: list[Prefill]) -> Iterator[str]:
     rows = sum(len(prefill.rows) for prefill in prefills if prefill.resident is resident) + resident.rows()
     if len(resident.ledger) != rows:
         yield f"{resident.name} has {len(resident.ledger)} commitments and {rows} rows"
@@ -79,7 +79,7 @@ def _ledger(resident: Resident, prefills: list[Prefill]) -> Iterator[str]:
 def _sequence(sequence: Sequence, loaded: bool, preempted: bool, places: Counter[int]) -> Iterator[str]:
     if not loaded:
         yield f"request {sequence.number} is live and its model {sequence.request.model} is not loaded"
-    rows = list(sequence.writing())
+    rows = list(sequence.active_rows())
     if not rows:
         yield f"request {sequence.number} is live and all of its rows have ended"
     for row in rows:

@@ -8,7 +8,7 @@ row's cache is the same as after a prefill of its own.
 - Last token: The last token of each prompt is left out. It is the input of the row's first decode step, which computes
   the logits of all rows at once. A packed forward would compute logits of every token: a gigabyte with a large
   vocabulary.
-- Caches: Only plain caches take part (`kv_cache.plain`): a window or a running state would include the padding.
+- Caches: Only plain caches take part (`kv_cache.is_plain`): a window or a running state would include the padding.
 - Prefixes: A prompt waits for a prefill of its own if much of it is cached, or if it starts like another member. Its
   prefix need not be computed again.
 - Ledger: Prompts of one forward share a ledger batch, and rows × longest is therefore committed already.
@@ -22,30 +22,30 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from node.engine.kv.kv_cache import Layers, TextModel, evaluate, extent_of, new_cache, room_of
-from node.engine.kv.prefix_store import LEAST
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.loaded_model import FIRST_SPEED
-from node.engine.process.interface import Doing
-from node.engine.scheduling.chunk_policy import company
+from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import FIRST_PREFILL_TOKENS_PER_SECOND
+from node.engine.process.interface import NativeCallKind
+from node.engine.scheduling.chunk_policy import select_batch
 from node.engine.scheduling.prefill import Prefill
-from node.engine.scheduling.prefix_cache import Reuse
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 
-PAD = 0
-MUCH = 0.5
+PAD_TOKEN = 0
+MAX_CACHED_SHARE = 0.5
 """Share of a prompt: with at least this much cached it is prefilled alone, from there on. With less, a packed prefill
 costs less."""
 
 
-class Together:
+class PackedPrefill:
     """Selection and prefill of packed prompts. `most`: tokens of a forward, padding included."""
 
-    def __init__(self, forwards: Forwards, reuse: Reuse, most: int) -> None:
+    def __init__(self, forwards: GatedForwards, reuse: PrefixCacheManager, most: int) -> None:
         self._forwards = forwards
         self._reuse = reuse
         self._most = most
 
-    def company(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
+    def select_batch(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
         """Choose the prompts to prefill with `first`, itself included, in at most `most` tokens."""
         if not self._shares(first):
             return [first]
@@ -53,7 +53,7 @@ class Together:
         for one in waiting:
             if one.resident is first.resident and one is not first and _batch(one) == batch and self._shares(one):
                 members += [one] * (not any(_alike(one, other) for other in members))
-        places = company([len(one.ids) - 1 for one in members], min(most, self._most))
+        places = select_batch([len(one.ids) - 1 for one in members], min(most, self._most))
         return [members[place] for place in places]
 
     def _shares(self, prefill: Prefill) -> bool:
@@ -61,13 +61,13 @@ class Together:
         if prefill.alone or prefill.cache is not None or len(prefill.rows) > 1 or not prefill.resident.plain:
             return False
         self._reuse.find(prefill)
-        return len(prefill.ids) > 1 and prefill.written < MUCH * len(prefill.ids)
+        return len(prefill.ids) > 1 and prefill.written < MAX_CACHED_SHARE * len(prefill.ids)
 
     def fitting(self, members: list[Prefill]) -> list[Prefill]:
         """Return the first members that pass the gate in one forward, by halving; an empty list below two."""
         while len(members) > 1:
-            estimate = members[0].resident.estimator.together(len(members), _longest(members))
-            if self._forwards.passes(Site.PREFILL, estimate):
+            estimate = members[0].resident.estimator.packed(len(members), _longest(members))
+            if self._forwards.check_optional(GateSite.PREFILL, estimate):
                 return members
             self._forwards.shrinks += 1
             members = members[: (len(members) + 1) // 2] if len(members) > 2 else []
@@ -76,15 +76,17 @@ class Together:
     def read(self, members: Sequence[Prefill]) -> Layers:
         """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`."""
         resident, longest = members[0].resident, _longest(members)
-        rows = [one.ids[:-1] + [PAD] * (longest + 1 - len(one.ids)) for one in members]
+        rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(resident.model), len(rows) * longest
-        expected = count / (resident.reads.late or FIRST_SPEED)
-        with self._forwards.native(Doing.PREFILL, resident.name, 0, expected) as call:
+        expected = count / (resident.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND)
+        with self._forwards.native(NativeCallKind.PREFILL, resident.name, 0, expected) as call:
             write(resident.model, rows, cache)
-        resident.prefilled(count, time.monotonic() - call.since, longest / 2)
-        resident.estimator.observe_together(len(rows), longest, self._forwards.height.above() - extent_of(cache).size)
+        resident.record_prefill(count, time.monotonic() - call.since, longest / 2)
+        resident.estimator.observe_together(
+            len(rows), longest, self._forwards.height.peak_above_mark() - extent_of(cache).size
+        )
         for one in members:
-            self._reuse.begins_anew(one)
+            self._reuse.starts_cold(one)
             commitment = one.rows[0].commitment
             one.written = commitment.written = len(one.ids)
             commitment.room = room_of(cache)
@@ -107,7 +109,7 @@ def _batch(prefill: Prefill) -> int:
 
 def _alike(one: Prefill, other: Prefill) -> bool:
     """Return whether much of `one` will be cached after a prefill of `other`."""
-    length = max(LEAST, int(MUCH * len(one.ids)))
+    length = max(MIN_PREFIX_TOKENS, int(MAX_CACHED_SHARE * len(one.ids)))
     if one.past is None or other.past is None or len(one.ids) <= length or one.ids[:length] != other.ids[:length]:
         return False
     return one.past.scope == other.past.scope or length <= min(one.past.shared, other.past.shared)

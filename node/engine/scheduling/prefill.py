@@ -5,20 +5,20 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from node.engine.grammar.logits_mask import Masker
+from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.kv.kv_cache import Layers
-from node.engine.kv.prefix_store import Found
-from node.engine.models.loaded_model import Resident
+from node.engine.kv.prefix_store import PrefixHit
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.scheduling.decode_batch import Guard
+from node.engine.scheduling.decode_batch import RowSampler
 from node.engine.scheduling.sampling import processors_of, sampler_of
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 
-NOTHING: Found[Layers] = Found()
+NO_PREFIX: PrefixHit[Layers] = PrefixHit()
 
 
 @dataclass(slots=True, eq=False)
-class Past:
+class PrefixState:
     """Prefix cache state of a prefill."""
 
     key: bytes
@@ -31,7 +31,7 @@ class Past:
     """Scope of the cached sequences that it may reuse: the name of an API key."""
     shared: int = 0
     """First tokens that are a system prompt of all keys."""
-    found: Found[Layers] = NOTHING
+    found: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     took: int = 0
     """Tokens of the entry that it removed from the cache for its own use."""
@@ -43,7 +43,7 @@ class Past:
 class Prefill:
     """Rows whose shared past is being prefilled."""
 
-    resident: Resident
+    resident: LoadedModel
     """Model of the rows."""
     sequence: Sequence
     """Request of the rows."""
@@ -59,13 +59,13 @@ class Prefill:
     """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
     retry_at: float = 0.0
     """Time from which it may be tried again after a refusal."""
-    past: Past | None = None
+    past: PrefixState | None = None
     """Prefix cache state; None: the prefix cache is not used."""
     alone: bool = False
     """Whether it must not be packed with other prompts."""
 
     @property
-    def owner(self) -> Owner:
+    def owner(self) -> WeightedKey:
         """API key of the request."""
         return self.sequence.request.owner
 
@@ -81,7 +81,7 @@ class Prefill:
         """Tokens still to prefill."""
         return len(self.ids) - self.written
 
-    def again(self) -> None:
+    def reset_alone(self) -> None:
         """Restart alone, because a packed prefill could not be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:
@@ -96,7 +96,7 @@ def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
     return parts
 
 
-def by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
+def by_batch(resident: LoadedModel, rows: list[Row]) -> list[list[Row]]:
     """Group rows by the batch of their commitment."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
@@ -104,11 +104,11 @@ def by_batch(resident: Resident, rows: list[Row]) -> list[list[Row]]:
     return list(parts.values())
 
 
-def guard_of(sequence: Sequence, row: Row) -> Guard:
+def guard_of(sequence: Sequence, row: Row) -> RowSampler:
     """Return the guard of a row's sampler, processors and grammar."""
     grammar = sequence.prepared.grammar
-    return Guard(
+    return RowSampler(
         sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),
         processors_of(sequence.sampling, len(sequence.prompt)),
-        None if grammar is None else Masker(grammar, row.ids),
+        None if grammar is None else LogitsMask(grammar, row.ids),
     )

@@ -15,7 +15,7 @@ Rules
 - Eviction: Cached bytes are evicted first (`make_room`). They never cause a refusal.
 - Scopes: A request finds sequences of its own key. From other keys it finds only the system prompt that all keys share.
   The tokens of that message are stored a second time as a snapshot, in a scope of all keys.
-- Faults: After any fault of a model none of its entries is used again (`distrust`), because the fault may be in an
+- Faults: After any fault of a model none of its entries is used again (`invalidate`), because the fault may be in an
   entry.
 
 Snapshots of a prompt are taken in three places, for caches that cannot be cut
@@ -31,30 +31,30 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from host.heap import trim
-from node.engine.kv.kv_cache import Layers, Manner, copied, manner_of, nbytes_of, new_cache, owned
-from node.engine.kv.prefix_store import LEAST, Entry, Found, PrefixCache, hash_of
-from node.engine.kv.radix_trie import WIDTH, pack
+from node.engine.kv.kv_cache import CacheTrimMode, Layers, copy_prefix, materialize, nbytes_of, new_cache, trim_mode_of
+from node.engine.kv.prefix_store import MIN_PREFIX_TOKENS, CachedPrefix, PrefixCache, PrefixHit, hash_of
+from node.engine.kv.radix_trie import ID_BYTES, pack
 from node.engine.memory.footprint import clear_pool
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.loaded_model import Resident
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.requests.sequence import Row
 from node.engine.scheduling.decode_batch import DecodeBatch
-from node.engine.scheduling.prefill import NOTHING, Past, Prefill
-from wire.capacity.arithmetic import Fits, judge, lacks, row_bytes
+from node.engine.scheduling.prefill import NO_PREFIX, Prefill, PrefixState
+from wire.capacity.arithmetic import Fits, exceeds_headroom, judge, row_bytes
 from wire.frames import SHARED_SCOPE
 from wire.report import CacheState, Memory
 from wire.units import parse_size
 
-ENDING = 64
+TURN_END_TOKENS = 64
 """Tokens from a prompt's end in which its last end-of-turn token is searched."""
-OPENING = 8
+MAX_TEMPLATE_TOKENS = 8
 """Tokens that a template may append to the user's message where no token ends a turn."""
-WORTH = 64
+MIN_SNAPSHOT_TOKENS = 64
 """Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
 AUTO, OFF = "auto", "off"
 AUTO_SHARE = 0.15
 """Share of the cap without the weights."""
-SURE = 7 / 8
+RECLAIMABLE_SHARE = 7 / 8
 """Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
 
 
@@ -66,16 +66,16 @@ def limit_of(setting: str | int, cap: int, weights: int) -> int:
     return 0 if setting == OFF else parse_size(setting)
 
 
-class Reuse:
+class PrefixCacheManager:
     """Prefix cache of the scheduler. `limit(cap)` returns its limit in bytes under a cap; `released()` is called after
     memory was freed."""
 
-    def __init__(self, forwards: Forwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
+    def __init__(self, forwards: GatedForwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
         self._forwards = forwards
         self._limit = limit
         self._released = released
         self._kept: PrefixCache[Layers] = PrefixCache()
-        self._manners: dict[str, Manner] = {}
+        self._manners: dict[str, CacheTrimMode] = {}
 
     # for the engine
 
@@ -85,14 +85,14 @@ class Reuse:
         return self._kept.nbytes
 
     @property
-    def entries(self) -> tuple[Entry[Layers], ...]:
+    def entries(self) -> tuple[CachedPrefix[Layers], ...]:
         """Entries, least recently used first."""
         return self._kept.entries
 
     @property
     def reusable(self) -> int:
         """Bytes that are certain to be free after all entries are evicted."""
-        return int(self._kept.nbytes * SURE)
+        return int(self._kept.nbytes * RECLAIMABLE_SHARE)
 
     def state(self) -> CacheState:
         """Return the size and the counters of the cache."""
@@ -101,12 +101,12 @@ class Reuse:
     def make_room(self, need: int) -> bool:
         """Evict the least recently used entries until `need` bytes fit; return whether they fit. Evict nothing if all
         entries would not suffice."""
-        return _fits(self._memory(), need - self.nbytes) and self.give(need)
+        return _fits(self._memory(), need - self.nbytes) and self.evict_until_fits(need)
 
-    def give(self, need: int) -> bool:
+    def evict_until_fits(self, need: int) -> bool:
         """Evict the least recently used entries until `need` bytes fit or none is left; return whether they fit."""
         memory = self._memory()
-        while self.nbytes and lacks(memory, need):
+        while self.nbytes and exceeds_headroom(memory, need):
             self._kept.evict(max(1, need - (memory.headroom or 0)))
             clear_pool()
             trim()
@@ -114,7 +114,7 @@ class Reuse:
             memory = self._memory()
         return _fits(memory, need)
 
-    def relieve(self, enough: Callable[[], bool]) -> None:
+    def evict_until(self, enough: Callable[[], bool]) -> None:
         """Evict the least recently used entries until `enough()` or none is left."""
         while self.nbytes and not enough():
             self._kept.evict(1)
@@ -127,7 +127,7 @@ class Reuse:
         self._kept.drop(model)
         self._manners.pop(model, None)
 
-    def distrust(self, model: str) -> None:
+    def invalidate(self, model: str) -> None:
         """Evict all entries of a model after a fault."""
         self._kept.drop(model)
 
@@ -138,13 +138,13 @@ class Reuse:
 
         `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
         """
-        if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is Manner.NEVER:
+        if self._limit(self._memory().cap) <= 0 or self._manner(prefill.resident) is CacheTrimMode.NEVER:
             return
         key, sequence = pack(prefill.ids), prefill.sequence
-        prompt, scope = key[: len(sequence.prompt) * WIDTH], sequence.cache_scope
+        prompt, scope = key[: len(sequence.prompt) * ID_BYTES], sequence.cache_scope
         sequence.prompt_hash = hash_of(f"{prefill.resident.found.fingerprint} {scope}", prompt)
         shared = 0 if scope == SHARED_SCOPE else sequence.prepared.shared
-        prefill.past = Past(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
+        prefill.past = PrefixState(key, sequence.prompt_hash, sequence.prepared.eos, scope, shared)
         self.find(prefill)
         if not sequence.joined:
             sequence.cached = prefill.written
@@ -154,17 +154,19 @@ class Reuse:
         past, resident = prefill.past, prefill.resident
         if past is None or prefill.cache is not None:
             return
-        cut = self._manner(resident) is Manner.CUT
+        cut = self._manner(resident) is CacheTrimMode.CUT
         past.found = self._find(resident.name, past, cut=cut)
         prefill.written = past.found.length
-        past.stops = [] if cut else stops(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
+        past.stops = (
+            [] if cut else snapshot_positions(prefill.ids, past.eos, past.found.length, past.found.shared, past.shared)
+        )
 
-    def _find(self, model: str, past: Past, *, cut: bool) -> Found[Layers]:
+    def _find(self, model: str, past: PrefixState, *, cut: bool) -> PrefixHit[Layers]:
         """Return the longest prefix among the sequences of the request's own key and the shared system prompts."""
         own = self._kept.find(model, past.key, cut=cut, scope=past.scope)
         if past.shared <= own.length:
             return own
-        opening = past.key[: (past.shared + 1) * WIDTH]  # one token of a prompt must be computed
+        opening = past.key[: (past.shared + 1) * ID_BYTES]  # one token of a prompt must be computed
         common = self._kept.find(model, opening, cut=cut, scope=SHARED_SCOPE)
         return replace(common, shared=own.shared) if common.length > own.length else own
 
@@ -172,61 +174,61 @@ class Reuse:
         """Set the cache with which a prefill starts, empty or not. Return False if the entry was evicted since the
         lookup: the gate must then check the whole prompt."""
         past = prefill.past
-        found = NOTHING if past is None else past.found
+        found = NO_PREFIX if past is None else past.found
         entry = found.entry
         if entry is None:
             prefill.cache = new_cache(prefill.resident.model)
         elif entry.value is None:
             return False
         elif past is not None and entry.length == found.length and not entry.snapshot:
-            prefill.cache, past.took = self._kept.take(entry), found.length
+            prefill.cache, past.took = self._kept.pop(entry), found.length
         else:
-            prefill.cache = copied(entry.value, found.length)
+            prefill.cache = copy_prefix(entry.value, found.length)
         if past is not None:
             if not prefill.sequence.joined:
                 prefill.sequence.cached = found.length
-            past.found = NOTHING
+            past.found = NO_PREFIX
         if found.length:
-            self._kept.hit(found.length)
+            self._kept.count_hit(found.length)
         return True
 
-    def begins_anew(self, prefill: Prefill) -> None:
+    def starts_cold(self, prefill: Prefill) -> None:
         """Record that a prompt is prefilled from its first token despite any entry."""
         if not prefill.sequence.joined:
             prefill.sequence.cached = 0
         if prefill.past is not None:
-            prefill.past.found = NOTHING
+            prefill.past.found = NO_PREFIX
 
-    def until(self, prefill: Prefill, count: int) -> int:
+    def chunk_end(self, prefill: Prefill, count: int) -> int:
         """Return the length of a chunk, shortened to end at the next wanted snapshot."""
         stops = () if prefill.past is None else prefill.past.stops
         return min([count, *(stop - prefill.written for stop in stops if stop > prefill.written)])
 
-    def reached(self, prefill: Prefill) -> None:
+    def take_snapshot(self, prefill: Prefill) -> None:
         """Take the snapshot that is wanted at the end of this chunk, if any."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or prefill.written not in past.stops:
             return
-        key = past.key[: prefill.written * WIDTH]
+        key = past.key[: prefill.written * ID_BYTES]
         scope = SHARED_SCOPE if prefill.written == past.shared else past.scope
         if not self._kept.covers(prefill.resident.name, key, cut=False, scope=scope) and self._room(nbytes_of(cache)):
-            self._keep(prefill.resident, key, owned(cache), past.prompt_hash, scope, snapshot=True)
+            self._keep(prefill.resident, key, materialize(cache), past.prompt_hash, scope, snapshot=True)
 
     def _share(self, prefill: Prefill, layers: Layers, transient: int) -> None:
         """Store the tokens of a shared system prompt for all keys, where caches can be cut."""
         past = prefill.past
         if past is None or not past.shared:
             return
-        name, key = prefill.resident.name, past.key[: past.shared * WIDTH]
-        opening = copied(layers, past.shared)
+        name, key = prefill.resident.name, past.key[: past.shared * ID_BYTES]
+        opening = copy_prefix(layers, past.shared)
         if not self._kept.covers(name, key, cut=True, scope=SHARED_SCOPE) and self._room(nbytes_of(opening), transient):
-            self._keep(prefill.resident, key, owned(opening), b"", SHARED_SCOPE, snapshot=True)
+            self._keep(prefill.resident, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
-    def prompt_written(self, prefill: Prefill, transient: int) -> None:
+    def store_prompt(self, prefill: Prefill, transient: int) -> None:
         """Store the state of a whole prompt while its rows decode, where it can be cut, because the next prompt may
         start with it. The join copies the cache without this as well; `transient` is the bytes of that copy."""
         past, cache = prefill.past, prefill.cache
-        if past is None or cache is None or self._manner(prefill.resident) is not Manner.CUT:
+        if past is None or cache is None or self._manner(prefill.resident) is not CacheTrimMode.CUT:
             return
         name, scope, past.took = prefill.resident.name, past.scope, 0
         self._share(prefill, cache, transient)
@@ -240,32 +242,32 @@ class Reuse:
         past = prefill.past
         if past is None:
             return
-        name, key, scope = prefill.resident.name, past.key[:-WIDTH], past.scope
+        name, key, scope = prefill.resident.name, past.key[:-ID_BYTES], past.scope
         self._share(prefill, row, transient)
         if not self._kept.covers(name, key, cut=True, scope=scope) and self._room(nbytes_of(row), transient):
             self._kept.discard(self._kept.replaced(name, key, scope))
-            self._keep(prefill.resident, key, owned(row), past.prompt_hash, scope)
+            self._keep(prefill.resident, key, materialize(row), past.prompt_hash, scope)
 
-    def cancelled(self, prefill: Prefill) -> None:
+    def put_back(self, prefill: Prefill) -> None:
         """Put back the cache that a prefill took, unless another sequence with the same prefix was stored."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.took:
             return
-        key = past.key[: past.took * WIDTH]
-        layers = copied(cache, past.took)
-        if self._manner(prefill.resident) is Manner.CUT and self._room(nbytes_of(layers)):
-            self._keep(prefill.resident, key, owned(layers), past.prompt_hash, past.scope)
+        key = past.key[: past.took * ID_BYTES]
+        layers = copy_prefix(cache, past.took)
+        if self._manner(prefill.resident) is CacheTrimMode.CUT and self._room(nbytes_of(layers)):
+            self._keep(prefill.resident, key, materialize(layers), past.prompt_hash, past.scope)
 
     # answers
 
-    def row_ended(self, resident: Resident, row: Row, batch: DecodeBatch[Row]) -> None:
+    def store_row(self, resident: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
         """Store an ended row before it is dropped. Raises the exceptions of the batch."""
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
-        ids, cut = batch.ids(row), self._manner(resident) is Manner.CUT
+        ids, cut = batch.ids(row), self._manner(resident) is CacheTrimMode.CUT
         key, scope = pack(ids), sequence.cache_scope
-        if len(ids) < LEAST or self._kept.covers(resident.name, key, cut=cut, scope=scope):
+        if len(ids) < MIN_PREFIX_TOKENS or self._kept.covers(resident.name, key, cut=cut, scope=scope):
             return
         if self._room(row_bytes(resident.kv, len(ids))):
             if cut:
@@ -273,10 +275,17 @@ class Reuse:
             self._keep(resident, key, batch.extract(row), sequence.prompt_hash, scope)
 
     def _keep(
-        self, resident: Resident, key: bytes, layers: Layers, prompt_hash: bytes, scope: str, *, snapshot: bool = False
+        self,
+        resident: LoadedModel,
+        key: bytes,
+        layers: Layers,
+        prompt_hash: bytes,
+        scope: str,
+        *,
+        snapshot: bool = False,
     ) -> None:
-        if len(key) >= LEAST * WIDTH:
-            self._kept.store(Entry(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
+        if len(key) >= MIN_PREFIX_TOKENS * ID_BYTES:
+            self._kept.store(CachedPrefix(resident.name, key, layers, nbytes_of(layers), prompt_hash, snapshot, scope))
 
     def _room(self, size: int, transient: int = 0) -> bool:
         """Return whether `size` bytes may be stored; older entries are evicted for them."""
@@ -289,17 +298,17 @@ class Reuse:
             self._released()
         return self.make_room(size + transient)
 
-    def _manner(self, resident: Resident) -> Manner:
+    def _manner(self, resident: LoadedModel) -> CacheTrimMode:
         manner = self._manners.get(resident.name)
         if manner is None:
-            manner = self._manners[resident.name] = manner_of(new_cache(resident.model))
+            manner = self._manners[resident.name] = trim_mode_of(new_cache(resident.model))
         return manner
 
     def _memory(self) -> Memory:
         return self._forwards.memory(time.monotonic())
 
 
-def stops(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:
+def snapshot_positions(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:
     """Return the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's
     docstring).
 
@@ -307,11 +316,11 @@ def stops(ids: list[int], eos: Collection[int], have: int, shared: int, system: 
     tokens are a system prompt of all keys.
     """
     most = len(ids) - 1
-    ends = (place for place in range(most, max(0, most - ENDING), -1) if ids[place - 1] in eos)
-    turn = next(ends, most - OPENING)
-    branch = shared if shared >= have + WORTH else 0
+    ends = (place for place in range(most, max(0, most - TURN_END_TOKENS), -1) if ids[place - 1] in eos)
+    turn = next(ends, most - MAX_TEMPLATE_TOKENS)
+    branch = shared if shared >= have + MIN_SNAPSHOT_TOKENS else 0
     places = min(branch, most), min(system, most), turn
-    return sorted({place for place in places if place > have and place >= LEAST})
+    return sorted({place for place in places if place > have and place >= MIN_PREFIX_TOKENS})
 
 
 def _fits(memory: Memory, need: int) -> bool:

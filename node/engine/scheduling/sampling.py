@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 
-from wire.frames import Params
+from wire.frames import GenerationParams
 
 Sampler = Callable[[mx.array], mx.array]
 Processor = Callable[[mx.array, mx.array], mx.array]
@@ -26,7 +26,7 @@ _MASK = 2**64 - 1
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class SamplingParameters:
     """Sampling parameters in force for one answer; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
 
     temperature: float = 1.0
@@ -45,7 +45,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Defaults:
+class SamplingDefaults:
     """Defaults of a model's own `generation_config.json`, for parameters that a request does not set."""
 
     temperature: float = 1.0
@@ -55,11 +55,11 @@ class Defaults:
     repetition: float = 1.0
 
 
-def defaults_of(config: Mapping[str, object]) -> Defaults:
+def defaults_of(config: Mapping[str, object]) -> SamplingDefaults:
     """Return the defaults of a generation config; values that are no number in range are ignored."""
     if config.get("do_sample") is False:
-        return Defaults(temperature=0.0)
-    return Defaults(
+        return SamplingDefaults(temperature=0.0)
+    return SamplingDefaults(
         _number(config, "temperature", 1.0, 0, 10),
         _number(config, "top_p", 1.0, 0, 1) or 1.0,
         int(_number(config, "top_k", 0, 0, 2**20)),
@@ -75,9 +75,9 @@ def _number(config: Mapping[str, object], key: str, default: float, least: float
     return default
 
 
-def sampling_of(params: Params, defaults: Defaults) -> Sampling:
+def sampling_of(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
     """Combine a request's parameters with the model's defaults."""
-    return Sampling(
+    return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
         defaults.top_k if params.top_k is None else params.top_k,
@@ -108,10 +108,10 @@ def _mix(value: int) -> int:
     return value ^ (value >> 31)
 
 
-class Draws:
+class SeededSampler:
     """Sampler that draws the tokens of one answer, from a position on."""
 
-    def __init__(self, sampling: Sampling, seed: int, choice: int, position: int) -> None:
+    def __init__(self, sampling: SamplingParameters, seed: int, choice: int, position: int) -> None:
         self._sampling = sampling
         self._seed = seed
         self._choice = choice
@@ -124,12 +124,12 @@ class Draws:
         return mx.random.categorical(cut(logprobs, self._sampling), key=key)
 
 
-def sampler_of(sampling: Sampling, seed: int, choice: int, position: int) -> Sampler:
+def sampler_of(sampling: SamplingParameters, seed: int, choice: int, position: int) -> Sampler:
     """Return the sampler of an answer of which `position` tokens are known."""
-    return greedy if sampling.greedy else Draws(sampling, seed, choice, position)
+    return greedy if sampling.greedy else SeededSampler(sampling, seed, choice, position)
 
 
-def cut(logprobs: mx.array, sampling: Sampling) -> mx.array:
+def cut(logprobs: mx.array, sampling: SamplingParameters) -> mx.array:
     """Apply the temperature, then set log probabilities outside top-k, top-p and min-p to −inf; at least one stays."""
     scaled = logprobs * (1 / sampling.temperature)
     vocabulary = scaled.shape[-1]
@@ -153,7 +153,7 @@ def _nucleus(scaled: mx.array, top_p: float) -> mx.array:
     return mx.minimum(least, ordered[..., :1])
 
 
-def processors_of(sampling: Sampling, prompt_tokens: int) -> tuple[Processor, ...]:
+def processors_of(sampling: SamplingParameters, prompt_tokens: int) -> tuple[Processor, ...]:
     """Return the processors of an answer's logits. Each is a pure function of the tokens so far and the logits."""
     found: list[Processor] = []
     if sampling.repetition != 1:
@@ -172,7 +172,7 @@ def _repeated(tokens: mx.array, logits: mx.array, penalty: float) -> mx.array:
     return mx.where(seen, mx.where(logits < 0, logits * penalty, logits / penalty), logits)
 
 
-def _penalised(answer: mx.array, logits: mx.array, sampling: Sampling) -> mx.array:
+def _penalised(answer: mx.array, logits: mx.array, sampling: SamplingParameters) -> mx.array:
     if not answer.size:
         return logits
     counts = _counts(answer, logits)

@@ -9,8 +9,8 @@ Rules
 - Gate: The gate runs before every prefill forward, before every join (which copies a batch) and before a row exceeds
   its commitment. A chunk is made smaller before it is refused.
 - Waiting: Work that does not fit waits as long as another request may end, and blocks new requests meanwhile
-  (`wanted`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request to lose
-  its memory is a waiting one, else the newest. It belongs to the key that holds most.
+  (`required_bytes`). When all requests wait for memory, the newest loses its memory. When a row must grow, the request
+  to lose its memory is a waiting one, else the newest. It belongs to the key that holds most.
 - Outcome: Such a request is refused if none of its tokens was delivered; the router then places it again. Otherwise it
   is preempted: its memory is released, and its tokens are prefilled again once there is room. A lone request without
   room fails, with the numbers.
@@ -39,48 +39,56 @@ from msgspec.structs import replace
 
 from node.engine.grammar.matcher import GrammarFailed
 from node.engine.kv.commitments import Commitment
-from node.engine.kv.kv_cache import Layers, extent_of, room_of, row_of, stretch, widen
-from node.engine.memory.footprint import give_back
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import Forwards
-from node.engine.models.loaded_model import FIRST_SPEED, Resident, forward
-from node.engine.process.interface import Doing
+from node.engine.kv.kv_cache import Layers, extent_of, grow_cache, grow_caches, room_of, row_of
+from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import GatedForwards
+from node.engine.models.loaded_model import FIRST_PREFILL_TOKENS_PER_SECOND, LoadedModel, forward
+from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.scheduling.chunk_policy import budget, next_prefill, shared_budget, shrunk
-from node.engine.scheduling.decode_batch import DecodeBatch, Joining, Newcomers, Token
+from node.engine.scheduling.chunk_policy import budget, chunk_sizes, next_prefill, shared_budget
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, NextToken, PendingRows
 from node.engine.scheduling.invariants import violations
-from node.engine.scheduling.packed_prefill import Together
+from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill, by_batch, by_past, guard_of
-from node.engine.scheduling.prefix_cache import Reuse
+from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.text.logprobs import logprob_of
 from wire.capacity.arithmetic import row_bytes
-from wire.capacity.fairness import Holding, Owner, Reading, Waiting, giving_way, in_turn
+from wire.capacity.fairness import (
+    PrefillFairness,
+    RunningRequest,
+    WaitingRequest,
+    WeightedKey,
+    preemption_order,
+    service_order,
+)
 from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_frames
-from wire.refusals import GRAMMAR_FAILED, Code, Refused
+from wire.refusals import GRAMMAR_FAILED, RefusalCode, Refused
 
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 """Tokens by which a commitment is extended when an answer exceeds the expected length."""
-GATHERING = 0.5
+FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
-MOST_REBUILDS = 1
+MAX_REBUILDS = 1
 """Rebuilds of a row before its request fails."""
-ODD = 4
+OUTLIER_FACTOR = 4
 """Factor above the estimate at which a single step is ignored. Memory of ended rows is freed late, and a real increase
 shows in the next step as well."""
-RETRY = 0.1
+GATE_RETRY_SECONDS = 0.1
 """Seconds until the gate is tried again for work that waits for memory."""
-LINGER, MOST_LINGER, CROWD = 0.01, 0.03, 30.0
-"""Seconds for packing prompts while no row decodes. `LINGER`: wait after each arrival for the next prompt.
-`MOST_LINGER`: longest wait in all. `CROWD`: time after several concurrent requests during which waiting is worthwhile,
+COALESCE_SECONDS, MAX_COALESCE_SECONDS, CROWD = 0.01, 0.03, 30.0
+"""Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
+`MAX_COALESCE_SECONDS`: longest wait in all. `CROWD`: time after several concurrent requests during which waiting is
+worthwhile,
 because such clients send in bursts."""
-JOIN_EXPECTED = 10.0
+FIRST_JOIN_SECONDS = 10.0
 """Seconds that a first join may take, because kernels are compiled."""
 
 log = structlog.get_logger("engine.generation")
 
 
 @dataclass(slots=True)
-class Out:
+class StepOutput:
     """Output of one iteration: deltas of all batches in one frame, then the ends of requests."""
 
     deltas: list[Delta] = field(default_factory=list[Delta])
@@ -91,7 +99,7 @@ class Out:
         return [*delta_frames(self.deltas), *self.ends]
 
 
-class Generation:
+class Scheduler:
     """Scheduler of all rows of all models.
 
     `batch`: most rows that decode at once. `chunk`: most tokens of a forward. `floor`: tokens of the smallest chunk to
@@ -100,9 +108,9 @@ class Generation:
 
     def __init__(
         self,
-        forwards: Forwards,
-        residents: Callable[[], Mapping[str, Resident]],
-        reuse: Reuse,
+        forwards: GatedForwards,
+        residents: Callable[[], Mapping[str, LoadedModel]],
+        reuse: PrefixCacheManager,
         batch: int,
         chunk: int,
         floor: int,
@@ -113,7 +121,7 @@ class Generation:
         self._batch = batch
         self._chunk_most = chunk
         self._floor = min(floor, chunk)
-        self._together = Together(forwards, reuse, chunk)
+        self._together = PackedPrefill(forwards, reuse, chunk)
         self._live: dict[int, Sequence] = {}
         self._prefills: list[Prefill] = []
         self._preempted: list[Sequence] = []
@@ -123,10 +131,10 @@ class Generation:
         """Mark of the last decode step while no other call has allocated or freed memory since, else 0; and whether its
         caches grew."""
         self._turn = 0
-        self._reading = Reading()
+        self._reading = PrefillFairness()
         self._crowded = -math.inf
         """Time at which several requests were last live."""
-        self._out = Out()
+        self._out = StepOutput()
 
     # for the engine
 
@@ -145,15 +153,15 @@ class Generation:
         """Requests without memory that return once there is room."""
         return tuple(self._preempted)
 
-    def begin(self, resident: Resident, sequence: Sequence) -> None:
+    def begin(self, resident: LoadedModel, sequence: Sequence) -> None:
         """Start an admitted request whose rows have commitments. Rows with the same known tokens (mostly the prompt
         alone) share a prefill."""
         resident.users += 1
         self._live[sequence.number] = sequence
-        for ids, rows in by_past(sequence.writing()).items():
+        for ids, rows in by_past(sequence.active_rows()).items():
             self._prefills.append(self._prefill_of(resident, sequence, rows, [*sequence.prompt, *ids]))
 
-    def _prefill_of(self, resident: Resident, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
+    def _prefill_of(self, resident: LoadedModel, sequence: Sequence, rows: list[Row], ids: list[int]) -> Prefill:
         """Return a prefill of `ids` after its lookup in the prefix cache."""
         prefill = Prefill(resident, sequence, rows, ids)
         self._reuse.begin(prefill)
@@ -169,7 +177,7 @@ class Generation:
         if sequence is not None:
             for prefill in self._prefills:
                 if prefill.sequence is sequence:
-                    self._reuse.cancelled(prefill)
+                    self._reuse.put_back(prefill)
             self._release(sequence)
         return sequence is not None
 
@@ -179,7 +187,7 @@ class Generation:
             self._leave(sequence)
         self._live.clear()
 
-    def shed(self, refused: Refused) -> bool:
+    def evict_newest(self, refused: Refused) -> bool:
         """End the newest request that holds memory, with this refusal; return whether there was one. Waiting requests
         hold none."""
         newest = self._newest()
@@ -189,7 +197,7 @@ class Generation:
         self._end(newest, refused, "memory_pressure")
         return True
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step: now while there is work or output, later while all work waits for memory,
         else None."""
         if self._decoding() or self._out.ends:
@@ -200,7 +208,7 @@ class Generation:
         waiting = [one.retry_at for one in self._prefills]
         return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
 
-    def wanted(self, key: str | None = None) -> int:
+    def required_bytes(self, key: str | None = None) -> int:
         """Return the bytes that waiting requests need before a new request of `key` is admitted. Requests preempted for
         another key do not count."""
         waiting = [
@@ -210,9 +218,9 @@ class Generation:
         oldest = min(first, key=_age, default=None)
         return max(waiting, default=0) + (0 if oldest is None else self._returning(oldest))
 
-    def said(self) -> list[Frame]:
+    def drain_output(self) -> list[Frame]:
         """Return the output since the last call."""
-        out, self._out = self._out, Out()
+        out, self._out = self._out, StepOutput()
         return out.frames()
 
     def load(self) -> tuple[int, int, int]:
@@ -251,7 +259,7 @@ class Generation:
         """Return the violated invariants (`node.engine.scheduling.invariants`); empty when all hold."""
         return violations(self._live, self._prefills, self._preempted, self._residents())
 
-    def still(self) -> None:
+    def synchronize(self) -> None:
         """Wait for launched steps. The next call is then measured without them."""
         self._wait()
 
@@ -284,48 +292,50 @@ class Generation:
             return
         begun = Counter(id(one.sequence) for one in self._prefills if one.cache is not None for _ in one.rows)
         holding = [
-            (one, begun[id(one)] + sum(row.commitment.joined for row in one.writing()))
+            (one, begun[id(one)] + sum(row.commitment.joined for row in one.active_rows()))
             for one in sorted(self._live.values(), key=_age)
             if one not in self._preempted
         ]
         holding = [(one, size) for one, size in holding if size]
         needed = len(first.rows)
-        places = giving_way(
+        places = preemption_order(
             first.owner,
             needed,
             needed - self._free_rows(),
-            [Holding(one.request.owner, size) for one, size in holding],
+            [RunningRequest(one.request.owner, size) for one, size in holding],
         )
         for sequence in [holding[place][0] for place in places]:
             self._yield(sequence, keep=True)
 
-    def make_way(self, owner: Owner, need: int, lacking: int) -> bool:
+    def make_way(self, owner: WeightedKey, need: int, lacking: int) -> bool:
         """Preempt requests of the keys that hold most memory for a request of another key.
 
         `need` is the memory of that request in bytes, `lacking` the part without room. Return False without a
         preemption where the shares do not allow as much.
         """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
-        places = giving_way(owner, need, lacking, [Holding(one.request.owner, self._promised(one)) for one in live])
+        places = preemption_order(
+            owner, need, lacking, [RunningRequest(one.request.owner, self._promised(one)) for one in live]
+        )
         for place in places:
             self._yield(live[place], keep=False)
         return bool(places)
 
     def _promised(self, sequence: Sequence) -> int:
         kv = self._residents()[sequence.request.model].kv
-        return sum(row_bytes(kv, row.commitment.promised) for row in sequence.writing())
+        return sum(row_bytes(kv, row.commitment.promised) for row in sequence.active_rows())
 
     def _yield(self, sequence: Sequence, *, keep: bool) -> None:
         """Preempt a request for another key. With `keep` only rows are needed: its tokens are stored for its return.
         Free buffers are then not returned, which would take 70 ms."""
         if keep:
-            joined = [row for row in sequence.writing() if row.commitment.joined]
+            joined = [row for row in sequence.active_rows() if row.commitment.joined]
             self._keep(self._residents()[sequence.request.model], joined)
         if sequence.number in self._live:  # a broken batch may have ended it meanwhile
             sequence.yielded = True
             self.preempt(sequence)
             if not keep:
-                give_back()
+                release_free_memory()
 
     def _unbegun(self) -> Iterator[Prefill]:
         """Yield the prefills without a cache in the order in which they get rows."""
@@ -339,7 +349,7 @@ class Generation:
             if one.cache is not None:
                 taken[one.owner.name] += len(one.rows)
         unbegun = [one for one in self._prefills if one.cache is None]
-        for place in in_turn([Waiting(one.owner, len(one.rows), one.answered) for one in unbegun], taken):
+        for place in service_order([WaitingRequest(one.owner, len(one.rows), one.answered) for one in unbegun], taken):
             yield unbegun[place]
 
     def _lingers(self, waiting: list[Prefill]) -> float:
@@ -351,14 +361,14 @@ class Generation:
             return 0.0
         arrived = [one.sequence.arrived for one in waiting]
         first, last = min(arrived), max(arrived)
-        return min(first + MOST_LINGER, last + LINGER) if first < self._crowded + CROWD else 0.0
+        return min(first + MAX_COALESCE_SECONDS, last + COALESCE_SECONDS) if first < self._crowded + CROWD else 0.0
 
     def _company(self, first: Prefill, waiting: list[Prefill]) -> list[Prefill]:
         """Choose the prompts to pack with `first`, if there is time for all of them at once."""
         if self._affordable(first) < first.left:
             return [first]
         seconds = shared_budget(self._step_seconds(), len(waiting), self._rows())
-        return self._together.company(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
+        return self._together.select_batch(first, waiting, first.resident.pace.tokens(seconds, 0, self._chunk_most))
 
     def _advance_together(self, members: list[Prefill]) -> bool:
         """Prefill packed prompts in one forward and join them at once; return False if no two of them fit. Prompts that
@@ -374,11 +384,11 @@ class Generation:
             joined = self._join_together(members, self._together.read(members))
         except Exception as error:
             log.exception("together", model=resident.name, rows=len(members), error=text_of(error))
-            self._reuse.distrust(resident.name)
+            self._reuse.invalidate(resident.name)
             joined = False
         if not joined:
             for one in members:
-                one.again()
+                one.reset_alone()
         self._look_over()
         return True
 
@@ -389,14 +399,14 @@ class Generation:
         grown, layers = resident.ledger.joining(longest, len(members)), len(cache)
         copied = resident.estimator.join(grown, layers)
         rows = resident.ledger.joined_rows(longest) + len(members)
-        if self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
+        if self._forwards.check(GateSite.JOIN, resident.estimator.widened_join(grown, layers, rows)) is not None:
             return False
         for place, one in enumerate(members):
             self._reuse.read_together(one, row_of(cache, place, len(one.ids) - 1), copied)
         number = resident.ledger.batch_of(longest)
         batch = resident.batches.get(number) or DecodeBatch(resident.model)
-        joining = [Joining(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
-        with self._forwards.native(Doing.JOIN, resident.name, 0, JOIN_EXPECTED):
+        joining = [JoiningRow(one.rows[0], guard_of(one.sequence, one.rows[0])) for one in members]
+        with self._forwards.native(NativeCallKind.JOIN, resident.name, 0, FIRST_JOIN_SECONDS):
             newcomers = batch.ready(joining, [one.ids for one in members], cache)
             self._admit(resident, number, batch, newcomers)
         now = time.monotonic()
@@ -407,7 +417,7 @@ class Generation:
             sequence.joined, sequence.told = sequence.joined or now, now
         return True
 
-    def _admit(self, resident: Resident, number: int, batch: DecodeBatch[Row], newcomers: Newcomers[Row]) -> None:
+    def _admit(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], newcomers: PendingRows[Row]) -> None:
         try:
             batch.admit(newcomers)
         except Exception as error:
@@ -438,7 +448,7 @@ class Generation:
                     refused = None
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
-            self._reuse.distrust(prefill.resident.name)
+            self._reuse.invalidate(prefill.resident.name)
             self.fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
             return
         over = self._forwards.over() if refused is None else None
@@ -450,8 +460,8 @@ class Generation:
     def _held_up(self, prefill: Prefill, refused: Refused) -> None:
         """Delay a prefill that does not fit now. If all requests wait for each other, release the newest instead."""
         now = time.monotonic()
-        prefill.retry_at = now + RETRY
-        if refused.code is Code.NO_ROOM and (self._moving(now) or self._forwards.falls_at() is not None):
+        prefill.retry_at = now + GATE_RETRY_SECONDS
+        if refused.code is RefusalCode.NO_ROOM and (self._moving(now) or self._forwards.peak_expires_at() is not None):
             return
         waiting = (one.sequence for one in self._prefills if one.retry_at > now)
         self._give_way(max(waiting, key=_age), refused)
@@ -463,13 +473,13 @@ class Generation:
     def _chunk(self, prefill: Prefill) -> Refused | None:
         resident = prefill.resident
         self._reuse.find(prefill)
-        count = self._reuse.until(prefill, self._chunk_tokens(prefill))
+        count = self._reuse.chunk_end(prefill, self._chunk_tokens(prefill))
         self._wait()
         if prefill not in self._prefills:  # another of its rows was in a batch that just broke
             return None
-        count = self._forwards.ask_shrinking(
-            Site.PREFILL,
-            shrunk(count, self._floor),
+        count = self._forwards.check_shrinking(
+            GateSite.PREFILL,
+            chunk_sizes(count, self._floor),
             lambda tokens: resident.estimator.chunk(tokens, prefill.written, last=tokens == prefill.left),
         )
         if isinstance(count, Refused):
@@ -480,22 +490,24 @@ class Generation:
             return self._chunk(prefill)
         assert prefill.cache is not None  # noqa: S101 `restore` has set it
         piece = prefill.ids[prefill.written : prefill.written + count]
-        speed = resident.reads.late or FIRST_SPEED
+        speed = resident.reads.late or FIRST_PREFILL_TOKENS_PER_SECOND
         before = extent_of(prefill.cache)
-        stretch(prefill.cache, count, len(prefill.ids))
-        with self._forwards.native(Doing.PREFILL, resident.name, prefill.sequence.number, count / speed) as call:
-            widened = self._decoding() and widen(prefill.cache, count, len(prefill.ids))
+        grow_caches(prefill.cache, count, len(prefill.ids))
+        with self._forwards.native(
+            NativeCallKind.PREFILL, resident.name, prefill.sequence.number, count / speed
+        ) as call:
+            widened = self._decoding() and grow_cache(prefill.cache, count, len(prefill.ids))
             prefill.logits = forward(resident.model, piece, prefill.cache, last=last)
-        resident.prefilled(count, time.monotonic() - call.since, prefill.written + count / 2)
+        resident.record_prefill(count, time.monotonic() - call.since, prefill.written + count / 2)
         after = extent_of(prefill.cache)
-        taken = self._forwards.height.above() - (after.size - before.size)
+        taken = self._forwards.height.peak_above_mark() - (after.size - before.size)
         # The first write into a shared cache copies it; the commitment of its row covers the copy.
         if fresh and not widened:
             resident.estimator.observe(count, prefill.written, taken, last=last, grew=after.room > before.room)
         prefill.written += count
         commitment = prefill.rows[0].commitment
         commitment.written, commitment.room = prefill.written, room_of(prefill.cache)
-        self._reuse.reached(prefill)
+        self._reuse.take_snapshot(prefill)
         return None
 
     def _chunk_tokens(self, prefill: Prefill) -> int:
@@ -522,26 +534,26 @@ class Generation:
             for number, batch in list(resident.batches.items()):
                 begun = time.monotonic()
                 try:
-                    with self._forwards.waits(Doing.DECODE, resident.name, resident.step_seconds):
+                    with self._forwards.publish_wait(NativeCallKind.DECODE, resident.name, resident.step_seconds):
                         batch.wait()
                 except Exception as error:
                     log.exception("decode", rows=len(batch))
                     self._rebuild(resident, number, error)
                     continue
                 if batch.called is not None:  # else it was awaited already
-                    resident.stepped(batch.called + time.monotonic() - begun, len(batch))
+                    resident.record_step(batch.called + time.monotonic() - begun, len(batch))
                     if alone and self._sample == self._forwards.height.marks:
                         self._measure(resident, batch)
                     batch.called = None
 
-    def _measure(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
+    def _measure(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
         """Record the memory of a step that has just ended and that no other batch's step overlapped. Steps in which
         caches grew are left out, because their copies follow from the batch size."""
         if self._grew:
             return
         longest = max((row.commitment.written for row in batch.rows()), default=0)
-        taken = self._forwards.height.sunk()
-        odd = taken > ODD * resident.estimator.step(len(batch), longest, grows=False)
+        taken = self._forwards.height.peak_drop()
+        odd = taken > OUTLIER_FACTOR * resident.estimator.step(len(batch), longest, grows=False)
         if not odd or self._odd:
             resident.estimator.observe_step(len(batch), longest, taken)
         self._odd = odd
@@ -549,7 +561,7 @@ class Generation:
     def _join(self, prefill: Prefill, logits: mx.array) -> Refused | None:
         """Join the rows to their decode batches. Each join passes the gate, because it copies a batch layer by layer.
         Rows without room join later."""
-        resident, sequence, tokens = prefill.resident, prefill.sequence, list[Token[Row]]()
+        resident, sequence, tokens = prefill.resident, prefill.sequence, list[NextToken[Row]]()
         refused = self._join_batches(prefill, logits, tokens)
         if tokens and not sequence.joined:
             sequence.joined = sequence.told = time.monotonic()
@@ -559,7 +571,7 @@ class Generation:
         self._take(resident, tokens)
         return refused
 
-    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[Token[Row]]) -> Refused | None:
+    def _join_batches(self, prefill: Prefill, logits: mx.array, tokens: list[NextToken[Row]]) -> Refused | None:
         """Join rows batch by batch while there is room; add their first tokens to `tokens`."""
         resident, cache, written = prefill.resident, prefill.cache, len(prefill.ids)
         assert cache is not None  # noqa: S101 logits come from a forward, which has one
@@ -568,26 +580,26 @@ class Generation:
             rows[0].commitment.written = written
             grown, layers = resident.ledger.joining(rows[0].commitment, len(rows)), len(cache)
             width = resident.ledger.joined_rows(rows[0].commitment) + len(rows)
-            refused = self._forwards.ask(Site.JOIN, resident.estimator.widened_join(grown, layers, width))
+            refused = self._forwards.check(GateSite.JOIN, resident.estimator.widened_join(grown, layers, width))
             if refused is not None:
                 return refused
-            self._reuse.prompt_written(prefill, grown // max(1, layers))
+            self._reuse.store_prompt(prefill, grown // max(1, layers))
             held = mx.get_active_memory()
             tokens += self._join_batch(prefill, rows, cache if rows is parts[-1] else cache.copy(), logits)
-            above = self._forwards.height.above() - max(0, mx.get_active_memory() - held)
+            above = self._forwards.height.peak_above_mark() - max(0, mx.get_active_memory() - held)
             resident.estimator.observe_join(width, above - resident.estimator.join(grown, layers))
             for row in rows:
                 row.commitment.written, row.commitment.joined, row.commitment.room = written, True, 0
             prefill.rows = [row for row in prefill.rows if not row.commitment.joined]
         return None
 
-    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[Token[Row]]:
+    def _join_batch(self, prefill: Prefill, rows: list[Row], cache: Layers, logits: mx.array) -> list[NextToken[Row]]:
         resident, sequence = prefill.resident, prefill.sequence
         number = resident.ledger.batch_of(rows[0].commitment)
         batch = resident.batches.setdefault(number, DecodeBatch(resident.model))
-        joining = [Joining(row, guard_of(sequence, row)) for row in rows]
+        joining = [JoiningRow(row, guard_of(sequence, row)) for row in rows]
         try:
-            with self._forwards.native(Doing.JOIN, resident.name, sequence.number, JOIN_EXPECTED):
+            with self._forwards.native(NativeCallKind.JOIN, resident.name, sequence.number, FIRST_JOIN_SECONDS):
                 return batch.join(joining, prefill.ids, cache, logits)
         except Exception as error:
             self._rebuild(resident, number, error, guilty=rows)
@@ -601,7 +613,7 @@ class Generation:
     def _decoding(self) -> bool:
         return any(one.batches for one in self._residents().values())
 
-    def _decode(self, resident: Resident, number: int) -> None:
+    def _decode(self, resident: LoadedModel, number: int) -> None:
         """Decode one token for every row of a batch."""
         batch = resident.batches[number]
         self._grow(resident, batch)
@@ -609,7 +621,7 @@ class Generation:
             return
         held = batch.nbytes()
         try:
-            with self._forwards.native(Doing.DECODE, resident.name, 0, resident.step_seconds) as call:
+            with self._forwards.native(NativeCallKind.DECODE, resident.name, 0, resident.step_seconds) as call:
                 tokens = batch.last() if all(_ends_next(row) for row in batch.rows()) else batch.step()
         except Exception as error:
             log.exception("decode", rows=len(batch))
@@ -617,13 +629,13 @@ class Generation:
             return
         now = time.monotonic()
         if batch.called is not None:
-            resident.stepped(batch.called, len(batch))
+            resident.record_step(batch.called, len(batch))
         batch.called = now - call.since
         self._sample, self._grew = self._forwards.height.marks, batch.nbytes() > held
         self._take(resident, tokens)
         self._look_over()
 
-    def _take(self, resident: Resident, tokens: list[Token[Row]]) -> None:
+    def _take(self, resident: LoadedModel, tokens: list[NextToken[Row]]) -> None:
         """Add tokens to their rows' texts; remove rows that failed or ended."""
         for batch in list(resident.batches.values()):
             for row, error in batch.errors():
@@ -634,28 +646,30 @@ class Generation:
                 self._token(token, now)
         self._end_rows(resident, [token.row for token in tokens], now)
 
-    def _grow(self, resident: Resident, batch: DecodeBatch[Row]) -> None:
-        """Extend the commitment by at most `GROWTH` tokens for each row that has used all of it."""
+    def _grow(self, resident: LoadedModel, batch: DecodeBatch[Row]) -> None:
+        """Extend the commitment by at most `KV_GROWTH_TOKENS` tokens for each row that has used all of it."""
         for row in batch.rows():
             commitment, shape = row.commitment, row.sequence.shape
             if commitment.written >= commitment.promised:
-                self._extend(resident, row, max(1, min(GROWTH, shape.prompt + shape.limit - commitment.promised)))
+                self._extend(
+                    resident, row, max(1, min(KV_GROWTH_TOKENS, shape.prompt + shape.limit - commitment.promised))
+                )
 
-    def _extend(self, resident: Resident, row: Row, more: int) -> None:
+    def _extend(self, resident: LoadedModel, row: Row, more: int) -> None:
         """Extend a row's commitment by `more` tokens. Until they fit, other requests lose their memory, or its own
         request does."""
         while row.commitment.joined and not row.reason:
             length = row.commitment.promised + more
             step = resident.estimator.widened_step(self._rows(), length)
-            refused = self._forwards.ask(Site.GROW, resident.ledger.extension(row.commitment, more) + step)
-            if refused is None or refused.code is Code.UNREADABLE:
+            refused = self._forwards.check(GateSite.GROW, resident.ledger.extension(row.commitment, more) + step)
+            if refused is None or refused.code is RefusalCode.UNREADABLE:
                 # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
                 resident.ledger.extend(row.commitment, more)
                 return
             message = f"the answer outgrew what was expected: {refused.message}"
             self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
 
-    def _token(self, token: Token[Row], now: float) -> None:
+    def _token(self, token: NextToken[Row], now: float) -> None:
         """Add one token to its row's text."""
         row, sequence = token.row, token.row.sequence
         row.commitment.written += 1
@@ -667,17 +681,17 @@ class Generation:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
             self.fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
             return
-        if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
-            self._out.deltas += row.gathered()
+        if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
+            self._out.deltas += row.drain_deltas()
             sequence.told = now
 
-    def _read(self, row: Row, token: Token[Row]) -> None:
+    def _read(self, row: Row, token: NextToken[Row]) -> None:
         prepared, params = row.sequence.prepared, row.sequence.request.params
         if params.logprobs and token.token not in prepared.eos:
             row.logprobs.append(logprob_of(token.logprobs, token.token, params.top_logprobs, prepared.token_bytes))
         row.read(token.token)
 
-    def _end_rows(self, resident: Resident, rows: list[Row], now: float) -> None:
+    def _end_rows(self, resident: LoadedModel, rows: list[Row], now: float) -> None:
         """Remove ended rows, and report the requests whose last row ended."""
         ended = [row for row in rows if row.reason and row.sequence.number in self._live]
         if not ended:
@@ -687,11 +701,11 @@ class Generation:
         self._drop(resident, ended)
         for sequence in {id(row.sequence): row.sequence for row in ended}.values():
             # A batch that broke while its ended rows were copied or dropped may have ended the whole request.
-            if sequence.number in self._live and not any(sequence.writing()):
+            if sequence.number in self._live and not any(sequence.active_rows()):
                 self._gone(resident, sequence)
                 self._out.ends.append(finished(sequence, now))
 
-    def _keep(self, resident: Resident, rows: list[Row]) -> None:
+    def _keep(self, resident: LoadedModel, rows: list[Row]) -> None:
         """Store the tokens of ended rows in the prefix cache."""
         for row in rows:
             number = resident.ledger.batch_of(row.commitment)
@@ -699,16 +713,16 @@ class Generation:
             if batch is None:
                 continue
             try:
-                self._reuse.row_ended(resident, row, batch)
+                self._reuse.store_row(resident, row, batch)
             except Exception as error:
                 self._rebuild(resident, number, error)
 
-    def _rebuild(self, resident: Resident, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
+    def _rebuild(self, resident: LoadedModel, number: int, error: Exception, guilty: Iterable[Row] = ()) -> None:
         """Discard a batch whose object raised; prefill its rows again from their ids."""
         batch = resident.batches.pop(number, None)
         if batch is None:
             return
-        self._reuse.distrust(resident.name)
+        self._reuse.invalidate(resident.name)
         known = {id(row) for row in guilty}
         rows = [row for row in batch.rows() if id(row) not in known and not row.reason]
         log.warning("rebuild", model=resident.name, rows=len(rows), error=text_of(error))
@@ -717,17 +731,17 @@ class Generation:
                 continue
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
-            if row.rebuilt > MOST_REBUILDS:
+            if row.rebuilt > MAX_REBUILDS:
                 self.fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
             else:
-                self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.known()))
-        give_back()
+                self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.token_ids()))
+        release_free_memory()
 
     # lack of memory
 
     def _newest(self) -> Sequence | None:
         """Return the newest request that holds memory."""
-        holding = (one for one in self._live.values() if any(row.commitment.written for row in one.writing()))
+        holding = (one for one in self._live.values() if any(row.commitment.written for row in one.active_rows()))
         return max(holding, key=_age, default=None)
 
     def _least_loss(self) -> Sequence | None:
@@ -736,8 +750,8 @@ class Generation:
         live = [one for one in self._live.values() if one not in self._preempted]
         rows, waiting, holding = Counter[str](), list[Sequence](), list[Sequence]()
         for one in live:
-            rows[one.request.owner.name] += sum(1 for _ in one.writing())
-            holds = any(row.commitment.written for row in one.writing())
+            rows[one.request.owner.name] += sum(1 for _ in one.active_rows())
+            holds = any(row.commitment.written for row in one.active_rows())
             (holding if holds else waiting).append(one)
         waiting = [one for one in waiting if not one.delivered]
 
@@ -749,10 +763,10 @@ class Generation:
 
     def _give_way(self, sequence: Sequence, refused: Refused) -> None:
         """Release a request's memory: the router places it again, or it returns here later."""
-        unknown = refused.code is Code.UNREADABLE
-        if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.falls_at() is not None):
+        unknown = refused.code is RefusalCode.UNREADABLE
+        if sequence.delivered and (unknown or len(self._live) > 1 or self._forwards.peak_expires_at() is not None):
             self.preempt(sequence)
-            give_back()
+            release_free_memory()
         else:
             self._end(sequence, refused, "no_headroom")
 
@@ -770,7 +784,7 @@ class Generation:
 
     def preempt(self, sequence: Sequence) -> None:
         """Preempt a request: release its memory. Its tokens are prefilled again when memory is available."""
-        rows = list(sequence.writing())
+        rows = list(sequence.active_rows())
         self._leave(sequence)
         self._drop(self._residents()[sequence.request.model], rows)
         for row in rows:
@@ -782,43 +796,43 @@ class Generation:
     def _return_next(self, now: float) -> None:
         """Return the oldest preempted request to the queue; one preempted for another key only while rows are free."""
         free = self._free_rows() - sum(len(one.rows) for one in self._prefills if one.cache is None)
-        ready = [one for one in self._preempted if not one.yielded or free >= sum(1 for _ in one.writing())]
-        self._return_at = now + RETRY
+        ready = [one for one in self._preempted if not one.yielded or free >= sum(1 for _ in one.active_rows())]
+        self._return_at = now + GATE_RETRY_SECONDS
         if ready:
             self._return(min(ready, key=_age), now)
 
     def _return(self, sequence: Sequence, now: float) -> None:
         """Prefill a preempted request again if there is room; fail it if there never will be."""
-        self._return_at = now + RETRY
+        self._return_at = now + GATE_RETRY_SECONDS
         resident = self._residents()[sequence.request.model]
-        refused = self._forwards.ask(Site.PREFLIGHT, self._returning(sequence))
+        refused = self._forwards.check(GateSite.PREFLIGHT, self._returning(sequence))
         if refused is None:
             self._preempted.remove(sequence)
-            for row in sequence.writing():
+            for row in sequence.active_rows():
                 (row.commitment,) = resident.ledger.commit(self._length(row), 1)
-                self._prefills.append(self._prefill_of(resident, sequence, [row], row.known()))
-        elif refused.code is not Code.UNREADABLE and not (
-            len(self._live) > len(self._preempted) or self._forwards.falls_at() is not None
+                self._prefills.append(self._prefill_of(resident, sequence, [row], row.token_ids()))
+        elif refused.code is not RefusalCode.UNREADABLE and not (
+            len(self._live) > len(self._preempted) or self._forwards.peak_expires_at() is not None
         ):
             self._end(sequence, refused, "no_headroom")
 
     def _returning(self, sequence: Sequence) -> int:
         """Return the bytes that a preempted request needs to return: each row alone, and a forward."""
         resident = self._residents()[sequence.request.model]
-        lengths = [self._length(row) for row in sequence.writing()]
+        lengths = [self._length(row) for row in sequence.active_rows()]
         forward = max(resident.estimator.chunk(self._floor, length) for length in lengths)
         return sum(resident.ledger.cost(length, 1) for length in lengths) + forward
 
     def _length(self, row: Row) -> int:
-        shape, known = row.sequence.shape, len(row.known())
-        return max(known, min(known + GROWTH, shape.prompt + shape.limit))
+        shape, known = row.sequence.shape, len(row.token_ids())
+        return max(known, min(known + KV_GROWTH_TOKENS, shape.prompt + shape.limit))
 
     # end of a request
 
     def _release(self, sequence: Sequence) -> None:
         """Remove a request in any state and release all its memory."""
         resident = self._residents()[sequence.request.model]
-        writing = list(sequence.writing())
+        writing = list(sequence.active_rows())
         self._leave(sequence)
         if sequence in self._preempted:
             self._preempted.remove(sequence)
@@ -827,7 +841,7 @@ class Generation:
         for row in writing:
             row.reason = "released"
         self._gone(resident, sequence)
-        give_back()
+        release_free_memory()
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a request's prefills and clear their arrays. Memory released after the pool is emptied would stay in
@@ -836,14 +850,14 @@ class Generation:
             prefill.cache = prefill.logits = None
             self._prefills.remove(prefill)
 
-    def _gone(self, resident: Resident, sequence: Sequence) -> None:
+    def _gone(self, resident: LoadedModel, sequence: Sequence) -> None:
         del self._live[sequence.number]
         if self._live:
             self._crowded = time.monotonic()
         resident.users -= 1
         resident.used_at = time.monotonic()
 
-    def _drop(self, resident: Resident, rows: list[Row]) -> None:
+    def _drop(self, resident: LoadedModel, rows: list[Row]) -> None:
         """Remove rows from their batches and from the ledger."""
         self._sample = 0
         for number in {resident.ledger.batch_of(row.commitment) for row in rows}:
@@ -853,7 +867,7 @@ class Generation:
         for row in rows:
             resident.ledger.release(row.commitment)
 
-    def _dropped(self, resident: Resident, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
+    def _dropped(self, resident: LoadedModel, number: int, batch: DecodeBatch[Row], rows: list[Row]) -> None:
         try:
             batch.drop(rows)
         except Exception as error:

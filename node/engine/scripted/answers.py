@@ -36,7 +36,7 @@ def prompt_tokens(request: Generate) -> int:
     return count_tokens(request.messages, request.tools)
 
 
-def said(request: Generate) -> Sequence[Message]:
+def message_texts(request: Generate) -> Sequence[Message]:
     """Return a request's text as messages, also for a request without messages."""
     return (Message("user", request.text),) if request.text else request.messages
 
@@ -68,7 +68,7 @@ def echo_pieces(messages: Sequence[Message]) -> list[str]:
     return _PIECE.findall(last) or [""]
 
 
-def words_voice(choice: int) -> Voice:
+def fixed_words(choice: int) -> Voice:
     """Return a function that yields fixed words; each choice starts at another one."""
 
     def say(position: int, now: float) -> tuple[int, str]:
@@ -78,7 +78,7 @@ def words_voice(choice: int) -> Voice:
     return say
 
 
-def echo_voice(pieces: Sequence[str]) -> Voice:
+def echo_tokens(pieces: Sequence[str]) -> Voice:
     """Return a function that yields the pieces one after the other."""
 
     def say(position: int, now: float) -> tuple[int, str]:
@@ -87,6 +87,6 @@ def echo_voice(pieces: Sequence[str]) -> Voice:
     return say
 
 
-def clock_voice(position: int, now: float) -> tuple[int, str]:
+def clock_tokens(position: int, now: float) -> tuple[int, str]:
     """Return the time of the step in ns of the monotonic clock, for measuring the delay from here to a reader."""
     return position, f"{round(now * 1e9)} "

@@ -11,71 +11,71 @@ Every request ends in exactly one of the three frames. A cancelled request gets 
 `Generate` is remembered, and the `Generate` is ignored.
 
 A prefill takes no time and returns no token; the first token comes with the row's first decode step. A row that has
-used its commitment requests `GROWTH` more tokens; if the gate refuses, that request ends.
+used its commitment requests `KV_GROWTH_TOKENS` more tokens; if the gate refuses, that request ends.
 """
 
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from node.engine.kv.commitments import Commitment, Ledger
-from node.engine.memory.gate import Gate, Site, Use
-from node.engine.process.interface import Call, Recording, Work
+from node.engine.kv.commitments import Commitment, CommitmentLedger
+from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
+from node.engine.process.interface import CallRecording, NativeCall, Work
 from node.engine.requests import preflight
-from node.engine.requests.preflight import Shape
+from node.engine.requests.preflight import RequestShape
 from node.engine.scripted import answers
-from node.engine.text.stop_strings import Stops
-from node.memory.reading import Reading, Recent
+from node.engine.text.stop_strings import StopStrings
+from node.memory.reading import MemoryReading, RecentPeak
 from node.settings import NodeSettings, ScriptedSettings
 from wire.capacity.arithmetic import shed
-from wire.capacity.fairness import Waiting, in_turn
+from wire.capacity.fairness import WaitingRequest, service_order
 from wire.frames import (
     Admitted,
     Cancel,
     Channel,
-    Count,
+    CountTokens,
     Delta,
-    Enforce,
     EngineReport,
     Failed,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
-    MakeRoom,
+    LoadModel,
+    MemoryLimits,
     Ping,
-    Profile,
+    ProfileModel,
+    ReclaimMemory,
+    ReduceMemory,
     Refusal,
     Timings,
-    Unload,
+    UnloadModel,
     delta_frames,
 )
-from wire.refusals import Code, Refused
-from wire.report import Counts, Kv, Level, Memory, Model
+from wire.refusals import RefusalCode, Refused
+from wire.report import EngineCounters, KvParameters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
-GROWTH = 64
+KV_GROWTH_TOKENS = 64
 """Tokens by which a commitment is extended when an answer exceeds the expected length."""
-GATHERING = 0.5
+FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
-REMEMBERED = 1024
+MAX_CANCELLED_REMEMBERED = 1024
 """Number of cancelled requests that are remembered until their `Generate` arrives."""
-LATE = 1.0
+MAX_LATE_SECONDS = 1.0
 """Delay in seconds after which missed steps are not made up for, because the machine slept."""
 PREFILL_SPEED = 100_000.0
 """Tokens per second reported for prefills, which take no time: the router divides by this number."""
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class ScriptedRow:
     """One answer."""
 
     choice: int
     """Index of the answer in its request."""
     commitment: Commitment
     """Memory commitment of the row."""
-    stops: Stops
+    stops: StopStrings
     """Stop strings of the answer."""
     voice: answers.Voice
     """Source of its tokens."""
@@ -97,12 +97,12 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class ScriptedSequence:
     """Admitted request. Times are monotonic seconds."""
 
     request: Generate
     """The request."""
-    shape: Shape
+    shape: RequestShape
     """Its size."""
     ends: int
     """Number of the last token of its answers, past the limit if they have no end of their own."""
@@ -110,7 +110,7 @@ class Sequence:
     """Whether it ends the process."""
     arrived: float
     """Time of arrival."""
-    rows: list[Row] = field(default_factory=list["Row"])
+    rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
     """Its answers."""
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
@@ -122,26 +122,26 @@ class Sequence:
         """The coordinator's number of the request."""
         return self.request.request
 
-    def writing(self) -> Iterator[Row]:
+    def active_rows(self) -> Iterator[ScriptedRow]:
         """Return the rows that have not ended."""
         return (row for row in self.rows if not row.reason)
 
 
-class Scripted:
+class ScriptedEngine:
     """Scripted engine, described in the module's docstring. The word in `settings.crash` ends the process."""
 
-    def __init__(self, settings: ScriptedSettings, recorder: Recording) -> None:
-        self.gate = Gate()
+    def __init__(self, settings: ScriptedSettings, recorder: CallRecording) -> None:
+        self.gate = MemoryGate()
         self._settings = settings
         self._recorder = recorder
         self._step = settings.step_ms / 1000
         self._total = parse_size(settings.memory)
         self._weights = parse_size(settings.weights)
         self._metal = parse_size(settings.metal)
-        self._ledger = Ledger(Kv(settings.kv_per_token))
-        self._recent = Recent()
-        self._waiting: list[Sequence] = []
-        self._running: list[Sequence] = []
+        self._ledger = CommitmentLedger(KvParameters(settings.kv_per_token))
+        self._recent = RecentPeak()
+        self._waiting: list[ScriptedSequence] = []
+        self._running: list[ScriptedSequence] = []
         self._rows = self._wanted = 0
         self._deadline = 0.0
         self._acked = self._enforced = self._sheds = self._forwards = self._steps = self._roomed = 0
@@ -151,21 +151,21 @@ class Scripted:
         """Return the frame unchanged, because all work is fast."""
         return None if isinstance(frame, Ping) else frame
 
-    def take(self, work: Work, now: float) -> list[Frame]:
+    def handle(self, work: Work, now: float) -> list[Frame]:
         """Process one piece of work; return immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Cancel):
             self._cancel(work.request, now)
-        elif isinstance(work, Limits):
+        elif isinstance(work, MemoryLimits):
             self.gate.hold(work)
-        elif isinstance(work, Enforce):
+        elif isinstance(work, ReduceMemory):
             return self._enforce(work, now)
-        elif isinstance(work, MakeRoom):
+        elif isinstance(work, ReclaimMemory):
             self._roomed = work.number  # nothing here could be freed
-        elif isinstance(work, Load | Unload | Profile):
+        elif isinstance(work, LoadModel | UnloadModel | ProfileModel):
             return [self._ordered(work)]
-        elif isinstance(work, Count):
+        elif isinstance(work, CountTokens):
             return [self._counted(work)]
         return []
 
@@ -174,7 +174,7 @@ class Scripted:
         frames: list[Frame] = []
         if self._running and now >= self._deadline:
             frames = self._decode(now)
-            missed = now - self._deadline > LATE
+            missed = now - self._deadline > MAX_LATE_SECONDS
             self._deadline = (now if missed else self._deadline) + self._step
         following = self._next()
         if following is not None:
@@ -183,16 +183,16 @@ class Scripted:
         self._observe(now)
         return frames
 
-    def due(self, now: float) -> float | None:
+    def next_step_at(self, now: float) -> float | None:
         """Return the time of the next step, or of the fall of the recent height; None if only a frame can bring
         work."""
         if self._next() is not None:
             return now
         if self._running:
             return self._deadline
-        return self._recent.falls_at(self._active(), now)
+        return self._recent.peak_expires_at(self._active(), now)
 
-    def call(self) -> Call | None:
+    def running_call(self) -> NativeCall | None:
         """Return None, because there are no native calls."""
         return None
 
@@ -205,7 +205,7 @@ class Scripted:
             len(self._waiting),
             sum(sequence.shape.prompt for sequence in self._waiting),
             self._acked,
-            Counts(
+            EngineCounters(
                 self.gate.checks.total(), self.gate.refusals.total(), self._forwards, self._steps, sheds=self._sheds
             ),
             held=self.gate.held,
@@ -223,21 +223,23 @@ class Scripted:
 
     # requests
 
-    def _ordered(self, order: Load | Unload | Profile) -> Frame:
+    def _ordered(self, order: LoadModel | UnloadModel | ProfileModel) -> Frame:
         """Return the answer to an order about models: there is one model, and it is always loaded."""
         name = self._settings.model
         if order.model != name:
-            return Refusal(order.request, Refused(Code.NO_MODEL, f"this node serves {name}, not {order.model}"))
-        if isinstance(order, Load):
+            return Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"this node serves {name}, not {order.model}"))
+        if isinstance(order, LoadModel):
             return Finished(order.request, (), 0, 0)
-        if isinstance(order, Profile):
-            return Refusal(order.request, Refused(Code.UNSUPPORTED, f"{name} is scripted: there is nothing to measure"))
-        return Refusal(order.request, Refused(Code.IN_USE, f"{name} is scripted: there is nothing to unload"))
+        if isinstance(order, ProfileModel):
+            return Refusal(
+                order.request, Refused(RefusalCode.UNSUPPORTED, f"{name} is scripted: there is nothing to measure")
+            )
+        return Refusal(order.request, Refused(RefusalCode.IN_USE, f"{name} is scripted: there is nothing to unload"))
 
-    def _counted(self, asked: Count) -> Frame:
+    def _counted(self, asked: CountTokens) -> Frame:
         if asked.model != self._settings.model:
             text = f"this node serves {self._settings.model}, not {asked.model}"
-            return Refusal(asked.request, Refused(Code.NO_MODEL, text))
+            return Refusal(asked.request, Refused(RefusalCode.NO_MODEL, text))
         return Finished(asked.request, (), answers.count_tokens(asked.messages, asked.tools), 0)
 
     def _generate(self, request: Generate, now: float) -> list[Frame]:
@@ -255,7 +257,7 @@ class Scripted:
         if refused is not None:
             return [Refusal(number, refused, prompt)]
         sequence = self._sequence(request, shape, pieces, now)
-        if not any(sequence.writing()):  # the whole answer was sent by another node, and only its end is missing
+        if not any(sequence.active_rows()):  # the whole answer was sent by another node, and only its end is missing
             sequence.begun = now
             return [Admitted(number, prompt), self._finished(sequence, now)]
         self._waiting.append(sequence)
@@ -265,38 +267,38 @@ class Scripted:
     def _pieces(self, request: Generate, prompt: int) -> list[str]:
         """Return the tokens of an echo; empty in the other modes, and for a prompt that will be refused."""
         echo = self._settings.text == "echo" and prompt < self._settings.context
-        return answers.echo_pieces(answers.said(request)) if echo else []
+        return answers.echo_pieces(answers.message_texts(request)) if echo else []
 
-    def _refused(self, request: Generate, shape: Shape, now: float) -> Refused | None:
+    def _refused(self, request: Generate, shape: RequestShape, now: float) -> Refused | None:
         model, memory = self._model(), self._memory(now)
-        refused = self.gate.closed() or preflight.impossible(request, shape, model, self._settings.batch)
+        refused = self.gate.not_ready_refusal() or preflight.never_fits(request, shape, model, self._settings.batch)
         if refused is not None:
             return refused
         cost = self._ledger.cost(shape.length, shape.choices)
         if self._must_refuse(request):
-            answer = self.gate.check(Site.PREFLIGHT, memory, max(cost, (memory.headroom or 0) + GIB))
+            answer = self.gate.check(GateSite.PREFLIGHT, memory, max(cost, (memory.headroom or 0) + GIB))
             return answer if isinstance(answer, Refused) else None
         return preflight.admit(shape, memory, model, cost, self.gate)
 
     def _must_refuse(self, request: Generate) -> bool:
         word = self._settings.refuse
-        return word == "*" or (bool(word) and answers.mentions(answers.said(request), word))
+        return word == "*" or (bool(word) and answers.mentions(answers.message_texts(request), word))
 
-    def _sequence(self, request: Generate, shape: Shape, pieces: list[str], now: float) -> Sequence:
+    def _sequence(self, request: Generate, shape: RequestShape, pieces: list[str], now: float) -> ScriptedSequence:
         word = self._settings.crash
-        crashes = bool(word) and answers.mentions(answers.said(request), word)
+        crashes = bool(word) and answers.mentions(answers.message_texts(request), word)
         rows = [
-            Row(choice, commitment, Stops(request.params.stop), self._voice(pieces, choice))
+            ScriptedRow(choice, commitment, StopStrings(request.params.stop), self._voice(pieces, choice))
             for choice, commitment in enumerate(self._ledger.commit(shape.length, shape.choices))
         ]
         unlimited = request.params.max_tokens is None
         ends = len(pieces) or (self._settings.tokens if unlimited else shape.limit + 1)
-        sequence = Sequence(request, shape, ends, crashes, now, rows)
+        sequence = ScriptedSequence(request, shape, ends, crashes, now, rows)
         for row in rows:
             self._replay(sequence, row, now)
         return sequence
 
-    def _replay(self, sequence: Sequence, row: Row, now: float) -> None:
+    def _replay(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> None:
         """Restore a row after the ids that another node has sent: their text is not sent again."""
         for _ in sequence.request.known(row.choice):
             self._token(sequence, row, now)
@@ -307,8 +309,8 @@ class Scripted:
 
     def _voice(self, pieces: list[str], choice: int) -> answers.Voice:
         if pieces:
-            return answers.echo_voice(pieces)
-        return answers.clock_voice if self._settings.text == "clock" else answers.words_voice(choice)
+            return answers.echo_tokens(pieces)
+        return answers.clock_tokens if self._settings.text == "clock" else answers.fixed_words(choice)
 
     def _cancel(self, number: int, now: float) -> None:
         for sequence in (*self._waiting, *self._running):
@@ -317,29 +319,29 @@ class Scripted:
                 self._observe(now)
                 return
         self._cancelled[number] = None
-        while len(self._cancelled) > REMEMBERED:
+        while len(self._cancelled) > MAX_CANCELLED_REMEMBERED:
             del self._cancelled[next(iter(self._cancelled))]
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _drop(self, sequence: ScriptedSequence) -> None:
         """Remove a request and release its commitments."""
-        for row in sequence.writing():
+        for row in sequence.active_rows():
             self._ledger.release(row.commitment)
         if sequence in self._running:
             self._running.remove(sequence)
-            self._rows -= sum(1 for _ in sequence.writing())
+            self._rows -= sum(1 for _ in sequence.active_rows())
         elif sequence in self._waiting:
             self._leave(sequence)
 
-    def _enforce(self, order: Enforce, now: float) -> list[Frame]:
+    def _enforce(self, order: ReduceMemory, now: float) -> list[Frame]:
         """End the newest running request on order of the agent, because no other memory can be freed."""
         self._enforced = order.poll
-        if order.level < Level.OVER_HARD or not self._running:
+        if order.level < MemoryLevel.OVER_HARD or not self._running:
             return []
         newest = max(self._running, key=lambda sequence: (sequence.arrived, sequence.number))
         refused = shed(self._memory(now), order.excess)
         delivered = any(row.produced > len(row.gathered) + row.heard for row in newest.rows)
         self._drop(newest)
-        self._recent = Recent().observed(self._active(), now)
+        self._recent = RecentPeak().with_reading(self._active(), now)
         self._sheds += 1
         if delivered:
             return [Failed(newest.number, "memory_pressure", refused.message)]
@@ -347,29 +349,29 @@ class Scripted:
 
     # prefill and decode
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: ScriptedSequence) -> None:
         self._waiting.remove(sequence)
         self._wanted -= len(sequence.rows)
 
-    def _next(self) -> Sequence | None:
+    def _next(self) -> ScriptedSequence | None:
         """Return the next request in turn, if the batch has room for it."""
         if not self._waiting or self._rows >= self._settings.batch:
             return None
         if self._rows + self._wanted <= self._settings.batch:  # there is room for all
             return self._waiting[0]
-        taken = Counter(one.request.owner.name for one in self._running for _ in one.writing())
-        waiting = [Waiting(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
-        following = self._waiting[next(in_turn(waiting, taken))]
+        taken = Counter(one.request.owner.name for one in self._running for _ in one.active_rows())
+        waiting = [WaitingRequest(one.request.owner, len(one.rows), bool(one.request.resume)) for one in self._waiting]
+        following = self._waiting[next(service_order(waiting, taken))]
         return following if self._rows + len(following.rows) <= self._settings.batch else None
 
-    def _prefill(self, sequence: Sequence, now: float) -> list[Frame]:
+    def _prefill(self, sequence: ScriptedSequence, now: float) -> list[Frame]:
         """Prefill the prompt and join the decode batch. Both pass the gate; after a refusal all memory is released."""
-        refused = self._checked(Site.PREFILL, now)
+        refused = self._checked(GateSite.PREFILL, now)
         if refused is None:
             self._forwards += 1
-            for row in sequence.writing():
+            for row in sequence.active_rows():
                 row.commitment.written, row.commitment.joined = sequence.shape.prompt + row.heard, True
-            refused = self._checked(Site.JOIN, now)
+            refused = self._checked(GateSite.JOIN, now)
         if refused is not None:
             self._drop(sequence)
             return [Refusal(sequence.number, refused, sequence.shape.prompt)]
@@ -378,10 +380,10 @@ class Scripted:
             self._deadline = now + self._step
         sequence.begun = sequence.told = now
         self._running.append(sequence)
-        self._rows += sum(1 for _ in sequence.writing())
+        self._rows += sum(1 for _ in sequence.active_rows())
         return []
 
-    def _checked(self, site: Site, now: float) -> Refused | None:
+    def _checked(self, site: GateSite, now: float) -> Refused | None:
         """Check the gate for rows with commitments: the ledger already contains their estimate."""
         answer = self.gate.check(site, self._memory(now), 0)
         return answer if isinstance(answer, Refused) else None
@@ -399,8 +401,8 @@ class Scripted:
                 ends.append(end)
         return [*delta_frames(deltas), *ends]
 
-    def _decode_sequence(self, sequence: Sequence, deltas: list[Delta], now: float) -> Frame | None:
-        for row in list(sequence.writing()):
+    def _decode_sequence(self, sequence: ScriptedSequence, deltas: list[Delta], now: float) -> Frame | None:
+        for row in list(sequence.active_rows()):
             refused = self._grow(sequence, row, now)
             if refused is not None:
                 self._drop(sequence)
@@ -408,31 +410,31 @@ class Scripted:
                     sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
                 )
             row.gathered.append(self._token(sequence, row, now))
-            if sequence.request.stream or row.reason or now - sequence.told >= GATHERING:
+            if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
                 deltas.append(row.gather())
                 sequence.told = now
             if row.reason:
                 self._ledger.release(row.commitment)
                 self._rows -= 1
-        if any(sequence.writing()):
+        if any(sequence.active_rows()):
             return None
         self._running.remove(sequence)
         return self._finished(sequence, now)
 
-    def _grow(self, sequence: Sequence, row: Row, now: float) -> Refused | None:
-        """Commit the next `GROWTH` tokens for a row that has used its commitment; return the refusal if there is no
-        room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
+    def _grow(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> Refused | None:
+        """Commit the next `KV_GROWTH_TOKENS` tokens for a row that has used its commitment; return the refusal if there
+        is no room. While the memory is unreadable rows continue to grow, because only new work is refused for that."""
         commitment = row.commitment
         if commitment.written < commitment.promised:
             return None
-        more = min(GROWTH, sequence.shape.limit - row.produced)
-        answer = self.gate.check(Site.GROW, self._memory(now), self._ledger.extension(commitment, more))
-        if isinstance(answer, Refused) and answer.code is not Code.UNREADABLE:
+        more = min(KV_GROWTH_TOKENS, sequence.shape.limit - row.produced)
+        answer = self.gate.check(GateSite.GROW, self._memory(now), self._ledger.extension(commitment, more))
+        if isinstance(answer, Refused) and answer.code is not RefusalCode.UNREADABLE:
             return answer
         self._ledger.extend(commitment, more)
         return None
 
-    def _token(self, sequence: Sequence, row: Row, now: float) -> Delta:
+    def _token(self, sequence: ScriptedSequence, row: ScriptedRow, now: float) -> Delta:
         token, text = row.voice(row.produced, now)
         row.produced += 1
         row.commitment.written += 1
@@ -444,7 +446,7 @@ class Scripted:
             shown += row.stops.flush()
         return Delta(sequence.number, row.choice, (token,), ((Channel.CONTENT, shown),) if shown else ())
 
-    def _finished(self, sequence: Sequence, now: float) -> Finished:
+    def _finished(self, sequence: ScriptedSequence, now: float) -> Finished:
         stops = tuple(row.stops.found for row in sequence.rows)
         return Finished(
             sequence.number,
@@ -458,15 +460,15 @@ class Scripted:
     # memory
 
     def _active(self) -> int:
-        return self._weights + self._ledger.written()
+        return self._weights + self._ledger.written_bytes()
 
     def _observe(self, now: float) -> None:
-        self._recent = self._recent.observed(self._active(), now)
+        self._recent = self._recent.with_reading(self._active(), now)
 
     def _memory(self, now: float) -> Memory:
         active = self._active()
-        use = Use(active, self._recent.highest(now), self._ledger.reserved())
-        return self.gate.memory(use, Reading(active, "scripted", now), self._total, now)
+        use = MlxCounters(active, self._recent.highest(now), self._ledger.reserved_bytes())
+        return self.gate.memory(use, MemoryReading(active, "scripted", now), self._total, now)
 
     def _model(self) -> Model:
         settings = self._settings
@@ -485,6 +487,6 @@ class Scripted:
         )
 
 
-def build(settings: NodeSettings, recorder: Recording) -> Scripted:
+def build(settings: NodeSettings, recorder: CallRecording) -> ScriptedEngine:
     """Return the scripted engine."""
-    return Scripted(settings.engine.scripted, recorder)
+    return ScriptedEngine(settings.engine.scripted, recorder)

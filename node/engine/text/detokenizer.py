@@ -22,9 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from node.engine.text.markers import INNER, NORMAL, REASONING, TOOL, Place
-from node.engine.text.stop_strings import Stops
-from node.engine.text.tool_call_parser import Calls
+from node.engine.text.markers import INNER, NORMAL, REASONING, TOOL, MarkerPlace
+from node.engine.text.stop_strings import StopStrings
+from node.engine.text.tool_call_parser import ToolCallParser
 from wire.frames import Channel
 
 Pieces = tuple[tuple[Channel, str], ...]
@@ -42,10 +42,10 @@ class Decoder(Protocol):
         ...
 
 
-class Cutter(Protocol):
+class MarkerCutter(Protocol):
     """Splitter of text at markers; the markers are removed."""
 
-    def feed(self, text: str) -> Sequence[tuple[Place, str]]:
+    def feed(self, text: str) -> Sequence[tuple[MarkerPlace, str]]:
         """Add text; return each place passed with its text, starting with the current place."""
         ...
 
@@ -62,17 +62,17 @@ class AnswerFormat(Protocol):
         """Tools in the form for the parser of calls, as JSON; empty for those of the request."""
         ...
 
-    def beginning(self) -> Place:
+    def beginning(self) -> MarkerPlace:
         """Return the place of the first token."""
         ...
 
-    def cutter(self) -> Cutter:
+    def cutter(self) -> MarkerCutter:
         """Return a cutter for the text of one answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TokenOutput:
     """Output of one token."""
 
     pieces: Pieces = ()
@@ -89,7 +89,14 @@ class TextPipeline:
     """
 
     def __init__(
-        self, decoder: Decoder, cutter: Cutter, place: Place, stops: Stops, calls: Calls, *, one_call: bool = False
+        self,
+        decoder: Decoder,
+        cutter: MarkerCutter,
+        place: MarkerPlace,
+        stops: StopStrings,
+        calls: ToolCallParser,
+        *,
+        one_call: bool = False,
     ) -> None:
         self._decoder = decoder
         self._cutter = cutter
@@ -105,12 +112,12 @@ class TextPipeline:
         self._stopped = False
         self._pieces: list[tuple[Channel, str]] = []
 
-    def feed(self, token: int) -> Step:
+    def feed(self, token: int) -> TokenOutput:
         """Add one token of the answer; an end-of-answer token has no output."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
             self.thought += self._place.state == REASONING
-        return Step(self._given(), self._stopped)
+        return TokenOutput(self._given(), self._stopped)
 
     @property
     def stop(self) -> str:
@@ -141,7 +148,7 @@ class TextPipeline:
                 self._move(place)
             self._put(part)
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: MarkerPlace) -> None:
         left, self._place = self._place, place
         if left.state in (TOOL, INNER):
             self._close_block(left, place)
@@ -165,7 +172,7 @@ class TextPipeline:
 
     # tool blocks
 
-    def _close_block(self, left: Place, place: Place) -> None:
+    def _close_block(self, left: MarkerPlace, place: MarkerPlace) -> None:
         body = "".join(self._block)
         if left.state == INNER and place.marker != self._calls.end:
             self._show(Channel.REASONING, self._reasoning.feed(left.marker + body))

@@ -8,18 +8,18 @@ import mlx.core as mx
 
 from wire.frames import Logprob
 
-MOST = 20
+MAX_ALTERNATIVES = 20
 """Most alternatives of a token."""
-LEAST_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 """Value for a probability of 0 in OpenAI's API; only finite numbers cross the wire."""
 
 
 def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
-    """Return a token's log probability and the `count` (0 to `MOST`) highest, from an array (vocabulary,). Tokens that
-    a grammar forbids are left out."""
+    """Return a token's log probability and the `count` (0 to `MAX_ALTERNATIVES`) highest, from an array (vocabulary,).
+    Tokens that a grammar forbids are left out."""
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()
-    count = min(count, MOST, logprobs.shape[-1])
+    count = min(count, MAX_ALTERNATIVES, logprobs.shape[-1])
     if count:
         places = mx.argpartition(-logprobs, kth=count - 1)[:count]
         ids = cast("list[int]", places.tolist())
@@ -27,4 +27,4 @@ def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable
         ranked = sorted(zip(values, ids, strict=True), reverse=True)
         top = tuple((token_bytes(one), value) for value, one in ranked if value > -math.inf)
     value = float(cast("float", drawn))
-    return Logprob(token_bytes(token), value if math.isfinite(value) else LEAST_LOGPROB, top)
+    return Logprob(token_bytes(token), value if math.isfinite(value) else MIN_LOGPROB, top)

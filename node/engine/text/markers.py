@@ -1,8 +1,8 @@
 """Markers that split a model's text, and the state after each of them.
 
 The state machine of mlx-lm splits text at markers, but drops the markers and returns only the next state. Here every
-destination is a `Place`: the state together with the marker that led to it. A reader of the split text can therefore
-rebuild a block exactly as generated.
+destination is a `MarkerPlace`: the state together with the marker that led to it. A reader of the split text can
+therefore rebuild a block exactly as generated.
 
     normal ──think start──► reasoning ──think end──► normal
     normal ──call start───► tool ──────call end────► normal
@@ -23,7 +23,7 @@ INNER: Final = "inner"
 """States. The first three are mlx-lm's own names, which response formats use; `INNER` is a tool block in a thought."""
 
 
-class Place(NamedTuple):
+class MarkerPlace(NamedTuple):
     """State and the marker that led to it; the marker is empty at the beginning."""
 
     state: str
@@ -31,7 +31,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Markup:
+class MarkerSet:
     """Markers of a model."""
 
     think: tuple[str, str] = ("", "")
@@ -45,20 +45,20 @@ class Markup:
     initial: str = ""
     """Initial state of the response format."""
 
-    def beginning(self, thinking: bool) -> Place:
+    def beginning(self, thinking: bool) -> MarkerPlace:
         """Return the place where an answer starts. `thinking`: the prompt left a thought open."""
-        return Place(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
+        return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
-    def transitions(self, tools: bool) -> dict[Place, list[tuple[str, Place]]]:
+    def transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
         """Return every reachable place and its edges. Without `tools` a call's markers are ordinary words. Response
         formats are an exception, because their blocks can only be separated by those markers."""
         edges = self._edges(tools)
         waiting = [self.beginning(False), self.beginning(True)]
-        reached: dict[Place, list[tuple[str, Place]]] = {}
+        reached: dict[MarkerPlace, list[tuple[str, MarkerPlace]]] = {}
         while waiting:
             place = waiting.pop()
             if place not in reached:
-                reached[place] = [(marker, Place(state, marker)) for marker, state in edges.get(place.state, ())]
+                reached[place] = [(marker, MarkerPlace(state, marker)) for marker, state in edges.get(place.state, ())]
                 waiting += [there for _, there in reached[place]]
         return reached
 

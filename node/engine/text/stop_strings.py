@@ -7,7 +7,7 @@ that end together, the longest. The cut therefore never depends on the pieces.
 from collections.abc import Iterable
 
 
-class Stops:
+class StopStrings:
     """Stop strings of one row with the text held back for them. `found` is the completed one."""
 
     def __init__(self, stops: Iterable[str]) -> None:

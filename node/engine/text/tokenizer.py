@@ -39,21 +39,21 @@ from mlx_lm.utils import MODEL_REMAPPING, load_config
 from msgspec.structs import replace
 from transformers import PreTrainedTokenizerFast
 
-from node.engine.grammar.tool_arguments import ways
-from node.engine.grammar.tool_spec import Calling
+from node.engine.grammar.tool_arguments import tool_variants
+from node.engine.grammar.tool_spec import ToolCallFormat
 from node.engine.text.detokenizer import AnswerFormat, TextPipeline
-from node.engine.text.markers import NORMAL, Markup, Place
-from node.engine.text.stop_strings import Stops
+from node.engine.text.markers import NORMAL, MarkerPlace, MarkerSet
+from node.engine.text.stop_strings import StopStrings
 from node.engine.text.time_limit import Deadline
-from node.engine.text.tool_call_parser import Calls
-from wire.capacity.arithmetic import READ_SLACK, READ_SLICE
+from node.engine.text.tool_call_parser import ToolCallParser
+from wire.capacity.arithmetic import TOKENIZE_SLACK, TOKENIZE_SLICE_CHARS
 from wire.frames import Generate, Message
 
 if TYPE_CHECKING:
     from jinja2 import Template
     from tokenizers import Tokenizer as RustTokenizer
 
-LONGEST_MESSAGE: Final = 300
+MAX_ERROR_CHARS: Final = 300
 """Most characters of an error's text in a message: templates can raise with a whole conversation in it."""
 RESERVED: Final = frozenset(
     {
@@ -78,17 +78,17 @@ RESERVED: Final = frozenset(
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
 """Files of tokenizers in model folders."""
-LONG_TEXT: Final = 16 * 1024
+LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters from which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
 """Questions that have no token in common."""
-CLOCK_SECONDS: Final = 3600
+DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
 """Number of shared system prompts whose tokens are remembered."""
-RENDER_SECONDS: Final = 5.0
+RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than one."""
-TAIL: Final = 32
+TAIL_TOKENS: Final = 32
 """Tokens at a prompt's end that are searched for the mark of an open thought, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
 """Time of the request whose template is being rendered, in seconds."""
@@ -119,7 +119,7 @@ class TooLong(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class TokenizedPrompt:
     """Tokenized prompt."""
 
     ids: tuple[int, ...]
@@ -177,7 +177,7 @@ class Tokenizer:
         # call.
         wrapper.encode("")
 
-    def prompt(self, request: Generate, most: int = 0) -> Prompt:
+    def prompt(self, request: Generate, most: int = 0) -> TokenizedPrompt:
         """Tokenize a request: its prompt unchanged, or rendered by the model's template.
 
         If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
@@ -188,14 +188,14 @@ class Tokenizer:
             ids = request.ids or self.encode(self._text(request), plain=plain, most=most)
             self._check(ids)
             if plain:
-                return Prompt(ids, False, plain=True)
-            return Prompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
+                return TokenizedPrompt(ids, False, plain=True)
+            return TokenizedPrompt(ids, *(self._ends_with(ids, marker) for marker in self.markup.think))
         except (TemplateFailed, TooLong):
             raise
         except Exception as error:
             raise TemplateFailed(_line(error)) from error
 
-    def shared(self, request: Generate, prompt: Prompt) -> int:
+    def shared(self, request: Generate, prompt: TokenizedPrompt) -> int:
         """Return the number of a prompt's first tokens that follow from its shared system prompt alone. Return 0
         without one, or if its end depends on other text.
 
@@ -204,7 +204,7 @@ class Tokenizer:
         if not request.shared or not request.messages:
             return 0
         system = request.messages[0]
-        known = system.role, system.content, request.created // CLOCK_SECONDS
+        known = system.role, system.content, request.created // DATE_VALID_SECONDS
         opening = self._openings.get(known)
         if opening is None:
             opening = self._openings[known] = self._opening(request, system)
@@ -228,7 +228,7 @@ class Tokenizer:
         """Return the number of a request's prompt tokens. Raise `TemplateFailed` if template or tokenizer fail."""
         try:
             text = self._text(request)
-            if self.rust is not None and len(text) > LONG_TEXT:
+            if self.rust is not None and len(text) > LONG_TEXT_CHARS:
                 return len(self.rust.encode_batch_fast([text], add_special_tokens=False)[0])
             ids = self.encode(text, plain=False)
             self._check(ids)
@@ -247,19 +247,19 @@ class Tokenizer:
 
     def encode(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
         """Tokenize a text; `plain` includes the tokens that the tokenizer adds to every text."""
-        if self.rust is None or len(text) <= LONG_TEXT:
+        if self.rust is None or len(text) <= LONG_TEXT_CHARS:
             return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
-        if most and len(text) > max(2 * most, READ_SLICE):
+        if most and len(text) > max(2 * most, TOKENIZE_SLICE_CHARS):
             self._bound(self.rust, text, most)
         return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
 
     def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
         """Raise `TooLong` as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
         counted = 0
-        for start in range(0, len(text), READ_SLICE):
-            part = text[start : start + READ_SLICE]
+        for start in range(0, len(text), TOKENIZE_SLICE_CHARS):
+            part = text[start : start + TOKENIZE_SLICE_CHARS]
             counted += len(rust.encode_batch_fast([part], add_special_tokens=False)[0])
-            if counted > most * READ_SLACK:
+            if counted > most * TOKENIZE_SLACK:
                 share = (start + len(part)) / len(text)
                 raise TooLong(f"the first {share:.0%} of the prompt have {counted} tokens already")
 
@@ -278,17 +278,21 @@ class Tokenizer:
         `grammar`, markers are recognized only where the grammar puts them."""
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
-        calls = Calls(prefix, self.wrapper.tool_parser if given else None, ways(given), self.markup.call[1])
+        calls = ToolCallParser(
+            prefix, self.wrapper.tool_parser if given else None, tool_variants(given), self.markup.call[1]
+        )
         if grammar is not None:
             place = grammar.beginning()
-            return TextPipeline(self._decoder(), grammar.cutter(), place, Stops(stops), calls, one_call=one_call)
+            return TextPipeline(self._decoder(), grammar.cutter(), place, StopStrings(stops), calls, one_call=one_call)
         place = self.markup.beginning(thinking)
         cutter = MarkCutter(self._machines[bool(given)], place)
-        return TextPipeline(self._decoder(), cutter, place, Stops(stops), calls, one_call=one_call)
+        return TextPipeline(self._decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
         """Return the text pipeline of one choice without a template: all text is content."""
-        return TextPipeline(self._decoder(), Uncut(), Place(NORMAL), Stops(stops), Calls("", None, (), ""))
+        return TextPipeline(
+            self._decoder(), PassThrough(), MarkerPlace(NORMAL), StopStrings(stops), ToolCallParser("", None, (), "")
+        )
 
     # grammars
 
@@ -298,13 +302,13 @@ class Tokenizer:
         return self.markup.think
 
     @property
-    def calling(self) -> Calling | None:
+    def calling(self) -> ToolCallFormat | None:
         """Format of calls; None if the model makes none."""
         if not self.markup.call[0]:
             return None
         parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
         template = self.wrapper.chat_template
-        return Calling(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
+        return ToolCallFormat(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
 
     def single(self, text: str) -> int | None:
         """Return the token of a marker if it is a single token, else None."""
@@ -373,7 +377,7 @@ class Tokenizer:
     def _written_out(
         self, request: Generate, tools: list[object] | None, continued: bool, variables: dict[str, object]
     ) -> str:
-        with Deadline(RENDER_SECONDS, f"the chat template took more than {RENDER_SECONDS:.0f} s"):
+        with Deadline(RENDER_TIMEOUT_SECONDS, f"the chat template took more than {RENDER_TIMEOUT_SECONDS:.0f} s"):
             messages = [_written(message, self._own_renderer) for message in request.messages]
             return cast(
                 "str",
@@ -392,7 +396,7 @@ class Tokenizer:
     def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
         """Return whether the prompt's last tokens end with a marker. Only the end counts, because a user's text may
         contain the marker."""
-        return bool(marker) and self.wrapper.decode(list(ids[-TAIL:])).rstrip().endswith(marker)
+        return bool(marker) and self.wrapper.decode(list(ids[-TAIL_TOKENS:])).rstrip().endswith(marker)
 
 
 class _Decoder:
@@ -423,10 +427,10 @@ class _Decoder:
 class MarkCutter:
     """mlx-lm's state machine for one pipeline, starting at a place of the machine."""
 
-    def __init__(self, machine: "TextStateMachine[Place]", place: Place) -> None:
+    def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
         self._state = machine.make_state(place)
 
-    def feed(self, text: str) -> list[tuple[Place, str]]:
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
         """Split text at markers, as in `Cutter`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
@@ -437,12 +441,12 @@ class MarkCutter:
         return text
 
 
-class Uncut:
+class PassThrough:
     """Cutter for text without markers."""
 
-    def feed(self, text: str) -> list[tuple[Place, str]]:
+    def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
         """Return the text unsplit, as in `Cutter`."""
-        return [(Place(NORMAL), text)]
+        return [(MarkerPlace(NORMAL), text)]
 
     def flush(self) -> str:
         """Return held text, as in `Cutter`: none."""
@@ -485,8 +489,8 @@ def _needs_code(folder: Path) -> bool:
     return isinstance(config, dict) and "auto_map" in config
 
 
-def _markup(wrapper: TokenizerWrapper) -> Markup:
-    return Markup(
+def _markup(wrapper: TokenizerWrapper) -> MarkerSet:
+    return MarkerSet(
         think=(wrapper.think_start or "", wrapper.think_end or ""),
         call=(wrapper.tool_call_start or "", wrapper.tool_call_end or ""),
         structure=tuple(wrapper.structural_markers),
@@ -572,4 +576,4 @@ def _line(error: Exception) -> str:
     """Render an exception as one line: its name and the beginning of its text."""
     words = " ".join(str(error).split())
     told = f"{type(error).__name__}: {words}" if words else type(error).__name__
-    return told if len(told) <= LONGEST_MESSAGE else told[: LONGEST_MESSAGE - 1] + "…"
+    return told if len(told) <= MAX_ERROR_CHARS else told[: MAX_ERROR_CHARS - 1] + "…"

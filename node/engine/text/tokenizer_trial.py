@@ -19,29 +19,29 @@ from node.engine.text.tokenizer import TokenizerError
 from node.memory.sensor import footprint_of
 from wire.units import MIB, show_size
 
-CPU_SECONDS = 30
+CPU_LIMIT_SECONDS = 30
 """Limit of CPU seconds. Importing transformers takes 2, a tokenizer of 262,000 tokens 4, the prompts 1."""
-CLOCK_SECONDS = 120.0
+TIMEOUT_SECONDS = 120.0
 """Limit of elapsed seconds, for a busy machine."""
-MEMORY = 768 * MIB
+MEMORY_LIMIT_BYTES = 768 * MIB
 """Limit of bytes of the process, in addition to 40 times the tokenizer's files. It takes 350 MB with a small
 tokenizer."""
-PER_FILE_BYTE = 40
-LOOK = 0.02
+MEMORY_PER_FILE_BYTE = 40
+POLL_INTERVAL_SECONDS = 0.02
 """Seconds between two checks of the process."""
 FILE = "trials.json"
-MOST = 1024
+MAX_RESULTS = 1024
 """Most stored models; beyond it, the oldest are tried again."""
-FAILED = 3
+EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 
 log = structlog.get_logger("engine.trial")
 
 
-class Trials:
+class TokenizerTrials:
     """Results of trials, in a file of `folder`; None: in memory only."""
 
-    def __init__(self, folder: Path | None, *, cpu: int = CPU_SECONDS, memory: int = MEMORY) -> None:
+    def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
         self._file = None if folder is None else folder / FILE
         self._cpu = cpu
         self._memory = memory
@@ -70,11 +70,11 @@ class Trials:
     def need(self, fingerprint: str, files: int) -> int:
         """Return the bytes that a trial of this model may take; 0 if none is needed."""
         tried = fingerprint in self._passed or fingerprint in self._failed
-        return 0 if tried else self._memory + PER_FILE_BYTE * files
+        return 0 if tried else self._memory + MEMORY_PER_FILE_BYTE * files
 
     def _try(self, folder: Path, files: int) -> str:
         """Run the process; return the fault of the model, empty if there is none."""
-        most, deadline = self._memory + PER_FILE_BYTE * files, time.monotonic() + CLOCK_SECONDS
+        most, deadline = self._memory + MEMORY_PER_FILE_BYTE * files, time.monotonic() + TIMEOUT_SECONDS
         with subprocess.Popen(
             [sys.executable, "-P", "-m", "node.engine.text.tokenizer_trial_main", str(folder), str(self._cpu)],
             stdin=subprocess.DEVNULL,
@@ -90,21 +90,21 @@ class Trials:
                             f"({show_size(most)} are allowed): it is not used"
                         )
                     if time.monotonic() > deadline:
-                        return f"its template or tokenizer did not end within {CLOCK_SECONDS:.0f} s: it is not used"
+                        return f"its template or tokenizer did not end within {TIMEOUT_SECONDS:.0f} s: it is not used"
                     try:
-                        process.wait(LOOK)
+                        process.wait(POLL_INTERVAL_SECONDS)
                     except subprocess.TimeoutExpired:
                         continue
             finally:
                 if process.poll() is None:
                     process.kill()
-        if process.returncode in (0, FAILED):
+        if process.returncode in (0, EXIT_NOT_LOADED):
             return ""
         return f"its template or tokenizer took more than {self._cpu} s for prompts of 20 kB: it is not used"
 
     def _keep(self, fingerprint: str) -> None:
         self._passed[fingerprint] = None
-        while len(self._passed) > MOST:
+        while len(self._passed) > MAX_RESULTS:
             del self._passed[next(iter(self._passed))]
         if self._file is None:
             return

@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from node.engine.text.tokenizer import TemplateFailed, TokenizerError, load
-from node.engine.text.tokenizer_trial import FAILED
-from wire.frames import Generate, Message, Params
+from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED
+from wire.frames import Generate, GenerationParams, Message
 
-LENGTH = 20_000
+MAX_TEXT_CHARS = 20_000
 """Characters of the longest texts: more than enough to reveal an expression with exponential time."""
 PIECES = (
     "a",
@@ -48,11 +48,11 @@ def prompts() -> Iterator[Generate]:
     user, model = Message("user", "Hello, how are you?"), Message("assistant", "Fine!")
     for messages in ((user,), (Message("system", "Be brief."), user), (user, model, user), (user, model) * 20):
         for tools in ("", TOOLS):
-            yield Generate(1, 1, "trial", "m", messages, Params(), 0, tools=tools)
+            yield Generate(1, 1, "trial", "m", messages, GenerationParams(), 0, tools=tools)
     for piece in PIECES:
         for end in ("", "!", "\u00e9"):
-            text = (piece * LENGTH)[:LENGTH] + end
-            yield Generate(1, 1, "trial", "m", (Message("user", text),), Params(), 0)
+            text = (piece * MAX_TEXT_CHARS)[:MAX_TEXT_CHARS] + end
+            yield Generate(1, 1, "trial", "m", (Message("user", text),), GenerationParams(), 0)
 
 
 def main() -> int:
@@ -63,7 +63,7 @@ def main() -> int:
     try:
         tokenizer = load(folder)
     except TokenizerError:
-        return FAILED
+        return EXIT_NOT_LOADED
     for prompt in prompts():
         with contextlib.suppress(TemplateFailed):
             tokenizer.prompt(prompt)

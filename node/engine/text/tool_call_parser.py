@@ -13,11 +13,11 @@ Parse = Callable[[str, list[object]], object]
 """Parser of a block without its markers, given the request's tools. Returns a call or a list of calls; may raise any
 exception."""
 
-LONGEST: Final = 1 << 18
+MAX_BLOCK_CHARS: Final = 1 << 18
 """Most characters of a block for a parser. Some patterns take time with the square of the length."""
 
 
-class Calls:
+class ToolCallParser:
     """Parser and counter of the calls of one choice.
 
     `prefix` starts their ids. Without `parse` no block is a call. `tools` may have several forms: if the parser fails
@@ -33,7 +33,7 @@ class Calls:
 
     def read(self, block: str) -> list[str]:
         """Return each call of the block as JSON text (see `wire.frames.Delta`); empty if the block cannot be parsed."""
-        if self._parse is None or len(block) > LONGEST:
+        if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []
         for tools in self._tools:
             calls = self._read(self._parse, block, tools)

@@ -20,23 +20,23 @@ from typing import Any
 import ray as untyped
 
 from node.video.ray.driver_link import (
-    Connect,
-    Connected,
-    Create,
-    Created,
+    ActorCreated,
+    ActorNotCreated,
+    ConnectDriver,
+    CreateActor,
+    DriverConnected,
     DriverMessage,
-    Kill,
+    KillActor,
     MessageReader,
-    NotCreated,
     ToDriver,
     encode,
 )
-from node.video.worker.actor import Host
+from node.video.worker.actor import WorkerHost
 
 ray: Any = untyped
 NAMESPACE = "macpool"
 RESOURCE = "video_lease_gib"
-CONNECT_SECONDS = 45.0
+CONNECT_TIMEOUT_SECONDS = 45.0
 CLOSED, FAILED = 3, 4
 """Exit codes: the agent closed the socket; Ray could not be used."""
 
@@ -50,7 +50,7 @@ class Driver:
     def __init__(
         self,
         writer: asyncio.StreamWriter,
-        create: Callable[[Create], Coroutine[Any, Any, None]] | None = None,
+        create: Callable[[CreateActor], Coroutine[Any, Any, None]] | None = None,
         kill: Callable[[str], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
         self._writer = writer
@@ -85,42 +85,44 @@ class Driver:
             if not data:
                 return
             for message in messages.feed(data):
-                if isinstance(message, Connect):
+                if isinstance(message, ConnectDriver):
                     connecting = asyncio.create_task(self._connect(message))
                 else:
                     self._spawn(message)
 
-    async def _connect(self, message: Connect) -> None:
+    async def _connect(self, message: ConnectDriver) -> None:
         await _connect(message)
-        self.send(Connected())
+        self.send(DriverConnected())
 
-    def _spawn(self, message: Create | Kill) -> None:
-        if isinstance(message, Kill):
+    def _spawn(self, message: CreateActor | KillActor) -> None:
+        if isinstance(message, KillActor):
             creating = self._creating.pop(message.lease, None)
             if creating is not None:
                 creating.cancel()
-        task = asyncio.create_task(self._create(message) if isinstance(message, Create) else self._kill(message.lease))
+        task = asyncio.create_task(
+            self._create(message) if isinstance(message, CreateActor) else self._kill(message.lease)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        if isinstance(message, Create):
+        if isinstance(message, CreateActor):
             self._creating[message.lease] = task
             task.add_done_callback(lambda _: self._creating.pop(message.lease, None))
 
-    async def _create(self, wanted: Create) -> None:
+    async def _create(self, wanted: CreateActor) -> None:
         try:
             async with asyncio.timeout(wanted.seconds):
                 await self._start(wanted)
         except TimeoutError:
             await self._kill(wanted.lease)
-            self.send(NotCreated(wanted.lease, f"Ray started no actor within {wanted.seconds:.0f} s"))
+            self.send(ActorNotCreated(wanted.lease, f"Ray started no actor within {wanted.seconds:.0f} s"))
         except Exception as error:  # any error of Ray, or of the start of the actor, has the same meaning: no actor
             await self._kill(wanted.lease)
-            self.send(NotCreated(wanted.lease, f"{type(error).__name__}: {str(error).strip()[:400]}"))
+            self.send(ActorNotCreated(wanted.lease, f"{type(error).__name__}: {str(error).strip()[:400]}"))
         else:
-            self.send(Created(wanted.lease))
+            self.send(ActorCreated(wanted.lease))
 
 
-async def _connect(wanted: Connect) -> None:
+async def _connect(wanted: ConnectDriver) -> None:
     host = wanted.address.rpartition(":")[0]
 
     def init() -> None:
@@ -133,12 +135,12 @@ async def _connect(wanted: Connect) -> None:
             include_dashboard=False,
         )
 
-    async with asyncio.timeout(CONNECT_SECONDS):
+    async with asyncio.timeout(CONNECT_TIMEOUT_SECONDS):
         await asyncio.to_thread(init)
 
 
-async def _create(wanted: Create) -> None:
-    kind: Any = ray.remote(Host)
+async def _create(wanted: CreateActor) -> None:
+    kind: Any = ray.remote(WorkerHost)
     actor = kind.options(
         name=wanted.lease,
         namespace=NAMESPACE,

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-LONGEST = 64 * 1024
+MAX_MESSAGE_BYTES = 64 * 1024
 """Bytes of the longest message."""
 
 
@@ -14,13 +14,13 @@ class DriverMessage(msgspec.Struct, frozen=True, tag=True):
     """Base class of all messages."""
 
 
-class Connect(DriverMessage, frozen=True, tag=True):
+class ConnectDriver(DriverMessage, frozen=True, tag=True):
     """agent → driver, first: connect to the Ray at this address (host:port)."""
 
     address: str
 
 
-class Create(DriverMessage, frozen=True, tag=True):
+class CreateActor(DriverMessage, frozen=True, tag=True):
     """agent → driver: start the actor of a lease of `gib` GiB within `seconds`; `folder` is the folder of the lease."""
 
     lease: str
@@ -30,31 +30,31 @@ class Create(DriverMessage, frozen=True, tag=True):
     seconds: float
 
 
-class Kill(DriverMessage, frozen=True, tag=True):
+class KillActor(DriverMessage, frozen=True, tag=True):
     """agent → driver: end the actor of a lease, if there is one."""
 
     lease: str
 
 
-class Connected(DriverMessage, frozen=True, tag=True):
+class DriverConnected(DriverMessage, frozen=True, tag=True):
     """driver → agent: the driver is connected to Ray."""
 
 
-class Created(DriverMessage, frozen=True, tag=True):
+class ActorCreated(DriverMessage, frozen=True, tag=True):
     """driver → agent: the actor answers."""
 
     lease: str
 
 
-class NotCreated(DriverMessage, frozen=True, tag=True):
+class ActorNotCreated(DriverMessage, frozen=True, tag=True):
     """driver → agent: the actor could not be started, with the reason."""
 
     lease: str
     message: str
 
 
-ToDriver = Connect | Create | Kill
-FromDriver = Connected | Created | NotCreated
+ToDriver = ConnectDriver | CreateActor | KillActor
+FromDriver = DriverConnected | ActorCreated | ActorNotCreated
 
 
 class DriverLinkError(ValueError):
@@ -83,8 +83,8 @@ class MessageReader:
         found: list[Any] = []
         while len(self._buffer) >= 4:
             length = int.from_bytes(self._buffer[:4], "big")
-            if length > LONGEST:
-                raise DriverLinkError(f"a message of {length} bytes, at most {LONGEST} are allowed")
+            if length > MAX_MESSAGE_BYTES:
+                raise DriverLinkError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
             if len(self._buffer) < 4 + length:
                 break
             try:

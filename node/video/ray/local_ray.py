@@ -33,28 +33,28 @@ from host.private_files import private_folder, write_private
 from node.settings import WorkerSettings
 from node.video.ray import ray_process
 from node.video.ray.driver_link import (
-    Connect,
-    Connected,
-    Create,
-    Created,
+    ActorCreated,
+    ActorNotCreated,
+    ConnectDriver,
+    CreateActor,
+    DriverConnected,
     DriverLinkError,
     FromDriver,
-    Kill,
+    KillActor,
     MessageReader,
-    NotCreated,
     encode,
 )
-from node.video.ray.ray_process import BACK_OFF, HEALTHY, HOST, STARTED
+from node.video.ray.ray_process import HEALTHY_AFTER_SECONDS, HOST, RESTART_DELAYS_SECONDS, STARTED
 from wire.units import GIB
 
-START_SECONDS = 120.0
+START_TIMEOUT_SECONDS = 120.0
 PORTS = 60
 RESOURCE = "video_lease_gib"
 ROOT = str(Path(__file__).parents[3])
 """The folder that the actor is imported from."""
 CURRENT = "ray_current_cluster"
 """Ray's note of a cluster in its folder: with the note of an earlier one, Ray refuses to start."""
-GRACE = 2.0
+EXIT_GRACE_SECONDS = 2.0
 """Seconds that a driver has to exit after its socket was closed."""
 
 log = structlog.get_logger("node.ray")
@@ -81,7 +81,7 @@ def command(ports: int, folder: Path, gib: int) -> list[str]:
         "max-worker-port": ports + PORTS - 1,
         "num-cpus": 1,
         "num-gpus": 0,
-        "object-store-memory": ray_process.STORE,
+        "object-store-memory": ray_process.OBJECT_STORE_BYTES,
     }
     return ray_process.command(
         "--head",
@@ -152,7 +152,7 @@ class LocalRay:
             self._offered = wanted
             self._change()
 
-    def lend(self, *, on: bool) -> None:
+    def set_running(self, *, on: bool) -> None:
         """Set whether a job runs on this Mac now: its actor lives in this Ray, which stays until the job has ended."""
         if on != self._lent:
             self._lent = on
@@ -160,7 +160,7 @@ class LocalRay:
 
     def begin(self, lease: str, generation: int, folder: str, size: int) -> None:
         """Start the actor of a lease of `size` bytes, now or as soon as Ray is up."""
-        self._driver.create(Create(lease, generation, folder, size / GIB, self._settings.start_timeout))
+        self._driver.create(CreateActor(lease, generation, folder, size / GIB, self._settings.start_timeout))
 
     def end(self, lease: str) -> None:
         """End the actor of a lease, if there is one."""
@@ -188,7 +188,7 @@ class LocalRay:
 
     async def _keep(self) -> None:
         """Run Ray for as long as it is needed."""
-        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while self._wanted:
             self._again.clear()
             began = loop.time()
@@ -199,11 +199,11 @@ class LocalRay:
             self._set("", cause if self._wanted else "")
             if not self._wanted:
                 continue
-            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
             log.warning("ray ended", cause=cause, again_in=wait)
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._again.wait(), wait)
-            wait = min(2 * wait, BACK_OFF[1])
+            wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _live(self) -> str:
         """Run Ray once, from start to end; return why it ended."""
@@ -213,7 +213,7 @@ class LocalRay:
         again = asyncio.create_task(self._again.wait())
         ended = asyncio.create_task(process.wait())
         try:
-            output = await ray_process.until_started(process, START_SECONDS)
+            output = await ray_process.until_started(process, START_TIMEOUT_SECONDS)
             self._keep_output(output)
             if STARTED not in output:
                 return f"Ray did not start: {ray_process.last_words(output)}"
@@ -275,7 +275,7 @@ class DriverProcess:
         self._files = files
         self._failed = failed
         self._writer: asyncio.StreamWriter | None = None
-        self._pending: dict[str, Create] = {}
+        self._pending: dict[str, CreateActor] = {}
         self._task: asyncio.Task[None] | None = None
 
     def start(self, address: str, variables: Mapping[str, str]) -> None:
@@ -293,7 +293,7 @@ class DriverProcess:
         """Leases whose actor was asked for and not answered yet."""
         return frozenset(self._pending)
 
-    def create(self, wanted: Create) -> None:
+    def create(self, wanted: CreateActor) -> None:
         """Start an actor, now or as soon as a driver is connected."""
         self._pending[wanted.lease] = wanted
         if self._writer is not None:
@@ -303,20 +303,20 @@ class DriverProcess:
         """End an actor; without a driver it ends with its lease."""
         self._pending.pop(lease, None)
         if self._writer is not None:
-            self._writer.write(encode(Kill(lease)))
+            self._writer.write(encode(KillActor(lease)))
 
     async def _keep(self, address: str, variables: Mapping[str, str]) -> None:
-        wait, loop = BACK_OFF[0], asyncio.get_running_loop()
+        wait, loop = RESTART_DELAYS_SECONDS[0], asyncio.get_running_loop()
         while True:
             began = loop.time()
             try:
                 code = await self._live(address, variables)
             except (OSError, DriverLinkError) as error:
                 code = str(error)
-            wait = BACK_OFF[0] if loop.time() - began > HEALTHY else wait
+            wait = RESTART_DELAYS_SECONDS[0] if loop.time() - began > HEALTHY_AFTER_SECONDS else wait
             log.warning("driver ended", code=code, again_in=wait)
             await asyncio.sleep(wait)
-            wait = min(2 * wait, BACK_OFF[1])
+            wait = min(2 * wait, RESTART_DELAYS_SECONDS[1])
 
     async def _live(self, address: str, variables: Mapping[str, str]) -> int:
         """Run one driver from start to end; return its exit code."""
@@ -337,12 +337,12 @@ class DriverProcess:
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            writer.write(encode(Connect(address)))
+            writer.write(encode(ConnectDriver(address)))
             messages = MessageReader(FromDriver)
             while data := await reader.read(65536):
                 for message in messages.feed(data):
                     self.receive(message, writer)
-            async with asyncio.timeout(GRACE):
+            async with asyncio.timeout(EXIT_GRACE_SECONDS):
                 return await process.wait()
         except TimeoutError:
             return 0
@@ -354,14 +354,14 @@ class DriverProcess:
     def receive(self, message: FromDriver, writer: asyncio.StreamWriter) -> None:
         """Handle a message of the driver at `writer`."""
         match message:
-            case Connected():
+            case DriverConnected():
                 log.info("driver connected")
                 self._writer = writer
                 for wanted in self._pending.values():
                     writer.write(encode(wanted))
-            case Created(lease):
+            case ActorCreated(lease):
                 self._pending.pop(lease, None)
-            case NotCreated(lease, why):
+            case ActorNotCreated(lease, why):
                 if self._pending.pop(lease, None) is not None:
                     self._failed(lease, why)
 
@@ -369,7 +369,7 @@ class DriverProcess:
 async def _end(process: asyncio.subprocess.Process) -> None:
     """Wait for a driver whose socket is closed, and kill it after GRACE seconds."""
     with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(GRACE):
+        async with asyncio.timeout(EXIT_GRACE_SECONDS):
             await process.wait()
     if process.returncode is None:
         process.kill()

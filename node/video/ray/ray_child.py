@@ -8,7 +8,7 @@ import runpy
 import signal
 import threading
 
-PATIENCE = 5.0
+EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that Ray has to end its processes before the launcher exits."""
 
 
@@ -16,7 +16,7 @@ def _hold_on() -> None:
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
-    threading.Event().wait(PATIENCE)
+    threading.Event().wait(EXIT_TIMEOUT_SECONDS)
     os._exit(1)
 
 

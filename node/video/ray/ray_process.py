@@ -17,14 +17,14 @@ from pathlib import Path
 
 from host.private_files import private_folder
 
-BACK_OFF = (1.0, 60.0)
+RESTART_DELAYS_SECONDS = (1.0, 60.0)
 """First and longest wait before Ray is started again, in seconds."""
-HEALTHY = 120.0
-"""Seconds of a run after which the next wait is the first wait of `BACK_OFF`."""
-GRACE = 5.0
-STORE = 80_000_000
+HEALTHY_AFTER_SECONDS = 120.0
+"""Seconds of a run after which the next wait is the first wait of `RESTART_DELAYS_SECONDS`."""
+EXIT_GRACE_SECONDS = 5.0
+OBJECT_STORE_BYTES = 80_000_000
 """Bytes of Ray's object store, which is required but stays empty."""
-MOST_SAID = 2**20
+MAX_OUTPUT_BYTES = 2**20
 STARTED = b"Ray runtime started"
 LAST_LINES = 3
 CHILD = ("-P", "-m", "node.video.ray.ray_child", "start", "--block")
@@ -89,7 +89,7 @@ async def until_started(process: asyncio.subprocess.Process, seconds: float) -> 
     said, out = bytearray(), _out(process)
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
-            while STARTED not in said and len(said) < MOST_SAID:
+            while STARTED not in said and len(said) < MAX_OUTPUT_BYTES:
                 piece = await out.read(4096)
                 if not piece:
                     break
@@ -123,7 +123,7 @@ async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -
     if process.returncode is None:
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)
-        await asyncio.wait({ended}, timeout=GRACE)
+        await asyncio.wait({ended}, timeout=EXIT_GRACE_SECONDS)
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     await ended

@@ -13,23 +13,23 @@ from pathlib import Path
 
 import ray
 
-from node.video.worker.worker_parent import Attendant, Fenced
+from node.video.worker.worker_parent import LeaseFenced, WorkerParent
 
-LINGER = 15.0
+LINGER_SECONDS = 15.0
 """Seconds that the actor stays after its worker's end to answer `wait`.
 
 The process that would end the actor may be gone. Without this limit the actor would hold its resources for as long as
 Ray runs.
 """
-LOOK = 0.1
+POLL_INTERVAL_SECONDS = 0.1
 """Seconds between two checks of the parent process. No portable call notifies a process of its parent's end."""
 
 
-class Host:
+class WorkerHost:
     """Runs the attendant of one lease on a thread, and can therefore answer and end at any time."""
 
     def __init__(self, folder: str, lease: str, generation: int) -> None:
-        self._attendant = Attendant(Path(folder), lease, generation)
+        self._attendant = WorkerParent(Path(folder), lease, generation)
         self._ended = threading.Event()
         self._why = ""
         threading.Thread(target=_leave_with, args=(os.getppid(),), name="parent", daemon=True).start()
@@ -38,11 +38,11 @@ class Host:
     def _attend(self) -> None:
         try:
             self._why = f"exit {self._attendant.run()}"
-        except (Fenced, OSError) as error:
+        except (LeaseFenced, OSError) as error:
             self._why = str(error)
         finally:
             self._ended.set()
-            threading.Event().wait(LINGER)
+            threading.Event().wait(LINGER_SECONDS)
             os._exit(0)
 
     def begun(self) -> str:
@@ -63,5 +63,5 @@ def _leave_with(parent: int) -> None:
     """Exit when the parent process has ended. The worker then ends as well, because its stdin closes."""
     pause = threading.Event()
     while os.getppid() == parent:
-        pause.wait(LOOK)
+        pause.wait(POLL_INTERVAL_SECONDS)
     os._exit(1)

@@ -11,14 +11,14 @@ from msgspec import Meta, Struct
 
 from wire.video import VideoPackage
 
-MOST_PIXELS = 2**24
+MAX_PIXELS = 2**24
 Side = Annotated[int, Meta(ge=16, le=8192)]
 Text = Annotated[str, Meta(max_length=100_000)]
 Guidance = Annotated[float, Meta(ge=0, le=100)]
 Seconds = Annotated[float, Meta(gt=0, le=10**6)]
 
 
-class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class JobSpec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A video job."""
 
     prompt: Text
@@ -43,12 +43,12 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
         return {"frames": package.frames, "fps": package.fps, "steps": package.steps, **known}
 
 
-def read_spec(raw: bytes) -> Spec | str:
+def read_spec(raw: bytes) -> JobSpec | str:
     """Parse a job. Returns a sentence about the error when it is invalid."""
     try:
-        spec = msgspec.json.decode(raw, type=Spec)
+        spec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return f"the job cannot be read: {error}"
-    if spec.width * spec.height > MOST_PIXELS:
-        return f"a picture of {spec.width} × {spec.height} is more than {MOST_PIXELS} pixels"
+    if spec.width * spec.height > MAX_PIXELS:
+        return f"a picture of {spec.width} × {spec.height} is more than {MAX_PIXELS} pixels"
     return spec

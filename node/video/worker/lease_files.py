@@ -23,11 +23,11 @@ GRANT, CLAIM, GO, EVENTS = "lease.json", "claim.json", "go", "events.jsonl"
 GUARD, ATTENDED = "guard", "attended"
 OUT, SCRATCH, LOG = "out", "scratch", "worker.log"
 T = TypeVar("T", bound=Struct)
-LONGEST_LINE = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024
 """Maximum bytes of one event. A longer line is discarded."""
 
 
-class Grant(Struct, frozen=True, kw_only=True):
+class LeaseGrant(Struct, frozen=True, kw_only=True):
     """A granted lease, as input of its attendant."""
 
     lease: str
@@ -42,7 +42,7 @@ class Grant(Struct, frozen=True, kw_only=True):
     """Job that the worker reads as one line."""
 
 
-class Claim(Struct, frozen=True, kw_only=True):
+class WorkerClaim(Struct, frozen=True, kw_only=True):
     """The worker that an attendant has started."""
 
     attendant: int
@@ -91,14 +91,14 @@ def write_new(path: Path, content: bytes) -> None:
         beside.unlink(missing_ok=True)
 
 
-def read_grant(folder: Path) -> Grant | None:
+def read_grant(folder: Path) -> LeaseGrant | None:
     """Read the granted lease; None when there is none, or no longer."""
-    return _read(folder / GRANT, Grant)
+    return _read(folder / GRANT, LeaseGrant)
 
 
-def read_claim(folder: Path) -> Claim | None:
+def read_claim(folder: Path) -> WorkerClaim | None:
     """Read the claim of the lease; None when no attendant has claimed it."""
-    return _read(folder / CLAIM, Claim)
+    return _read(folder / CLAIM, WorkerClaim)
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
@@ -108,7 +108,7 @@ def _read(path: Path, kind: type[T]) -> T | None:
         return None
 
 
-class Tail:
+class FileTail:
     """Reader of a growing file, line by line."""
 
     def __init__(self, path: Path) -> None:
@@ -117,15 +117,15 @@ class Tail:
         self._rest = b""
 
     def lines(self) -> list[bytes]:
-        """Return the complete lines since the last call, without lines over `LONGEST_LINE`."""
+        """Return the complete lines since the last call, without lines over `MAX_LINE_BYTES`."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._at)
-                data = file.read(16 * LONGEST_LINE)
+                data = file.read(16 * MAX_LINE_BYTES)
         except OSError:
             return []
         self._at += len(data)
         *whole, self._rest = (self._rest + data).split(b"\n")
-        if len(self._rest) > LONGEST_LINE:
+        if len(self._rest) > MAX_LINE_BYTES:
             self._rest = b""
-        return [line for line in whole if len(line) <= LONGEST_LINE]
+        return [line for line in whole if len(line) <= MAX_LINE_BYTES]

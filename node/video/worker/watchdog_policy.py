@@ -25,12 +25,12 @@ UNREADABLE = "monitor_failed"
 CRASHED = "worker_crashed"
 LOST = "worker_lost"
 NOT_STARTED = "start_failed"
-READINGS = 3
+MAX_FAILED_READINGS = 3
 """Failed readings in a row after which the memory counts as unguarded."""
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class WorkerBounds:
     """Bounds of a worker."""
 
     lease: int
@@ -42,7 +42,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class WorkerObservation:
     """Observation of one check."""
 
     footprint: int | None
@@ -56,7 +56,7 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class WatchdogState:
     """State of the watchdog between two checks."""
 
     began: float
@@ -71,7 +71,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True)
-class End:
+class EndWorker:
     """Decision to end the worker."""
 
     code: str
@@ -80,12 +80,14 @@ class End:
     """Whether the worker is killed without a grace period."""
 
 
-def begin(now: float) -> State:
+def begin(now: float) -> WatchdogState:
     """Return the initial state of a worker that starts now."""
-    return State(now, now)
+    return WatchdogState(now, now)
 
 
-def step(state: State, seen: Seen, bounds: Bounds, now: float) -> tuple[State, End | None]:
+def step(
+    state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float
+) -> tuple[WatchdogState, EndWorker | None]:
     """Judge one observation. `now` is in seconds of a monotonic clock."""
     if seen.mark != state.mark:
         state = replace(state, mark=seen.mark, moved=now)
@@ -96,23 +98,23 @@ def step(state: State, seen: Seen, bounds: Bounds, now: float) -> tuple[State, E
     return state, _beyond(state, seen, bounds, now)
 
 
-def _gone(seen: Seen) -> End:
+def _gone(seen: WorkerObservation) -> EndWorker:
     if seen.attended:
-        return End(CRASHED, "the worker ended without a word; its log says more")
-    return End(LOST, "who started the worker is gone, and the worker with it")
+        return EndWorker(CRASHED, "the worker ended without a word; its log says more")
+    return EndWorker(LOST, "who started the worker is gone, and the worker with it")
 
 
-def _beyond(state: State, seen: Seen, bounds: Bounds, now: float) -> End | None:
+def _beyond(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
     """Return the end for the bound that a living worker has exceeded, None when it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
         message = f"it took {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
-        return End(EXCEEDED, message, at_once=True)
-    if state.failed >= READINGS:
-        return End(UNREADABLE, f"its footprint could not be read {state.failed} times in a row", at_once=True)
+        return EndWorker(EXCEEDED, message, at_once=True)
+    if state.failed >= MAX_FAILED_READINGS:
+        return EndWorker(UNREADABLE, f"its footprint could not be read {state.failed} times in a row", at_once=True)
     if not seen.attended:
-        return End(LOST, "who started the worker is gone", at_once=True)
+        return EndWorker(LOST, "who started the worker is gone", at_once=True)
     if now - state.moved >= bounds.stall:
-        return End(STALLED, f"nothing was computed for {now - state.moved:.0f} s")
+        return EndWorker(STALLED, f"nothing was computed for {now - state.moved:.0f} s")
     if now - state.began >= bounds.timeout:
-        return End(TIMEOUT, f"it was not done after {now - state.began:.0f} s")
+        return EndWorker(TIMEOUT, f"it was not done after {now - state.began:.0f} s")
     return None

@@ -33,12 +33,12 @@ from pathlib import Path
 from typing import Any
 
 VERSION = 1
-WIRED_LEFT = 2 * 1024**3
+UNWIRED_BYTES = 2 * 1024**3
 """Bytes of the lease that may not be wired: Python, torch's text encoder, and memory that the system holds for the
 worker."""
-CACHE = 10**9
+MAX_CACHE_BYTES = 10**9
 """Maximum bytes of free buffers in MLX's cache."""
-BEAT = 1.0
+PROGRESS_INTERVAL_SECONDS = 1.0
 TRANSFORMER = (
     "in_channels",
     "out_channels",
@@ -57,7 +57,7 @@ TRANSFORMER = (
 EXIT_NO_JOB, EXIT_FAILED, EXIT_UNNEEDED = 2, 3, 4
 
 
-class Line:
+class EventWriter:
     """Output of the worker: one JSON object a line, from several threads."""
 
     def __init__(self, descriptor: int) -> None:
@@ -65,17 +65,17 @@ class Line:
         self._lock = threading.Lock()
         self._began = time.monotonic()
 
-    def say(self, event: str, **facts: object) -> None:
+    def write_event(self, event: str, **facts: object) -> None:
         """Write one event."""
         line = json.dumps({"v": VERSION, "event": event, "at": round(time.monotonic() - self._began, 3), **facts})
         with self._lock:
             self._file.write(line + "\n")
 
 
-class Pulse:
-    """Counter of computed transformer blocks, reported once every `BEAT` seconds."""
+class ProgressReporter:
+    """Counter of computed transformer blocks, reported once every `PROGRESS_INTERVAL_SECONDS`."""
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: EventWriter) -> None:
         self._line = line
         self.blocks = 0
         self.peak: Callable[[], int] = lambda: 0
@@ -94,8 +94,8 @@ class Pulse:
     def run(self) -> None:
         """Report the count until the process ends."""
         pause = threading.Event()
-        while not pause.wait(BEAT):
-            self._line.say("beat", blocks=self.blocks, peak=self.peak())
+        while not pause.wait(PROGRESS_INTERVAL_SECONDS):
+            self._line.write_event("beat", blocks=self.blocks, peak=self.peak())
 
 
 def private_descriptor() -> int:
@@ -124,7 +124,7 @@ def hold_on() -> None:
     os._exit(EXIT_UNNEEDED)
 
 
-def fitting(call: Callable[..., Any], **named: object) -> Any:
+def call_supported(call: Callable[..., Any], **named: object) -> Any:
     """Call a function with those of these arguments that its signature has."""
     known = inspect.signature(call).parameters
     return call(**{name: value for name, value in named.items() if name in known})
@@ -144,7 +144,7 @@ def package_config(root: Path, config_class: Any) -> Any:
     known |= {name: index[name] for name in ("boundary_ratio", "expand_timesteps") if index.get(name) is not None}
     known["has_transformer_2"] = two
     known["vae_config"] = _narrowed(known["vae_config"], picture)
-    return fitting(
+    return call_supported(
         config_class,
         priority=base.priority,
         aliases=[],
@@ -176,10 +176,10 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
     Returns the wired limit in bytes, 0 where none is set.
     """
     mx.set_memory_limit(size)
-    mx.set_cache_limit(min(CACHE, size // 8))
+    mx.set_cache_limit(min(MAX_CACHE_BYTES, size // 8))
     if not wire:
         return 0
-    wired = max(size - WIRED_LEFT, size // 2)
+    wired = max(size - UNWIRED_BYTES, size // 2)
     try:
         most = int(mx.device_info().get("max_recommended_working_set_size", 0))
     except Exception:
@@ -190,11 +190,11 @@ def bound(mx: Any, size: int, *, wire: bool = True) -> int:
     return wired
 
 
-def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
+def make(job: dict[str, Any], line: EventWriter, pulse: ProgressReporter) -> dict[str, Any]:
     """Make the clip of a job and report its progress. Returns the facts of the clip."""
     mx: Any = importlib.import_module("mlx.core")
     wired = bound(mx, int(job["size"]), wire=job.get("wire", True))
-    line.say(
+    line.write_event(
         "start",
         pid=os.getpid(),
         wired=wired,
@@ -209,24 +209,24 @@ def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
     configs: Any = importlib.import_module("mflux.models.common.config")
 
     pulse.count(blocks.WanTransformerBlock)
-    line.say("loading")
+    line.write_event("loading")
     root = Path(job["package"])
-    model = fitting(
+    model = call_supported(
         engine.Wan2_2_TI2V,
         model_path=str(root),
         model_config=package_config(root, configs.ModelConfig),
         quantize=job.get("quantize"),
         prompt_embed_disk_cache=False,
     )
-    line.say(
+    line.write_event(
         "loaded", bits=model.bits, engine=importlib.metadata.version("mlx-gen"), mlx=importlib.metadata.version("mlx")
     )
 
     def got_on(event: Any) -> None:
-        line.say("progress", phase=event.phase, step=event.step, steps=event.total_steps)
+        line.write_event("progress", phase=event.phase, step=event.step, steps=event.total_steps)
 
     wanted = {name: job[name] for name in ("guidance", "guidance_2", "negative_prompt") if job.get(name) is not None}
-    video = fitting(
+    video = call_supported(
         model.generate_video,
         seed=job["seed"],
         prompt=job["prompt"],
@@ -242,22 +242,22 @@ def make(job: dict[str, Any], line: Line, pulse: Pulse) -> dict[str, Any]:
         clear_cache_each_transformer_block=True,
         **wanted,
     )
-    line.say("progress", phase="save", step=job["steps"], steps=job["steps"])
-    return saved(video, job, mx)
+    line.write_event("progress", phase="save", step=job["steps"], steps=job["steps"])
+    return save_clip(video, job, mx)
 
 
-def saved(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
+def save_clip(video: Any, job: dict[str, Any], mx: Any) -> dict[str, Any]:
     """Write clip and thumbnail. Returns the actual sizes, because the engine rounds sizes without an error."""
     out = Path(job["out"])
     part = out / "part.mp4"
-    fitting(video.save, path=part, overwrite=True, validate_health=True)
-    facts = look(part, out / "thumbnail.webp")
+    call_supported(video.save, path=part, overwrite=True, validate_health=True)
+    facts = inspect_clip(part, out / "thumbnail.webp")
     part.replace(out / "video.mp4")
     files = ["video.mp4"] + ["thumbnail.webp"] * (out / "thumbnail.webp").exists()
     return {**facts, "files": files, "seed": job["seed"], "steps": job["steps"], "mlx_peak": mx.get_peak_memory()}
 
 
-def look(clip: Path, thumbnail: Path) -> dict[str, Any]:
+def inspect_clip(clip: Path, thumbnail: Path) -> dict[str, Any]:
     """Decode the clip as a player would, return its measures and save its first picture.
 
     The engine itself checks for black pictures.
@@ -286,7 +286,7 @@ def code_of(error: BaseException, *, began: bool) -> str:
 
 def main() -> int:
     """Make one clip and return the exit code."""
-    line = Line(private_descriptor())
+    line = EventWriter(private_descriptor())
     try:
         job = read_job()
     except ValueError:
@@ -294,16 +294,16 @@ def main() -> int:
     if job is None:
         return EXIT_NO_JOB
     threading.Thread(target=hold_on, daemon=True).start()
-    pulse = Pulse(line)
+    pulse = ProgressReporter(line)
     try:
         made = make(job, line, pulse)
     except BaseException as error:
         code = code_of(error, began=pulse.blocks > 0)
-        line.say(
+        line.write_event(
             "failed", code=code, message=f"{type(error).__name__}: {error}"[:600], trace=traceback.format_exc()[-4000:]
         )
         return EXIT_FAILED
-    line.say("done", made=made)
+    line.write_event("done", made=made)
     return 0
 
 

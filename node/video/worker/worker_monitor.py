@@ -19,7 +19,7 @@ import msgspec
 
 from host.private_files import private_folder, write_private
 from node.memory.sensor import born, footprint_of, members
-from node.video.leases import Held, Phase, Worker
+from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import watchdog_policy
 from node.video.worker.lease_files import (
     ATTENDED,
@@ -29,30 +29,30 @@ from node.video.worker.lease_files import (
     GUARD,
     OUT,
     SCRATCH,
-    Grant,
-    Tail,
+    FileTail,
+    LeaseGrant,
     lock,
     locked,
     read_claim,
     write_new,
 )
-from node.video.worker.watchdog_policy import Bounds, End, Seen, State
+from node.video.worker.watchdog_policy import EndWorker, WatchdogState, WorkerBounds, WorkerObservation
 
-LOOK = 0.2
+POLL_INTERVAL_SECONDS = 0.2
 """Seconds between two checks."""
-LEAVE = 5.0
+EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds that a worker has to exit after its last event."""
-WORD = 1.0
+REPORT_TIMEOUT_SECONDS = 1.0
 """Seconds that an attendant has, after its worker's end, to report the end or to exit as well."""
-DEATH_LOOK = 0.02
+EXIT_POLL_SECONDS = 0.02
 COMPLETED = "completed"
 PHASES = {
-    "start": Phase.STARTING,
-    "denoise": Phase.DENOISING,
-    "decode": Phase.DECODING,
-    "convert": Phase.DECODING,
-    "generated": Phase.SAVING,
-    "save": Phase.SAVING,
+    "start": LeasePhase.STARTING,
+    "denoise": LeasePhase.DENOISING,
+    "decode": LeasePhase.DECODING,
+    "convert": LeasePhase.DECODING,
+    "generated": LeasePhase.SAVING,
+    "save": LeasePhase.SAVING,
 }
 CODES = frozenset({"output_invalid", "generation_failed", "model_invalid", "disk_full"})
 """Failure codes that a worker may report."""
@@ -69,18 +69,18 @@ def worker_environment(inherited: Mapping[str, str], scratch: Path) -> dict[str,
 
 
 @dataclass(slots=True)
-class Job:
+class WorkerJob:
     """State of a job, by the worker's events. `mark` changes with each sign of progress."""
 
-    phase: Phase = Phase.GRANTED
+    phase: LeasePhase = LeasePhase.GRANTED
     step: int = 0
     steps: int = 0
     mark: tuple[object, ...] = ()
-    end: End | None = None
+    end: EndWorker | None = None
     made: dict[str, Any] | None = None
     said_at: float = 0.0
 
-    def hear(self, line: bytes, now: float) -> None:
+    def handle_event(self, line: bytes, now: float) -> None:
         """Handle one event. An invalid event does not count as progress."""
         try:
             event = cast("object", msgspec.json.decode(line))
@@ -92,26 +92,28 @@ class Job:
     def _take(self, event: dict[str, Any], now: float) -> None:
         match event:
             case {"event": "start"}:
-                self._move(Phase.STARTING)
+                self._move(LeasePhase.STARTING)
             case {"event": "loading" | "loaded"}:
-                self._move(Phase.LOADING, event["event"])
+                self._move(LeasePhase.LOADING, event["event"])
             case {"event": "progress", "phase": str(phase), "step": int(step), "steps": int(steps)}:
                 self.step, self.steps = max(0, min(step, steps)), max(0, steps)
                 self._move(PHASES.get(phase, self.phase), phase, step)
             case {"event": "beat", "blocks": int(blocks)}:
                 self.mark = (*self.mark[:3], blocks)
             case {"event": "done", "made": dict()}:
-                self.made, self.end = event["made"], End(COMPLETED, "")
+                self.made, self.end = event["made"], EndWorker(COMPLETED, "")
             case {"event": "failed", "code": str(code), "message": str(message)}:
-                self.end = End(code if code in CODES else "generation_failed", message[:1000])
+                self.end = EndWorker(code if code in CODES else "generation_failed", message[:1000])
             case {"event": "exit", "code": int(code)}:
-                self.end = self.end or End(watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it was done")
+                self.end = self.end or EndWorker(
+                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it was done"
+                )
             case _:
                 return
         if self.end is not None and not self.said_at:
             self.said_at = now
 
-    def _move(self, phase: Phase, *what: object) -> None:
+    def _move(self, phase: LeasePhase, *what: object) -> None:
         blocks = self.mark[3:] if len(self.mark) > 3 else (0,)
         self.phase = phase
         self.mark = (phase, what[0] if what else "", what[1] if len(what) > 1 else 0, *blocks)
@@ -122,25 +124,27 @@ def _how(code: int) -> str:
     return f"with exit code {code}" if code >= 0 else f"by {names.get(-code, f'signal {-code}')}"
 
 
-class Watch:
+class WorkerMonitor:
     """Watch of one granted lease, from its folder to the death of its worker."""
 
-    def __init__(self, held: Held, folder: Path, bounds: Bounds, start_timeout: float, grace: float) -> None:
+    def __init__(
+        self, held: LeaseRecord, folder: Path, bounds: WorkerBounds, start_timeout: float, grace: float
+    ) -> None:
         self.held = held
         self.folder = folder
-        self.job = Job()
-        self.worker: Worker | None = None
+        self.job = WorkerJob()
+        self.worker: WorkerGroup | None = None
         self.footprint = 0
-        self.state: State | None = None
+        self.state: WatchdogState | None = None
         self._bounds = bounds
         self._start_timeout = start_timeout
         self._grace = grace
         self._granted = time.monotonic()
-        self._tail = Tail(folder / EVENTS)
+        self._tail = FileTail(folder / EVENTS)
         self._guard: int | None = None
         self._gone_at = 0.0
 
-    def open(self, grant: Grant) -> None:
+    def open(self, grant: LeaseGrant) -> None:
         """Create the folder, after which an attendant may begin. Raises OSError when that is not possible."""
         shutil.rmtree(self.folder, ignore_errors=True)
         private_folder(self.folder)
@@ -159,28 +163,28 @@ class Watch:
         """Seconds since the start of the worker."""
         return time.monotonic() - self.state.began if self.state is not None else 0.0
 
-    def look(self) -> End | None:
+    def check(self) -> EndWorker | None:
         """Check once. Returns an end when the worker must be ended or has ended."""
         now = time.monotonic()
         if self.worker is None:
             return self._look_for_worker(now)
         for line in self._tail.lines():
-            self.job.hear(line, now)
+            self.job.handle_event(line, now)
         return self._judge(self.worker, now)
 
-    def _look_for_worker(self, now: float) -> End | None:
+    def _look_for_worker(self, now: float) -> EndWorker | None:
         claim = read_claim(self.folder)
         if claim is not None:
-            self.worker = Worker(pid=claim.worker, born=claim.born)
+            self.worker = WorkerGroup(pid=claim.worker, born=claim.born)
             self.state = watchdog_policy.begin(now)
-            self.job.phase = Phase.STARTING
+            self.job.phase = LeasePhase.STARTING
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:
-            return End(watchdog_policy.NOT_STARTED, f"nobody started a worker within {now - self._granted:.0f} s")
+            return EndWorker(watchdog_policy.NOT_STARTED, f"nobody started a worker within {now - self._granted:.0f} s")
         return None
 
-    def _judge(self, worker: Worker, now: float) -> End | None:
+    def _judge(self, worker: WorkerGroup, now: float) -> EndWorker | None:
         assert self.state is not None  # noqa: S101  it begins with the worker
         attended = locked(self.folder / ATTENDED)  # read first: worker and attendant may both end, done, in between
         alive = living(worker)
@@ -188,18 +192,18 @@ class Watch:
         self.footprint = read or 0
         if not alive or not attended:
             for line in self._tail.lines():  # the last events may have arrived by now
-                self.job.hear(line, now)
-        if self.job.end is not None and (not alive or now - self.job.said_at >= LEAVE):
+                self.job.handle_event(line, now)
+        if self.job.end is not None and (not alive or now - self.job.said_at >= EXIT_TIMEOUT_SECONDS):
             return self.job.end
         if not alive:
             self._gone_at = self._gone_at or now
-            if attended and now - self._gone_at < WORD:
+            if attended and now - self._gone_at < REPORT_TIMEOUT_SECONDS:
                 return None
-        seen = Seen(read, self.job.mark, bool(alive), attended or self.job.end is not None)
+        seen = WorkerObservation(read, self.job.mark, bool(alive), attended or self.job.end is not None)
         self.state, end = watchdog_policy.step(self.state, seen, self._bounds, now)
         return end
 
-    async def kill(self, end: End) -> None:
+    async def kill(self, end: EndWorker) -> None:
         """End the worker's process group, and return when no process of it lives."""
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
@@ -214,14 +218,14 @@ class Watch:
         shutil.rmtree(self.folder / SCRATCH, ignore_errors=True)
 
 
-def living(worker: Worker) -> tuple[int, ...]:
+def living(worker: WorkerGroup) -> tuple[int, ...]:
     """Return the living processes of a worker's group; empty when the process id belongs to a later process."""
     if worker.born and (now := born(worker.pid)) and now != worker.born:
         return ()
     return members(worker.pid)
 
 
-async def kill(worker: Worker, grace: float) -> None:
+async def kill(worker: WorkerGroup, grace: float) -> None:
     """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when no process of it lives."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while living(worker):
@@ -229,4 +233,4 @@ async def kill(worker: Worker, grace: float) -> None:
             number = signal.SIGKILL
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(worker.pid, number)
-        await asyncio.sleep(DEATH_LOOK)
+        await asyncio.sleep(EXIT_POLL_SECONDS)

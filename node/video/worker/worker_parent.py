@@ -29,10 +29,10 @@ from node.video.worker.lease_files import (
     GRANT,
     GUARD,
     LOG,
-    LONGEST_LINE,
+    MAX_LINE_BYTES,
     SCRATCH,
-    Claim,
-    Grant,
+    LeaseGrant,
+    WorkerClaim,
     lock,
     read_grant,
     write_new,
@@ -44,11 +44,11 @@ GO_SECONDS = 30.0
 """Timeout in seconds of the agent's `go` file."""
 
 
-class Fenced(Exception):
+class LeaseFenced(Exception):
     """The lease was never granted, has ended, or has another attendant."""
 
 
-class Attendant:
+class WorkerParent:
     """Attendant of one worker. `run` returns the worker's exit code; `stop` may be called from any thread."""
 
     def __init__(self, folder: Path, lease: str, generation: int) -> None:
@@ -67,7 +67,7 @@ class Attendant:
         grant = self._granted()
         self._lock = lock(self._folder / ATTENDED)
         if self._lock is None:
-            raise Fenced(f"somebody attends to {self._lease} already")
+            raise LeaseFenced(f"somebody attends to {self._lease} already")
         try:
             return self._attend(grant)
         finally:
@@ -78,13 +78,13 @@ class Attendant:
         self._stopped.set()
         self._kill()
 
-    def _granted(self) -> Grant:
+    def _granted(self) -> LeaseGrant:
         grant = read_grant(self._folder)
         if grant is None or (grant.lease, grant.generation) != (self._lease, self._generation):
-            raise Fenced(f"generation {self._generation} of {self._lease} is not granted here")
+            raise LeaseFenced(f"generation {self._generation} of {self._lease} is not granted here")
         return grant
 
-    def _attend(self, grant: Grant) -> int:
+    def _attend(self, grant: LeaseGrant) -> int:
         process = self._process = self._start(grant)
         try:
             self._claim(process.pid)
@@ -102,7 +102,7 @@ class Attendant:
                         pipe.close()
         return code
 
-    def _start(self, grant: Grant) -> subprocess.Popen[bytes]:
+    def _start(self, grant: LeaseGrant) -> subprocess.Popen[bytes]:
         scratch = self._folder / SCRATCH
         with (self._folder / LOG).open("ab") as errors:
             return subprocess.Popen(
@@ -119,10 +119,11 @@ class Attendant:
     def _claim(self, pid: int) -> None:
         try:
             write_new(
-                self._folder / CLAIM, msgspec.json.encode(Claim(attendant=os.getpid(), worker=pid, born=born(pid)))
+                self._folder / CLAIM,
+                msgspec.json.encode(WorkerClaim(attendant=os.getpid(), worker=pid, born=born(pid))),
             )
         except FileExistsError:
-            raise Fenced(f"{self._lease} was claimed before") from None
+            raise LeaseFenced(f"{self._lease} was claimed before") from None
 
     def _until_unguarded(self) -> None:
         """Wait for the end of the agent, or of its lease, then end the worker, because its memory is unguarded."""
@@ -139,7 +140,7 @@ class Attendant:
                 return True
         return False
 
-    def _hand_over(self, process: subprocess.Popen[bytes], grant: Grant) -> None:
+    def _hand_over(self, process: subprocess.Popen[bytes], grant: LeaseGrant) -> None:
         assert process.stdin is not None  # noqa: S101  it was asked for
         with suppress(BrokenPipeError):  # the worker has ended, which its exit event reports
             process.stdin.write(msgspec.json.encode({**grant.job, "size": grant.size}) + b"\n")
@@ -167,7 +168,7 @@ class Attendant:
 
 
 def _copy(source: IO[bytes], target: IO[bytes]) -> None:
-    while line := source.readline(LONGEST_LINE):
+    while line := source.readline(MAX_LINE_BYTES):
         target.write(line)
 
 
@@ -175,8 +176,8 @@ def main() -> int:
     """Attend the lease that the command line names, and return the worker's exit code."""
     folder, lease, generation = sys.argv[1:]
     try:
-        return Attendant(Path(folder), lease, int(generation)).run()
-    except Fenced as error:
+        return WorkerParent(Path(folder), lease, int(generation)).run()
+    except LeaseFenced as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

@@ -5,36 +5,36 @@ from typing import NamedTuple
 
 from router.dialects.anthropic.messages import messages_of
 from router.dialects.anthropic.response import MessageChunks, error_of, message
-from router.dialects.anthropic.schema import COUNT, MESSAGES, CountBody, MessagesBody, Thinking, Tool
-from router.dialects.shared.conversation import Request
+from router.dialects.anthropic.schema import COUNT, MESSAGES, AnthropicTool, CountBody, MessagesBody, ThinkingOptions
+from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import of_schema, with_calls
-from router.dialects.shared.interface import Reader, Style
+from router.dialects.shared.formats import schema_grammar, with_calls
+from router.dialects.shared.interface import AnswerReader, DialectStyle
 from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, Offered, Tools, function, gathered
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, collect_tools, function
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
-from wire.frames import Count, Finished, Grammar, Message, Params
+from wire.frames import CountTokens, Finished, GenerationParams, GrammarSpec, Message
 
-ANTHROPIC = Style(error_of, names=(b"request-id", b"x-request-id"))
+ANTHROPIC = DialectStyle(error_of, names=(b"request-id", b"x-request-id"))
 
 
-class MessagesRequest(Request, frozen=True, gc=False):
+class MessagesRequest(ConversationRequest, frozen=True, gc=False):
     """Parsed messages body. `thoughts`: the client wants to see the reasoning."""
 
     thoughts: bool = True
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return message(job, answer, finished, self.thoughts)
 
-    def chunks(self, reader: Reader) -> MessageChunks:
-        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
+    def chunks(self, reader: AnswerReader) -> MessageChunks:
+        """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return MessageChunks(reader.job, reader.demand.prompt_tokens or 0, self.thoughts)
 
 
-class Messages:
+class MessagesRoute:
     """Messages route; `strict` refuses unknown fields."""
 
     style = ANTHROPIC
@@ -48,14 +48,14 @@ class Messages:
         return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
 
 
-class Counted(NamedTuple):
+class CountRequest(NamedTuple):
     """Prompt to count, with the ignored fields of its body."""
 
-    asked: Count
+    asked: CountTokens
     ignored: tuple[str, ...]
 
 
-def count(body: bytes, created: int, *, strict: bool = False) -> Counted | Problem:
+def count(body: bytes, created: int, *, strict: bool = False) -> CountRequest | Problem:
     """Parse the body of a count; `created` is in seconds since 1970."""
     found = COUNT.read(body, strict=strict)
     if isinstance(found, Problem):
@@ -64,8 +64,8 @@ def count(body: bytes, created: int, *, strict: bool = False) -> Counted | Probl
     if isinstance(parts, Problem):
         return parts
     messages, tools, template = parts
-    asked = Count(0, found.body.model, messages, created, tools.text, template)
-    return Counted(asked, nameable([*found.ignored, *tools.left_out]))
+    asked = CountTokens(0, found.body.model, messages, created, tools.text, template)
+    return CountRequest(asked, nameable([*found.ignored, *tools.left_out]))
 
 
 def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> MessagesRequest | Problem:
@@ -76,7 +76,7 @@ def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> M
     grammar = _grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar
-    params = Params(
+    params = GenerationParams(
         grammar=grammar,
         max_tokens=body.max_tokens,
         temperature=body.temperature,
@@ -100,7 +100,7 @@ def _request(body: MessagesBody, ignored: tuple[str, ...], *, strict: bool) -> M
     )
 
 
-def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], Tools, str] | Problem:
+def _parts(body: CountBody, *, strict: bool) -> tuple[tuple[Message, ...], ToolSet, str] | Problem:
     """Return the parts of the prompt: messages, tools, and the template's variables."""
     messages = messages_of(body.system, body.messages)
     if isinstance(messages, Problem):
@@ -124,16 +124,16 @@ def _prefilled(messages: list[Message]) -> bool:
     return last.role == "assistant" and bool(last.content) and not last.tool_calls
 
 
-def _thinks(thinking: Thinking | None) -> bool | None:
+def _thinks(thinking: ThinkingOptions | None) -> bool | None:
     if thinking is None or thinking.type in ("adaptive", "between_tools"):
         return None
     return thinking.type == "enabled"
 
 
-def _grammar(body: CountBody, tools: Tools) -> Grammar | Problem | None:
+def _grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     asked = body.output_config.format if body.output_config is not None else None
-    form = None if asked is None else of_schema(asked.schema_, "output_config.format.schema")
+    form = None if asked is None else schema_grammar(asked.schema_, "output_config.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -147,15 +147,15 @@ def _grammar(body: CountBody, tools: Tools) -> Grammar | Problem | None:
 _WORDS = {"any": "required", "tool": "required", "none": "none"}
 
 
-def _tools(body: CountBody, *, strict: bool) -> Tools | Problem:
+def _tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
     choice = body.tool_choice
     if choice is not None and not body.tools and choice.type != "none":
         return invalid("tool_choice is only possible with tools", "tool_choice")
     if not body.tools:
         return NO_TOOLS
-    offered = (_tool(tool) for tool in body.tools if isinstance(tool, Tool))
-    return gathered(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
+    offered = (_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))
+    return collect_tools(offered, body.tools, strict=strict, told=choice is None or choice.type != "none")
 
 
-def _tool(tool: Tool) -> Offered:
-    return Offered(function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict))
+def _tool(tool: AnthropicTool) -> OfferedTool:
+    return OfferedTool(function(tool.name, tool.description, tool.input_schema, strict=tool.strict), bool(tool.strict))

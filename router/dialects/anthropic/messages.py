@@ -11,7 +11,7 @@ from itertools import chain, groupby
 
 from msgspec.structs import replace
 
-from router.admission.request_limits import MOST_CALLS
+from router.admission.request_limits import MAX_CALLS
 from router.dialects.anthropic.schema import (
     AnthropicMessage,
     Block,
@@ -24,7 +24,7 @@ from router.dialects.shared.strict_json import write
 from router.errors import Problem, invalid
 from wire.frames import Message, ToolCall
 
-LONGEST_INPUT = 1024 * 1024
+MAX_INPUT_CHARS = 1024 * 1024
 _JOINT = {"system": "\n\n", "user": "\n", "assistant": ""}
 
 
@@ -72,8 +72,8 @@ def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
     if isinstance(message.content, str):
         yield Message(message.role, message.content)
         return
-    if sum(isinstance(block, ToolUseBlock) for block in message.content) > MOST_CALLS:
-        yield invalid(f"a message has at most {MOST_CALLS} tool_use blocks", f"{path}.content")
+    if sum(isinstance(block, ToolUseBlock) for block in message.content) > MAX_CALLS:
+        yield invalid(f"a message has at most {MAX_CALLS} tool_use blocks", f"{path}.content")
         return
     if not message.content:
         yield Message(message.role)
@@ -99,6 +99,6 @@ def _part(role: str, block: Block, path: str) -> Message | Problem:
     if isinstance(block, ThinkingBlock):
         return Message(role, reasoning=block.thinking)
     if isinstance(block, ToolUseBlock):
-        text = write(block.input, f"{path}.input", LONGEST_INPUT)
+        text = write(block.input, f"{path}.input", MAX_INPUT_CHARS)
         return text if isinstance(text, Problem) else Message(role, tool_calls=(ToolCall(block.id, block.name, text),))
     return Message(role)

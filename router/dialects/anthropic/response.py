@@ -9,9 +9,9 @@ from collections.abc import Iterable
 import msgspec
 
 from router.dialects.shared.interface import comment
-from router.dialects.shared.single_choice import Pieces, arguments_of, spoken
-from router.dialects.shared.tool_calls import Call
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
+from router.dialects.shared.tool_calls import AnswerToolCall
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
 
@@ -52,11 +52,11 @@ def event(kind: str, **parts: object) -> bytes:
 class MessageChunks:
     """Encoder of one stream. `prompt_tokens` is the initial count; without `thoughts` no reasoning is sent."""
 
-    def __init__(self, job: Job, prompt_tokens: int, thoughts: bool) -> None:
+    def __init__(self, job: RequestSpec, prompt_tokens: int, thoughts: bool) -> None:
         self._job = job
         self._prompt_tokens = prompt_tokens
         self._thoughts = thoughts
-        self._pieces = Pieces()
+        self._pieces = StreamSplitter()
         self._index = -1
         self._open: Channel | None = None
 
@@ -94,7 +94,7 @@ class MessageChunks:
         """Render the event that ends a failed stream."""
         return b"event: error\ndata: %s\n\n" % error_of(problem, self._job.request_id)
 
-    def _called(self, call: Call) -> bytes:
+    def _called(self, call: AnswerToolCall) -> bytes:
         """Render a block with a single delta: a call is sent when it is complete."""
         whole = self._begin(Channel.TOOL_CALL, _use(call, {}))
         return whole + self._delta({"type": "input_json_delta", "partial_json": call.arguments}) + self._close()
@@ -120,9 +120,9 @@ class MessageChunks:
         return before + event("content_block_stop", index=self._index)
 
 
-def message(job: Job, answer: Answer, finished: Finished, thoughts: bool) -> bytes:
+def message(job: RequestSpec, answer: CompleteAnswer, finished: Finished, thoughts: bool) -> bytes:
     """Render the whole answer to a request without a stream."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     content: list[Block] = []
     if said.reasoning and thoughts:
         content.append({"type": "thinking", "thinking": said.reasoning, "signature": SIGNATURE})
@@ -134,7 +134,7 @@ def message(job: Job, answer: Answer, finished: Finished, thoughts: bool) -> byt
     return msgspec.json.encode(_message(job, content, reason, stop, usage))
 
 
-def _use(call: Call, given: Block) -> Block:
+def _use(call: AnswerToolCall, given: Block) -> Block:
     return {"type": "tool_use", "id": call.id, "name": call.name, "input": given}
 
 
@@ -149,7 +149,7 @@ def stop_of(finished: Finished, calls: int) -> tuple[str, str | None]:
     return "tool_use" if calls else "end_turn", None
 
 
-def _message(job: Job, content: list[Block], reason: str | None, stop: str | None, usage: Block) -> Block:
+def _message(job: RequestSpec, content: list[Block], reason: str | None, stop: str | None, usage: Block) -> Block:
     return {
         "id": f"msg_{job.request_id}",
         "type": "message",

@@ -6,24 +6,24 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import LONGEST_NAME, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_NAME_CHARS, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import BILL, CACHE, WHO
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
-    Foreign,
+    ForeignPart,
     FunctionName,
     Named,
     Stops,
-    Strict,
+    StrictPart,
     Temperature,
     Tokens,
     TopK,
     TopP,
     by_type,
 )
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.field_table import FieldTable
 from router.dialects.shared.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
@@ -62,13 +62,13 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Cached(Strict):
+class CacheablePart(StrictPart):
     """Base of parts that may be marked for a cache."""
 
     cache_control: Any = None
 
 
-class TextBlock(Cached):
+class TextBlock(CacheablePart):
     """Text part."""
 
     type: Literal["text"]
@@ -76,7 +76,7 @@ class TextBlock(Cached):
     citations: Any = None
 
 
-class ToolUseBlock(Cached):
+class ToolUseBlock(CacheablePart):
     """Call that the assistant made in an earlier turn."""
 
     type: Literal["tool_use"]
@@ -86,7 +86,7 @@ class ToolUseBlock(Cached):
     caller: Any = None
 
 
-class ToolResultBlock(Cached):
+class ToolResultBlock(CacheablePart):
     """Result of a call. Its text describes an error."""
 
     type: Literal["tool_result"]
@@ -95,7 +95,7 @@ class ToolResultBlock(Cached):
     is_error: bool | None = None
 
 
-class ThinkingBlock(Strict):
+class ThinkingBlock(StrictPart):
     """Reasoning of the assistant in an earlier turn."""
 
     type: Literal["thinking"]
@@ -103,7 +103,7 @@ class ThinkingBlock(Strict):
     signature: str | None = None
 
 
-class RedactedThinkingBlock(Strict):
+class RedactedThinkingBlock(StrictPart):
     """Encrypted reasoning of another server's model, which cannot be read here."""
 
     type: Literal["redacted_thinking"]
@@ -111,8 +111,7 @@ class RedactedThinkingBlock(Strict):
 
 
 Texts = Annotated[
-    Annotated[str, Tag("text")]
-    | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 Block = Annotated[
@@ -124,19 +123,19 @@ Block = Annotated[
     by_type("text", "tool_use", "tool_result", "thinking", "redacted_thinking"),
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
 
-class AnthropicMessage(Strict):
+class AnthropicMessage(StrictPart):
     """Message. A message of the role system may be at any position."""
 
     role: Literal["user", "assistant", "system"]
     content: Content
 
 
-class Tool(Cached):
+class AnthropicTool(CacheablePart):
     """Tool that the model may call. Hints for Anthropic's own servers have no effect.
 
     With `strict` the input of its calls follows `input_schema`.
@@ -159,11 +158,12 @@ def _tool_kind(tool: object) -> str:
 
 
 AnyTool = Annotated[
-    Annotated[Tool, Tag("custom_part")] | Annotated[Foreign, Tag("foreign_part")], Discriminator(_tool_kind)
+    Annotated[AnthropicTool, Tag("custom_part")] | Annotated[ForeignPart, Tag("foreign_part")],
+    Discriminator(_tool_kind),
 ]
 
 
-class ToolChoice(Strict):
+class ToolChoice(StrictPart):
     """Permitted and forced tools."""
 
     type: Literal["auto", "any", "tool", "none"]
@@ -171,7 +171,7 @@ class ToolChoice(Strict):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(Strict):
+class ThinkingOptions(StrictPart):
     """Reasoning options."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -179,29 +179,29 @@ class Thinking(Strict):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class JsonFormat(Strict):
+class JsonFormat(StrictPart):
     """Format: JSON of a schema."""
 
     type: Literal["json_schema"]
     schema_: Annotated[dict[str, Any], Field(alias="schema")]
 
 
-class OutputConfig(Strict):
+class OutputConfig(StrictPart):
     """Effort and format of the answer."""
 
     effort: Effort | None = None
     format: JsonFormat | None = None
 
 
-class CountBody(Strict):
+class CountBody(StrictPart):
     """Request body of a count."""
 
     model: Named
-    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[AnthropicMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     system: Texts | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
-    thinking: Thinking | None = None
+    thinking: ThinkingOptions | None = None
     output_config: OutputConfig | None = None
 
 
@@ -220,8 +220,8 @@ class MessagesBody(CountBody):
     def session(self) -> str:
         """Name of the conversation, if its client gave one of at most LONGEST_NAME characters."""
         found = (self.metadata or {}).get("user_id")
-        return found if isinstance(found, str) and len(found) <= LONGEST_NAME else ""
+        return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
 
 
-MESSAGES = Parameters(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
-COUNT = Parameters(CountBody, {**HARMLESS, "metadata": WHO}, NEUTRAL, INSTEAD)
+MESSAGES = FieldTable(MessagesBody, HARMLESS, NEUTRAL, INSTEAD | {"metadata": f"user_id {SESSION_NOTE}"})
+COUNT = FieldTable(CountBody, {**HARMLESS, "metadata": WHO}, NEUTRAL, INSTEAD)

@@ -6,36 +6,36 @@ from typing import Any, cast
 
 from msgspec import structs
 
-from router.admission.request_limits import MOST_CALLS, TOOLS_BYTES
-from router.dialects.ollama.response import OLLAMA, Lines, Shape, whole
+from router.admission.request_limits import MAX_CALLS, MAX_TOOLS_BYTES
+from router.dialects.ollama.response import OLLAMA, AnswerShape, OllamaChunks, whole
 from router.dialects.ollama.schema import (
     CHAT,
     GENERATE,
     OPTIONS,
-    Asking,
+    OllamaBody,
     OllamaChatBody,
     OllamaGenerateBody,
     OllamaMessage,
 )
-from router.dialects.openai.chat_schema import Tool
+from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import stops_of
-from router.dialects.shared.conversation import Request
+from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import of_schema
-from router.dialects.shared.interface import Reader
+from router.dialects.shared.formats import schema_grammar
+from router.dialects.shared.interface import AnswerReader
 from router.dialects.shared.strict_json import Body, write
 from router.dialects.shared.template import variables
-from router.dialects.shared.tools import NO_TOOLS, Offered, Tools, as_written, gathered
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.tools import NO_TOOLS, OfferedTool, ToolSet, as_written, collect_tools
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of, demand_of_plain
 from router.errors import Problem, invalid
-from wire.frames import Finished, Grammar, Message, Params, ToolCall
+from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCall
 
-MOST_WAITING_CALLS = 2 * MOST_CALLS
+MAX_WAITING_CALLS = 2 * MAX_CALLS
 """Maximum calls without a result to which results of an Ollama conversation are matched; the newest stay."""
 
 
-class OllamaRequest(Request, frozen=True, gc=False):
+class OllamaRequest(ConversationRequest, frozen=True, gc=False):
     """Parsed body of either route."""
 
     chat: bool = True
@@ -43,9 +43,9 @@ class OllamaRequest(Request, frozen=True, gc=False):
     text: str = ""
     """Raw prompt."""
 
-    def job(self, key: str, request_id: str, created: int) -> Job:
-        """Build the job for the dispatcher; see `Request`."""
-        return Job(
+    def job(self, key: str, request_id: str, created: int) -> RequestSpec:
+        """Build the job for the dispatcher; see `ConversationRequest`."""
+        return RequestSpec(
             self.demand,
             key,
             request_id,
@@ -60,16 +60,16 @@ class OllamaRequest(Request, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
-        return whole(Shape(job, self.chat), answer, finished)
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        return whole(AnswerShape(job, self.chat), answer, finished)
 
-    def chunks(self, reader: Reader) -> Lines:
-        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
-        return Lines(Shape(reader.job, self.chat))
+    def chunks(self, reader: AnswerReader) -> OllamaChunks:
+        """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
+        return OllamaChunks(AnswerShape(reader.job, self.chat))
 
 
-class OllamaChat:
+class OllamaChatRoute:
     """Route of conversations; `strict` refuses unknown fields."""
 
     style = OLLAMA
@@ -91,7 +91,7 @@ class OllamaChat:
         return _request(found.body, messages, tools, found.ignored, strict=self._strict)
 
 
-class OllamaGenerate:
+class OllamaGenerateRoute:
     """Route of single prompts; `strict` refuses unknown fields."""
 
     style = OLLAMA
@@ -121,9 +121,9 @@ def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: boo
 
 
 def _request(
-    body: Asking,
+    body: OllamaBody,
     messages: list[Message],
-    tools: Tools,
+    tools: ToolSet,
     ignored: tuple[str, ...],
     *,
     strict: bool,
@@ -134,8 +134,8 @@ def _request(
     if isinstance(drawn, Problem):
         return drawn
     params, unread = drawn
-    form = of_schema(body.format, "format") if isinstance(body.format, dict) else None
-    grammar = Grammar("json_object") if body.format == "json" else form
+    form = schema_grammar(body.format, "format") if isinstance(body.format, dict) else None
+    grammar = GrammarSpec("json_object") if body.format == "json" else form
     if isinstance(grammar, Problem):
         return grammar
     if grammar is not None:
@@ -162,9 +162,9 @@ def _request(
     )
 
 
-def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]] | Problem:
+def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams, list[str]] | Problem:
     """Return the sampling parameters and the ignored options."""
-    found = OPTIONS.understand(options, strict=strict)
+    found = OPTIONS.parse(options, strict=strict)
     if isinstance(found, Problem):
         return replace(found, param=f"options.{found.param}")
     drawn = found.body
@@ -173,7 +173,7 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]
             "options.num_predict is at least 1, or -1 for as much as there is room for", "options.num_predict"
         )
     most = drawn.num_predict
-    params = Params(
+    params = GenerationParams(
         max_tokens=most if most is not None and most > 0 else None,
         temperature=drawn.temperature,
         top_p=drawn.top_p,
@@ -188,10 +188,10 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[Params, list[str]
     return params, [f"options.{name}" for name in found.ignored]
 
 
-def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
+def _tools(body: OllamaChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
     raw = cast("list[Body]", asked.get("tools") or [])
-    offered = (Offered(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, Tool))
-    return gathered(offered, body.tools, strict=strict)
+    offered = (OfferedTool(as_written(raw[at])) for at, one in enumerate(body.tools or ()) if isinstance(one, ChatTool))
+    return collect_tools(offered, body.tools, strict=strict)
 
 
 def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
@@ -203,7 +203,7 @@ def _messages(found: Iterable[OllamaMessage]) -> list[Message] | Problem:
         if isinstance(calls, Problem):
             return calls
         waiting |= {call.id: call.name for call in calls}
-        while len(waiting) > MOST_WAITING_CALLS:
+        while len(waiting) > MAX_WAITING_CALLS:
             del waiting[next(iter(waiting))]
         name = message.tool_name or message.name or ""
         answers = (message.tool_call_id or _answered(waiting, name)) if message.role == "tool" else ""
@@ -223,7 +223,7 @@ def _calls(message: OllamaMessage, at: int) -> list[ToolCall] | Problem:
     calls: list[ToolCall] = []
     for place, call in enumerate(message.tool_calls or ()):
         path = f"messages[{at}].tool_calls[{place}].function.arguments"
-        text = write(call.function.arguments, path, TOOLS_BYTES)
+        text = write(call.function.arguments, path, MAX_TOOLS_BYTES)
         if isinstance(text, Problem):
             return text
         calls.append(ToolCall(call.id or f"call_{at}_{place}", call.function.name, text))

@@ -15,9 +15,9 @@ from router.errors import Problem, invalid
 from router.placement.cluster_view import ClusterView
 from wire.report import Model
 
-SPOKEN = "0.12.6"
+OLLAMA_VERSION = "0.12.6"
 """Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
-NEVER = "0001-01-01T00:00:00Z"
+NO_TIME = "0001-01-01T00:00:00Z"
 """Ollama's form of no time: a model is unloaded when its memory is needed, not at a fixed time."""
 REFUSED = frozenset(
     {
@@ -46,7 +46,7 @@ def refused(path: str) -> Problem:
 
 def version() -> bytes:
     """Render the emulated version of Ollama."""
-    return msgspec.json.encode({"version": SPOKEN})
+    return msgspec.json.encode({"version": OLLAMA_VERSION})
 
 
 def tags(view: ClusterView, created: int) -> bytes:
@@ -62,7 +62,7 @@ def running(view: ClusterView) -> bytes:
     return msgspec.json.encode(
         {
             "models": [
-                _row(model, size_vram=model.weights, expires_at=NEVER, context_length=model.context) for model in rows
+                _row(model, size_vram=model.weights, expires_at=NO_TIME, context_length=model.context) for model in rows
             ]
         }
     )

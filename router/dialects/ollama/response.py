@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from router.dialects.shared.interface import Style
-from router.dialects.shared.single_choice import Pieces, arguments_of, spoken
-from router.dialects.shared.tool_calls import Call
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.interface import DialectStyle
+from router.dialects.shared.single_choice import StreamSplitter, arguments_of, assemble_answer
+from router.dialects.shared.tool_calls import AnswerToolCall
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
 
@@ -24,7 +24,7 @@ def error_of(problem: Problem, request_id: str) -> bytes:
     return msgspec.json.encode(error)
 
 
-OLLAMA = Style(error_of, b"application/x-ndjson")
+OLLAMA = DialectStyle(error_of, b"application/x-ndjson")
 
 
 def moment(seconds: int) -> str:
@@ -32,15 +32,17 @@ def moment(seconds: int) -> str:
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-class Shape:
+class AnswerShape:
     """Answer format of the two routes. With `chat` a piece is in a message, else at the top level."""
 
-    def __init__(self, job: Job, chat: bool) -> None:
+    def __init__(self, job: RequestSpec, chat: bool) -> None:
         self.job = job
         self._chat = chat
         self._about: Line = {"model": job.demand.model, "created_at": moment(job.created)}
 
-    def line(self, content: str, thinking: str = "", calls: Iterable[Call] = (), end: Line | None = None) -> Line:
+    def line(
+        self, content: str, thinking: str = "", calls: Iterable[AnswerToolCall] = (), end: Line | None = None
+    ) -> Line:
         """Return one answer or one piece of it."""
         said: Line = {"role": "assistant", "content": content} if self._chat else {"response": content}
         if thinking:
@@ -67,12 +69,12 @@ class Shape:
         }
 
 
-class Lines:
+class OllamaChunks:
     """Encoder of one stream."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: AnswerShape) -> None:
         self._shape = shape
-        self._pieces = Pieces()
+        self._pieces = StreamSplitter()
 
     def keepalive(self, why: str) -> bytes:
         """Render an empty piece; lines have no comments."""
@@ -102,13 +104,13 @@ class Lines:
         return error_of(problem, self._shape.job.request_id) + b"\n"
 
 
-def whole(shape: Shape, answer: Answer, finished: Finished) -> bytes:
+def whole(shape: AnswerShape, answer: CompleteAnswer, finished: Finished) -> bytes:
     """Render the whole answer to a request without a stream."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     return msgspec.json.encode(shape.line(said.content, said.reasoning, said.calls, shape.end(finished)))
 
 
-def _call(call: Call) -> Line:
+def _call(call: AnswerToolCall) -> Line:
     return {"id": call.id, "function": {"name": call.name, "arguments": arguments_of(call)}}
 
 

@@ -6,12 +6,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_TOKENS, MOST_TOOLS
-from router.dialects.openai.chat_schema import Tool
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_TOKENS, MAX_TOOLS
+from router.dialects.openai.chat_schema import ChatTool
 from router.dialects.shared.common_fields import (
     KEEP,
     YIELDING,
-    Foreign,
+    ForeignPart,
     MinP,
     Name,
     Named,
@@ -19,13 +19,13 @@ from router.dialects.shared.common_fields import (
     Repetition,
     Seed,
     StopOrStops,
-    Strict,
+    StrictPart,
     Temperature,
     TopK,
     TopP,
     by_offer,
 )
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.field_table import FieldTable
 
 _NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
 _WHOLE = "a conversation that is too long is refused, never shortened"
@@ -122,10 +122,10 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-class Options(Strict):
+class OllamaOptions(StrictPart):
     """Sampling options."""
 
-    num_predict: Annotated[int, Field(ge=-2, le=MOST_TOKENS)] | None = None
+    num_predict: Annotated[int, Field(ge=-2, le=MAX_TOKENS)] | None = None
     stop: StopOrStops | None = None
     seed: Seed | None = None
     temperature: Temperature | None = None
@@ -137,7 +137,7 @@ class Options(Strict):
     frequency_penalty: Penalty | None = None
 
 
-class CalledFunction(Strict):
+class OllamaCalledFunction(StrictPart):
     """Function that the assistant called."""
 
     name: Named
@@ -145,22 +145,22 @@ class CalledFunction(Strict):
     index: int | None = None
 
 
-class OllamaCall(Strict):
+class OllamaCall(StrictPart):
     """Call that the assistant made in an earlier turn."""
 
     id: Name | None = None
     type: Literal["function"] | None = None
-    function: CalledFunction
+    function: OllamaCalledFunction
 
 
-class OllamaMessage(Strict):
+class OllamaMessage(StrictPart):
     """Message."""
 
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: Annotated[list[Any], Field(fail_fast=True, max_length=0)] | None = None
-    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[OllamaCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     tool_name: Name | None = None
     tool_call_id: Name | None = None
     name: Name | None = None
@@ -186,7 +186,7 @@ Format = Annotated[
 ]
 
 
-class Asking(Strict):
+class OllamaBody(StrictPart):
     """Common fields of both bodies."""
 
     model: Named
@@ -197,20 +197,20 @@ class Asking(Strict):
 
 
 OllamaTool = Annotated[
-    Annotated[Tool, Tag("function_part")] | Annotated[Foreign, Tag("foreign_part")], by_offer("function")
+    Annotated[ChatTool, Tag("function_part")] | Annotated[ForeignPart, Tag("foreign_part")], by_offer("function")
 ]
 
 
-class OllamaChatBody(Asking):
+class OllamaChatBody(OllamaBody):
     """Request body of `/api/chat`."""
 
     messages: Annotated[
-        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)
+        list[Annotated[OllamaMessage, YIELDING]], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     ]
-    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[OllamaTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
 
 
-class OllamaGenerateBody(Asking):
+class OllamaGenerateBody(OllamaBody):
     """Request body of `/api/generate`."""
 
     prompt: Annotated[str, Field(min_length=1)]
@@ -218,7 +218,7 @@ class OllamaGenerateBody(Asking):
     raw: bool | None = None
 
 
-class OllamaShowBody(Strict):
+class OllamaShowBody(StrictPart):
     """Request body of `/api/show`; older clients send `name` instead of `model`."""
 
     model: Named | None = None
@@ -226,7 +226,7 @@ class OllamaShowBody(Strict):
     verbose: bool | None = None
 
 
-CHAT = Parameters(OllamaChatBody, HARMLESS, CHAT_NEUTRAL, INSTEAD)
-GENERATE = Parameters(OllamaGenerateBody, HARMLESS, GENERATE_NEUTRAL, INSTEAD)
-SHOW = Parameters(OllamaShowBody, MappingProxyType({}), MappingProxyType({}), INSTEAD)
-OPTIONS = Parameters(Options, OPTIONS_HARMLESS, OPTIONS_NEUTRAL, OPTIONS_INSTEAD)
+CHAT = FieldTable(OllamaChatBody, HARMLESS, CHAT_NEUTRAL, INSTEAD)
+GENERATE = FieldTable(OllamaGenerateBody, HARMLESS, GENERATE_NEUTRAL, INSTEAD)
+SHOW = FieldTable(OllamaShowBody, MappingProxyType({}), MappingProxyType({}), INSTEAD)
+OPTIONS = FieldTable(OllamaOptions, OPTIONS_HARMLESS, OPTIONS_NEUTRAL, OPTIONS_INSTEAD)

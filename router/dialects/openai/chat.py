@@ -10,40 +10,40 @@ from typing import cast
 from router.dialects.openai import chat_fast_parse
 from router.dialects.openai.chat_messages import messages_of
 from router.dialects.openai.chat_response import ChatChunks, completion
-from router.dialects.openai.chat_schema import CHAT, ChatBody, CustomTool, Tool
-from router.dialects.shared.common_fields import Foreign, params_of, usage_wanted
-from router.dialects.shared.conversation import Request
+from router.dialects.openai.chat_schema import CHAT, ChatBody, ChatCustomTool, ChatTool
+from router.dialects.shared.common_fields import ForeignPart, params_of, usage_wanted
+from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
 from router.dialects.shared.formats import with_calls
-from router.dialects.shared.interface import OPENAI, Reader
+from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.strict_json import Body
-from router.dialects.shared.template import steered, variables
-from router.dialects.shared.tools import NO_TOOLS, Offered, Origin, Tools, as_written, custom, gathered
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.template import combine_reasoning, variables
+from router.dialects.shared.tools import NO_TOOLS, ClientTool, OfferedTool, ToolSet, as_written, collect_tools, custom
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
-from wire.frames import Finished, Grammar
+from wire.frames import Finished, GrammarSpec
 
-KNOWN_TOOLS = 64
-"""Cached lists of tools, each of at most `chat_fast_parse.LONGEST` bytes."""
+MAX_CACHED_TOOLS = 64
+"""Cached lists of tools, each of at most `chat_fast_parse.MAX_BODY_BYTES` bytes."""
 _ONLY_TOOLS = b'{"model":"m","messages":[{"role":"user","content":""}],"tools":%s}'
 
 
-class ChatRequest(Request, frozen=True, gc=False):
+class ChatRequest(ConversationRequest, frozen=True, gc=False):
     """Parsed chat body. `custom` names the custom tools among its functions."""
 
     custom: frozenset[str] = frozenset()
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self.custom)
 
-    def chunks(self, reader: Reader) -> ChatChunks:
-        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
+    def chunks(self, reader: AnswerReader) -> ChatChunks:
+        """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return ChatChunks(reader.job, self.custom, reader.fingerprint)
 
 
-class Chat:
+class ChatRoute:
     """Chat route; `strict` refuses unknown fields."""
 
     style = OPENAI
@@ -64,7 +64,7 @@ def parse(body: bytes, *, strict: bool = False) -> ChatRequest | Problem:
     return parse_wholly(body, strict=strict)
 
 
-@lru_cache(KNOWN_TOOLS)
+@lru_cache(MAX_CACHED_TOOLS)
 def plain_tools(raw: bytes) -> str | None:
     """Return the text of a body's tools, which an agent sends with every request.
 
@@ -91,7 +91,7 @@ def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: b
     if isinstance(tools, Problem):
         return tools
     said = {"thinking": body.thinking, "think": body.think, "reasoning": body.reasoning}
-    effort, thinks, unread = steered(body.reasoning_effort, body.enable_thinking, said)
+    effort, thinks, unread = combine_reasoning(body.reasoning_effort, body.enable_thinking, said)
     template = variables(body.chat_template_kwargs, reasoning_effort=effort, enable_thinking=thinks)
     if isinstance(template, Problem):
         return template
@@ -125,7 +125,7 @@ def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: b
     )
 
 
-def _grammar(body: ChatBody, tools: Tools) -> Grammar | Problem | None:
+def _grammar(body: ChatBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     form = body.form()
     if isinstance(form, Problem):
@@ -136,20 +136,20 @@ def _grammar(body: ChatBody, tools: Tools) -> Grammar | Problem | None:
     return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tools(body: ChatBody, asked: Body, *, strict: bool) -> Tools | Problem:
+def _tools(body: ChatBody, asked: Body, *, strict: bool) -> ToolSet | Problem:
     """Return the tools in their order, without text when there are none or none may be called."""
     if not body.tools:
         return NO_TOOLS
     raw = cast("list[Body]", asked["tools"])
-    offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, Foreign))
-    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    offered = (_offered(one, raw[at]) for at, one in enumerate(body.tools) if not isinstance(one, ForeignPart))
+    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
 
 
-def _offered(tool: Tool | CustomTool, raw: Body) -> Offered:
-    if isinstance(tool, Tool):
-        return Offered(as_written(raw), bool(tool.function.strict))
+def _offered(tool: ChatTool | ChatCustomTool, raw: Body) -> OfferedTool:
+    if isinstance(tool, ChatTool):
+        return OfferedTool(as_written(raw), bool(tool.function.strict))
     one = tool.custom
-    return Offered(custom(one.name, one.description, one.format), origin=Origin(one.name, custom=True))
+    return OfferedTool(custom(one.name, one.description, one.format), origin=ClientTool(one.name, custom=True))
 
 
 def _asks_usage(usage: object) -> bool:

@@ -19,39 +19,39 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from router.admission.request_limits import (
-    LONGEST_NAME,
-    MOST_CALLS,
-    MOST_CHOICES,
-    MOST_MESSAGES,
-    MOST_TOKENS,
-    MOST_TOP_K,
+    MAX_CALLS,
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_NAME_CHARS,
+    MAX_TOKENS,
+    MAX_TOP_K,
     PLAIN_ROLES,
 )
 from router.dialects.shared.strict_json import SURROGATE_ESCAPE
 from router.dispatch.resource_demand import demand_of
-from router.placement.place import Demand
-from wire.frames import Message, Params, ToolCall
+from router.placement.place import ResourceDemand
+from wire.frames import GenerationParams, Message, ToolCall
 
-LONGEST = 64 * 1024
+MAX_BODY_BYTES = 64 * 1024
 """Maximum bytes of a body for this parser."""
 _WHITESPACE = b" \t\n\r"
 _BEGINNING = 64
 """Bytes that locate the tools in their body: their quotes are bare, and no text contains the same bytes."""
 _INT64 = 2**63 - 1
 
-Tokens = Annotated[int, Meta(ge=1, le=MOST_TOKENS)]
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 
 
-Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
-class Plain(NamedTuple):
+class PlainChatBody(NamedTuple):
     """Parsed body: the first fields of a `ChatRequest`."""
 
-    demand: Demand
+    demand: ResourceDemand
     messages: tuple[Message, ...]
-    params: Params
+    params: GenerationParams
     stream: bool
     include_usage: bool
     tools: str
@@ -71,7 +71,7 @@ class _Call(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 class _Message(msgspec.Struct, forbid_unknown_fields=True, gc=False):
     role: str
     content: str | UnsetType | None = UNSET
-    tool_calls: Annotated[list[_Call], Meta(min_length=1, max_length=MOST_CALLS)] | UnsetType = UNSET
+    tool_calls: Annotated[list[_Call], Meta(min_length=1, max_length=MAX_CALLS)] | UnsetType = UNSET
     tool_call_id: Named | UnsetType = UNSET
 
 
@@ -80,17 +80,17 @@ class _StreamOptions(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    model: Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
-    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MOST_MESSAGES)]
+    model: Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
+    messages: Annotated[list[_Message], Meta(min_length=1, max_length=MAX_MESSAGES)]
     stream: bool | None = None
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
-    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     seed: Annotated[int, Meta(ge=-_INT64, le=_INT64)] | None = None
     stream_options: _StreamOptions | None = None
-    top_k: Annotated[int, Meta(ge=-1, le=MOST_TOP_K)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_TOP_K)] | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
@@ -116,12 +116,12 @@ def _without(body: bytes, part: bytes) -> bytes:
     return body[:at] + body[at + len(part) :] if body.startswith(part, at) else body
 
 
-def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | None:
+def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> PlainChatBody | None:
     """Return the request of a plain body, None where only the complete parser can decide.
 
     `plain_tools` converts the JSON of tools to their text for the model, None where that needs the complete parser.
     """
-    if len(body) > LONGEST:
+    if len(body) > MAX_BODY_BYTES:
         return None
     try:
         found = _decoder.decode(body)
@@ -166,7 +166,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
     if _count_keys(rest) != keys or (options is not None and not stream):
         return None
     top_k = found.top_k
-    params = Params(
+    params = GenerationParams(
         found.max_tokens if most is None else most,
         found.temperature,
         found.top_p,
@@ -180,7 +180,7 @@ def read(body: bytes, plain_tools: Callable[[bytes], str | None]) -> Plain | Non
         1.0 if found.repetition_penalty is None else found.repetition_penalty,
     )
     demand = demand_of(found.model, messages, params, tools)
-    return Plain(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
+    return PlainChatBody(demand, tuple(messages), params, stream, options is not None and options.include_usage, tools)
 
 
 def _message(one: _Message) -> Message | None:

@@ -14,9 +14,9 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import MOST_CALLS, Logprobs, call_of, finish_reason, logprobs_of
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, Logprobs, call_of, finish_reason, logprobs_of
 from router.dialects.shared.tools import input_of
-from router.dispatch.request import Answer, Job
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
 
@@ -30,7 +30,7 @@ _encode = msgspec.json.Encoder().encode
 class ChatChunks:
     """Encoder of one stream. `custom` names the custom tools, `fingerprint` is that of the model's files."""
 
-    def __init__(self, job: Job, custom: Collection[str] = (), fingerprint: str = "") -> None:
+    def __init__(self, job: RequestSpec, custom: Collection[str] = (), fingerprint: str = "") -> None:
         self._custom = custom
         self._request_id = job.request_id
         self._choices = choices = job.params.n
@@ -40,7 +40,7 @@ class ChatChunks:
         self._calls = [0] * choices
         self._head = (
             f'data: {{"id":"chatcmpl-{job.request_id}","object":"chat.completion.chunk","created":{job.created},'
-            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(shown_fingerprint(fingerprint))},'
+            f'"model":{json.dumps(job.demand.model)},"system_fingerprint":{json.dumps(system_fingerprint(fingerprint))},'
         )
         self._tail = ',"usage":null}\n\n' if job.include_usage else "}\n\n"
         self._prefixes = {
@@ -115,7 +115,7 @@ class ChatChunks:
 
     def _call(self, choice: int, channel: int, piece: str) -> str:
         """Render one tool call; empty when the piece is invalid."""
-        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MOST_CALLS:
+        if channel != Channel.TOOL_CALL or not 0 <= choice < self._choices or self._calls[choice] >= MAX_CALLS_SENT:
             return ""
         call = tool_call(piece, self._custom)
         if call is None:
@@ -135,7 +135,7 @@ def tool_call(piece: str, custom: Collection[str] = ()) -> dict[str, object] | N
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-class _Details(msgspec.Struct, gc=False):
+class _UsageDetails(msgspec.Struct, gc=False):
     cached_tokens: int
 
 
@@ -143,17 +143,17 @@ class _Written(msgspec.Struct, gc=False):
     reasoning_tokens: int
 
 
-class Usage(msgspec.Struct, gc=False):
+class UsageField(msgspec.Struct, gc=False):
     """`usage` of an answer."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: _Details
+    prompt_tokens_details: _UsageDetails
     completion_tokens_details: _Written
 
 
-class _Message(msgspec.Struct, gc=False):
+class _AnswerMessage(msgspec.Struct, gc=False):
     role: str
     content: str | None
     refusal: None = None
@@ -163,7 +163,7 @@ class _Message(msgspec.Struct, gc=False):
 
 class _Choice(msgspec.Struct, gc=False):
     index: int
-    message: _Message
+    message: _AnswerMessage
     logprobs: Logprobs | None
     finish_reason: str
 
@@ -174,11 +174,11 @@ class _Completion(msgspec.Struct, gc=False):
     created: int
     model: str
     choices: list[_Choice]
-    usage: Usage
+    usage: UsageField
     system_fingerprint: str | None
 
 
-def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[str] = ()) -> bytes:
+def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str] = ()) -> bytes:
     """Render the whole answer to a request without a stream; `custom` names its custom tools."""
     choices = [_choice(choice, job, answer, finished, custom) for choice in range(job.params.n)]
     name = f"chatcmpl-{job.request_id}"
@@ -190,31 +190,33 @@ def completion(job: Job, answer: Answer, finished: Finished, custom: Collection[
             job.demand.model,
             choices,
             usage_of(finished),
-            shown_fingerprint(answer.fingerprint),
+            system_fingerprint(answer.fingerprint),
         )
     )
 
 
 @lru_cache(maxsize=64)
-def shown_fingerprint(fingerprint: str) -> str | None:
+def system_fingerprint(fingerprint: str) -> str | None:
     """Return `system_fingerprint`: it changes with the model's files; None while no node has the request."""
     return f"fp_{hashlib.sha256(fingerprint.encode()).hexdigest()[:12]}" if fingerprint else None
 
 
-def _choice(choice: int, job: Job, answer: Answer, finished: Finished, custom: Collection[str]) -> _Choice:
+def _choice(
+    choice: int, job: RequestSpec, answer: CompleteAnswer, finished: Finished, custom: Collection[str]
+) -> _Choice:
     calls = _calls(answer.calls[choice], custom) if choice in answer.calls else []
     content = answer.texts.get((choice, Channel.CONTENT), "")
-    message = _Message("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
+    message = _AnswerMessage("assistant", content, None, answer.texts.get((choice, Channel.REASONING)) or UNSET)
     if calls:
         message.content, message.tool_calls = content or None, calls
     return _Choice(choice, message, _logprobs(choice, answer, job), _reason(finished, choice, len(calls)))
 
 
 def _calls(pieces: Iterable[str], custom: Collection[str]) -> list[dict[str, object]]:
-    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MOST_CALLS]
+    return [call for call in (tool_call(piece, custom) for piece in pieces) if call is not None][:MAX_CALLS_SENT]
 
 
-def _logprobs(choice: int, answer: Answer, job: Job) -> Logprobs | None:
+def _logprobs(choice: int, answer: CompleteAnswer, job: RequestSpec) -> Logprobs | None:
     return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs) if job.params.logprobs else None
 
 
@@ -227,7 +229,9 @@ def _json(value: object) -> str:
     return _encode(value).decode()
 
 
-def usage_of(finished: Finished) -> Usage:
+def usage_of(finished: Finished) -> UsageField:
     """Return the exact token counts of a finished request."""
     prompt, written = finished.prompt_tokens, finished.completion_tokens
-    return Usage(prompt, written, prompt + written, _Details(finished.cached_tokens), _Written(finished.thought))
+    return UsageField(
+        prompt, written, prompt + written, _UsageDetails(finished.cached_tokens), _Written(finished.thought)
+    )

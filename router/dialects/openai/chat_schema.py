@@ -2,7 +2,7 @@
 
 Three tables define the other fields. `NEUTRAL` fields are not offered, but their neutral values pass. `HARMLESS` fields
 pass, because they have no effect here. Any other field is unknown. A feature that some models of this cluster lack
-(`Demand.features`) is accepted here and checked by placement.
+(`ResourceDemand.features`) is accepted here and checked by placement.
 """
 
 from collections.abc import Mapping
@@ -11,24 +11,24 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
 
-from router.admission.request_limits import MOST_CALLS, MOST_MESSAGES, MOST_PARTS, MOST_TOOLS, MOST_TOP_LOGPROBS
+from router.admission.request_limits import MAX_CALLS, MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import (
     OTHER_SERVERS,
     SESSION_NOTE,
     TEXT_OR_PARTS,
-    Foreign,
+    ForeignPart,
     FunctionName,
     GrammarFormat,
     Name,
     Named,
-    Strict,
+    StrictPart,
     TextFormat,
     Tokens,
     by_offer,
     by_type,
 )
-from router.dialects.shared.field_table import Parameters
-from router.dialects.shared.formats import FORMS, Formed, ToolChoice
+from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
 from router.dialects.shared.template import Effort
 
 TOOLS_NOTE = (
@@ -92,14 +92,14 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 """Alternatives, where there are any."""
 
 
-class TextPart(Strict):
+class TextPart(StrictPart):
     """Text part of a message."""
 
     type: Literal["text"]
     text: str
 
 
-class RefusalPart(Strict):
+class RefusalPart(StrictPart):
     """Text part of an assistant's refusal."""
 
     type: Literal["refusal"]
@@ -110,12 +110,12 @@ Part = Annotated[
     Annotated[TextPart, Tag("text_part")] | Annotated[RefusalPart, Tag("refusal_part")], by_type("text", "refusal")
 ]
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    Annotated[str, Tag("text")] | Annotated[list[Part], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
 
-class CalledFunction(Strict):
+class CalledFunction(StrictPart):
     """Function that the assistant called. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     name: Named
@@ -123,7 +123,7 @@ class CalledFunction(Strict):
     parsed_arguments: Any = None
 
 
-class MessageToolCall(Strict):
+class MessageToolCall(StrictPart):
     """Call that the assistant made in an earlier turn.
 
     Client libraries leave `index` and `parsed_arguments` in messages assembled from a stream.
@@ -135,14 +135,14 @@ class MessageToolCall(Strict):
     index: int | None = None
 
 
-class CalledCustom(Strict):
+class CalledCustom(StrictPart):
     """Custom tool that the assistant called."""
 
     name: Named
     input: str
 
 
-class MessageCustomCall(Strict):
+class MessageCustomCall(StrictPart):
     """Call of a custom tool that the assistant made in an earlier turn."""
 
     id: Named
@@ -157,14 +157,14 @@ MessageCall = Annotated[
 ]
 
 
-class ChatMessage(Strict):
+class ChatMessage(StrictPart):
     """Message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: Name | None = None
     tool_call_id: Name | None = None
-    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MOST_CALLS)] | None = None
+    tool_calls: Annotated[list[MessageCall], Field(fail_fast=True, max_length=MAX_CALLS)] | None = None
     function_call: None = None
     audio: None = None
     refusal: str | None = None
@@ -174,7 +174,7 @@ class ChatMessage(Strict):
     reasoning: str | None = None
 
 
-class Function(Strict):
+class FunctionSpec(StrictPart):
     """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
 
     name: FunctionName
@@ -183,14 +183,14 @@ class Function(Strict):
     strict: bool | None = None
 
 
-class Tool(Strict):
+class ChatTool(StrictPart):
     """Tool that the model may call."""
 
     type: Literal["function"]
-    function: Function
+    function: FunctionSpec
 
 
-class Custom(Strict):
+class CustomToolSpec(StrictPart):
     """Custom tool, which takes a text."""
 
     name: FunctionName
@@ -204,33 +204,33 @@ class Custom(Strict):
     ) = None
 
 
-class CustomTool(Strict):
+class ChatCustomTool(StrictPart):
     """Custom tool that the model may call."""
 
     type: Literal["custom"]
-    custom: Custom
+    custom: CustomToolSpec
 
 
 AnyTool = Annotated[
-    Annotated[Tool, Tag("function_part")]
-    | Annotated[CustomTool, Tag("custom_part")]
-    | Annotated[Foreign, Tag("foreign_part")],
+    Annotated[ChatTool, Tag("function_part")]
+    | Annotated[ChatCustomTool, Tag("custom_part")]
+    | Annotated[ForeignPart, Tag("foreign_part")],
     by_offer("function", "custom"),
 ]
 
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]{0,63}$")]
 
 
-class ChatBody(Formed):
+class ChatBody(FormattedBody):
     """Request body. A field that is not offered is refused with `unsupported_parameter`; ignored fields are named."""
 
     model: Named
-    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
     max_tokens: Tokens | None = None
     max_completion_tokens: Tokens | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: Effort | None = None
@@ -242,4 +242,4 @@ class ChatBody(Formed):
     chat_template_kwargs: dict[Variable, Any] | None = None
 
 
-CHAT = Parameters(ChatBody, HARMLESS, NEUTRAL, INSTEAD)
+CHAT = FieldTable(ChatBody, HARMLESS, NEUTRAL, INSTEAD)

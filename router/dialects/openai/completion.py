@@ -9,19 +9,19 @@ from typing import cast
 
 import msgspec
 
-from router.admission.request_limits import MOST_CHOICES
+from router.admission.request_limits import MAX_CHOICES
 from router.dialects.openai.completion_response import CompletionChunks, completion
 from router.dialects.openai.completion_schema import COMPLETION, CompletionBody
 from router.dialects.shared.common_fields import params_of, usage_wanted
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.interface import OPENAI, Reader
+from router.dialects.shared.interface import OPENAI, AnswerReader
 from router.dialects.shared.validation import unsupported
-from router.dispatch.request import Answer, Job
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of_plain
 from router.errors import Problem, invalid
-from wire.frames import Finished, Params
+from wire.frames import Finished, GenerationParams
 
-USUAL_LENGTH = 16
+DEFAULT_ANSWER_TOKENS = 16
 """Tokens of an answer without `max_tokens`: OpenAI's default, on which its clients rely."""
 
 Prompt = str | tuple[int, ...]
@@ -32,20 +32,20 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
 
     model: str
     prompts: tuple[Prompt, ...]
-    params: Params
+    params: GenerationParams
     stream: bool
     include_usage: bool
     echo: bool
     session: str = ""
     ignored: tuple[str, ...] = ()
 
-    def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
-        """Return one job for each prompt; see `router.dialects.shared.interface.Asked`."""
+    def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
+        """Return one job for each prompt; see `router.dialects.shared.interface.ParsedRequest`."""
         return [self._job(prompt, key, request_id, created) for prompt in self.prompts]
 
-    def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> Job:
+    def _job(self, prompt: Prompt, key: str, request_id: str, created: int) -> RequestSpec:
         text, ids = (prompt, ()) if isinstance(prompt, str) else ("", prompt)
-        return Job(
+        return RequestSpec(
             demand_of_plain(self.model, text, ids, self.params),
             key,
             request_id,
@@ -65,16 +65,16 @@ class CompletionRequest(msgspec.Struct, frozen=True, gc=False):
         texts = [str(prompt) if self.echo else "" for prompt in self.prompts]
         return [text for text in texts for _ in range(self.params.n)]
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return completion(job, answer, finished, self._echoes())
 
-    def chunks(self, reader: Reader) -> CompletionChunks:
-        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
+    def chunks(self, reader: AnswerReader) -> CompletionChunks:
+        """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
         return CompletionChunks(reader.job, self._echoes())
 
 
-class Completion:
+class CompletionRoute:
     """Completion route; `strict` refuses unknown fields."""
 
     style = OPENAI
@@ -99,7 +99,7 @@ def _request(body: CompletionBody, ignored: tuple[str, ...]) -> CompletionReques
     grammar = body.form()
     if isinstance(grammar, Problem):
         return grammar
-    params = params_of(body, body.max_tokens or USUAL_LENGTH, logprobs=body.logprobs, grammar=grammar)
+    params = params_of(body, body.max_tokens or DEFAULT_ANSWER_TOKENS, logprobs=body.logprobs, grammar=grammar)
     return CompletionRequest(
         body.model, prompts, params, bool(body.stream), include_usage, bool(body.echo), body.session, nameable(ignored)
     )
@@ -124,6 +124,6 @@ def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | No
     if body.echo and not isinstance(prompts[0], str):
         why = "echo of token ids is not supported: their text is known only where the model is; send the prompt as text"
         return unsupported("echo", why=why)
-    if len(prompts) * n > MOST_CHOICES * MOST_CHOICES:
-        return invalid(f"{len(prompts)} prompts × n {n} are more than {MOST_CHOICES * MOST_CHOICES} answers", "n")
+    if len(prompts) * n > MAX_CHOICES * MAX_CHOICES:
+        return invalid(f"{len(prompts)} prompts × n {n} are more than {MAX_CHOICES * MAX_CHOICES} answers", "n")
     return None

@@ -8,8 +8,8 @@ import msgspec
 
 from router.dialects.openai.chat_response import DONE, usage_of
 from router.dialects.shared.interface import comment
-from router.dialects.shared.tool_calls import shown
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.tool_calls import printable_token
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from router.worker_thread import encoded_list
 from wire.frames import Channel, Delta, Finished, Logprob
@@ -18,7 +18,7 @@ from wire.frames import Channel, Delta, Finished, Logprob
 class CompletionChunks:
     """Encoder of one stream; `echoes` precede the text of each choice."""
 
-    def __init__(self, job: Job, echoes: Sequence[str]) -> None:
+    def __init__(self, job: RequestSpec, echoes: Sequence[str]) -> None:
         self._job = job
         self._echoes = echoes
         self._head = f'data: {{{_about(job)},"choices":['
@@ -70,7 +70,7 @@ class CompletionChunks:
         return self._head + about + self._tail
 
 
-def completion(job: Job, answer: Answer, finished: Finished, echoes: Sequence[str]) -> bytes:
+def completion(job: RequestSpec, answer: CompleteAnswer, finished: Finished, echoes: Sequence[str]) -> bytes:
     """Render the whole answer to a request without a stream."""
     reasons = _reasons(finished, len(echoes))
     choices = [
@@ -86,7 +86,7 @@ def completion(job: Job, answer: Answer, finished: Finished, echoes: Sequence[st
     return msgspec.json.encode(about | {"choices": choices, "usage": usage_of(finished)})
 
 
-def _about(job: Job) -> str:
+def _about(job: RequestSpec) -> str:
     return (
         f'"id":"cmpl-{job.request_id}","object":"text_completion","created":{job.created},'
         f'"model":{json.dumps(job.demand.model)}'
@@ -98,7 +98,7 @@ def _reasons(finished: Finished, choices: int) -> list[str]:
     return ["length" if reason == "length" else "stop" for reason in told]
 
 
-class Legacy(msgspec.Struct, gc=False):
+class LegacyLogprobs(msgspec.Struct, gc=False):
     """`choices[].logprobs`, one list for each of its parts."""
 
     tokens: list[str]
@@ -107,20 +107,20 @@ class Legacy(msgspec.Struct, gc=False):
     text_offset: list[int]
 
 
-def _logprobs(job: Job, answer: Answer, choice: int, offset: int) -> Legacy | None:
+def _logprobs(job: RequestSpec, answer: CompleteAnswer, choice: int, offset: int) -> LegacyLogprobs | None:
     if not job.params.logprobs:
         return None
     return logprobs_of(answer.logprobs.get(choice, ()), job.params.top_logprobs, offset)
 
 
-def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> Legacy:
+def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> LegacyLogprobs:
     """Convert log probabilities to the older shape; `offset` is the number of characters before the first token.
 
     A token that is a part of a character is rendered by its bytes, as OpenAI does.
     """
     known = list(logprobs)
     alternatives = encoded_list(dict(_token(*each) for each in one.top[:top]) for one in known)
-    found = Legacy([], [], alternatives, [])
+    found = LegacyLogprobs([], [], alternatives, [])
     for one in known:
         text, value = _token(one.token, one.logprob)
         found.tokens.append(text)
@@ -131,7 +131,7 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int, offset: int) -> Legacy:
 
 
 def _token(token: bytes, logprob: float) -> tuple[str, float]:
-    text, value, kept = shown(token, logprob)
+    text, value, kept = printable_token(token, logprob)
     if "\ufffd" in text:
         text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in kept)
     return text, value

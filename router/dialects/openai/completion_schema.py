@@ -6,10 +6,10 @@ from typing import Annotated, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MAX_PROMPT_IDS, MOST_PROMPTS, MOST_TOKEN_ID, MOST_TOKENS, MOST_TOP_LOGPROBS
+from router.admission.request_limits import MAX_PROMPT_IDS, MAX_PROMPTS, MAX_TOKEN_ID, MAX_TOKENS, MAX_TOP_LOGPROBS
 from router.dialects.shared.common_fields import OTHER_SERVERS, SESSION_NOTE, Named, Tokens
-from router.dialects.shared.field_table import Parameters
-from router.dialects.shared.formats import FORMS, Formed
+from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.formats import FORMS, FormattedBody
 
 HARMLESS: Mapping[str, str] = OTHER_SERVERS
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"suffix": (None, "")})
@@ -25,18 +25,18 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "best_of": "only where it is n: all answers are given back, none is chosen",
         "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
         "probabilities of a prompt are not computed",
-        "prompt": f"a text, token ids, or up to {MOST_PROMPTS} of either; choices are counted through: prompt × n",
+        "prompt": f"a text, token ids, or up to {MAX_PROMPTS} of either; choices are counted through: prompt × n",
         "max_tokens": "16 where it is not given, as the API has it",
-        "logprobs": f"0 to {MOST_TOP_LOGPROBS} alternatives",
+        "logprobs": f"0 to {MAX_TOP_LOGPROBS} alternatives",
     }
 )
 
 TokenIds = Annotated[
-    list[Annotated[int, Field(ge=0, le=MOST_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MOST_TOKENS)
+    list[Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]], Field(fail_fast=True, min_length=1, max_length=MAX_TOKENS)
 ]
 Text = Annotated[str, Field(min_length=1)]
-Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
-ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST_PROMPTS)]
+Texts = Annotated[list[Text], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+ManyIds = Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
 
 
 def _kind(prompt: object) -> str:
@@ -55,7 +55,7 @@ Prompt = Annotated[
 ]
 
 
-class CompletionBody(Formed):
+class CompletionBody(FormattedBody):
     """Request body of a completion."""
 
     model: Named
@@ -63,7 +63,7 @@ class CompletionBody(Formed):
     max_tokens: Tokens | None = None
     best_of: int | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
 
 
-COMPLETION = Parameters(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)
+COMPLETION = FieldTable(CompletionBody, HARMLESS, NEUTRAL, INSTEAD, MAX_PROMPT_IDS)

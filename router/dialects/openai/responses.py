@@ -7,53 +7,53 @@ from typing import cast
 import msgspec
 
 from router.dialects.openai.responses_input import messages_of
-from router.dialects.openai.responses_response import Outline, ResponseChunks, response
+from router.dialects.openai.responses_response import ResponseChunks, ResponseMeta, response
 from router.dialects.openai.responses_schema import (
     RESPONSES,
-    CustomTool,
     FunctionTool,
     Namespace,
     ResponsesBody,
+    ResponsesCustomTool,
     SchemaFormat,
 )
-from router.dialects.openai.responses_store import Kept, entry
-from router.dialects.shared.common_fields import Foreign
-from router.dialects.shared.conversation import Request
+from router.dialects.openai.responses_store import ResponseStore, entry
+from router.dialects.shared.common_fields import ForeignPart
+from router.dialects.shared.conversation import ConversationRequest
 from router.dialects.shared.field_table import nameable
-from router.dialects.shared.formats import JsonObject, of_schema, with_calls
-from router.dialects.shared.interface import OPENAI, Reader
-from router.dialects.shared.single_choice import Spoken
+from router.dialects.shared.formats import JsonObject, schema_grammar, with_calls
+from router.dialects.shared.interface import OPENAI, AnswerReader
+from router.dialects.shared.single_choice import SingleChoiceAnswer
 from router.dialects.shared.strict_json import Body
 from router.dialects.shared.template import thinking, variables
-from router.dialects.shared.tools import Offered, Origin, Tools, custom, function, gathered
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.tools import ClientTool, OfferedTool, ToolSet, collect_tools, custom, function
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.dispatch.resource_demand import demand_of
 from router.errors import Problem, invalid
-from wire.frames import Finished, Grammar, Message, Params, ToolCall
+from wire.frames import Finished, GenerationParams, GrammarSpec, Message, ToolCall
 
 
-class ResponsesRequest(Request, frozen=True):
+class ResponsesRequest(ConversationRequest, frozen=True):
     """Parsed responses body."""
 
-    outline: Outline | None = None
+    outline: ResponseMeta | None = None
     said: tuple[Message, ...] = ()
     """Conversation without its instructions."""
-    kept: Kept | None = None
+    kept: ResponseStore | None = None
     """Store for the answer; None where the answer is not stored."""
     owner: str = ""
     """Id of the API key."""
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.Asked`."""
-        body, said = response(cast("Outline", self.outline), job, answer, finished)
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
+        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        body, said = response(cast("ResponseMeta", self.outline), job, answer, finished)
         self._keep(body, said)
         return body
 
-    def chunks(self, reader: Reader) -> ResponseChunks:
-        """Return the encoder of the stream; see `router.dialects.shared.interface.Asked`."""
-        return ResponseChunks(cast("Outline", self.outline), reader.job, self._keep)
+    def chunks(self, reader: AnswerReader) -> ResponseChunks:
+        """Return the encoder of the stream; see `router.dialects.shared.interface.ParsedRequest`."""
+        return ResponseChunks(cast("ResponseMeta", self.outline), reader.job, self._keep)
 
-    def _keep(self, body: bytes, said: Spoken) -> None:
+    def _keep(self, body: bytes, said: SingleChoiceAnswer) -> None:
         if self.kept is None or self.outline is None:
             return
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in said.calls)
@@ -61,13 +61,13 @@ class ResponsesRequest(Request, frozen=True):
         self.kept.put(self.owner, f"resp_{self.outline.name}", entry(body, (*self.said, last)))
 
 
-class Responses:
+class ResponsesRoute:
     """Responses routes with their stored answers; `strict` refuses unknown fields."""
 
     style = OPENAI
 
     def __init__(self, *, strict: bool = False) -> None:
-        self.kept = Kept()
+        self.kept = ResponseStore()
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
@@ -102,7 +102,7 @@ class Responses:
         grammar = _grammar(body, tools)
         if isinstance(grammar, Problem):
             return grammar
-        params = Params(
+        params = GenerationParams(
             grammar=grammar,
             max_tokens=body.max_output_tokens,
             temperature=body.temperature,
@@ -120,7 +120,7 @@ class Responses:
             template,
             body.prompt_cache_key or body.session_id or body.chat_id or body.user or "",
             nameable([*ignored, *(f"include={name}" for name in body.include or ()), *tools.left_out]),
-            Outline(secrets.token_hex(16), body, asked, tools.origins),
+            ResponseMeta(secrets.token_hex(16), body, asked, tools.origins),
             said,
             self.kept if body.store is not False else None,
             key,
@@ -139,12 +139,12 @@ class Responses:
         return (*kept.messages, *messages)
 
 
-def _grammar(body: ResponsesBody, tools: Tools) -> Grammar | Problem | None:
+def _grammar(body: ResponsesBody, tools: ToolSet) -> GrammarSpec | Problem | None:
     """Return the grammar of the answer: its format and its forced calls."""
     asked = body.text.format if body.text is not None else None
-    form: Grammar | Problem | None = Grammar("json_object") if isinstance(asked, JsonObject) else None
+    form: GrammarSpec | Problem | None = GrammarSpec("json_object") if isinstance(asked, JsonObject) else None
     if isinstance(asked, SchemaFormat):
-        form = of_schema(asked.schema_, "text.format.schema")
+        form = schema_grammar(asked.schema_, "text.format.schema")
     if isinstance(form, Problem):
         return form
     choice = body.tool_choice
@@ -153,22 +153,24 @@ def _grammar(body: ResponsesBody, tools: Tools) -> Grammar | Problem | None:
     return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
 
 
-def _tools(body: ResponsesBody, *, strict: bool) -> Tools | Problem:
+def _tools(body: ResponsesBody, *, strict: bool) -> ToolSet | Problem:
     offered = (offer for tool in body.tools or () for offer in _offered(tool))
-    return gathered(offered, body.tools, strict=strict, told=body.tool_choice != "none")
+    return collect_tools(offered, body.tools, strict=strict, told=body.tool_choice != "none")
 
 
-def _offered(tool: FunctionTool | CustomTool | Namespace | Foreign, namespace: str = "") -> Iterator[Offered]:
+def _offered(
+    tool: FunctionTool | ResponsesCustomTool | Namespace | ForeignPart, namespace: str = ""
+) -> Iterator[OfferedTool]:
     """Yield the functions of a tool for the model: of a namespace every tool in it."""
     if isinstance(tool, Namespace):
         for one in tool.tools:
             yield from _offered(one, tool.name)
-    elif isinstance(tool, CustomTool):
+    elif isinstance(tool, ResponsesCustomTool):
         body = custom(tool.name, tool.description, tool.format)
-        yield Offered(body, origin=Origin(tool.name, custom=True, namespace=namespace))
+        yield OfferedTool(body, origin=ClientTool(tool.name, custom=True, namespace=namespace))
     elif isinstance(tool, FunctionTool):
         body = function(tool.name, tool.description, tool.parameters, strict=tool.strict)
-        yield Offered(body, bool(tool.strict), Origin(tool.name, namespace=namespace) if namespace else None)
+        yield OfferedTool(body, bool(tool.strict), ClientTool(tool.name, namespace=namespace) if namespace else None)
 
 
 def _unknown(name: str) -> Problem:

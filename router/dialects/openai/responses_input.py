@@ -6,7 +6,7 @@ from itertools import chain
 
 from msgspec.structs import replace
 
-from router.admission.request_limits import MOST_CALLS
+from router.admission.request_limits import MAX_CALLS
 from router.dialects.openai.responses_schema import (
     CallItem,
     Content,
@@ -15,7 +15,7 @@ from router.dialects.openai.responses_schema import (
     Item,
     MessageItem,
     OutputItem,
-    Refusal,
+    OutputRefusal,
 )
 from router.dialects.shared.tools import arguments_for
 from router.errors import Problem, invalid
@@ -36,8 +36,8 @@ def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
             turn, calls = [], 0
         turn.append(message)
         calls += len(message.tool_calls)
-        if calls > MOST_CALLS:
-            return invalid(f"the model made more than {MOST_CALLS} calls at once", f"input[{at}]")
+        if calls > MAX_CALLS:
+            return invalid(f"the model made more than {MAX_CALLS} calls at once", f"input[{at}]")
     return messages + _merged(turn)
 
 
@@ -82,4 +82,4 @@ def _message(item: Item) -> Message:
 def _text(content: Content) -> str:
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, Refusal) else part.text for part in content)
+    return "".join(part.refusal if isinstance(part, OutputRefusal) else part.text for part in content)

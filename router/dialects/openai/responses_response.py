@@ -12,11 +12,11 @@ import msgspec
 
 from router.dialects.openai.responses_schema import ResponsesBody
 from router.dialects.shared.interface import comment
-from router.dialects.shared.single_choice import Pieces, Spoken, spoken
+from router.dialects.shared.single_choice import SingleChoiceAnswer, StreamSplitter, assemble_answer
 from router.dialects.shared.strict_json import Body
-from router.dialects.shared.tool_calls import Call
-from router.dialects.shared.tools import Origin, input_of
-from router.dispatch.request import Answer, Job
+from router.dialects.shared.tool_calls import AnswerToolCall
+from router.dialects.shared.tools import ClientTool, input_of
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
 from wire.frames import Channel, Delta, Finished
 
@@ -24,13 +24,13 @@ Shape = dict[str, object]
 _PREFIX = {Channel.CONTENT: "msg", Channel.REASONING: "rs", Channel.TOOL_CALL: "fc"}
 
 
-class Outline:
+class ResponseMeta:
     """Request data in an answer. `name` is the answer's id without the prefix.
 
     `origins` are the tools that the client and the model know in different forms.
     """
 
-    def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, Origin]) -> None:
+    def __init__(self, name: str, body: ResponsesBody, asked: Body, origins: Mapping[str, ClientTool]) -> None:
         self.name = name
         self._origins = origins
         text = cast("Body", asked.get("text") or {})
@@ -51,7 +51,7 @@ class Outline:
             "background": False,
         }
 
-    def shape(self, job: Job, status: str, output: list[Shape], **more: object) -> Shape:
+    def shape(self, job: RequestSpec, status: str, output: list[Shape], **more: object) -> Shape:
         """Return a whole answer in this state."""
         return {
             "id": f"resp_{self.name}",
@@ -67,7 +67,7 @@ class Outline:
             **more,
         }
 
-    def finished(self, job: Job, output: list[Shape], finished: Finished) -> Shape:
+    def finished(self, job: RequestSpec, output: list[Shape], finished: Finished) -> Shape:
         """Return a whole finished answer."""
         cut = cut_short(finished)
         return self.shape(
@@ -78,9 +78,9 @@ class Outline:
             usage=usage_of(finished),
         )
 
-    def call(self, name: str, status: str, call: Call, *, begun: bool = False) -> Shape:
+    def call(self, name: str, status: str, call: AnswerToolCall, *, begun: bool = False) -> Shape:
         """Return the item of a call as the client knows the tool, without its text where it has only `begun`."""
-        origin = self._origins.get(call.name, Origin(call.name))
+        origin = self._origins.get(call.name, ClientTool(call.name))
         where: Shape = {"namespace": origin.namespace} if origin.namespace else {}
         about: Shape = {"id": name, "call_id": call.id, "name": origin.name, "status": status, **where}
         if origin.custom:
@@ -97,7 +97,7 @@ def cut_short(finished: Finished) -> bool:
     return bool(finished.reasons) and finished.reasons[0] == "length"
 
 
-def whole_output(outline: Outline, said: Spoken) -> list[Shape]:
+def whole_output(outline: ResponseMeta, said: SingleChoiceAnswer) -> list[Shape]:
     """Return the items of a whole answer."""
     output: list[Shape] = []
     for channel, text in ((Channel.REASONING, said.reasoning), (Channel.CONTENT, said.content)):
@@ -119,26 +119,30 @@ def usage_of(finished: Finished) -> Shape:
     }
 
 
-def response(outline: Outline, job: Job, answer: Answer, finished: Finished) -> tuple[bytes, Spoken]:
+def response(
+    outline: ResponseMeta, job: RequestSpec, answer: CompleteAnswer, finished: Finished
+) -> tuple[bytes, SingleChoiceAnswer]:
     """Return the whole answer to a request without a stream, and its content."""
-    said = spoken(answer)
+    said = assemble_answer(answer)
     return msgspec.json.encode(outline.finished(job, whole_output(outline, said), finished)), said
 
 
 class ResponseChunks:
     """Encoder of one stream. `kept` is called with the answer and its content at the end."""
 
-    def __init__(self, outline: Outline, job: Job, kept: Callable[[bytes, Spoken], None]) -> None:
+    def __init__(
+        self, outline: ResponseMeta, job: RequestSpec, kept: Callable[[bytes, SingleChoiceAnswer], None]
+    ) -> None:
         self._outline = outline
         self._job = job
         self._kept = kept
         self._number = 0
-        self._pieces = Pieces()
+        self._pieces = StreamSplitter()
         self._output: list[Shape] = []
         self._open: Channel | None = None
         self._text: list[str] = []
         self._said: dict[Channel, list[str]] = {Channel.CONTENT: [], Channel.REASONING: []}
-        self._calls: list[Call] = []
+        self._calls: list[AnswerToolCall] = []
 
     def keepalive(self, why: str) -> bytes:
         """Render a comment."""
@@ -167,7 +171,7 @@ class ResponseChunks:
         events = self._close("incomplete" if cut_short(finished) else "completed")
         whole = self._outline.finished(self._job, self._output, finished)
         thought, content = ("".join(self._said[one]) for one in (Channel.REASONING, Channel.CONTENT))
-        said = Spoken(thought, content, self._calls)
+        said = SingleChoiceAnswer(thought, content, self._calls)
         self._kept(msgspec.json.encode(whole), said)
         return events + self._event(f"response.{whole['status']}", response=whole)
 
@@ -195,7 +199,7 @@ class ResponseChunks:
         done += self._about("response.content_part.done", channel, {"part": _part(channel, text)})
         return done + self._done(item)
 
-    def _called(self, call: Call) -> bytes:
+    def _called(self, call: AnswerToolCall) -> bytes:
         before = self._close()
         self._calls.append(call)
         name, at = self._id(Channel.TOOL_CALL), len(self._output)

@@ -6,18 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import MOST_MESSAGES, MOST_PARTS, MOST_TOOLS
+from router.admission.request_limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from router.dialects.openai.chat_schema import HARMLESS as CHAT_HARMLESS
-from router.dialects.openai.chat_schema import TOOLS_NOTE, Custom
+from router.dialects.openai.chat_schema import TOOLS_NOTE, CustomToolSpec
 from router.dialects.shared.common_fields import (
     SESSION_NOTE,
     TEXT_OR_PARTS,
-    Foreign,
+    ForeignPart,
     FunctionName,
     Hint,
     Name,
     Named,
-    Strict,
+    StrictPart,
     Temperature,
     TextFormat,
     Tokens,
@@ -25,8 +25,8 @@ from router.dialects.shared.common_fields import (
     by_offer,
     by_type,
 )
-from router.dialects.shared.field_table import Parameters
-from router.dialects.shared.formats import JsonObject, NamedFunction, Schema, Word, choice_kind
+from router.dialects.shared.field_table import FieldTable
+from router.dialects.shared.formats import JsonObject, NamedFunction, NamedSchema, Word, choice_kind
 from router.dialects.shared.template import Effort
 
 HARMLESS: Mapping[str, str] = MappingProxyType(
@@ -74,7 +74,7 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
 )
 
 
-class InputText(Strict):
+class InputText(StrictPart):
     """Text part of an input message."""
 
     type: Literal["input_text"]
@@ -82,7 +82,7 @@ class InputText(Strict):
     prompt_cache_breakpoint: Any = None
 
 
-class OutputText(Strict):
+class OutputText(StrictPart):
     """Text part of a model's message."""
 
     type: Literal["output_text"]
@@ -91,7 +91,7 @@ class OutputText(Strict):
     logprobs: Any = None
 
 
-class Refusal(Strict):
+class OutputRefusal(StrictPart):
     """Text part of a model's refusal."""
 
     type: Literal["refusal"]
@@ -101,24 +101,24 @@ class Refusal(Strict):
 ContentPart = Annotated[
     Annotated[InputText, Tag("input_text_part")]
     | Annotated[OutputText, Tag("output_text_part")]
-    | Annotated[Refusal, Tag("refusal_part")],
+    | Annotated[OutputRefusal, Tag("refusal_part")],
     by_type("input_text", "output_text", "refusal"),
 ]
 Content = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MOST_PARTS), Tag("parts")],
+    | Annotated[list[ContentPart], Field(fail_fast=True, max_length=MAX_PARTS), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
 
-class Returned(Strict):
+class ReturnedItem(StrictPart):
     """Base of items that may come from an earlier answer."""
 
     id: Name | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-class MessageItem(Returned):
+class MessageItem(ReturnedItem):
     """Message."""
 
     type: Literal["message"] | None = None
@@ -127,7 +127,7 @@ class MessageItem(Returned):
     phase: Any = None
 
 
-class CallItem(Returned):
+class CallItem(ReturnedItem):
     """Call that the model made. `arguments` is JSON text, as far as the model produced valid JSON."""
 
     type: Literal["function_call"]
@@ -139,7 +139,7 @@ class CallItem(Returned):
     parsed_arguments: Any = None
 
 
-class OutputItem(Returned):
+class OutputItem(ReturnedItem):
     """Result of a call."""
 
     type: Literal["function_call_output"]
@@ -150,7 +150,7 @@ class OutputItem(Returned):
     namespace: Any = None
 
 
-class CustomCallItem(Returned):
+class CustomCallItem(ReturnedItem):
     """Call of a custom tool that the model made."""
 
     type: Literal["custom_tool_call"]
@@ -161,7 +161,7 @@ class CustomCallItem(Returned):
     namespace: Any = None
 
 
-class CustomOutputItem(Returned):
+class CustomOutputItem(ReturnedItem):
     """Result of a call of a custom tool."""
 
     type: Literal["custom_tool_call_output"]
@@ -172,19 +172,19 @@ class CustomOutputItem(Returned):
     namespace: Any = None
 
 
-class Thought(Strict):
+class ReasoningText(StrictPart):
     """Part of the reasoning."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
-class ReasoningItem(Returned):
+class ReasoningItem(ReturnedItem):
     """Reasoning of the model. The encrypted content of another server cannot be read here."""
 
     type: Literal["reasoning"]
-    summary: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
-    content: Annotated[list[Thought], Field(fail_fast=True, max_length=MOST_PARTS)] | None = None
+    summary: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: Annotated[list[ReasoningText], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     encrypted_content: Any = None
 
 
@@ -206,12 +206,12 @@ Item = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Field(min_length=1), Tag("text")]
-    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES), Tag("parts")],
+    | Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("parts")],
     TEXT_OR_PARTS,
 ]
 
 
-class FunctionTool(Strict):
+class FunctionTool(StrictPart):
     """Function that the model may call. With `strict` the arguments of its calls follow `parameters`."""
 
     type: Literal["function"]
@@ -224,7 +224,7 @@ class FunctionTool(Strict):
     output_schema: Any = None
 
 
-class CustomTool(Custom):
+class ResponsesCustomTool(CustomToolSpec):
     """Custom tool that the model may call."""
 
     type: Literal["custom"]
@@ -232,7 +232,7 @@ class CustomTool(Custom):
     defer_loading: Any = None
 
 
-class Namespace(Strict):
+class Namespace(StrictPart):
     """Tools under one name. Its client accepts calls by both names."""
 
     type: Literal["namespace"]
@@ -242,25 +242,25 @@ class Namespace(Strict):
         list[
             Annotated[
                 Annotated[FunctionTool, Tag("function_part")]
-                | Annotated[CustomTool, Tag("custom_part")]
-                | Annotated[Foreign, Tag("foreign_part")],
+                | Annotated[ResponsesCustomTool, Tag("custom_part")]
+                | Annotated[ForeignPart, Tag("foreign_part")],
                 by_offer("function", "custom"),
             ]
         ],
-        Field(fail_fast=True, max_length=MOST_TOOLS),
+        Field(fail_fast=True, max_length=MAX_TOOLS),
     ]
 
 
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("function_part")]
-    | Annotated[CustomTool, Tag("custom_part")]
+    | Annotated[ResponsesCustomTool, Tag("custom_part")]
     | Annotated[Namespace, Tag("namespace_part")]
-    | Annotated[Foreign, Tag("foreign_part")],
+    | Annotated[ForeignPart, Tag("foreign_part")],
     by_offer("function", "custom", "namespace"),
 ]
 
 
-class Reasoning(Strict):
+class Reasoning(StrictPart):
     """Reasoning options."""
 
     effort: Effort | None = None
@@ -270,7 +270,7 @@ class Reasoning(Strict):
     mode: Literal["standard"] | None = None
 
 
-class SchemaFormat(Schema):
+class SchemaFormat(NamedSchema):
     """Format: JSON of a schema."""
 
     type: Literal["json_schema"]
@@ -304,20 +304,20 @@ ToolChoice = Annotated[
 ]
 
 
-class TextConfig(Strict):
+class TextConfig(StrictPart):
     """Format options of the answer."""
 
     format: Format | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
-class ResponseStreamOptions(Strict):
+class ResponseStreamOptions(StrictPart):
     """Optional content of a stream."""
 
     include_obfuscation: Literal[False] | None = None
 
 
-class ResponsesBody(Strict):
+class ResponsesBody(StrictPart):
     """Request body of a response."""
 
     model: Named
@@ -338,9 +338,9 @@ class ResponsesBody(Strict):
     temperature: Temperature | None = None
     text: TextConfig | None = None
     tool_choice: ToolChoice | None = None
-    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MOST_TOOLS)] | None = None
+    tools: Annotated[list[AnyTool], Field(fail_fast=True, max_length=MAX_TOOLS)] | None = None
     top_p: TopP | None = None
     user: Hint | None = None
 
 
-RESPONSES = Parameters(ResponsesBody, HARMLESS, NEUTRAL, INSTEAD)
+RESPONSES = FieldTable(ResponsesBody, HARMLESS, NEUTRAL, INSTEAD)

@@ -12,19 +12,19 @@ import msgspec
 from wire.frames import Message
 from wire.units import MIB
 
-MOST_KEPT = 4096
+MAX_RESPONSES = 4096
 """Maximum answers in all."""
-MOST_BYTES = 128 * MIB
+MAX_STORED_BYTES = 128 * MIB
 """Maximum bytes in all."""
-MOST_OF_KEY = 512
+MAX_RESPONSES_PER_KEY = 512
 """Maximum answers of one key."""
-BYTES_OF_KEY = 32 * MIB
+MAX_BYTES_PER_KEY = 32 * MIB
 """Maximum bytes of one key."""
 MESSAGE_BYTES = 256
 """Bytes charged for a message in addition to its text."""
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class StoredResponse(msgspec.Struct, frozen=True, gc=False):
     """One answer as sent, and the conversation up to it, without the instructions."""
 
     body: bytes
@@ -32,43 +32,47 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
     nbytes: int
 
 
-class Shelf(msgspec.Struct):
+class KeyResponses(msgspec.Struct):
     """Stored answers of one key."""
 
-    entries: OrderedDict[str, Entry]
+    entries: OrderedDict[str, StoredResponse]
     nbytes: int = 0
 
 
-def entry(body: bytes, messages: tuple[Message, ...]) -> Entry:
+def entry(body: bytes, messages: tuple[Message, ...]) -> StoredResponse:
     """Build an entry and count its bytes."""
     size = sum(
         MESSAGE_BYTES + len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.tool_calls)
         for one in messages
     )
-    return Entry(body, messages, len(body) + size)
+    return StoredResponse(body, messages, len(body) + size)
 
 
-class Kept:
+class ResponseStore:
     """Store of answers. Its limits are parameters for the tests."""
 
     def __init__(
-        self, most: int = MOST_KEPT, nbytes: int = MOST_BYTES, of_key: int = MOST_OF_KEY, key_bytes: int = BYTES_OF_KEY
+        self,
+        most: int = MAX_RESPONSES,
+        nbytes: int = MAX_STORED_BYTES,
+        of_key: int = MAX_RESPONSES_PER_KEY,
+        key_bytes: int = MAX_BYTES_PER_KEY,
     ) -> None:
         self._most, self._most_bytes = most, nbytes
         self._of_key, self._key_bytes = of_key, key_bytes
-        self._shelves: OrderedDict[str, Shelf] = OrderedDict()
+        self._shelves: OrderedDict[str, KeyResponses] = OrderedDict()
         self._order: OrderedDict[tuple[str, str], None] = OrderedDict()
         self.nbytes = 0
 
     def __len__(self) -> int:
         return len(self._order)
 
-    def put(self, key: str, name: str, kept: Entry) -> None:
+    def put(self, key: str, name: str, kept: StoredResponse) -> None:
         """Store an answer, unless it is larger than the limit of a key."""
         self.drop(key, name)
         if kept.nbytes > min(self._key_bytes, self._most_bytes):
             return
-        shelf = self._shelves.setdefault(key, Shelf(OrderedDict()))
+        shelf = self._shelves.setdefault(key, KeyResponses(OrderedDict()))
         shelf.entries[name] = kept
         shelf.nbytes += kept.nbytes
         self.nbytes += kept.nbytes
@@ -78,7 +82,7 @@ class Kept:
         while len(self._order) > self._most or self.nbytes > self._most_bytes:
             self.drop(*next(iter(self._order)))
 
-    def get(self, key: str, name: str) -> Entry | None:
+    def get(self, key: str, name: str) -> StoredResponse | None:
         """Return a stored answer of this key."""
         shelf = self._shelves.get(key)
         return None if shelf is None else shelf.entries.get(name)

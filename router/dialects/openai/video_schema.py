@@ -8,12 +8,12 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
-from router.dialects.shared.common_fields import Named, Strict
-from router.dialects.shared.field_table import Parameters
+from router.dialects.shared.common_fields import Named, StrictPart
+from router.dialects.shared.field_table import FieldTable
 
-LONGEST_PROMPT = 8000
+MAX_PROMPT_CHARS = 8000
 """Maximum characters of a prompt; the text encoder reads 512 tokens."""
-MOST_SEED = 2**32 - 1
+MAX_SEED = 2**32 - 1
 _WHOLE = re.compile(r"-?[0-9]{1,12}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")
 
@@ -54,12 +54,12 @@ def _number(value: object) -> object:
 
 Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-(10**12), le=10**12)]
 """Whole number whose real limits, with their reasons, are in `coordinator.video.state.memory_model`."""
-Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MOST_SEED)]
+Seed = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=MAX_SEED)]
 Guidance = Annotated[float, BeforeValidator(_number), Field(ge=0, le=30)]
-Prompt = Annotated[str, Field(min_length=1, max_length=LONGEST_PROMPT, pattern=r"\S")]
+Prompt = Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS, pattern=r"\S")]
 
 
-class VideoBody(Strict):
+class VideoBody(StrictPart):
     """Request body of a video."""
 
     prompt: Prompt
@@ -71,8 +71,8 @@ class VideoBody(Strict):
     steps: Whole | None = None
     guidance: Guidance | None = None
     guidance_2: Guidance | None = None
-    negative_prompt: Annotated[str, Field(max_length=LONGEST_PROMPT)] | None = None
+    negative_prompt: Annotated[str, Field(max_length=MAX_PROMPT_CHARS)] | None = None
     seed: Seed | None = None
 
 
-VIDEO = Parameters(VideoBody, IGNORED, NEUTRAL, INSTEAD)
+VIDEO = FieldTable(VideoBody, IGNORED, NEUTRAL, INSTEAD)

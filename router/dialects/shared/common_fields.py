@@ -1,4 +1,4 @@
-"""Fields of several dialects' bodies, as pydantic types, and their conversion to `Params`."""
+"""Fields of several dialects' bodies, as pydantic types, and their conversion to `GenerationParams`."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -7,17 +7,17 @@ from typing import Annotated, Literal, cast
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 from router.admission.request_limits import (
-    LONGEST_NAME,
-    LONGEST_STOP,
-    MOST_BIASES,
-    MOST_CHOICES,
-    MOST_STOPS,
-    MOST_TOKENS,
-    MOST_TOP_K,
+    MAX_BIASES,
+    MAX_CHOICES,
+    MAX_NAME_CHARS,
+    MAX_STOP_CHARS,
+    MAX_STOPS,
+    MAX_TOKENS,
+    MAX_TOP_K,
 )
 from router.errors import Problem, invalid
-from wire.frames import Grammar, Params
-from wire.refusals import Code
+from wire.frames import GenerationParams, GrammarSpec
+from wire.refusals import RefusalCode
 
 INT64 = 2**63 - 1
 
@@ -50,13 +50,13 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
 SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
 
 
-class Strict(BaseModel):
+class StrictPart(BaseModel):
     """Base of all parts: no unknown field, no conversion between types."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
-class Foreign(BaseModel):
+class ForeignPart(BaseModel):
     """Part of a type that another server would have to execute. It is left out with any content."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -64,13 +64,13 @@ class Foreign(BaseModel):
     type: Annotated[str, Field(min_length=1)]
 
 
-class TextFormat(Strict):
+class TextFormat(StrictPart):
     """Format: any text."""
 
     type: Literal["text"]
 
 
-class GrammarFormat(Strict):
+class GrammarFormat(StrictPart):
     """Grammar for the input of a custom tool."""
 
     type: Literal["grammar"]
@@ -78,20 +78,20 @@ class GrammarFormat(Strict):
     definition: str
 
 
-Name = Annotated[str, Field(max_length=LONGEST_NAME)]
-Named = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
+Named = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-Tokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-Stop = Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]
-Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MOST_STOPS)]
+Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+Stops = Annotated[list[Stop], Field(fail_fast=True, max_length=MAX_STOPS)]
 Penalty = Annotated[float, Field(ge=-2, le=2)]
-Hint = Annotated[str, Field(max_length=LONGEST_NAME)]
+Hint = Annotated[str, Field(max_length=MAX_NAME_CHARS)]
 TokenId = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,8})$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 Seed = Annotated[int, Field(ge=-INT64, le=INT64)]
 Temperature = Annotated[float, Field(ge=0, le=2)]
 TopP = Annotated[float, Field(gt=0, le=1)]
-TopK = Annotated[int, Field(ge=-1, le=MOST_TOP_K)]
+TopK = Annotated[int, Field(ge=-1, le=MAX_TOP_K)]
 MinP = Annotated[float, Field(ge=0, le=1)]
 Repetition = Annotated[float, Field(gt=0, le=10)]
 
@@ -148,19 +148,19 @@ def _stop_kind(stop: object) -> str:
 StopOrStops = Annotated[Annotated[Stop, Tag("one")] | Annotated[Stops, Tag("list")], Discriminator(_stop_kind)]
 
 
-class StreamOptions(Strict):
+class StreamOptions(StrictPart):
     """Optional content of a stream."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class Drawn(Strict):
+class SamplingFields(StrictPart):
     """Sampling, choice and stop fields of OpenAI's older bodies."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stop: StopOrStops | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -170,7 +170,7 @@ class Drawn(Strict):
     frequency_penalty: Penalty | None = None
     repetition_penalty: Repetition | None = None
     repeat_penalty: Repetition | None = None
-    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MOST_BIASES)] | None = None
+    logit_bias: Annotated[dict[TokenId, Bias], Field(max_length=MAX_BIASES)] | None = None
     seed: Seed | None = None
     prompt_cache_key: Hint | None = None
     session_id: Hint | None = None
@@ -184,16 +184,16 @@ class Drawn(Strict):
 
 
 def params_of(
-    body: Drawn,
+    body: SamplingFields,
     max_tokens: int | None,
     *,
     logprobs: int | None = None,
     one_call: bool = False,
-    grammar: Grammar | None = None,
-) -> Params:
+    grammar: GrammarSpec | None = None,
+) -> GenerationParams:
     """Build the parameters; `logprobs` is the number of alternatives per token, None for no log probabilities."""
     top_k = body.top_k
-    return Params(
+    return GenerationParams(
         grammar=grammar,
         max_tokens=max_tokens,
         temperature=body.temperature,
@@ -220,7 +220,7 @@ def stops_of(stop: str | Iterable[str] | None) -> tuple[str, ...]:
     return () if stop is None else (stop,) if isinstance(stop, str) else tuple(stop)
 
 
-def usage_wanted(body: Drawn) -> bool | Problem:
+def usage_wanted(body: SamplingFields) -> bool | Problem:
     """Return whether a stream's last chunk carries the usage; stream options without a stream are refused."""
     options = body.stream_options
     if options is None:
@@ -229,5 +229,5 @@ def usage_wanted(body: Drawn) -> bool | Problem:
         return invalid("stream_options is only possible with stream: true", "stream_options")
     if options.include_obfuscation:
         text = "stream_options.include_obfuscation is not offered: nothing is added to the chunks of a stream"
-        return invalid(text, "stream_options.include_obfuscation", Code.UNSUPPORTED.value)
+        return invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
     return bool(options.include_usage)

@@ -2,17 +2,17 @@
 
 import msgspec
 
-from router.dispatch.request import Job
-from router.placement.place import Demand
-from wire.frames import Message, Params
+from router.dispatch.request import RequestSpec
+from router.placement.place import ResourceDemand
+from wire.frames import GenerationParams, Message
 
 
-class Request(msgspec.Struct, frozen=True, gc=False):
+class ConversationRequest(msgspec.Struct, frozen=True, gc=False):
     """Parsed body of a conversation request."""
 
-    demand: Demand
+    demand: ResourceDemand
     messages: tuple[Message, ...]
-    params: Params
+    params: GenerationParams
     stream: bool
     include_usage: bool
     tools: str = ""
@@ -24,9 +24,9 @@ class Request(msgspec.Struct, frozen=True, gc=False):
     ignored: tuple[str, ...] = ()
     """Fields and tools that have no effect."""
 
-    def job(self, key: str, request_id: str, created: int) -> Job:
+    def job(self, key: str, request_id: str, created: int) -> RequestSpec:
         """Build the job for the dispatcher; `created` is in seconds since 1970."""
-        return Job(
+        return RequestSpec(
             self.demand,
             key,
             request_id,
@@ -41,6 +41,6 @@ class Request(msgspec.Struct, frozen=True, gc=False):
             ignored=self.ignored,
         )
 
-    def jobs(self, key: str, request_id: str, created: int) -> tuple[Job, ...]:
-        """Return the single job; see `router.dialects.shared.interface.Asked`."""
+    def jobs(self, key: str, request_id: str, created: int) -> tuple[RequestSpec, ...]:
+        """Return the single job; see `router.dialects.shared.interface.ParsedRequest`."""
         return (self.job(key, request_id, created),)

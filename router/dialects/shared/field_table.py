@@ -16,19 +16,19 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
 
-from router.admission.request_limits import LONGEST_NAME, MAX_VALUES, MOST_IGNORED
-from router.dialects.shared.common_fields import Foreign, Strict
+from router.admission.request_limits import MAX_IGNORED, MAX_NAME_CHARS, MAX_VALUES
+from router.dialects.shared.common_fields import ForeignPart, StrictPart
 from router.dialects.shared.strict_json import Body, read_object
 from router.dialects.shared.validation import asks_only_for_more, from_validation, unsupported
 from router.errors import Problem
 
-B = TypeVar("B", bound=Strict)
-TYPING_ERROR = 0.87
+B = TypeVar("B", bound=StrictPart)
+MIN_TYPO_SIMILARITY = 0.87
 """Similarity (`difflib`) from which an unknown name is a typing error: `temprature` has 0.95, `max_new_tokens` 0.83."""
 _NAME = re.compile(r"[A-Za-z0-9_.\[\]=-]{1,80}")
 
 
-class Row(NamedTuple):
+class FieldRow(NamedTuple):
     """One row of the manual's table."""
 
     name: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
     """Explanation of the verdict."""
 
 
-class Understood(NamedTuple, Generic[B]):
+class ParsedBody(NamedTuple, Generic[B]):
     """Parsed body."""
 
     body: B
@@ -51,7 +51,7 @@ class Understood(NamedTuple, Generic[B]):
 
 
 @dataclass(frozen=True, slots=True)
-class Parameters(Generic[B]):
+class FieldTable(Generic[B]):
     """Field table of one body."""
 
     body: type[B]
@@ -70,19 +70,19 @@ class Parameters(Generic[B]):
         """Names of all fields in the table."""
         return frozenset(self.body.model_fields) | self.ignored.keys() | self.neutral.keys()
 
-    def read(self, raw: bytes, *, strict: bool = False) -> Understood[B] | Problem:
+    def read(self, raw: bytes, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body (UTF-8 JSON), or return the 400 with the reason; `strict` refuses unknown fields."""
         found = read_object(raw, self.max_values)
-        return found if isinstance(found, Problem) else self.understand(found, strict=strict)
+        return found if isinstance(found, Problem) else self.parse(found, strict=strict)
 
-    def understand(self, found: Body, *, strict: bool = False) -> Understood[B] | Problem:
+    def parse(self, found: Body, *, strict: bool = False) -> ParsedBody[B] | Problem:
         """Parse a body, or a part with a table of its own, from parsed JSON."""
         asked = self._strip(found)
         if isinstance(asked, Problem):
             return asked
         ignored = [name for name in found if name in self.ignored and found[name]]
         try:
-            return Understood(self.body.model_validate(asked), asked, tuple(ignored))
+            return ParsedBody(self.body.model_validate(asked), asked, tuple(ignored))
         except ValidationError as error:
             if strict or not asks_only_for_more(error) or _mistaken(asked, self.known):
                 return from_validation(error, self.known, self.instead)
@@ -90,17 +90,17 @@ class Parameters(Generic[B]):
             body = self.body.model_validate(asked, extra="allow")
         except ValidationError as error:
             return from_validation(error, self.known, self.instead)
-        return Understood(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
+        return ParsedBody(body, asked, tuple(dict.fromkeys([*ignored, *_extras(body)])))
 
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[FieldRow]:
         """Yield the rows of the table, by name."""
         for name in sorted(self.known):
             if name in self.ignored:
-                yield Row(name, "ignored", self.ignored[name])
+                yield FieldRow(name, "ignored", self.ignored[name])
             elif name in self.neutral:
-                yield Row(name, "refused", self.instead.get(name, "not offered by the models of a cluster"))
+                yield FieldRow(name, "refused", self.instead.get(name, "not offered by the models of a cluster"))
             else:
-                yield Row(name, "honoured", self.instead.get(name, ""))
+                yield FieldRow(name, "honoured", self.instead.get(name, ""))
 
     def _strip(self, found: Body) -> Body | Problem:
         """Remove fields without an effect; refuse fields that are not offered."""
@@ -118,7 +118,7 @@ def nameable(names: Iterable[str]) -> tuple[str, ...]:
     """Return names that fit into a header: without duplicates and odd characters, at most MOST_IGNORED."""
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)
-    return found if len(found) <= MOST_IGNORED else (*found[:MOST_IGNORED], f"and-{len(found) - MOST_IGNORED}-more")
+    return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")
 
 
 def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
@@ -128,9 +128,9 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
 def _mistaken(asked: Body, known: Collection[str]) -> bool:
     """Return whether a body has more than MOST_IGNORED unknown fields, an overlong field name or a typing error."""
     strange = [name for name in asked if name not in known]
-    if len(strange) > MOST_IGNORED or any(len(name) > LONGEST_NAME for name in strange):
+    if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True
-    return any(difflib.get_close_matches(name, known, 1, TYPING_ERROR) for name in strange)
+    return any(difflib.get_close_matches(name, known, 1, MIN_TYPO_SIMILARITY) for name in strange)
 
 
 def _extras(part: BaseModel, path: str = "") -> Iterator[str]:
@@ -143,5 +143,5 @@ def _extras(part: BaseModel, path: str = "") -> Iterator[str]:
             yield from _extras(value, f"{path}{name}.")
         elif isinstance(value, list):
             for one in cast("list[Any]", value):
-                if isinstance(one, BaseModel) and not isinstance(one, Foreign):
+                if isinstance(one, BaseModel) and not isinstance(one, ForeignPart):
                     yield from _extras(one, f"{path}{name}[].")

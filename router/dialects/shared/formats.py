@@ -1,8 +1,8 @@
 """Answer formats: response formats, grammars and forced tool calls in all their spellings.
 
 OpenAI's `response_format` (and `text.format`, and Ollama's `format`), vLLM's `structured_outputs` and its older
-`guided_*` fields become one `Grammar` here. A request may use one of them; several are a 400 that names them. The node
-validates the content of a schema or a grammar, because only the node has the model's tokenizer.
+`guided_*` fields become one `GrammarSpec` here. A request may use one of them; several are a 400 that names them. The
+node validates the content of a schema or a grammar, because only the node has the model's tokenizer.
 
 `strict: false` is enforced like `strict: true`: an answer that follows its schema is valid in both cases.
 """
@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import Discriminator, Field, Tag
 
-from router.admission.request_limits import GRAMMAR_BYTES, MOST_SCHEMA_CHOICES
-from router.dialects.shared.common_fields import Drawn, FunctionName, Strict, TextFormat, by_type
+from router.admission.request_limits import MAX_GRAMMAR_BYTES, MAX_SCHEMA_CHOICES
+from router.dialects.shared.common_fields import FunctionName, SamplingFields, StrictPart, TextFormat, by_type
 from router.dialects.shared.strict_json import Body, write
 from router.errors import Problem, invalid
-from wire.frames import Grammar
-from wire.refusals import Code
+from wire.frames import GrammarSpec
+from wire.refusals import RefusalCode
 
 FORMS: Mapping[str, str] = MappingProxyType(
     {
@@ -33,17 +33,17 @@ FORMS: Mapping[str, str] = MappingProxyType(
         "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
     }
 )
-"""Notes of the manual on the fields of `Formed`."""
+"""Notes of the manual on the fields of `FormattedBody`."""
 BACKENDS = ("auto", "guidance", "llguidance")
 
 
-class JsonObject(Strict):
+class JsonObject(StrictPart):
     """Format: any JSON object."""
 
     type: Literal["json_object"]
 
 
-class Schema(Strict):
+class NamedSchema(StrictPart):
     """JSON schema with its name."""
 
     name: str | None = None
@@ -52,11 +52,11 @@ class Schema(Strict):
     strict: bool | None = None
 
 
-class JsonSchema(Strict):
+class JsonSchema(StrictPart):
     """Format: JSON of a schema, as in chat bodies."""
 
     type: Literal["json_schema"]
-    json_schema: Schema
+    json_schema: NamedSchema
 
 
 ResponseFormat = Annotated[
@@ -75,11 +75,11 @@ SchemaOrText = Annotated[
     Annotated[dict[str, Any], Tag("object_part")] | Annotated[str, Tag("written_part")], Discriminator(_json_kind)
 ]
 Choices = Annotated[
-    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MOST_SCHEMA_CHOICES)
+    list[Annotated[str, Field(min_length=1)]], Field(fail_fast=True, min_length=1, max_length=MAX_SCHEMA_CHOICES)
 ]
 
 
-class StructuredOutputs(Strict):
+class StructuredOutputs(StrictPart):
     """Format in vLLM's shape. All fields but `whitespace_pattern` are alternative forms of the format."""
 
     json_: Annotated[SchemaOrText | None, Field(alias="json")] = None
@@ -90,7 +90,7 @@ class StructuredOutputs(Strict):
     whitespace_pattern: str | None = None
 
 
-class Formed(Drawn):
+class FormattedBody(SamplingFields):
     """Body with a format, in OpenAI's fields or in vLLM's current or older fields."""
 
     response_format: ResponseFormat | None = None
@@ -102,7 +102,7 @@ class Formed(Drawn):
     guided_whitespace_pattern: str | None = None
     guided_decoding_backend: str | None = None
 
-    def form(self) -> Grammar | Problem | None:
+    def form(self) -> GrammarSpec | Problem | None:
         """Return the grammar of the answer, None without one."""
         wrong = backend(self.guided_decoding_backend, "guided_decoding_backend")
         if wrong is not None:
@@ -119,16 +119,16 @@ class Formed(Drawn):
             found |= structured(self.structured_outputs)
             blanks = self.structured_outputs.whitespace_pattern or blanks
         form = format_of(self.response_format)
-        return one_of(found if form is None else {**found, "response_format": form}, blanks)
+        return single_grammar(found if form is None else {**found, "response_format": form}, blanks)
 
 
-class NamedFunction(Strict):
+class NamedFunction(StrictPart):
     """Function by its name."""
 
     name: FunctionName
 
 
-class NamedTool(Strict):
+class NamedTool(StrictPart):
     """Tool that must be called, as in chat bodies."""
 
     type: Literal["function"]
@@ -140,7 +140,7 @@ class NamedTool(Strict):
         return self.function.name
 
 
-class NamedCustomTool(Strict):
+class NamedCustomTool(StrictPart):
     """Custom tool that must be called, as in chat bodies."""
 
     type: Literal["custom"]
@@ -168,54 +168,56 @@ ToolChoice = Annotated[
 ]
 
 
-def format_of(asked: ResponseFormat | None, name: str = "response_format") -> Grammar | Problem | None:
+def format_of(asked: ResponseFormat | None, name: str = "response_format") -> GrammarSpec | Problem | None:
     """Convert a format in OpenAI's shape to a grammar; `name` is its field."""
     if isinstance(asked, JsonObject):
-        return Grammar("json_object")
+        return GrammarSpec("json_object")
     if isinstance(asked, JsonSchema):
-        return of_schema(asked.json_schema.schema_, f"{name}.json_schema.schema")
+        return schema_grammar(asked.json_schema.schema_, f"{name}.json_schema.schema")
     return None
 
 
-def of_schema(schema: Body | None, name: str) -> Grammar | Problem:
+def schema_grammar(schema: Body | None, name: str) -> GrammarSpec | Problem:
     """Convert a schema to a grammar; a missing schema allows any JSON object."""
     if schema is None:
-        return Grammar("json_object")
-    text = write(schema, name, GRAMMAR_BYTES)
-    return text if isinstance(text, Problem) else Grammar("json_schema", text)
+        return GrammarSpec("json_object")
+    text = write(schema, name, MAX_GRAMMAR_BYTES)
+    return text if isinstance(text, Problem) else GrammarSpec("json_schema", text)
 
 
-def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, Grammar | Problem]:
+def structured(asked: StructuredOutputs, prefix: str = "structured_outputs.") -> dict[str, GrammarSpec | Problem]:
     """Convert every given form to a grammar, by the name of its field."""
-    found: dict[str, Grammar | Problem] = {}
+    found: dict[str, GrammarSpec | Problem] = {}
     if asked.json_ is not None:
         name, schema = f"{prefix}json", asked.json_
-        found[name] = Grammar("json_schema", schema) if isinstance(schema, str) else of_schema(schema, name)
+        found[name] = GrammarSpec("json_schema", schema) if isinstance(schema, str) else schema_grammar(schema, name)
     if asked.regex is not None:
-        found[f"{prefix}regex"] = Grammar("regex", asked.regex)
+        found[f"{prefix}regex"] = GrammarSpec("regex", asked.regex)
     if asked.choice is not None:
-        text = write(asked.choice, f"{prefix}choice", GRAMMAR_BYTES)
-        found[f"{prefix}choice"] = text if isinstance(text, Problem) else Grammar("choice", text)
+        text = write(asked.choice, f"{prefix}choice", MAX_GRAMMAR_BYTES)
+        found[f"{prefix}choice"] = text if isinstance(text, Problem) else GrammarSpec("choice", text)
     if asked.grammar is not None:
-        found[f"{prefix}grammar"] = Grammar("lark", asked.grammar)
+        found[f"{prefix}grammar"] = GrammarSpec("lark", asked.grammar)
     if asked.json_object:
-        found[f"{prefix}json_object"] = Grammar("json_object")
+        found[f"{prefix}json_object"] = GrammarSpec("json_object")
     return found
 
 
-def one_of(asked: Mapping[str, Grammar | Problem], whitespace: str | None = None) -> Grammar | Problem | None:
+def single_grammar(
+    asked: Mapping[str, GrammarSpec | Problem], whitespace: str | None = None
+) -> GrammarSpec | Problem | None:
     """Return the single given grammar; a 400 that names them all where there are several."""
     if len(asked) > 1:
         names = sorted(asked)
         return invalid(f"{', '.join(names)} exclude each other: an answer follows one of them", names[0])
-    if whitespace and not any(isinstance(one, Grammar) and one.kind.startswith("json") for one in asked.values()):
+    if whitespace and not any(isinstance(one, GrammarSpec) and one.kind.startswith("json") for one in asked.values()):
         return invalid("a whitespace_pattern is for JSON, and none is asked for", "whitespace_pattern")
     for name, found in asked.items():
         if isinstance(found, Problem):
             return found
-        if len(found.value) > GRAMMAR_BYTES or len(whitespace or "") > GRAMMAR_BYTES:
-            return invalid(f"{name} is longer than {GRAMMAR_BYTES} characters", name)
-        return Grammar(found.kind, found.value, whitespace or "")
+        if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
+            return invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters", name)
+        return GrammarSpec(found.kind, found.value, whitespace or "")
     return None
 
 
@@ -224,13 +226,13 @@ def backend(name: str | None, field: str) -> Problem | None:
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
     return invalid(
-        f"{field} {name[:64]!r} is not offered: grammars are llguidance's here", field, Code.UNSUPPORTED.value
+        f"{field} {name[:64]!r} is not offered: grammars are llguidance's here", field, RefusalCode.UNSUPPORTED.value
     )
 
 
 def with_calls(
-    form: Grammar | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
-) -> Grammar | Problem | None:
+    form: GrammarSpec | None, names: Iterable[str], *, word: str, named: str = "", strict: bool = False
+) -> GrammarSpec | Problem | None:
     """Add the constraints on tool calls to a grammar.
 
     `word` is none, auto or required. The tools are `names`, of which one may be `named`. The flag `strict` requires
@@ -242,8 +244,8 @@ def with_calls(
     if named and named not in known:
         return invalid(f"tool_choice names {named}, which is none of the tools", "tool_choice")
     if word == "required":
-        return Grammar(calls="required", tool=named)
+        return GrammarSpec(calls="required", tool=named)
     if word == "none" or not known or (form is None and not strict):
         return form
-    form = form or Grammar()
-    return Grammar(form.kind, form.value, form.whitespace, "free")
+    form = form or GrammarSpec()
+    return GrammarSpec(form.kind, form.value, form.whitespace, "free")

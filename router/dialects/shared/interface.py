@@ -3,16 +3,16 @@
     body ─ parse ─► Asked ─ jobs ─► dispatcher ─┬─ whole answer ─► whole ─► one JSON answer
                       └ Problem ─ style.error   └─ streamed ─► chunks ─► opening, deltas …, closing or failing
 
-The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. An `Asked` belongs to
-one request and may store state for its answer.
+The HTTP side knows only this interface of a dialect, and a dialect knows no sockets and nodes. An `ParsedRequest`
+belongs to one request and may store state for its answer.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
-from router.dispatch.request import Answer, Job
+from router.dispatch.request import CompleteAnswer, RequestSpec
 from router.errors import Problem
-from router.placement.place import Demand
+from router.placement.place import ResourceDemand
 from wire.frames import Delta, Finished
 
 EVENTS = b"text/event-stream; charset=utf-8"
@@ -23,7 +23,7 @@ def comment(why: str) -> bytes:
     return f": {why or 'waiting'}\n\n".encode()
 
 
-class Style(NamedTuple):
+class DialectStyle(NamedTuple):
     """Common format of a dialect's answers."""
 
     error: Callable[[Problem, str], bytes] = Problem.body
@@ -34,19 +34,19 @@ class Style(NamedTuple):
     """Headers that carry the request's id."""
 
 
-OPENAI = Style()
+OPENAI = DialectStyle()
 
 
-class Reader(Protocol):
+class AnswerReader(Protocol):
     """State of a request during its answer."""
 
     @property
-    def job(self) -> Job:
+    def job(self) -> RequestSpec:
         """Request with all choices together."""
         ...
 
     @property
-    def demand(self) -> Demand:
+    def demand(self) -> ResourceDemand:
         """Demand on a node; holds the exact prompt tokens once a node has counted them."""
         ...
 
@@ -83,19 +83,19 @@ class Chunks(Protocol):
         ...
 
 
-class Asked(Protocol):
+class ParsedRequest(Protocol):
     """Parsed body."""
 
-    def jobs(self, key: str, request_id: str, created: int) -> Sequence[Job]:
+    def jobs(self, key: str, request_id: str, created: int) -> Sequence[RequestSpec]:
         """Return the jobs for the dispatcher: one, or several with consecutive choices. `created` is in seconds since
         1970."""
         ...
 
-    def whole(self, job: Job, answer: Answer, finished: Finished) -> bytes:
+    def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
         """Render the answer to a request without a stream."""
         ...
 
-    def chunks(self, reader: Reader) -> Chunks:
+    def chunks(self, reader: AnswerReader) -> Chunks:
         """Return the encoder for the stream of a request."""
         ...
 
@@ -104,10 +104,10 @@ class Dialect(Protocol):
     """One route on which models answer."""
 
     @property
-    def style(self) -> Style:
+    def style(self) -> DialectStyle:
         """Format of the dialect's answers."""
         ...
 
-    def parse(self, body: bytes, key: str) -> Asked | Problem:
+    def parse(self, body: bytes, key: str) -> ParsedRequest | Problem:
         """Parse a body, or return the problem. Never raises. `key` is the id of the client's key."""
         ...

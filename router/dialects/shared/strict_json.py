@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import Any, NoReturn, cast
 
-from router.admission.request_limits import DEEPEST, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS, MAX_VALUES
+from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS, MAX_VALUES
 from router.errors import Problem, invalid
 
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -101,7 +101,7 @@ def write(value: object, name: str, longest: int) -> str | Problem:
     number.
     """
     if _too_deep(value):
-        return invalid(f"{name} is nested more than {DEEPEST} deep", name)
+        return invalid(f"{name} is nested more than {MAX_JSON_DEPTH} deep", name)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -112,7 +112,7 @@ def write(value: object, name: str, longest: int) -> str | Problem:
 
 def _too_deep(value: object) -> bool:
     level: list[Any] = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_JSON_DEPTH + 1):
         level = [inner for one in level for inner in _inside(one)]
         if not level:
             return False

@@ -7,7 +7,7 @@ allow-list, because each name becomes an argument of the render call, where a na
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple, cast, get_args
 
-from router.admission.request_limits import VARIABLES_BYTES
+from router.admission.request_limits import MAX_VARIABLES_BYTES
 from router.dialects.shared.strict_json import Body, write
 from router.errors import Problem, invalid
 
@@ -62,10 +62,10 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
         text = f"{strange[0][:64]} is no variable that a client may set; those are {', '.join(sorted(VARIABLES))}"
         return invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
     found = {name: value for name, value in meant.items() if value is not None} | dict(given)
-    return write(found, "chat_template_kwargs", VARIABLES_BYTES) if found else ""
+    return write(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""
 
 
-class Steered(NamedTuple):
+class RequestedReasoning(NamedTuple):
     """Requested reasoning of a client, in any spelling."""
 
     effort: str | None
@@ -76,7 +76,7 @@ class Steered(NamedTuple):
     """Fields without a known meaning."""
 
 
-def steered(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> Steered:
+def combine_reasoning(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> RequestedReasoning:
     """Combine the reasoning fields of other servers with `reasoning_effort` and `enable_thinking`.
 
     The fields are `thinking`, `think` and `reasoning`. A plain switch or effort takes precedence.
@@ -100,7 +100,7 @@ def steered(effort: str | None, switch: bool | None, said: Mapping[str, object])
         ignored += [f"reasoning.{name}" for name, value in asked.items() if value is not None]
     elif reasoning is not None:
         ignored.append("reasoning")
-    return Steered(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
+    return RequestedReasoning(effort, False if switch is None and effort == "none" else switch, tuple(ignored))
 
 
 def _switch(said: object) -> bool | None:

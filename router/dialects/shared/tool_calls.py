@@ -10,23 +10,23 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from router.admission.request_limits import LONGEST_NAME
+from router.admission.request_limits import MAX_NAME_CHARS
 from router.worker_thread import encoded_list
 from wire.frames import Logprob
 
-MOST_CALLS = 1024
+MAX_CALLS_SENT = 1024
 """Maximum tool calls of one choice that are passed on."""
-LONGEST_CALL = 1024 * 1024
+MAX_CALL_CHARS = 1024 * 1024
 """Maximum characters of one call, in the node's JSON."""
-LONGEST_TOKEN = 1024
+MAX_TOKEN_BYTES = 1024
 """Maximum bytes of a token; no real vocabulary comes near."""
-UNLIKELY = -9999.0
+UNKNOWN_LOGPROB = -9999.0
 """OpenAI's value for an unknown log probability."""
 
-_Named = Annotated[str, Meta(min_length=1, max_length=LONGEST_NAME)]
+_Named = Annotated[str, Meta(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
-class Call(msgspec.Struct, gc=False):
+class AnswerToolCall(msgspec.Struct, gc=False):
     """One tool call. The node's `index` is unused: the order of arrival counts, without duplicates and gaps."""
 
     id: _Named
@@ -34,12 +34,12 @@ class Call(msgspec.Struct, gc=False):
     arguments: str
 
 
-_calls = msgspec.json.Decoder(Call)
+_calls = msgspec.json.Decoder(AnswerToolCall)
 
 
-def call_of(piece: str) -> Call | None:
+def call_of(piece: str) -> AnswerToolCall | None:
     """Parse a piece of the channel TOOL_CALL; return None when it is invalid."""
-    if len(piece) > LONGEST_CALL:
+    if len(piece) > MAX_CALL_CHARS:
         return None
     try:
         return _calls.decode(piece)
@@ -74,16 +74,19 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
     """
     return Logprobs(
         encoded_list(
-            _Token(*shown(one.token, one.logprob), [_Alternative(*shown(*each)) for each in one.top[:top]])
+            _Token(
+                *printable_token(one.token, one.logprob),
+                [_Alternative(*printable_token(*each)) for each in one.top[:top]],
+            )
             for one in logprobs
         )
     )
 
 
-def shown(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
+def printable_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
     """Return a token's printable form, a finite log probability, and the token's bytes."""
-    kept = token[:LONGEST_TOKEN]
-    return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNLIKELY, list(kept)
+    kept = token[:MAX_TOKEN_BYTES]
+    return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(kept)
 
 
 def finish_reason(reason: str, calls: int) -> str:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from router.admission.request_limits import MOST_TOOLS, TOOLS_BYTES
-from router.dialects.shared.common_fields import Foreign, GrammarFormat, TextFormat
+from router.admission.request_limits import MAX_TOOLS, MAX_TOOLS_BYTES
+from router.dialects.shared.common_fields import ForeignPart, GrammarFormat, TextFormat
 from router.dialects.shared.strict_json import Body, write
-from router.dialects.shared.tool_calls import Call
+from router.dialects.shared.tool_calls import AnswerToolCall
 from router.dialects.shared.validation import unsupported
 from router.errors import Problem, invalid
 
@@ -22,11 +22,11 @@ NO_PARAMETERS: Body = {"type": "object", "properties": {}}
 """Schema of a function without parameters; templates require a schema."""
 INPUT: Body = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 """Schema of a custom tool's input."""
-LONGEST_FUNCTION_NAME = 64
+MAX_FUNCTION_NAME_CHARS = 64
 _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
-class Origin(NamedTuple):
+class ClientTool(NamedTuple):
     """Tool as its client knows it, where that differs from the model's function."""
 
     name: str
@@ -34,12 +34,12 @@ class Origin(NamedTuple):
     namespace: str = ""
 
 
-class Offered(NamedTuple):
+class OfferedTool(NamedTuple):
     """One tool as the model gets it. `origin` is None where the client knows it as the same function."""
 
     body: Body
     strict: bool = False
-    origin: Origin | None = None
+    origin: ClientTool | None = None
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ class Offered(NamedTuple):
         return str(self.body["function"]["name"])
 
 
-class Tools(NamedTuple):
+class ToolSet(NamedTuple):
     """All tools of a request."""
 
     text: str = ""
@@ -56,13 +56,13 @@ class Tools(NamedTuple):
     """Names of the functions."""
     strict: bool = False
     """Whether one of them is strict."""
-    origins: Mapping[str, Origin] = {}
+    origins: Mapping[str, ClientTool] = {}
     """Tools that the client knows in another form, by function name."""
     left_out: tuple[str, ...] = ()
     """Tools that were left out."""
 
 
-NO_TOOLS = Tools()
+NO_TOOLS = ToolSet()
 
 
 def function(name: str, description: object = None, parameters: object = None, **more: object) -> Body:
@@ -89,32 +89,32 @@ def as_written(tool: Body) -> Body:
     return {"type": "function", "function": {**given, "parameters": given.get("parameters", NO_PARAMETERS)}}
 
 
-def left_out(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
+def server_tools(tools: Sequence[object] | None, path: str = "tools") -> Iterator[tuple[str, str]]:
     """Yield the tools that would have to run on a server, also in namespaces, as (path, type)."""
     for at, one in enumerate(tools or ()):
-        if isinstance(one, Foreign):
+        if isinstance(one, ForeignPart):
             yield f"{path}[{at}].type", one.type
-        yield from left_out(getattr(one, "tools", None), f"{path}[{at}].tools")
+        yield from server_tools(getattr(one, "tools", None), f"{path}[{at}].tools")
 
 
-def gathered(
-    offered: Iterable[Offered], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
-) -> Tools | Problem:
+def collect_tools(
+    offered: Iterable[OfferedTool], foreign: Sequence[object] | None, *, strict: bool, told: bool = True
+) -> ToolSet | Problem:
     """Check and combine the tools of a request; the result has no text where the model is not `told` of them."""
-    without = tuple(left_out(foreign))
+    without = tuple(server_tools(foreign))
     if strict and without:
         where, kind = without[0]
         why = f"{where} {kind[:64]!r} is not offered by this server, with any model: it would have to run here"
         return unsupported(where, why=why)
     found = list(_distinct(offered))
-    if len(found) > MOST_TOOLS:
-        return invalid(f"{len(found)} tools are offered in all, at most {MOST_TOOLS} are taken", "tools")
-    text = write([one.body for one in found], "tools", TOOLS_BYTES) if found else ""
+    if len(found) > MAX_TOOLS:
+        return invalid(f"{len(found)} tools are offered in all, at most {MAX_TOOLS} are taken", "tools")
+    text = write([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
     if isinstance(text, Problem):
         return text
     origins = {one.name: one.origin for one in found if one.origin is not None}
     names = tuple(one.name for one in found)
-    return Tools(
+    return ToolSet(
         text if told else "",
         names,
         any(one.strict for one in found),
@@ -123,18 +123,18 @@ def gathered(
     )
 
 
-def _distinct(offered: Iterable[Offered]) -> Iterator[Offered]:
+def _distinct(offered: Iterable[OfferedTool]) -> Iterator[OfferedTool]:
     """Add the namespace as a prefix to a tool whose name is already taken."""
     seen: set[str] = set()
     for one in offered:
         origin, name = one.origin, one.name
         if origin is not None and origin.namespace and name in seen:
-            name = f"{origin.namespace}__{name}"[:LONGEST_FUNCTION_NAME]
+            name = f"{origin.namespace}__{name}"[:MAX_FUNCTION_NAME_CHARS]
         seen.add(name)
         yield one._replace(body=one.body | {"function": one.body["function"] | {"name": name}})
 
 
-def input_of(call: Call) -> str:
+def input_of(call: AnswerToolCall) -> str:
     """Return the input of a custom tool's call; arguments of another shape are returned unchanged."""
     try:
         return msgspec.json.decode(call.arguments, type=_Input).input

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from router.errors import Problem, invalid
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 
 _TAGS = frozenset({"text", "parts", "one", "list"})
 _TAGGED = frozenset({"content", "stop", "system", "input", "output", "prompt", "think", "tool_choice"})
@@ -22,7 +22,7 @@ _LATER = frozenset({"function_call", "audio", "include_obfuscation", "images"})
 _QUESTIONS = frozenset({"contents", "input", "instructions", "messages", "prompt", "system"})
 _FORMS = frozenset({"format", "output_config", "response_format", "structured_outputs", "text"})
 """Fields that define the format of an answer: an unknown field in them would change the answer."""
-_LONGEST = 64
+_MAX_VALUE_CHARS = 64
 
 
 class _Error(msgspec.Struct, frozen=True, gc=False):
@@ -36,7 +36,7 @@ def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str =
     """Build the 400 for a field that no model here offers, with the alternative."""
     text = why or f"{param} is not offered by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
-    return invalid(f"{text}: {instead}" if instead else text, param, Code.UNSUPPORTED.value)
+    return invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
 
 def from_validation(error: ValidationError, known: Collection[str], instead: Mapping[str, str]) -> Problem:
@@ -79,13 +79,13 @@ def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
     if error.loc[-1] in _LATER:
         return unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
-        why = f"{path} {error.input[:_LONGEST]!r} is not offered by this server, with any model"
+        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not offered by this server, with any model"
         return unsupported(path, instead, why)
     return None
 
 
 def _unknown(loc: tuple[str | int, ...], known: Collection[str]) -> Problem:
-    name = str(loc[-1])[:_LONGEST]
+    name = str(loc[-1])[:_MAX_VALUE_CHARS]
     near = difflib.get_close_matches(name, known, 1, 0.7) if len(loc) == 1 else []
     hint = f": did you mean {near[0]}?" if near else ""
     return invalid(f"unknown field {name!r}{hint}", _path(loc)[:128])
@@ -102,7 +102,7 @@ def _path(loc: tuple[str | int, ...]) -> str:
         if isinstance(step, int):
             path += f"[{step}]"
         elif step != "[key]" and not _tag(step, before):
-            path += f".{step[:_LONGEST]}" if path else step[:_LONGEST]
+            path += f".{step[:_MAX_VALUE_CHARS]}" if path else step[:_MAX_VALUE_CHARS]
         before = step
     return path
 

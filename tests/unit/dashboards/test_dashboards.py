@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.metrics.families import Kind
+from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from dashboards.generate import BOARDS, HERE
@@ -127,7 +127,7 @@ def test_panels_ask_for_metrics_and_labels_that_exist(board: Board):
             assert set(re.findall(r"{{(\w+)}}", legend)) <= labels, (panel.title, legend)
             assert {one for by in re.findall(r"by \(([^)]+)\)", query) for one in by.split(", ")} <= labels, query
             for name in names:
-                if FAMILIES[name].kind is Kind.COUNTER:
+                if FAMILIES[name].kind is MetricKind.COUNTER:
                     assert re.search(rf"(?:rate|increase)\({name}\b", query), f"a total is shown as it is: {query}"
 
 

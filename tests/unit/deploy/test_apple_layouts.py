@@ -19,7 +19,7 @@ from deploy import apple_layouts
 from deploy.apple_layouts import LAYOUTS, UNDECLARED, calls_of, framework_source, system_source
 from host import iokit
 from node.memory import darwin
-from node.memory.darwin import System
+from node.memory.darwin import LibSystem
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = ROOT / "tests" / "support"
@@ -93,8 +93,8 @@ def standin(folder: Path, name: str) -> str:
 
 @pytest.fixture
 def calls(tmp_path: Path) -> dict[str, Any]:
-    """Return the calls of libSystem as `System` declares them."""
-    return calls_of(System() if sys.platform == "darwin" else System(standin(tmp_path, "libproc_standin")))
+    """Return the calls of libSystem as `LibSystem` declares them."""
+    return calls_of(LibSystem() if sys.platform == "darwin" else LibSystem(standin(tmp_path, "libproc_standin")))
 
 
 def test_layouts_constants_and_calls_of_libsystem_are_apples(

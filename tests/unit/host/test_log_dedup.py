@@ -4,26 +4,28 @@ from typing import Any
 
 import pytest
 
-from host.log_dedup import BURST, MOST_KNOWN, WINDOW, Repeats
+from host.log_dedup import BURST_EVENTS, MAX_SUBJECTS, WINDOW_SECONDS, LogDeduplicator
 
 
-def admitted(repeats: Repeats, count: int, now: float, event: str = "denied", **fields: Any) -> list[int | None]:
+def admitted(
+    repeats: LogDeduplicator, count: int, now: float, event: str = "denied", **fields: Any
+) -> list[int | None]:
     return [repeats.admit("links", event, fields, now) for _ in range(count)]
 
 
 def test_a_burst_is_admitted_and_the_next_window_tells_how_many_were_left_out():
-    repeats = Repeats()
-    assert admitted(repeats, BURST + 3, 100.0) == [0] * BURST + [None] * 3
-    assert admitted(repeats, 1, 100.0 + WINDOW - 0.5) == [None]
-    assert admitted(repeats, BURST + 2, 100.0 + WINDOW) == [4] + [0] * (BURST - 1) + [None] * 2
-    assert admitted(repeats, 1, 100.0 + 2 * WINDOW) == [2]
-    assert admitted(repeats, 1, 100.0 + 3 * WINDOW) == [0]
+    repeats = LogDeduplicator()
+    assert admitted(repeats, BURST_EVENTS + 3, 100.0) == [0] * BURST_EVENTS + [None] * 3
+    assert admitted(repeats, 1, 100.0 + WINDOW_SECONDS - 0.5) == [None]
+    assert admitted(repeats, BURST_EVENTS + 2, 100.0 + WINDOW_SECONDS) == [4] + [0] * (BURST_EVENTS - 1) + [None] * 2
+    assert admitted(repeats, 1, 100.0 + 2 * WINDOW_SECONDS) == [2]
+    assert admitted(repeats, 1, 100.0 + 3 * WINDOW_SECONDS) == [0]
 
 
 @pytest.mark.parametrize("subject", ["node", "peer", "address", "reason", "why", "condition", "model"])
 def test_subjects_are_counted_each_for_itself(subject: str):
-    repeats = Repeats()
-    assert admitted(repeats, BURST + 1, 0.0, **{subject: "a"})[-1] is None
+    repeats = LogDeduplicator()
+    assert admitted(repeats, BURST_EVENTS + 1, 0.0, **{subject: "a"})[-1] is None
     assert admitted(repeats, 1, 0.0, **{subject: "b"}) == [0]
     assert admitted(repeats, 1, 0.0) == [0]
     assert admitted(repeats, 1, 0.0, "gone", **{subject: "a"}) == [0]
@@ -32,36 +34,36 @@ def test_subjects_are_counted_each_for_itself(subject: str):
 
 
 def test_of_a_long_subject_the_beginning_counts():
-    repeats = Repeats()
-    assert admitted(repeats, BURST, 0.0, reason="x" * 100 + "a") == [0] * BURST
+    repeats = LogDeduplicator()
+    assert admitted(repeats, BURST_EVENTS, 0.0, reason="x" * 100 + "a") == [0] * BURST_EVENTS
     assert admitted(repeats, 1, 0.0, reason="x" * 100 + "b") == [None]
 
 
 def test_too_many_subjects_count_as_one_until_old_ones_are_forgotten():
-    repeats = Repeats()
-    for number in range(MOST_KNOWN - 1):
+    repeats = LogDeduplicator()
+    for number in range(MAX_SUBJECTS - 1):
         assert admitted(repeats, 1, 0.0, peer=number) == [0]
-    assert admitted(repeats, BURST + 1, 0.0, peer="loud")[-1] is None
-    others = [admitted(repeats, 1, 1.0, peer=f"other {number}") for number in range(BURST + 1)]
-    assert others == [[0]] * BURST + [[None]]
+    assert admitted(repeats, BURST_EVENTS + 1, 0.0, peer="loud")[-1] is None
+    others = [admitted(repeats, 1, 1.0, peer=f"other {number}") for number in range(BURST_EVENTS + 1)]
+    assert others == [[0]] * BURST_EVENTS + [[None]]
     assert admitted(repeats, 1, 1.0, peer=0) == [0], "who is known still counts for himself"
-    assert admitted(repeats, 2, WINDOW, peer="new") == [0, 0], "what is a window old makes room"
-    assert admitted(repeats, 1, WINDOW + 1, peer="loud") == [1], "but not before its number was told"
+    assert admitted(repeats, 2, WINDOW_SECONDS, peer="new") == [0, 0], "what is a window old makes room"
+    assert admitted(repeats, 1, WINDOW_SECONDS + 1, peer="loud") == [1], "but not before its number was told"
 
 
 def test_of_a_full_memory_only_what_is_a_window_old_is_forgotten():
-    repeats = Repeats()
-    for number in range(MOST_KNOWN):
+    repeats = LogDeduplicator()
+    for number in range(MAX_SUBJECTS):
         assert admitted(repeats, 1, 0.0, peer=number) == [0]
-    assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST
-    for number in range(MOST_KNOWN):
-        assert admitted(repeats, 1, WINDOW + 1, peer=f"b {number}") in ([0], [None])
-    assert admitted(repeats, 1, WINDOW + 1, peer="a") == [None]
+    assert admitted(repeats, BURST_EVENTS, WINDOW_SECONDS, peer="a") == [0] * BURST_EVENTS
+    for number in range(MAX_SUBJECTS):
+        assert admitted(repeats, 1, WINDOW_SECONDS + 1, peer=f"b {number}") in ([0], [None])
+    assert admitted(repeats, 1, WINDOW_SECONDS + 1, peer="a") == [None]
 
 
 def test_the_first_subject_beyond_a_full_memory_makes_room_for_itself():
-    repeats = Repeats()
-    for number in range(MOST_KNOWN):
+    repeats = LogDeduplicator()
+    for number in range(MAX_SUBJECTS):
         admitted(repeats, 1, 0.0, peer=number)
-    assert admitted(repeats, BURST, WINDOW, peer="a") == [0] * BURST
-    assert admitted(repeats, 1, WINDOW, peer="b") == [0]
+    assert admitted(repeats, BURST_EVENTS, WINDOW_SECONDS, peer="a") == [0] * BURST_EVENTS
+    assert admitted(repeats, 1, WINDOW_SECONDS, peer="b") == [0]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import structlog
 
-from host.log_setup import LONGEST, hide_warnings, log_to_stderr, open_journal, shorten, terminal_line
+from host.log_setup import MAX_LOG_BYTES, hide_warnings, log_to_stderr, open_journal, shorten, terminal_line
 
 
 @pytest.fixture
@@ -79,9 +79,9 @@ def test_standard_error_that_is_a_long_file_begins_anew_with_the_next_warning(
     with (tmp_path / "service.log").open("a") as screen:
         monkeypatch.setattr("sys.stderr", screen)
         open_journal(tmp_path / "x.log", "info")
-        os.truncate(screen.fileno(), LONGEST + 1)
+        os.truncate(screen.fileno(), MAX_LOG_BYTES + 1)
         structlog.get_logger("coordinator.test").info("for the journal alone")
-        assert os.fstat(screen.fileno()).st_size == LONGEST + 1
+        assert os.fstat(screen.fileno()).st_size == MAX_LOG_BYTES + 1
         structlog.get_logger("coordinator.test").warning("node gone")
     told = (tmp_path / "service.log").read_text()
     assert "node gone" in told

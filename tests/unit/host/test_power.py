@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import host.power
-from host.power import TOUCHED, Battery, Power, idle_in, read_battery, read_power
+from host.power import TOUCHED, Battery, PowerState, idle_in, read_battery, read_power
 
 IOREG = """+-o IOHIDSystem  <class IOHIDSystem, id 0x100000b2c, registered, matched, active, busy 0 (0 ms), retain 18>
     {
@@ -38,13 +38,13 @@ def battery(percent: float, plugged: bool | None) -> Battery:
 @pytest.mark.parametrize(
     ("found", "power"),
     [
-        (battery(85.0, False), Power(False, 85.0)),
-        (battery(100.0, True), Power(True, 100.0)),
-        (battery(7.0, None), Power(None, 7.0)),
-        (None, Power(True, None)),
+        (battery(85.0, False), PowerState(False, 85.0)),
+        (battery(100.0, True), PowerState(True, 100.0)),
+        (battery(7.0, None), PowerState(None, 7.0)),
+        (None, PowerState(True, None)),
     ],
 )
-def test_a_machine_without_a_battery_is_on_mains(found: Battery | None, power: Power):
+def test_a_machine_without_a_battery_is_on_mains(found: Battery | None, power: PowerState):
     assert read_power("linux", battery=lambda: found) == power
 
 
@@ -60,8 +60,8 @@ def test_what_cannot_be_read_is_not_known(error: Exception):
     def fails() -> Battery | None:
         raise error
 
-    assert read_power("linux", battery=fails) == Power()
-    assert read_power("darwin", lambda _: "", fails) == Power()
+    assert read_power("linux", battery=fails) == PowerState()
+    assert read_power("darwin", lambda _: "", fails) == PowerState()
 
 
 @pytest.mark.parametrize(("status", "idle"), [(0, 62.017345875), (1, None)])
@@ -71,10 +71,10 @@ def test_the_tool_of_a_mac_is_run_and_believed_if_it_succeeds(
     (tmp_path / "listing").write_text(IOREG)
     tool = ("/bin/sh", "-c", f"cat '{tmp_path}/listing'; exit {status}")
     monkeypatch.setattr(host.power, "TOUCHED", tool)
-    assert read_power("darwin", battery=lambda: None) == Power(True, None, idle)
-    assert read_power("linux", battery=lambda: None) == Power(True, None, None)
+    assert read_power("darwin", battery=lambda: None) == PowerState(True, None, idle)
+    assert read_power("linux", battery=lambda: None) == PowerState(True, None, None)
     monkeypatch.setattr(host.power, "TOUCHED", (str(tmp_path / "missing"),))
-    assert read_power("darwin", battery=lambda: None) == Power(True, None, None)
+    assert read_power("darwin", battery=lambda: None) == PowerState(True, None, None)
 
 
 def test_the_battery_is_the_one_of_psutil(monkeypatch: pytest.MonkeyPatch):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from host import log_setup
-from host.log_dedup import BURST, MOST_KNOWN, WINDOW, Repeats
+from host.log_dedup import BURST_EVENTS, MAX_SUBJECTS, WINDOW_SECONDS, LogDeduplicator
 from host.redaction import HIDDEN, hide, hide_in_line, redact, trace
 from router.admission.api_keys import new_key
 from wire.identity import new_token
@@ -219,7 +219,7 @@ def test_a_log_is_its_owners_and_bounded(log_file: Path, monkeypatch: pytest.Mon
     for number in range(200):
         log.info("event", number=number, reason=str(number))
     files = sorted(log_file.parent.iterdir())
-    assert len(files) == log_setup.KEPT + 1
+    assert len(files) == log_setup.MAX_LOG_FILES + 1
     assert all(file.stat().st_mode & 0o777 == 0o600 for file in files)
     assert all(file.stat().st_size <= 2200 for file in files)
 
@@ -231,19 +231,19 @@ def test_a_flood_is_told_as_a_number(log_file: Path, monkeypatch: pytest.MonkeyP
     for _ in range(1000):
         log.warning("denied", peer="10.0.0.9")
     log.warning("denied", peer="10.0.0.10")
-    now[0] += WINDOW
+    now[0] += WINDOW_SECONDS
     log.warning("denied", peer="10.0.0.9")
     told = lines(log_file)
-    assert len(told) == BURST + 2
-    assert [line.get("left_out") for line in told] == [None] * (BURST + 1) + [1000 - BURST]
+    assert len(told) == BURST_EVENTS + 2
+    assert [line.get("left_out") for line in told] == [None] * (BURST_EVENTS + 1) + [1000 - BURST_EVENTS]
 
 
 def test_events_are_told_apart_by_their_beginning(log_file: Path):
     log = structlog.get_logger("test")
-    for number in range(BURST + 1):
+    for number in range(BURST_EVENTS + 1):
         log.info(f"event {number}")
         log.info("x" * 200 + str(number))
-    assert len(lines(log_file)) == 2 * BURST + 1
+    assert len(lines(log_file)) == 2 * BURST_EVENTS + 1
 
 
 # repeats
@@ -251,7 +251,7 @@ def test_events_are_told_apart_by_their_beginning(log_file: Path):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0, 10)), max_size=200))
 def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
-    repeats, now, told, left_out = Repeats(), 0.0, 0, 0
+    repeats, now, told, left_out = LogDeduplicator(), 0.0, 0, 0
     for event, pause in events:
         now += pause
         found = repeats.admit("x", event, {}, now)
@@ -261,7 +261,7 @@ def test_every_event_is_told_or_counted(events: list[tuple[str, float]]):
 
 
 def test_a_stranger_with_many_addresses_fills_no_memory():
-    repeats = Repeats()
-    for number in range(10 * MOST_KNOWN):
+    repeats = LogDeduplicator()
+    for number in range(10 * MAX_SUBJECTS):
         repeats.admit("x", "denied", {"peer": str(number)}, 0.0)
-    assert repeats.subjects <= MOST_KNOWN + 1
+    assert repeats.subjects <= MAX_SUBJECTS + 1

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 import host.sleep_inhibitor
-from host.sleep_inhibitor import Awake
+from host.sleep_inhibitor import SleepInhibitor
 from tests.support.processes import ROOT, environment, until
 
 SLEEPER = (sys.executable, "-IS", "-c", "import sys, time; time.sleep(60)")
@@ -23,8 +23,8 @@ while os.getppid() == int(sys.argv[2]):
 
 
 def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 3600.0)  # it is terminated without waiting for it
-    awake = Awake(SLEEPER)
+    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated without waiting for it
+    awake = SleepInhibitor(SLEEPER)
     awake.hold(False)
     assert not awake.held
     awake.hold(True)
@@ -39,7 +39,7 @@ def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_that_ended_is_held_anew():
-    awake = Awake((sys.executable, "-IS", "-c", "pass"))
+    awake = SleepInhibitor((sys.executable, "-IS", "-c", "pass"))
     awake.hold(True)
     until(lambda: not awake.held, 10)
     awake.hold(True)
@@ -48,7 +48,7 @@ def test_one_that_ended_is_held_anew():
 
 @pytest.mark.parametrize(("command", "warnings"), [((), 0), (("/nonexistent/caffeinate",), 1)])
 def test_a_system_without_it_is_left_alone_and_a_missing_tool_is_logged_once(command: tuple[str, ...], warnings: int):
-    awake = Awake(command)
+    awake = SleepInhibitor(command)
     with capture_logs() as logs:
         for _ in range(2):
             awake.hold(True)
@@ -69,8 +69,8 @@ time.sleep(60)
 def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_SECONDS", 0.1)
-    awake, note = Awake((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
+    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 0.1)
+    awake, note = SleepInhibitor((sys.executable, "-IS", "-c", STUBBORN, str(tmp_path / "note"))), tmp_path / "note"
     awake.hold(True)
     until(note.exists, 20)
     pid, session = map(int, note.read_text().split())
@@ -82,8 +82,8 @@ def test_a_tool_has_a_session_of_its_own_and_is_killed_if_it_ignores_its_end(
 def test_it_ends_with_us_when_we_are_killed(tmp_path: Path):
     note = tmp_path / "pid"
     code = (
-        "import sys, time; from host.sleep_inhibitor import Awake; "
-        f"Awake((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).hold(True); time.sleep(60)"
+        "import sys, time; from host.sleep_inhibitor import SleepInhibitor; "
+        f"SleepInhibitor((sys.executable, '-IS', '-c', {CAFFEINATE!r}, {str(note)!r})).hold(True); time.sleep(60)"
     )
     process = subprocess.Popen([sys.executable, "-c", code], env=environment(), cwd=ROOT)
     try:
@@ -108,7 +108,7 @@ def test_a_mac_is_held_awake_by_caffeinate_for_our_process(
     tool.chmod(0o755)
     monkeypatch.setattr("sys.platform", platform)
     monkeypatch.setattr(host.sleep_inhibitor, "CAFFEINATE", (str(tool), "-i", "-w"))
-    awake = Awake()
+    awake = SleepInhibitor()
     awake.hold(True)
     assert awake.held is held
     if held:

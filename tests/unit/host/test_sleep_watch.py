@@ -13,7 +13,7 @@ import pytest
 
 from host import sleep_watch
 from host.iokit import PowerNotice
-from host.sleep_watch import NoNotice, Said, SleepWatch, open_notice, system_clocks
+from host.sleep_watch import NoSleepNotices, Said, SleepWatch, open_notice, system_clocks
 
 SOURCE = Path(__file__).parents[2] / "support" / "iokit_standin.c"
 
@@ -31,7 +31,7 @@ class Clocks:
         return (lambda: self.on), (lambda: self.off)
 
 
-class Told(NoNotice):
+class Told(NoSleepNotices):
     """A system that announces a sleep when the test does."""
 
     stopped = False
@@ -46,7 +46,7 @@ class Told(NoNotice):
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sleep_watch, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sleep_watch, "POLL_INTERVAL_SECONDS", 0.01)
 
 
 class Owner:
@@ -73,7 +73,7 @@ class Owner:
 
 async def test_a_sleep_is_found_when_it_is_over():
     clocks, owner = Clocks(), Owner()
-    watch = SleepWatch(owner.slept, owner.woke, notice=NoNotice(), clocks=clocks.pair())
+    watch = SleepWatch(owner.slept, owner.woke, notice=NoSleepNotices(), clocks=clocks.pair())
     watch.start()
     clocks.sleep(2.0)  # too short to be noticed
     await asyncio.sleep(0.05)
@@ -81,7 +81,7 @@ async def test_a_sleep_is_found_when_it_is_over():
     clocks.sleep(120.0)
     await owner.next()
     assert owner.heard == ["woke after 122"]
-    clocks.sleep(sleep_watch.LEAST_SECONDS)
+    clocks.sleep(sleep_watch.MIN_SLEEP_SECONDS)
     await owner.next()
     watch.stop()
     assert owner.heard == ["woke after 122", "woke after 3"]
@@ -151,8 +151,8 @@ def test_macos_alone_tells_of_a_sleep_before_it_comes(monkeypatch: pytest.Monkey
     monkeypatch.setattr(sys, "platform", "darwin")
     assert isinstance(open_notice(), PowerNotice)
     monkeypatch.setattr(sys, "platform", "linux")
-    assert isinstance(open_notice(), NoNotice)
-    assert NoNotice().start(lambda _: None, lambda: None) is False
+    assert isinstance(open_notice(), NoSleepNotices)
+    assert NoSleepNotices().start(lambda _: None, lambda: None) is False
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from host.pause_file import Pause as Kept
 from host.pause_file import PauseFile
+from host.pause_file import PauseRecord as Kept
 from tests.support.older import old_coordinator
 from tests.support.processes import Process
 from wire.codec import encode
-from wire.frames import Count, Finished, Generate, Lease, LeaseRefused, Load, Message, Params, Pause, Refusal, Report
-from wire.refusals import Code
+from wire.frames import (
+    CountTokens,
+    Finished,
+    Generate,
+    GenerationParams,
+    LeaseRefused,
+    LeaseRequest,
+    LoadModel,
+    Message,
+    PauseNode,
+    Refusal,
+    Report,
+)
+from wire.refusals import RefusalCode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(60)]
 HI = (Message("user", "hi"),)
@@ -30,21 +42,21 @@ async def test_a_paused_node_begins_nothing_whoever_asks(tmp_path: Path) -> None
             told = await asker.ready()
             assert told.draining, "who does not know of pauses is told to send nothing new"
             for number, frame in (
-                (1, Generate(1, 1, "r", "scripted-1", HI, Params(), 0)),
-                (2, Load(2, "scripted-1")),
-                (3, Count(3, "scripted-1", HI, 0)),
+                (1, Generate(1, 1, "r", "scripted-1", HI, GenerationParams(), 0)),
+                (2, LoadModel(2, "scripted-1")),
+                (3, CountTokens(3, "scripted-1", HI, 0)),
             ):
                 asker.send_new(encode(frame))
                 refusal = await asker.until(Refusal)
                 assert refusal.request == number
-                assert refusal.refused.code is Code.DRAINING
+                assert refusal.refused.code is RefusalCode.DRAINING
                 assert "paused by ann" in refusal.refused.message
                 assert 7000 < (refusal.refused.retry_after or 0) <= 7200
-            asker.send_new(encode(Lease("l1", 1, "job", "wan", 2**30, b"{}")))
+            asker.send_new(encode(LeaseRequest("l1", 1, "job", "wan", 2**30, b"{}")))
             assert (await asker.until(LeaseRefused)).code == "node_paused"
-            asker.send_new(encode(Pause(0.0)))
+            asker.send_new(encode(PauseNode(0.0)))
             await asker.until(Report, lambda one: not one.draining)
-            asker.send_new(encode(Count(4, "scripted-1", HI, 0)))
+            asker.send_new(encode(CountTokens(4, "scripted-1", HI, 0)))
             assert (await asker.until(Finished)).prompt_tokens > 0
             assert not asker.unknown
         except BaseException:

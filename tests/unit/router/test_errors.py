@@ -3,17 +3,17 @@ import json
 import pytest
 
 from router.errors import NO_KEY, Problem, failed, from_refused, invalid, whole_seconds, wrong_method
-from wire.refusals import STATUS, Code, Numbers, Refused
+from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
 
-NUMBERS = Numbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
+NUMBERS = MemoryNumbers(30, 20, 10, 1, 5, 2, 24, 7, "static")
 
 
 def error(problem: Problem) -> dict[str, object]:
     return json.loads(problem.body("r-1"))["error"]
 
 
-@pytest.mark.parametrize("code", list(Code))
-def test_every_refusal_has_its_status_and_openai_shape(code: Code):
+@pytest.mark.parametrize("code", list(RefusalCode))
+def test_every_refusal_has_its_status_and_openai_shape(code: RefusalCode):
     problem = from_refused(Refused(code, "why", NUMBERS, None))
     assert problem.status == STATUS[code]
     found = error(problem)
@@ -36,11 +36,11 @@ def test_every_refusal_has_its_status_and_openai_shape(code: Code):
 @pytest.mark.parametrize(
     ("code", "kind"),
     [
-        (Code.IN_USE, "invalid_request_error"),
-        (Code.LOAD_FAILED, "server_error"),
+        (RefusalCode.IN_USE, "invalid_request_error"),
+        (RefusalCode.LOAD_FAILED, "server_error"),
     ],
 )
-def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: Code, kind: str):
+def test_what_time_will_not_change_names_no_time_and_is_not_sent_again_by_itself(code: RefusalCode, kind: str):
     problem = from_refused(Refused(code, "why", None, 5.0))
     assert error(problem)["type"] == kind
     assert problem.headers() == [(b"x-should-retry", b"false")]

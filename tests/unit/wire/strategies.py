@@ -7,14 +7,14 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import msgspec
 from hypothesis import strategies as st
 
-from wire.report import Part
+from wire.report import WireStruct
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=12)
 
 
 def of(hint: Any) -> st.SearchStrategy[Any]:
     """Return values of one annotation."""
-    if isinstance(hint, type) and issubclass(hint, Part):
+    if isinstance(hint, type) and issubclass(hint, WireStruct):
         return structs(hint)
     if isinstance(hint, type) and issubclass(hint, (StrEnum, IntEnum)):
         return st.sampled_from(list(hint))
@@ -46,7 +46,7 @@ def _within(kind: Any, meta: msgspec.Meta) -> st.SearchStrategy[Any]:
     return of(kind)
 
 
-def structs(kind: type[Part]) -> st.SearchStrategy[Any]:
+def structs(kind: type[WireStruct]) -> st.SearchStrategy[Any]:
     """Return instances of a wire struct."""
     hints = get_type_hints(kind, include_extras=True)
     return st.builds(kind, **{field.name: of(hints[field.name]) for field in msgspec.structs.fields(kind)})

@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from wire.bonjour_record import (
-    Advert,
+    BonjourRecord,
     cluster_hint,
     from_txt,
     instance_name,
@@ -13,7 +13,7 @@ from wire.bonjour_record import (
 )
 from wire.identity import SERVICE_TYPE
 
-ADVERT = Advert("coord", "0123456789ab", "0.1.0", "fedcba9876543210")
+ADVERT = BonjourRecord("coord", "0123456789ab", "0.1.0", "fedcba9876543210")
 
 
 def test_a_record_is_read_as_it_was_written() -> None:

@@ -12,7 +12,7 @@ from wire.histogram import NodeMeasures
 from wire.report import EngineState, Memory
 
 FREE = {("Fragment", "payload")}
-"""Fields that are bounded by the length of their frame on the wire (`codec.LONGEST_WIRE`)."""
+"""Fields that are bounded by the length of their frame on the wire (`codec.MAX_FRAME_BYTES`)."""
 
 
 def _unbounded(kind: inspect.Type, where: tuple[str, str], seen: set[type]) -> Iterator[tuple[str, str]]:

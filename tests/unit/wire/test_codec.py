@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.unit.wire.strategies import structs
 from wire import codec
 from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
-from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, Message, Params, Report
+from wire.frames import TAGS, Cancel, Delta, Deltas, Fragment, Frame, Generate, GenerationParams, Message, Report
 from wire.report import EngineState, Memory
 
 FRAMES = st.one_of([structs(kind) for kind in TAGS.values()])
@@ -95,7 +95,7 @@ def test_msgpack_bombs_are_refused(tag: int, body: bytes) -> None:
         decode(tag, body)
 
 
-@pytest.mark.parametrize("length", [0, codec.LONGEST_WIRE + 1, 2**32 - 1])
+@pytest.mark.parametrize("length", [0, codec.MAX_FRAME_BYTES + 1, 2**32 - 1])
 def test_impossible_lengths_are_refused_before_any_byte_of_the_body(length: int) -> None:
     with pytest.raises(WireError, match=str(length)):
         split(struct.pack(">IB", length, 13))
@@ -125,16 +125,18 @@ def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
 
 @given(st.binary(min_size=0, max_size=300_000), st.integers(1, 70_000))
 def test_long_frames_travel_in_fragments(content: bytes, step: int) -> None:
-    frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), Params(), 0)
+    frame = Generate(1, 2, "r", "m", (Message("user", content.hex()),), GenerationParams(), 0)
     pieces = list(fragments(encode(frame), 7))
-    assert all(len(piece) <= codec.PIECE + 64 for piece in pieces)
+    assert all(len(piece) <= codec.FRAGMENT_BYTES + 64 for piece in pieces)
     data = b"".join(pieces)
     splitter = Splitter()
     assert [f for i in range(0, len(data), step) for f in split(data[i : i + step], splitter)] == [frame]
 
 
 def test_urgent_frames_pass_between_fragments() -> None:
-    first, *rest = fragments(encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), Params(), 0)), 1)
+    first, *rest = fragments(
+        encode(Generate(1, 2, "r", "m", (Message("user", "x" * 200_000),), GenerationParams(), 0)), 1
+    )
     got = split(first + encode(Cancel(9)) + b"".join(rest))
     assert [type(frame) for frame in got] == [Cancel, Generate]
 
@@ -144,7 +146,7 @@ def test_joined_messages_are_bounded_in_bytes_and_in_number() -> None:
     with pytest.raises(WireError, match="10000"):
         split(b"".join(encode(Fragment(number, b"x" * 3_000)) for number in range(4)), splitter)
     with pytest.raises(WireError, match="messages"):
-        split(b"".join(encode(Fragment(number, b"x")) for number in range(codec.MOST_OPEN + 1)))
+        split(b"".join(encode(Fragment(number, b"x")) for number in range(codec.MAX_OPEN_MESSAGES + 1)))
 
 
 def test_a_joined_message_leaves_its_number_and_its_bytes_to_the_next() -> None:
@@ -153,13 +155,13 @@ def test_a_joined_message_leaves_its_number_and_its_bytes_to_the_next() -> None:
     for number in (1, 1, 2):
         first, last = Fragment(number, plain[:5_000]), Fragment(number, plain[5_000:], True)
         assert list(splitter.feed(encode(first) + encode(last))) == [(13, plain[5:])]
-    crowd = [encode(Fragment(number, plain[:4])) for number in range(codec.MOST_OPEN)]
+    crowd = [encode(Fragment(number, plain[:4])) for number in range(codec.MAX_OPEN_MESSAGES)]
     list(splitter.feed(b"".join(crowd)))
     assert list(splitter.feed(encode(Fragment(1, plain[4:9_700])))) == [], "one of those that are open goes on"
 
 
 def test_a_frame_of_whole_pieces_ends_with_its_last_piece() -> None:
-    data = struct.pack(">IB", 2 * codec.PIECE - 4, 13) + bytes(2 * codec.PIECE - 5)
+    data = struct.pack(">IB", 2 * codec.FRAGMENT_BYTES - 4, 13) + bytes(2 * codec.FRAGMENT_BYTES - 5)
     pieces = list(fragments(data, 1))
     assert len(pieces) == 2
     assert list(Splitter().feed(b"".join(pieces))) == [(13, data[5:])]
@@ -173,17 +175,17 @@ def test_a_joined_message_must_be_one_plain_frame(inner: bytes) -> None:
 
 def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> None:
     def frame(length: int) -> Frame:
-        return Generate(1, 2, "r", "m", (Message("user", "x" * length),), Params(), 0)
+        return Generate(1, 2, "r", "m", (Message("user", "x" * length),), GenerationParams(), 0)
 
-    most = codec.LONGEST_JOINED - len(encode(frame(70_000))) + 70_000
-    assert len(encode(frame(most))) == codec.LONGEST_JOINED
+    most = codec.MAX_JOINED_BYTES - len(encode(frame(70_000))) + 70_000
+    assert len(encode(frame(most))) == codec.MAX_JOINED_BYTES
     with pytest.raises(WireError, match="longer"):
         encode(frame(most + 1))
 
 
 def test_a_lone_surrogate_cannot_be_sent() -> None:
     with pytest.raises(UnicodeEncodeError):
-        encode(Generate(1, 2, "r", "m", (Message("user", "\ud800"),), Params(), 0))
+        encode(Generate(1, 2, "r", "m", (Message("user", "\ud800"),), GenerationParams(), 0))
 
 
 def test_heads_are_read_without_the_rest() -> None:

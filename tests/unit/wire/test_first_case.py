@@ -6,14 +6,14 @@ over the cap. Small prompts must still be admitted.
 
 import pytest
 
-from node.engine.kv.commitments import Ledger
-from node.engine.memory.gate import Gate, Site, Use
+from node.engine.kv.commitments import CommitmentLedger
+from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
 from node.engine.requests import preflight
-from node.memory.reading import Reading
+from node.memory.reading import MemoryReading
 from wire.capacity.arithmetic import Fits, default_margin, request_transient
-from wire.frames import Generate, Limits, Message, Params
-from wire.refusals import Code, Refused
-from wire.report import Kv, Memory, Model
+from wire.frames import Generate, GenerationParams, MemoryLimits, Message
+from wire.refusals import RefusalCode, Refused
+from wire.report import KvParameters, Memory, Model
 from wire.units import GIB
 
 NOW = 100.0
@@ -24,27 +24,29 @@ def of(gib: float) -> int:
 
 
 CAP, MARGIN, SPIKED, RESTING = of(107.52), of(12.0), of(97.655), of(88.0)
-KV = Kv(per_token=46 * 2 * 8 * 128 * 2, step=256)
+KV = KvParameters(per_token=46 * 2 * 8 * 128 * 2, step=256)
 """46 layers, 8 heads of 128 for keys and the same for values, two bytes each."""
 MODEL = Model("air", "f", True, of(85.0), KV.per_token, context=131072, kv_step=KV.step)
 
 
-def gate() -> Gate:
-    made = Gate()
-    made.hold(Limits(CAP, CAP, MARGIN, "static"))
+def gate() -> MemoryGate:
+    made = MemoryGate()
+    made.hold(MemoryLimits(CAP, CAP, MARGIN, "static"))
     return made
 
 
-def reading(judge: Gate, phys: int, reserved: int = 0) -> Memory:
-    return judge.memory(Use(of(85.0), phys, reserved), Reading(phys, "phys_footprint", NOW), of(128.0), NOW)
+def reading(judge: MemoryGate, phys: int, reserved: int = 0) -> Memory:
+    return judge.memory(
+        MlxCounters(of(85.0), phys, reserved), MemoryReading(phys, "phys_footprint", NOW), of(128.0), NOW
+    )
 
 
-def admit(judge: Gate, ledger: Ledger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
+def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
     """Check a request as the engine does at admission, and commit its memory."""
-    request = Generate(1, 1, "r", "air", (Message("user", "x"),), Params(max_tokens=128), 0, 128)
+    request = Generate(1, 1, "r", "air", (Message("user", "x"),), GenerationParams(max_tokens=128), 0, 128)
     shape = preflight.shape_of(request, prompt, 128, MODEL.context)
     cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)
-    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved()), MODEL, cost, judge)
+    refused = preflight.admit(shape, reading(judge, phys, ledger.reserved_bytes()), MODEL, cost, judge)
     if refused is None:
         ledger.commit(shape.length, 1)
     return refused
@@ -54,12 +56,12 @@ def test_the_margin_of_the_case_is_the_default():
     assert abs(default_margin(CAP) - MARGIN) <= 16
 
 
-@pytest.mark.parametrize("site", [Site.PREFILL, Site.JOIN, Site.GROW, Site.PREFLIGHT, Site.LOAD])
-def test_97_655_and_12_against_107_52_refuses_with_all_numbers(site: Site):
+@pytest.mark.parametrize("site", [GateSite.PREFILL, GateSite.JOIN, GateSite.GROW, GateSite.PREFLIGHT, GateSite.LOAD])
+def test_97_655_and_12_against_107_52_refuses_with_all_numbers(site: GateSite):
     judge = gate()
     refused = judge.check(site, reading(judge, SPIKED), 0)
     assert isinstance(refused, Refused)
-    assert refused.code is Code.NO_ROOM
+    assert refused.code is RefusalCode.NO_ROOM
     numbers = refused.numbers
     assert numbers is not None
     assert numbers.predicted == of(97.655) + of(12.0) == pytest.approx(of(109.655), abs=1)
@@ -73,26 +75,26 @@ def test_97_655_and_12_against_107_52_refuses_with_all_numbers(site: Site):
 def test_at_the_same_reading_one_byte_decides():
     judge = gate()
     room = CAP - MARGIN - RESTING
-    assert isinstance(judge.check(Site.PREFILL, reading(judge, RESTING), room), Fits)
-    assert isinstance(judge.check(Site.PREFILL, reading(judge, RESTING), room + 1), Refused)
+    assert isinstance(judge.check(GateSite.PREFILL, reading(judge, RESTING), room), Fits)
+    assert isinstance(judge.check(GateSite.PREFILL, reading(judge, RESTING), room + 1), Refused)
 
 
 @pytest.mark.parametrize("prompt", [148, 3338])
 def test_short_and_moderate_requests_pass(prompt: int):
-    assert admit(gate(), Ledger(KV), prompt) is None
+    assert admit(gate(), CommitmentLedger(KV), prompt) is None
 
 
 def test_two_at_once_pass():
-    judge, ledger = gate(), Ledger(KV)
+    judge, ledger = gate(), CommitmentLedger(KV)
     assert admit(judge, ledger, 148) is None
     assert admit(judge, ledger, 3338) is None
-    assert ledger.reserved() >= (148 + 3338) * KV.per_token
+    assert ledger.reserved_bytes() >= (148 + 3338) * KV.per_token
 
 
 def test_of_four_long_prompts_one_is_served_and_three_are_not_promised_what_is_not_there():
-    judge, ledger = gate(), Ledger(KV)
+    judge, ledger = gate(), CommitmentLedger(KV)
     answers = [admit(judge, ledger, 22_000) for _ in range(4)]
     assert [answer is None for answer in answers] == [True, False, False, False]
-    assert all(isinstance(answer, Refused) and answer.code is Code.NO_ROOM for answer in answers[1:])
-    assert RESTING + ledger.reserved() + MARGIN <= CAP
+    assert all(isinstance(answer, Refused) and answer.code is RefusalCode.NO_ROOM for answer in answers[1:])
+    assert RESTING + ledger.reserved_bytes() + MARGIN <= CAP
     assert admit(judge, ledger, 148) is None, "small ones go on meanwhile"

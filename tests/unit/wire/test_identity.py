@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from wire.identity import (
     NodeId,
-    Peer,
+    PeerIdentity,
     coordinator_uri,
     new_token,
     node_uri,
@@ -42,8 +42,8 @@ def test_what_is_no_token_is_named_without_being_repeated(text: str) -> None:
 
 def test_uris_name_the_role() -> None:
     node = NodeId("n-1")
-    assert parse_uri(node_uri("c", node)) == Peer("c", node)
-    assert parse_uri(coordinator_uri("c")) == Peer("c", None)
+    assert parse_uri(node_uri("c", node)) == PeerIdentity("c", node)
+    assert parse_uri(coordinator_uri("c")) == PeerIdentity("c", None)
     for wrong in (
         "https://c/node/n",
         "cluster://c/node/",

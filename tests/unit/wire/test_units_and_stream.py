@@ -4,9 +4,18 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from wire.codec import LONGEST_JOINED, LONGEST_PLAIN, MOST_OPEN, Splitter, WireError, decode, encode, head_of
-from wire.frames import Answer, Cancel, Generate, Message, Params
-from wire.link.endpoint import TURN, Outbox
+from wire.codec import (
+    MAX_JOINED_BYTES,
+    MAX_OPEN_MESSAGES,
+    MAX_PLAIN_BYTES,
+    Splitter,
+    WireError,
+    decode,
+    encode,
+    head_of,
+)
+from wire.frames import Cancel, FetchChunk, Generate, GenerationParams, Message
+from wire.link.endpoint import MAX_PIECES_PER_TURN, Outbox
 from wire.units import GIB, parse_size, show_size
 
 
@@ -45,7 +54,7 @@ def sent(written: list[bytes]) -> list[str]:
 
 
 def long_request() -> Generate:
-    return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0)
+    return Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), GenerationParams(), 0)
 
 
 def run_all(deferred: list[Callable[[], None]]) -> None:
@@ -58,10 +67,10 @@ def test_short_frames_go_at_once_and_long_ones_in_turns() -> None:
     deferred: list[Callable[[], None]] = []
     outbox = Outbox(written.append, deferred.append, deferred.append)
     outbox.send(long_request())
-    outbox.later(Answer(5, b"y" * 10, last=number == 1) for number in range(2))
+    outbox.send_background(FetchChunk(5, b"y" * 10, last=number == 1) for number in range(2))
     outbox.send(Cancel(1))
     run_all(deferred)
-    assert sent(written) == ["Cancel", "Answer", "Answer", "Generate"]
+    assert sent(written) == ["Cancel", "FetchChunk", "FetchChunk", "Generate"]
 
 
 def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> None:
@@ -79,7 +88,7 @@ def test_pieces_wait_while_the_transport_is_full_and_urgent_frames_do_not() -> N
 
 
 def prompt(number: int, size: int) -> Generate:
-    return Generate(number, number, "r", "m", (Message("user", "x" * size),), Params(), 0)
+    return Generate(number, number, "r", "m", (Message("user", "x" * size),), GenerationParams(), 0)
 
 
 def heard(*frames: Generate) -> list[int]:
@@ -100,20 +109,22 @@ def heard(*frames: Generate) -> list[int]:
 
 def test_long_frames_wait_until_the_other_end_can_join_them() -> None:
     """Each frame is within the limit, but all of them together are not."""
-    size = LONGEST_JOINED * 15 // 32
+    size = MAX_JOINED_BYTES * 15 // 32
     assert sorted(heard(*(prompt(number, size) for number in range(6)))) == list(range(6))
-    assert sorted(heard(*(prompt(number, LONGEST_PLAIN) for number in range(MOST_OPEN + 9)))) == list(range(73))
+    assert sorted(heard(*(prompt(number, MAX_PLAIN_BYTES) for number in range(MAX_OPEN_MESSAGES + 9)))) == list(
+        range(73)
+    )
 
 
 def test_a_frame_of_the_greatest_length_can_be_joined_and_a_longer_one_is_not_sent() -> None:
-    empty = len(encode(prompt(1, LONGEST_PLAIN))) - LONGEST_PLAIN
-    assert heard(prompt(1, LONGEST_JOINED - empty)) == [1]
+    empty = len(encode(prompt(1, MAX_PLAIN_BYTES))) - MAX_PLAIN_BYTES
+    assert heard(prompt(1, MAX_JOINED_BYTES - empty)) == [1]
     with pytest.raises(WireError, match="longer than"):
-        encode(prompt(1, LONGEST_JOINED - empty + 1))
+        encode(prompt(1, MAX_JOINED_BYTES - empty + 1))
 
 
 def test_smaller_frames_pass_a_large_one_that_waits_and_not_for_long() -> None:
-    small = LONGEST_JOINED // 16
+    small = MAX_JOINED_BYTES // 16
     order = heard(prompt(1, 8 * small), prompt(2, 15 * small), *(prompt(number, small) for number in range(3, 63)))
     assert order.index(3) < order.index(2), "it fits beside the first"
     assert order.index(2) < 40, "those that pass it, and those that fit beside it"
@@ -136,15 +147,15 @@ def test_a_long_answer_is_made_piece_by_piece_and_gives_way_to_the_loop() -> Non
     deferred: list[Callable[[], None]] = []
     made: list[int] = []
 
-    def answers() -> Iterator[Answer]:
+    def answers() -> Iterator[FetchChunk]:
         for number in range(100):
             made.append(number)
-            yield Answer(1, b"z" * 1000)
+            yield FetchChunk(1, b"z" * 1000)
 
     outbox = Outbox(written.append, deferred.append, deferred.append)
-    outbox.later(answers())
+    outbox.send_background(answers())
     deferred.pop(0)()
-    assert len(made) == TURN
+    assert len(made) == MAX_PIECES_PER_TURN
     outbox.close()
     deferred.pop(0)()
-    assert len(made) == TURN
+    assert len(made) == MAX_PIECES_PER_TURN

@@ -9,29 +9,33 @@ import pytest
 from structlog.testing import capture_logs
 
 from coordinator.alerts import evaluator
-from coordinator.alerts.evaluator import Condition, Conditions, Watch, log_conditions, sample_of
+from coordinator.alerts.evaluator import AlertLoop, Condition, Conditions, log_conditions, sample_of
 from coordinator.alerts.promql import (
-    Both,
-    Highest,
-    History,
+    And,
+    BinaryOp,
+    Comparison,
+    CurrentTime,
+    Increase,
     Labels,
+    MaxOver,
     Metric,
-    Plain,
-    Rise,
     Sample,
-    Sum,
-    Time,
-    Where,
+    SampleHistory,
+    Scalar,
     walk,
 )
-from coordinator.alerts.rules import RULES, WATCHED, Rule, Severity
+from coordinator.alerts.rules import RULES, WATCHED, AlertRule, Severity
 from tests.support.pictures import DISTINCT, WALL, node_picture, pool_picture, view
 
 A: Labels = frozenset({("node", "a")})
 B: Labels = frozenset({("node", "b")})
 NAMED = {rule.name: rule for rule in RULES}
-LATE = Rule("Late", Severity.WARNING, Where(Metric("m"), ">", 0), 30, "{node} is late", "wait for it, then restart it")
-AT_ONCE = Rule("AtOnce", Severity.CRITICAL, Where(Metric("m"), ">", 5), 0, "{node} is wrong", "mend it at once, please")
+LATE = AlertRule(
+    "Late", Severity.WARNING, Comparison(Metric("m"), ">", 0), 30, "{node} is late", "wait for it, then restart it"
+)
+AT_ONCE = AlertRule(
+    "AtOnce", Severity.CRITICAL, Comparison(Metric("m"), ">", 5), 0, "{node} is wrong", "mend it at once, please"
+)
 
 
 def m(**values: float) -> Sample:
@@ -45,22 +49,22 @@ def names(conditions: Conditions) -> list[tuple[str, str]]:
 def test_a_condition_begins_when_its_rule_has_held_for_its_seconds_and_not_before():
     conditions = Conditions([LATE])
     for now in (100.0, 110.0, 129.9):
-        conditions.look(m(a=1), now)
+        conditions.evaluate(m(a=1), now)
         assert conditions.active() == []
         assert conditions.flags() == {"Late": False}
-    conditions.look(m(a=1), 130.0)
+    conditions.evaluate(m(a=1), 130.0)
     assert [one.since for one in conditions.active()] == [100.0], "since it first held, not since it was told"
     assert conditions.flags() == {"Late": True}
-    conditions.look(m(a=1), 500.0)
+    conditions.evaluate(m(a=1), 500.0)
     assert [one.since for one in conditions.active()] == [100.0]
 
 
 def test_a_condition_that_rests_once_begins_again_from_zero():
     conditions = Conditions([LATE])
     for now, value in ((0.0, 1), (25.0, 0), (30.0, 1), (55.0, 1)):
-        conditions.look(m(a=value), now)
+        conditions.evaluate(m(a=value), now)
         assert conditions.active() == []
-    conditions.look(m(a=1), 60.0)
+    conditions.evaluate(m(a=1), 60.0)
     assert [one.since for one in conditions.active()] == [30.0]
 
 
@@ -68,13 +72,13 @@ def test_a_condition_ends_at_once_for_the_node_that_is_well_and_stays_for_the_ot
     conditions = Conditions([AT_ONCE])
     told: list[tuple[str, bool]] = []
     conditions.listeners.append(lambda one, began: told.append((one.node, began)))
-    conditions.look(m(a=9, b=9), 1.0)
+    conditions.evaluate(m(a=9, b=9), 1.0)
     assert sorted(told) == [("a", True), ("b", True)]
-    conditions.look(m(a=9, b=5), 2.0)
+    conditions.evaluate(m(a=9, b=5), 2.0)
     assert names(conditions) == [("AtOnce", "a")]
     assert told[2:] == [("b", False)]
     assert conditions.flags() == {"AtOnce": True}
-    conditions.look({}, 3.0)
+    conditions.evaluate({}, 3.0)
     assert (names(conditions), told[3:]) == ([], [("a", False)]), "a node that is gone has no condition"
     assert conditions.flags() == {"AtOnce": False}
 
@@ -85,15 +89,15 @@ def test_every_listener_is_told_once_of_begin_and_end():
     for number in (1, 2):
         conditions.listeners.append(lambda _, began, number=number: told.append((number, began)))
     for now, value in enumerate((9, 9, 9, 0, 0)):
-        conditions.look(m(a=value), float(now))
+        conditions.evaluate(m(a=value), float(now))
     assert told == [(1, True), (2, True), (1, False), (2, False)]
 
 
 def test_critical_conditions_come_first_and_then_the_oldest():
     conditions = Conditions([LATE, AT_ONCE])
-    conditions.look(m(b=1), 0.0)
-    conditions.look(m(a=1, b=1), 10.0)
-    conditions.look(m(a=1, b=1, c=9), 100.0)
+    conditions.evaluate(m(b=1), 0.0)
+    conditions.evaluate(m(a=1, b=1), 10.0)
+    conditions.evaluate(m(a=1, b=1, c=9), 100.0)
     assert names(conditions) == [("AtOnce", "c"), ("Late", "b"), ("Late", "a")]
 
 
@@ -154,7 +158,7 @@ def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
     for now in (WALL, WALL + 30, WALL + 60, WALL + 120):
         picture = pool_picture(1, 1, leaks=1, conditions={}, wall=now)
         node = node_picture(view("a", report=DISTINCT), None)
-        conditions.look(sample_of(picture, [node]), now)
+        conditions.evaluate(sample_of(picture, [node]), now)
     held = {name for name, _ in names(conditions)}
     assert held == {"WiredLeak", "ReservationLeak", "OverCap", "StaleSensor", "QueueStuck"}
     assert {rule.name for rule in WATCHED} >= held
@@ -167,7 +171,7 @@ def test_a_pool_whose_reports_are_of_trouble_has_the_conditions_of_it():
 async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
     monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...], logged: int
 ):
-    monkeypatch.setattr(evaluator, "EVERY", 0.0)
+    monkeypatch.setattr(evaluator, "EVALUATION_INTERVAL_SECONDS", 0.0)
     conditions, looks, seen = Conditions([AT_ONCE]), itertools.count(1), asyncio.Event()
 
     def sample() -> Sample:
@@ -179,7 +183,7 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
         return m(a=9)
 
     with capture_logs() as logs:
-        running = asyncio.create_task(Watch(conditions, sample, lambda: 7.0).run())
+        running = asyncio.create_task(AlertLoop(conditions, sample, lambda: 7.0).run())
         await asyncio.wait_for(seen.wait(), 30)
         await asyncio.sleep(0)
         running.cancel()
@@ -195,49 +199,49 @@ async def test_a_look_that_fails_is_logged_once_and_the_next_is_taken(
     ("sign", "holds"), [(">", {3.0}), (">=", {2.0, 3.0}), ("==", {2.0}), ("<", {1.0}), ("<=", {1.0, 2.0})]
 )
 def test_a_comparison_keeps_the_series_for_which_it_holds(sign: str, holds: set[float]):
-    history = History({})
-    history.take({"m": {frozenset({("node", str(value))}): value for value in (1.0, 2.0, 3.0)}}, 0.0)
-    found = Where(Metric("m"), sign, 2.0).value(history)
+    history = SampleHistory({})
+    history.add({"m": {frozenset({("node", str(value))}): value for value in (1.0, 2.0, 3.0)}}, 0.0)
+    found = Comparison(Metric("m"), sign, 2.0).value(history)
     assert isinstance(found, dict)
     assert set(found.values()) == holds
 
 
 def test_series_meet_by_all_their_labels_and_nothing_is_divided_by_zero():
-    history = History({})
-    history.take({"m": {A: 6.0, B: 1.0}, "n": {A: 3.0, B: 0.0, frozenset(): 5.0}}, 0.0)
-    assert Sum(Metric("m"), "-", Metric("n")).value(history) == {A: 3.0, B: 1.0}
-    assert Sum(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
-    assert Highest(Metric("m")).value(history) == {frozenset(): 6.0}
-    assert Highest(Metric("none")).value(history) == {}
+    history = SampleHistory({})
+    history.add({"m": {A: 6.0, B: 1.0}, "n": {A: 3.0, B: 0.0, frozenset(): 5.0}}, 0.0)
+    assert BinaryOp(Metric("m"), "-", Metric("n")).value(history) == {A: 3.0, B: 1.0}
+    assert BinaryOp(Metric("m"), "/", Metric("n")).value(history) == {A: 2.0}
+    assert MaxOver(Metric("m")).value(history) == {frozenset(): 6.0}
+    assert MaxOver(Metric("none")).value(history) == {}
 
 
 def test_a_number_without_labels_has_no_series_and_is_its_own_highest():
-    history = History({})
-    assert Time().value(history) == Plain(0.0)
-    history.take({"m": {A: 6.0}}, 7.0)
-    assert Highest(Time()).value(history) == Time().value(history) == Plain(7.0)
-    assert Sum(Time(), "-", Time()).value(history) == {}
-    assert Sum(Time(), "-", Metric("m")).value(history) == {A: 1.0}
-    conditions = Conditions([replace(AT_ONCE, holds=Time())])
-    conditions.look({"m": {A: 6.0}}, 7.0)
+    history = SampleHistory({})
+    assert CurrentTime().value(history) == Scalar(0.0)
+    history.add({"m": {A: 6.0}}, 7.0)
+    assert MaxOver(CurrentTime()).value(history) == CurrentTime().value(history) == Scalar(7.0)
+    assert BinaryOp(CurrentTime(), "-", CurrentTime()).value(history) == {}
+    assert BinaryOp(CurrentTime(), "-", Metric("m")).value(history) == {A: 1.0}
+    conditions = Conditions([replace(AT_ONCE, holds=CurrentTime())])
+    conditions.evaluate({"m": {A: 6.0}}, 7.0)
     assert conditions.active() == []
 
 
 def test_an_expression_is_walked_through_with_all_that_it_is_made_of():
-    a, b, c = Metric("a"), Metric("b"), Rise("c", 30)
-    both = Both(Where(a, ">", Highest(b)), Where(c, ">", 0))
-    assert list(walk(both)) == [both, both.left, a, Highest(b), b, both.right, c]
+    a, b, c = Metric("a"), Metric("b"), Increase("c", 30)
+    both = And(Comparison(a, ">", MaxOver(b)), Comparison(c, ">", 0))
+    assert list(walk(both)) == [both, both.left, a, MaxOver(b), b, both.right, c]
 
 
 def test_a_rise_is_of_its_own_window_and_older_ones_are_forgotten():
-    history = History({"c": frozenset({30.0, 300.0})})
+    history = SampleHistory({"c": frozenset({30.0, 300.0})})
     for now in range(0, 400, 10):
-        history.take({"c": {A: now}}, float(now))
-    assert [dict(history.rises("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]
+        history.add({"c": {A: now}}, float(now))
+    assert [dict(history.increases("c", seconds)) for seconds in (30.0, 300.0)] == [{A: 30.0}, {A: 300.0}]
     tracemalloc.start()
     try:
         for now in range(400, 40_400, 10):
-            history.take({"c": {A: now}}, float(now))
+            history.add({"c": {A: now}}, float(now))
         held, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from coordinator.alerts.evaluator import Condition, Conditions, sample_of
-from coordinator.alerts.promql import History, Labels, Metric, Rise, Sample, walk
-from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, Rule, rules_file, runbook_url, told
-from coordinator.metrics.families import Kind
+from coordinator.alerts.promql import Increase, Labels, Metric, Sample, SampleHistory, walk
+from coordinator.alerts.rules import OUTSIDE, PAGE, RULES, WATCHED, AlertRule, format_summary, rules_file, runbook_url
+from coordinator.metrics.families import MetricKind
 from coordinator.metrics.node import NODE
 from coordinator.metrics.pool import POOL
 from tests.support.pictures import WALL, node_picture, pool_picture, view
@@ -36,11 +36,11 @@ def test_every_rule_has_a_story_and_a_name_of_its_own():
 def test_rules_look_at_metrics_and_labels_that_exist():
     for rule in WATCHED:
         for part in walk(rule.holds):
-            if isinstance(part, Metric | Rise):
+            if isinstance(part, Metric | Increase):
                 family = FAMILIES[part.name]
                 labels = {name for name, _ in part.only} if isinstance(part, Metric) else set(part.without)
                 assert labels <= set(family.label_names), rule.name
-                assert (family.kind is Kind.COUNTER) == isinstance(part, Rise), rule.name
+                assert (family.kind is MetricKind.COUNTER) == isinstance(part, Increase), rule.name
 
 
 def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
@@ -66,9 +66,9 @@ def series(story: Series, seconds: int) -> list[dict[str, str]]:
     ]
 
 
-def alerts(rule: Rule, labels: dict[str, str]) -> list[dict[str, Any]]:
+def alerts(rule: AlertRule, labels: dict[str, str]) -> list[dict[str, Any]]:
     annotations = {
-        "summary": told(rule.summary, frozenset(labels.items())),
+        "summary": format_summary(rule.summary, frozenset(labels.items())),
         "description": rule.remedy,
         "runbook_url": runbook_url(PAGE, rule.name),
     }
@@ -135,7 +135,7 @@ def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
     conditions = Conditions()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):
-        conditions.look(sample(story, now), now)
+        conditions.evaluate(sample(story, now), now)
         held.append({(one.rule.name, one.labels) for one in conditions.active()})
     return held
 
@@ -168,7 +168,7 @@ def test_what_began_and_what_ended_is_told_once():
     conditions.listeners.append(lambda one, began: told_of.append((one.rule.name, one.node, began)))
     for now in range(0, 60, STEP):
         guard = 1.0 if 20 <= now < 40 else 0.0
-        conditions.look({"macpool_gate_guard": {STUDIO: guard}}, now)
+        conditions.evaluate({"macpool_gate_guard": {STUDIO: guard}}, now)
     assert told_of == [("GuardOff", "studio", True), ("GuardOff", "studio", False), ("GuardOff", "studio", True)]
     assert conditions.flags()["GuardOff"]
     assert not conditions.flags()["GateInert"]
@@ -177,7 +177,7 @@ def test_what_began_and_what_ended_is_told_once():
 def test_critical_conditions_come_first():
     conditions = Conditions()
     for now in (0, 10, 20):
-        conditions.look(
+        conditions.evaluate(
             {
                 "macpool_node_memory_margin_bytes": {STUDIO: 0},
                 "macpool_node_memory_cap_bytes": {STUDIO: 5},
@@ -189,25 +189,25 @@ def test_critical_conditions_come_first():
 
 
 def test_a_counter_that_was_seen_once_has_not_risen():
-    history = History({"c": frozenset({30.0})})
-    history.take({"c": {STUDIO: 100}}, 0)
-    assert list(history.rises("c", 30)) == []
-    history.take({"c": {STUDIO: 103}}, 5)
-    assert list(history.rises("c", 30)) == [(STUDIO, 3)]
-    history.take({"c": {STUDIO: 2}}, 10)
-    assert list(history.rises("c", 30)) == [(STUDIO, 5)]
-    history.take({"c": {STUDIO: 2}}, 37)
-    assert list(history.rises("c", 30)) == [(STUDIO, 2)]
-    history.take({}, 40)
-    history.take({"c": {STUDIO: 50}}, 45)
-    assert list(history.rises("c", 30)) == []
+    history = SampleHistory({"c": frozenset({30.0})})
+    history.add({"c": {STUDIO: 100}}, 0)
+    assert list(history.increases("c", 30)) == []
+    history.add({"c": {STUDIO: 103}}, 5)
+    assert list(history.increases("c", 30)) == [(STUDIO, 3)]
+    history.add({"c": {STUDIO: 2}}, 10)
+    assert list(history.increases("c", 30)) == [(STUDIO, 5)]
+    history.add({"c": {STUDIO: 2}}, 37)
+    assert list(history.increases("c", 30)) == [(STUDIO, 2)]
+    history.add({}, 40)
+    history.add({"c": {STUDIO: 50}}, 45)
+    assert list(history.increases("c", 30)) == []
 
 
 def test_a_healthy_pool_has_no_conditions():
     conditions = Conditions()
     nodes = [node_picture(view(f"n{number}"), None) for number in range(3)]
     for _ in range(3):
-        conditions.look(sample_of(pool_picture(3, 2, conditions={}), nodes), WALL)
+        conditions.evaluate(sample_of(pool_picture(3, 2, conditions={}), nodes), WALL)
     assert conditions.active() == []
 
 

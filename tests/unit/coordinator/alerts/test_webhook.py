@@ -17,8 +17,8 @@ import structlog
 from coordinator.alerts import webhook
 from coordinator.alerts.evaluator import Condition
 from coordinator.alerts.rules import RULES
-from coordinator.alerts.webhook import Address, Webhook, WebhookError, allowed, parse, post
-from coordinator.tls.https_ca import Endpoint
+from coordinator.alerts.webhook import Webhook, WebhookAddress, WebhookError, parse, post, resolve_allowed
+from coordinator.tls.https_ca import HttpsCa
 
 SECRET = "canary-path-secret"
 GUARD_OFF = Condition(next(rule for rule in RULES if rule.name == "GuardOff"), frozenset({("node", "studio")}), 5.0)
@@ -63,14 +63,14 @@ def test_what_is_no_address_for_conditions_is_refused(url: str):
 @pytest.mark.parametrize(
     ("url", "address"),
     [
-        ("https://ntfy.sh/topic", Address(True, "ntfy.sh", 443, "/topic")),
-        ("https://example.com:8443/a?b=c#d", Address(True, "example.com", 8443, "/a?b=c")),
-        ("http://127.0.0.1:8123/api", Address(False, "127.0.0.1", 8123, "/api")),
-        ("http://[::1]:80", Address(False, "::1", 80, "/")),
-        ("http://127.0.0.1", Address(False, "127.0.0.1", 80, "/")),
+        ("https://ntfy.sh/topic", WebhookAddress(True, "ntfy.sh", 443, "/topic")),
+        ("https://example.com:8443/a?b=c#d", WebhookAddress(True, "example.com", 8443, "/a?b=c")),
+        ("http://127.0.0.1:8123/api", WebhookAddress(False, "127.0.0.1", 8123, "/api")),
+        ("http://[::1]:80", WebhookAddress(False, "::1", 80, "/")),
+        ("http://127.0.0.1", WebhookAddress(False, "127.0.0.1", 80, "/")),
     ],
 )
-def test_addresses_are_read(url: str, address: Address):
+def test_addresses_are_read(url: str, address: WebhookAddress):
     assert parse(url) == address
 
 
@@ -91,7 +91,7 @@ def test_addresses_are_read(url: str, address: Address):
 )
 def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
     with pytest.raises(WebhookError):
-        allowed(Address(tls, "example.com", 443, "/"), found)
+        resolve_allowed(WebhookAddress(tls, "example.com", 443, "/"), found)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_nothing_is_sent_out_of_bounds(tls: bool, found: list[str]):
 )
 def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     with pytest.raises(WebhookError):
-        allowed(Address(True, "example.com", 443, "/"), ["93.184.216.34", host])
+        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["93.184.216.34", host])
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_no_metadata_address_is_reached_however_it_is_wrapped(host: str):
     ],
 )
 def test_addresses_of_homes_and_of_the_internet_are_reached(host: str):
-    assert allowed(Address(True, "example.com", 443, "/"), [host]) == host
+    assert resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), [host]) == host
 
 
 def test_a_name_is_resolved_once_and_redirects_are_not_followed():
@@ -156,13 +156,16 @@ def test_a_name_is_resolved_once_and_redirects_are_not_followed():
         return ["127.0.0.1"] if len(asked) == 1 else ["169.254.169.254"]
 
     with receiver(302) as (address, got):
-        named = Address(False, "localhost", address.port, address.path)
+        named = WebhookAddress(False, "localhost", address.port, address.path)
         assert post(named, b"{}", find) == 302
     assert (asked, len(got)) == (["localhost"], 1)
 
 
 def test_the_address_that_was_looked_at_is_the_one_that_is_used():
-    assert allowed(Address(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"]) == "192.168.1.9"
+    assert (
+        resolve_allowed(WebhookAddress(True, "example.com", 443, "/"), ["192.168.1.9", "93.184.216.34"])
+        == "192.168.1.9"
+    )
 
 
 # a real server
@@ -193,7 +196,7 @@ class Server(ThreadingHTTPServer):
 @contextmanager
 def receiver(
     *statuses: int, tls: ssl.SSLContext | None = None
-) -> Iterator[tuple[Address, list[tuple[str, dict[str, Any]]]]]:
+) -> Iterator[tuple[WebhookAddress, list[tuple[str, dict[str, Any]]]]]:
     got: list[tuple[str, dict[str, Any]]] = []
     kind = type("One", (Receiver,), {"statuses": list(statuses), "got": got})
     server = Server(("127.0.0.1", 0), kind)
@@ -209,11 +212,11 @@ def receiver(
         server.server_close()
 
 
-async def told(address: Address, count: int, got: list[Any]) -> None:
+async def told(address: WebhookAddress, count: int, got: list[Any]) -> None:
     one = Webhook(address, "home")
     running = asyncio.create_task(one.run())
-    one.tell(GUARD_OFF, True)
-    one.tell(GUARD_OFF, False)
+    one.enqueue(GUARD_OFF, True)
+    one.enqueue(GUARD_OFF, False)
     async with asyncio.timeout(20):
         while len(got) < count:  # noqa: ASYNC110  the server is in another thread
             await asyncio.sleep(0.01)
@@ -224,7 +227,7 @@ async def told(address: Address, count: int, got: list[Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(webhook, "FIRST_RETRY_SECONDS", 0.01)
 
 
 async def test_what_begins_and_what_ends_is_told_in_order():
@@ -250,20 +253,20 @@ async def test_a_redirect_is_not_followed():
 async def test_attempts_are_bounded_and_the_path_is_in_no_log():
     asked: list[bytes] = []
 
-    def broken(_: Address, body: bytes) -> int:
+    def broken(_: WebhookAddress, body: bytes) -> int:
         asked.append(body)
         raise OSError(f"no way to https://example.com/{SECRET}")
 
-    one = Webhook(Address(True, "example.com", 443, f"/{SECRET}"), "home", broken)
+    one = Webhook(WebhookAddress(True, "example.com", 443, f"/{SECRET}"), "home", broken)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(one.run())
-        one.tell(GUARD_OFF, True)
+        one.enqueue(GUARD_OFF, True)
         async with asyncio.timeout(20):
             while not logs:  # noqa: ASYNC110  a log tells nobody
                 await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert len(asked) == webhook.RETRIES
+    assert len(asked) == webhook.MAX_RETRIES
     assert SECRET not in repr(logs)
     assert logs[0]["host"] == "example.com"
 
@@ -273,7 +276,7 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
     asked, over = list[bytes](), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def send(_: Address, body: bytes) -> int:
+    def send(_: WebhookAddress, body: bytes) -> int:
         asked.append(body)
         if json.loads(body)["event"] == "ended":
             loop.call_soon_threadsafe(over.set)
@@ -283,11 +286,11 @@ async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, 
             raise answer
         return answer
 
-    one = Webhook(Address(True, "example.com", 443, "/"), "home", send)
+    one = Webhook(WebhookAddress(True, "example.com", 443, "/"), "home", send)
     with structlog.testing.capture_logs() as logs:
         running = asyncio.create_task(one.run())
-        one.tell(GUARD_OFF, True)
-        one.tell(GUARD_OFF, False)
+        one.enqueue(GUARD_OFF, True)
+        one.enqueue(GUARD_OFF, False)
         await asyncio.wait_for(over.wait(), 20)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
@@ -329,10 +332,10 @@ async def test_the_wait_before_each_further_attempt_is_twice_as_long(monkeypatch
 
 
 async def test_a_flood_is_bounded():
-    one = Webhook(Address(True, "example.com", 443, "/"), "home", lambda *_: 204)
+    one = Webhook(WebhookAddress(True, "example.com", 443, "/"), "home", lambda *_: 204)
     for _ in range(1000):
-        one.tell(GUARD_OFF, True)
-    assert one.waiting == webhook.WAITING
+        one.enqueue(GUARD_OFF, True)
+    assert one.waiting == webhook.MAX_QUEUED_MESSAGES
 
 
 def test_what_answers_no_http_is_a_failure():
@@ -349,16 +352,16 @@ def test_what_answers_no_http_is_a_failure():
         thread = threading.Thread(target=speak)
         thread.start()
         with pytest.raises(OSError, match="no HTTP"):
-            post(Address(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
+            post(WebhookAddress(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
         thread.join()
 
 
 def test_a_message_goes_over_tls_to_a_server_that_the_machine_trusts(tmp_path: Path):
-    endpoint = Endpoint(tmp_path, (), time.time, lambda: ())
+    endpoint = HttpsCa(tmp_path, (), time.time, lambda: ())
     trust = ssl.create_default_context(cadata=endpoint.ca_pem)
     for given, statuses in ((trust, [200]), (None, [])):
         with receiver(200, tls=endpoint.context) as (address, got):
-            secure = Address(True, "localhost", address.port, "/")
+            secure = WebhookAddress(True, "localhost", address.port, "/")
             if statuses:
                 assert post(secure, b"{}", lambda *_: ["127.0.0.1"], given) == 200
             else:

@@ -171,7 +171,7 @@ async def test_an_open_breaker_is_told_with_why_and_until_when(port: Port):
     closed = {"state": "closed", "why": "", "until": None, "opened": 0}
     assert (await sections(port))["nodes"][0]["breaker"] == closed
     for at in range(3):
-        made.dispatcher.breakers.fault(node, at, now - 4.0 + 2.0 * at, f"signal {at}")
+        made.dispatcher.breakers.record_fault(node, at, now - 4.0 + 2.0 * at, f"signal {at}")
     found = (await sections(port))["nodes"][0]["breaker"]
     assert abs(found.pop("until") - (time.time() + 5.0)) <= 2
     assert found == {"state": "open", "why": "signal 2", "opened": 1}

@@ -10,21 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.backup.archive import (
-    LONGEST_MANIFEST,
+    CHUNK_BYTES,
+    MAX_MANIFEST_BYTES,
     NEEDED,
-    PIECE,
     ArchiveError,
+    ArchiveMember,
     Manifest,
-    Member,
+    check_end,
     contents,
     digest_of,
-    ended,
-    exactly,
-    head_of,
+    header_of,
+    read_exactly,
     read_manifest,
 )
 
-MEMBERS = tuple(Member(name, number, "00") for number, name in enumerate(sorted(NEEDED)))
+MEMBERS = tuple(ArchiveMember(name, number, "00") for number, name in enumerate(sorted(NEEDED)))
 MADE = Manifest(
     format=1, macpool="1", made=1.0, cluster="c", name="n", epoch=1, generation=0, schemas={}, members=MEMBERS
 )
@@ -47,8 +47,8 @@ def test_no_bytes_are_a_manifest_by_chance(data: bytes) -> None:
 
 
 def test_a_manifest_is_read_as_it_was_written_also_in_small_pieces() -> None:
-    assert read_manifest(io.BytesIO(head_of(MADE))) == MADE
-    assert read_manifest(Slow(head_of(MADE) + b"what follows")) == MADE
+    assert read_manifest(io.BytesIO(header_of(MADE))) == MADE
+    assert read_manifest(Slow(header_of(MADE) + b"what follows")) == MADE
 
 
 def head(tree: object) -> bytes:
@@ -59,9 +59,9 @@ def head(tree: object) -> bytes:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        ((LONGEST_MANIFEST + 1).to_bytes(4, "big"), f"would have {LONGEST_MANIFEST + 1} bytes"),
-        (LONGEST_MANIFEST.to_bytes(4, "big") + b"{}", "ends too early"),
-        (head_of(MADE)[:-1] + b"x", "its manifest is damaged"),
+        ((MAX_MANIFEST_BYTES + 1).to_bytes(4, "big"), f"would have {MAX_MANIFEST_BYTES + 1} bytes"),
+        (MAX_MANIFEST_BYTES.to_bytes(4, "big") + b"{}", "ends too early"),
+        (header_of(MADE)[:-1] + b"x", "its manifest is damaged"),
         (head({"format": 2, "other": 1}), "made by a newer macpool"),
         (head({"format": 1, "other": 1}), "its manifest cannot be read"),
     ],
@@ -76,36 +76,36 @@ def changes() -> Iterator[tuple[str, Manifest, str]]:
     lacks = "names a file twice, or lacks one"
     yield "twice", msgspec.structs.replace(MADE, members=(*MEMBERS, first)), lacks
     yield "lacks", msgspec.structs.replace(MADE, members=tuple(others)), lacks
-    yield "below nothing", msgspec.structs.replace(MADE, members=(Member(first.name, -1, "00"), *others)), lacks
-    foreign = Member("lock", 1, "00")
+    yield "below nothing", msgspec.structs.replace(MADE, members=(ArchiveMember(first.name, -1, "00"), *others)), lacks
+    foreign = ArchiveMember("lock", 1, "00")
     yield "foreign", msgspec.structs.replace(MADE, members=(*MEMBERS, foreign)), "holds 'lock', which no backup"
 
 
 @pytest.mark.parametrize(("manifest", "words"), [pytest.param(*one[1:], id=one[0]) for one in changes()])
 def test_a_manifest_whose_members_are_no_backups_is_refused(manifest: Manifest, words: str) -> None:
     with pytest.raises(ArchiveError, match=words):
-        read_manifest(io.BytesIO(head_of(manifest)))
+        read_manifest(io.BytesIO(header_of(manifest)))
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE, PIECE + 1])
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1])
 def test_a_member_is_read_in_pieces_and_is_what_its_digest_says(size: int) -> None:
     data = bytes(range(251)) * (size // 251 + 1)
-    member = Member("pepper", size, hashlib.sha256(data[:size]).hexdigest())
+    member = ArchiveMember("pepper", size, hashlib.sha256(data[:size]).hexdigest())
     source = io.BytesIO(data)
-    assert [len(piece) for piece in contents(source, member)] == [PIECE] * (size // PIECE) + [size % PIECE] * (
-        size % PIECE > 0
-    )
+    assert [len(piece) for piece in contents(source, member)] == [CHUNK_BYTES] * (size // CHUNK_BYTES) + [
+        size % CHUNK_BYTES
+    ] * (size % CHUNK_BYTES > 0)
     assert source.tell() == size
     assert digest_of(io.BytesIO(data[:size])) == (size, member.sha256)
     with pytest.raises(ArchiveError, match="pepper in it is damaged"):
-        list(contents(io.BytesIO(b"x" * size), Member("pepper", size, "00")))
+        list(contents(io.BytesIO(b"x" * size), ArchiveMember("pepper", size, "00")))
 
 
 def test_so_many_bytes_are_read_as_are_wanted_or_the_file_was_cut_off() -> None:
     source = Slow(b"0123456789")
-    assert (exactly(source, 7), exactly(source, 0), exactly(source, 3)) == (b"0123456", b"", b"789")
-    ended(source)
+    assert (read_exactly(source, 7), read_exactly(source, 0), read_exactly(source, 3)) == (b"0123456", b"", b"789")
+    check_end(source)
     with pytest.raises(ArchiveError, match="ends too early"):
-        exactly(Slow(b"0123456789"), 11)
+        read_exactly(Slow(b"0123456789"), 11)
     with pytest.raises(ArchiveError, match="something follows its last member"):
-        ended(io.BytesIO(b"x"))
+        check_end(io.BytesIO(b"x"))

@@ -13,7 +13,7 @@ import pytest
 
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import back_up
-from coordinator.backup.restore import look, restore
+from coordinator.backup.restore import inspect_backup, restore
 from coordinator.state.database import MIGRATIONS, open_database
 from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 
@@ -75,11 +75,11 @@ def test_a_restore_that_is_killed_anywhere_leaves_the_old_state_or_the_new_one(t
 def test_a_backup_that_is_killed_anywhere_leaves_the_older_one_whole(tmp_path: Path) -> None:
     home, name = tmp_path / "home", cluster(tmp_path / "home")
     file = back_up(home, tmp_path / "b").file
-    before, step = look(file).made, 0
+    before, step = inspect_backup(file).made, 0
     while killed_at(step, lambda: back_up(home, file)):
-        assert look(file).cluster == name
+        assert inspect_backup(file).cluster == name
         step += 1
-    assert look(file).made > before
+    assert inspect_backup(file).made > before
     assert step > 10
 
 

@@ -21,16 +21,22 @@ from coordinator.backup import archive
 from coordinator.backup.archive import Manifest, read_manifest
 from coordinator.backup.atomic_swap import RESTORING
 from coordinator.backup.backup import BackupError, back_up
-from coordinator.backup.generation_fence import MARK, Fence, Mark, SupersededError, note
-from coordinator.backup.restore import PassphraseNeeded, RestoreError, look, restore
-from coordinator.state.database import MIGRATIONS, KeyRow, MemberRow, StateLockedError, Store, TokenRow
-from coordinator.tls.cluster_ca import Authority
-from coordinator.video.state.jobs import Job, Wanted
-from coordinator.video.state.memory_model import Profile, ProfileKey
+from coordinator.backup.generation_fence import (
+    MARK_FILE,
+    GenerationFence,
+    SupersededError,
+    SupersededMark,
+    record_superseded,
+)
+from coordinator.backup.restore import PassphraseNeeded, RestoreError, inspect_backup, restore
+from coordinator.state.database import MIGRATIONS, Database, KeyRow, MemberRow, StateLockedError, TokenRow
+from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.video.state.jobs import RequestedClip, VideoJob
+from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey
 from coordinator.video.store import MIGRATIONS as VIDEO_MIGRATIONS
 from coordinator.video.store import VideoStore
 from router.admission.rate_limits import KeyLimits
-from router.admission.usage import Used
+from router.admission.usage import UsageTotals
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -41,8 +47,8 @@ KEY = KeyRow("k1", "laptop", ("infer",), b"d" * 32, 1.0)
 
 def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
     """Make a cluster with one object of every kind; return its id."""
-    store = Store(folder)
-    authority = Authority(folder / "authority", time.time)
+    store = Database(folder)
+    authority = ClusterCa(folder / "authority", time.time)
     store.found(authority.cluster, name)
     store.next_epoch()
     store.put_member(MemberRow(NodeId("n1"), "studio", "m1", Hardware("M4", 1 << 37), "ab12", 5.0))
@@ -53,7 +59,7 @@ def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
     store.close()
     if video:
         videos = VideoStore(folder)
-        videos.put_profile(ProfileKey("wan", "e", 8), Profile(2**30, 1.0))
+        videos.put_profile(VideoProfileKey("wan", "e", 8), VideoMemoryProfile(2**30, 1.0))
         videos.close()
         clip = folder / "videos" / "video_abc" / "video.mp4"
         clip.parent.mkdir(parents=True)
@@ -82,9 +88,9 @@ def saved(home: tuple[Path, str], tmp_path: Path) -> Path:
 
 def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
     """Open a state folder as the coordinator does; return cluster, generation, members and keys."""
-    store = Store(folder)
+    store = Database(folder)
     try:
-        assert Authority(folder / "authority", time.time).cluster == store.meta.cluster
+        assert ClusterCa(folder / "authority", time.time).cluster == store.meta.cluster
         return store.meta.cluster, store.meta.generation, set(store.members), set(store.keys)
     finally:
         store.close()
@@ -95,7 +101,7 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
     home: tuple[Path, str], tmp_path: Path, passphrase: bytes | None
 ) -> None:
     folder, ident = home
-    running = Store(folder)
+    running = Database(folder)
     running.put_key(KeyRow("k2", "late", ("infer",), b"e" * 32, 1.0))
     asyncio.run(running.flush())
     made = back_up(folder, tmp_path / "b", artifacts=True, passphrase=passphrase)
@@ -104,7 +110,7 @@ def test_a_backup_taken_while_the_store_is_in_use_comes_back_elsewhere(
     assert made.manifest.outside == ("/etc/cert.pem",)
     raw = made.file.read_bytes()
     assert ((b"PRIVATE KEY" in raw) or (b"laptop" in raw)) is (passphrase is None)
-    assert look(made.file, passphrase) == made.manifest
+    assert inspect_backup(made.file, passphrase) == made.manifest
     other = tmp_path / "elsewhere"
     done = restore(made.file, other, NOW, passphrase=passphrase)
     assert shows(other) == (ident, int(NOW), {"n1"}, {"k1", "k2"})
@@ -124,7 +130,7 @@ def test_generations_only_grow(home: tuple[Path, str], tmp_path: Path) -> None:
     second = back_up(tmp_path / "two", tmp_path / "c").file
     restore(second, tmp_path / "three", NOW - 1e6)
     assert shows(tmp_path / "three")[1] == int(NOW) + 1, "also where the clock is behind"
-    store = Store(tmp_path / "three")
+    store = Database(tmp_path / "three")
     assert store.next_epoch() > 2000, "the other may have been started again and again since"
     store.close()
 
@@ -152,7 +158,7 @@ def test_what_is_in_the_way_is_kept_beside_and_only_when_told(home: tuple[Path, 
 
 
 def test_a_running_coordinator_is_not_pulled_away(home: tuple[Path, str], saved: Path) -> None:
-    running = Store(home[0])
+    running = Database(home[0])
     with pytest.raises(StateLockedError, match="in use by process"):
         restore(saved, home[0], NOW, replace=True)
     running.close()
@@ -175,7 +181,7 @@ def test_a_truncated_or_damaged_backup_changes_nothing(
             restore(file, other, NOW, passphrase=passphrase)
         if passphrase is None:
             with pytest.raises(RestoreError):
-                look(file)
+                inspect_backup(file)
         assert {one.name for one in other.iterdir()} <= {"lock"}, number
 
 
@@ -282,10 +288,10 @@ def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: 
 
 
 def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[Path, str], tmp_path: Path) -> None:
-    authority = Authority(home[0] / "authority", time.time)
-    stranger = Authority(tmp_path / "stranger", time.time)
-    fence = Fence(authority, 5)
-    assert fence.newer(6, authority.seal(6))
+    authority = ClusterCa(home[0] / "authority", time.time)
+    stranger = ClusterCa(tmp_path / "stranger", time.time)
+    fence = GenerationFence(authority, 5)
+    assert fence.is_newer(6, authority.seal(6))
     lies = [
         (6, b""),
         (6, b"x" * 70),
@@ -297,17 +303,17 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
         (-1, authority.seal(-1)),
     ]
     for generation, seal in lies:
-        assert not fence.newer(generation, seal)
+        assert not fence.is_newer(generation, seal)
     fence.check(home[0])
-    note(home[0], Mark(6, authority.seal(6), "studio", NOW))
-    assert (home[0] / MARK).stat().st_mode & 0o777 == 0o600
+    record_superseded(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
+    assert (home[0] / MARK_FILE).stat().st_mode & 0o777 == 0o600
     with pytest.raises(SupersededError, match=r"counts now \(node studio said so\)\. Remove"):
         fence.check(home[0])
-    note(home[0], Mark(6, authority.seal(6)))
+    record_superseded(home[0], SupersededMark(6, authority.seal(6)))
     with pytest.raises(SupersededError, match=r"counts now\. Remove"):
         fence.check(home[0])
-    Fence(authority, 6).check(home[0])
-    note(home[0], Mark(9, b"forged"))
+    GenerationFence(authority, 6).check(home[0])
+    record_superseded(home[0], SupersededMark(9, b"forged"))
     fence.check(home[0])
 
 
@@ -338,7 +344,7 @@ def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
 def full_cluster(folder: Path) -> str:
     """Make a cluster with rows in every table, among them revoked, removed and spent ones; return its id."""
     ident = cluster(folder)
-    store = Store(folder)
+    store = Database(folder)
     store.put_member(
         MemberRow(
             NodeId("n2"),
@@ -359,12 +365,12 @@ def full_cluster(folder: Path) -> str:
     store.revoke_key("k3", 9.0)
     store.deny_node(NodeId("n3"), 8.0, "removed")
     store.deny_serial("ef56", 8.0, "removed")
-    store.count("k1", "tiny", "2026-01-01", Used(1, 2, 3, 4, 5))
+    store.count("k1", "tiny", "2026-01-01", UsageTotals(1, 2, 3, 4, 5))
     store.note(7.0, "k1", "cordon", "n2", "10.0.0.5")
     store.close()
     videos = VideoStore(folder)
-    videos.put_job(Job("video_abc", 1, "k1", 100.0, Wanted("m", "p", 64, 48, 16, 8, 4, 12), 36))
-    videos.put_job(Job("video_def", 2, "k1", 101.0, Wanted("m", "q", 64, 48, 16, 8, 4, 12), 36))
+    videos.put_job(VideoJob("video_abc", 1, "k1", 100.0, RequestedClip("m", "p", 64, 48, 16, 8, 4, 12), 36))
+    videos.put_job(VideoJob("video_def", 2, "k1", 101.0, RequestedClip("m", "q", 64, 48, 16, 8, 4, 12), 36))
     videos.close()
     return ident
 
@@ -394,7 +400,7 @@ def test_backup_restores_every_row_of_every_table(tmp_path: Path) -> None:
 def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     full_cluster(tmp_path / "home")
     restore(back_up(tmp_path / "home", tmp_path / "b").file, tmp_path / "other", NOW)
-    store = Store(tmp_path / "other")
+    store = Database(tmp_path / "other")
     member = store.members[NodeId("n2")]
     assert (member.cordoned, member.labels, member.video, member.hardware) == (
         True,
@@ -406,12 +412,12 @@ def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
     assert store.keys["k2"].limits == KeyLimits(concurrency=2)
     assert store.denied(NodeId("n3"), "")
     assert store.denied(NodeId("other"), "ef56")
-    assert [(row.key, row.used) for row in store.usage] == [("k1", Used(1, 2, 3, 4, 5))]
+    assert [(row.key, row.used) for row in store.usage] == [("k1", UsageTotals(1, 2, 3, 4, 5))]
     assert [(row.action, row.address) for row in store.audit] == [("cordon", "10.0.0.5")]
     store.close()
     jobs = jobs_of(tmp_path / "other")
     assert [job.id for job in jobs.jobs] == ["video_abc", "video_def"]
-    assert jobs.profiles == {ProfileKey("wan", "e", 8): Profile(2**30, 1.0)}
+    assert jobs.profiles == {VideoProfileKey("wan", "e", 8): VideoMemoryProfile(2**30, 1.0)}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -463,11 +469,11 @@ def back_up_of_restored(file: Path, folder: Path) -> Manifest:
 def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tuple[Path, str], tmp_path: Path) -> None:
     saved, other = back_up(home[0], tmp_path / "b").file, tmp_path / "other"
     cluster(other, "lab")
-    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK_FILE):
         (other / name).write_bytes(b"of the former state")
     done = restore(saved, other, NOW, replace=True)
     assert done.aside is not None
-    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK):
+    for name in ("cluster.db-wal", "cluster.db-shm", "videos.db-wal", MARK_FILE):
         assert not (other / name).exists()
         assert (done.aside / name).exists()
     assert not (other / "videos").exists(), "files of another cluster's videos do not stay"
@@ -480,7 +486,7 @@ def test_a_restore_leaves_nothing_of_the_former_databases_and_no_mark(home: tupl
 def test_a_backup_without_videos_takes_those_of_the_former_state_away(tmp_path: Path) -> None:
     cluster(tmp_path / "plain", video=False)
     saved = back_up(tmp_path / "plain", tmp_path / "b").file
-    assert look(saved).schemas == {"cluster.db": len(MIGRATIONS)}
+    assert inspect_backup(saved).schemas == {"cluster.db": len(MIGRATIONS)}
     cluster(tmp_path / "other", "lab")
     restore(saved, tmp_path / "other", NOW, replace=True)
     assert not (tmp_path / "other" / "videos.db").exists()
@@ -504,7 +510,7 @@ def test_settings_of_this_machine_stay_and_others_are_put_beside(
 def test_videos_of_a_newer_schema_are_refused(home: tuple[Path, str], tmp_path: Path) -> None:
     newer = len(VIDEO_MIGRATIONS) + 1
     file = forged(home[0], lambda tree: tree["schemas"].update({"videos.db": newer}))
-    for read in (lambda: look(file), lambda: restore(file, tmp_path / "other", NOW)):
+    for read in (lambda: inspect_backup(file), lambda: restore(file, tmp_path / "other", NOW)):
         with pytest.raises(RestoreError, match=rf"videos\.db was written by a newer macpool \(schema {newer}"):
             read()
 

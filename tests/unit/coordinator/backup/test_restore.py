@@ -8,10 +8,17 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.archive import MAGIC, Member, head_of, read_manifest
-from coordinator.backup.atomic_swap import settle
+from coordinator.backup.archive import MAGIC, ArchiveMember, header_of, read_manifest
+from coordinator.backup.atomic_swap import finish_swap
 from coordinator.backup.backup import back_up
-from coordinator.backup.restore import Counts, Present, RestoreError, look, present, restore
+from coordinator.backup.restore import (
+    ExistingState,
+    RestoredCounts,
+    RestoreError,
+    existing_cluster,
+    inspect_backup,
+    restore,
+)
 from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 
 
@@ -28,9 +35,9 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
         opened.seek(len(MAGIC))
         manifest = read_manifest(opened)
         contents = {one.name: opened.read(one.size) for one in manifest.members} | {name: content}
-    members = tuple(Member(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
+    members = tuple(ArchiveMember(one, len(held), hashlib.sha256(held).hexdigest()) for one, held in contents.items())
     made = file.with_name("rebuilt")
-    made.write_bytes(MAGIC + head_of(replace(manifest, members=members)) + b"".join(contents.values()))
+    made.write_bytes(MAGIC + header_of(replace(manifest, members=members)) + b"".join(contents.values()))
     return made
 
 
@@ -45,7 +52,7 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
 )
 def test_a_file_that_is_no_backup_of_ours_says_what_it_is(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "b").write_bytes(content)
-    for use in (look, lambda file: restore(file, tmp_path / "state", NOW)):
+    for use in (inspect_backup, lambda file: restore(file, tmp_path / "state", NOW)):
         with pytest.raises(RestoreError, match=words):
             use(tmp_path / "b")
 
@@ -54,7 +61,7 @@ def test_files_that_cannot_be_read_or_written_are_named(saved: Path, tmp_path: P
     missing, taken = tmp_path / "missing", tmp_path / "file"
     taken.touch()
     with pytest.raises(RestoreError, match=f"{missing} cannot be read: No such file"):
-        look(missing)
+        inspect_backup(missing)
     with pytest.raises(RestoreError, match=f"{missing}: No such file"):
         restore(missing, tmp_path / "state", NOW)
     with pytest.raises(RestoreError, match=f"{taken} cannot be written: "):
@@ -79,13 +86,13 @@ def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path:
 
 def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -> None:
     state, name = tmp_path / "home", shows(tmp_path / "home")[0]
-    assert present(tmp_path / "empty") is None
-    assert present(state) == Present(name, 1)
+    assert existing_cluster(tmp_path / "empty") is None
+    assert existing_cluster(state) == ExistingState(name, 1)
     shutil.copytree(state, tmp_path / "without-database")
     (tmp_path / "without-database" / "cluster.db").unlink()
-    assert present(tmp_path / "without-database") == Present(name, 0)
+    assert existing_cluster(tmp_path / "without-database") == ExistingState(name, 0)
     shutil.rmtree(state / "authority")
-    assert present(state) == Present("", 1)
+    assert existing_cluster(state) == ExistingState("", 1)
     with pytest.raises(RestoreError, match="holds this cluster already, after 1 starts"):
         restore(saved, state, NOW)
 
@@ -94,7 +101,7 @@ def test_a_restore_says_what_it_put_where(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "home" / "config.toml").unlink()
     bare = back_up(tmp_path / "home", tmp_path / "bare").file
     done = restore(bare, tmp_path / "state", NOW)
-    assert (done.counts, done.aside, done.config) == (Counts(1, 1, 1, 0), None, "")
+    assert (done.counts, done.aside, done.config) == (RestoredCounts(1, 1, 1, 0), None, "")
     assert not (tmp_path / "state" / "config.toml").exists()
     again = restore(saved, tmp_path / "state", NOW, replace=True)
     assert again.config == "config.toml"
@@ -124,7 +131,7 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
                 restore(saved, state, NOW, replace=True)
         broken = left < 0
         if renames % 2:
-            settle(state)
+            finish_swap(state)
         else:
             with pytest.raises(RestoreError, match="holds"):
                 restore(saved, state, NOW)

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from coordinator.cli import cluster as command
-from coordinator.state.database import Store
+from coordinator.state.database import Database
 from tests.unit.coordinator.backup.test_backup import cluster
 
 
@@ -49,7 +49,7 @@ def test_what_is_refused_says_the_next_step(tmp_path: Path) -> None:
     assert run("restore", tmp_path / "missing", "--state", tmp_path / "two")[0] == 5
     code, _, said = run("restore", file, *plain)
     assert (code, "--replace" in said) == (6, True)
-    running = Store(tmp_path / "home")
+    running = Database(tmp_path / "home")
     code, _, said = run("restore", file, "--replace", *plain)
     running.close()
     assert (code, "stop it first" in said) == (6, True)

@@ -76,7 +76,7 @@ def test_every_group_lists_and_shows():
     for group in ("node", "model", "key", "video"):
         assert {("cluster", group, "list"), ("cluster", group, "show")} <= verbs
     groups = [context.command for _, context in contexts() if isinstance(context.command, click.Group)]
-    assert all(isinstance(group, shape.Group) for group in groups)
+    assert all(isinstance(group, shape.CommandGroup) for group in groups)
 
 
 def test_help_and_version_are_where_people_look():

@@ -12,13 +12,15 @@ from coordinator.client import api_client
 from coordinator.observe.node_rows import dangers_of, enforcement_row
 from router.placement.cluster_view import NodeView
 from wire.identity import NodeId
-from wire.report import Enforcement, Level, Memory
+from wire.report import Enforcement, Memory, MemoryLevel
 from wire.units import GIB, MIB
 
 
 def node(**changes: Any) -> dict[str, Any]:
     """Return an API row of a node: a cap of 96 GiB limited by Metal, a margin of 12, 60 in use, 4 reserved."""
-    enforcement = enforcement_row(Enforcement(Level.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1))
+    enforcement = enforcement_row(
+        Enforcement(MemoryLevel.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1)
+    )
     return {
         "name": "studio",
         "cap": 96 * GIB,
@@ -108,7 +110,7 @@ def test_a_weakened_guard_is_told_in_the_nodes_words_and_by_the_facts_where_it_h
 
 
 def test_a_node_over_its_cap_is_a_danger():
-    (text,) = dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(Level.OVER_HARD)))
+    (text,) = dangers_of(view(Memory(cap=8 * GIB, margin=GIB), Enforcement(MemoryLevel.OVER_HARD)))
     assert "over its cap of 8.0 GiB" in text
 
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW
-from coordinator.cluster.membership import Member, State
-from coordinator.observe.node_rows import Told, node_row
+from coordinator.cluster.membership import Member, MemberState
+from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.support.cluster_port import a_report
@@ -27,7 +27,7 @@ NAMES = ("macbook-pro-anna", "studio", "mini-wohnzimmer")
 SIZES = [(80, 2), (80, 12), (80, 40), (120, 2), (120, 12), (120, 40), (200, 2), (200, 12), (200, 40)]
 
 
-def a_node(name: str, models: int, state: State = State.READY, **changes: Any) -> dict[str, Any]:
+def a_node(name: str, models: int, state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
     """Return an API row of a node with this number of models, of which two are loaded."""
     held = tuple(a_model(f"mlx-community/Qwen3-{number}B-4bit", loaded=number < 2) for number in range(models))
     memory = a_memory(
@@ -46,7 +46,7 @@ def a_node(name: str, models: int, state: State = State.READY, **changes: Any) -
         video_allowed=False,
     )
     row = MemberRow(NodeId(name), name, "m", Hardware("Apple M4 Max", 128 << 30, 16, "macOS 26", "3.13"), "1", 0.0)
-    told = Told(reported=True, version="0.1.0", protocol=2, in_flight=3, heard_seconds=312.0)
+    told = NodeFacts(reported=True, version="0.1.0", protocol=2, in_flight=3, heard_seconds=312.0)
     return node_row(view, Member(NodeId(name), state, 0.0), row, told) | {"breaker": {"state": "closed"}} | changes
 
 
@@ -54,7 +54,7 @@ def a_pool(models: int) -> dict[str, Any]:
     return {
         "nodes": [
             a_node(NAMES[0], models),
-            a_node(NAMES[1], models, State.LOST),
+            a_node(NAMES[1], models, MemberState.LOST),
             a_node(NAMES[2], models, cordoned=True),
         ]
     }

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.registry import LINKED_SECONDS
-from node.agent.identity import Identity, install, new_csr
-from router.placement.place import Demand, NoPlacement, Placement
+from coordinator.cluster.registry import ALIVE_REPORT_AGE_SECONDS
+from node.agent.identity import NodeIdentity, install, new_csr
+from router.placement.place import NoPlacement, Placement, ResourceDemand
 from tests.support.cluster_port import Port, a_report, hello, opened, the_no
 from tests.support.enrolment import HARDWARE
-from wire.certificate import LEAF_LIFE, read_certificate
-from wire.frames import Goodbye, Pause, Renew, Renewed, Welcome
+from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
+from wire.frames import CertificateRenewed, Goodbye, PauseNode, RenewCertificate, Welcome
 from wire.report import Sharing
 
 
@@ -24,13 +24,13 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
         yield made
 
 
-async def ready(port: Port, who: Identity) -> None:
+async def ready(port: Port, who: NodeIdentity) -> None:
     await port.link(who)
     await port.until(lambda: port.state(who) == "ready")
 
 
 def placed(port: Port) -> Placement | NoPlacement:
-    return port.application.dispatcher.preview(Demand("tiny", 100))
+    return port.application.dispatcher.preview(ResourceDemand("tiny", 100))
 
 
 # Persistence
@@ -170,7 +170,7 @@ async def test_a_second_process_waits_as_long_as_the_first_one_reports(port: Por
     copy = await port.dial(who)
     copy.send(hello(who, instance="of a copied disk"))
     denied = the_no(await copy.ended())
-    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, LINKED_SECONDS)
+    assert (denied.reason, denied.final, denied.retry_after) == ("linked_elsewhere", False, ALIVE_REPORT_AGE_SECONDS)
     assert "one is linked now by another process, from 127.0.0.1" in denied.message
     assert port.state(who) == "ready"
     same = await port.dial(who)
@@ -183,7 +183,7 @@ async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
 ):
     who = port.member("one")
     await ready(port, who)
-    monkeypatch.setattr("coordinator.cluster.registry.LINKED_SECONDS", 0.0)
+    monkeypatch.setattr("coordinator.cluster.registry.ALIVE_REPORT_AGE_SECONDS", 0.0)
     other = await port.dial(who)
     other.send(hello(who, instance="restarted"))
     assert isinstance(await other.until(Welcome), Welcome)
@@ -195,11 +195,11 @@ async def test_a_second_process_may_link_once_the_first_one_reports_no_more(
 async def test_a_renewed_certificate_is_for_the_same_node_the_new_key_and_a_whole_life(port: Port):
     who = port.member("one")
     line = await port.link(who)
-    line.send(Renew(new_csr(who)))
-    renewed = await line.until(Renewed)
+    line.send(RenewCertificate(new_csr(who)))
+    renewed = await line.until(CertificateRenewed)
     made = read_certificate(renewed.certificate)
     assert (made.uri, made.name) == (read_certificate(who.certificate).uri, "one")
-    assert abs(made.expires - time.time() - LEAF_LIFE) < 120
+    assert abs(made.expires - time.time() - LEAF_VALIDITY_SECONDS) < 120
     assert port.application.store.members[who.node].serial == made.serial
     assert made.serial != read_certificate(who.certificate).serial
     after = install(who, renewed.certificate)
@@ -212,7 +212,7 @@ async def test_a_renewal_that_cannot_be_signed_ends_that_link_and_keeps_the_cert
     who = port.member("one")
     serial = port.application.store.members[who.node].serial
     line = await port.link(who)
-    line.send(Renew(b"junk"))
+    line.send(RenewCertificate(b"junk"))
     assert the_no(await line.ended()).reason == "bad_request"
     assert port.application.store.members[who.node].serial == serial
     await ready(port, who)
@@ -239,19 +239,19 @@ async def test_a_pause_is_sent_to_its_node_and_answered_by_its_report(port: Port
     line = await port.link(who, a_report(sharing=Sharing("always")))
     await port.until(lambda: port.state(who) == "ready")
     pausing = asyncio.create_task(registry.pause(who.node, 60.0, "boss"))
-    assert await line.until(Pause) == Pause(60.0, "boss")
+    assert await line.until(PauseNode) == PauseNode(60.0, "boss")
     paused = Sharing("always", paused=True, why="paused by boss", until=time.time() + 60, by_hand=True)
     line.send(a_report(2, sharing=paused, draining=True))
     assert await pausing == paused
     await port.until(lambda: port.state(who) == "paused")
     assert isinstance(placed(port), NoPlacement)
     resuming = asyncio.create_task(registry.pause(who.node, 0.0, "boss"))
-    assert await line.until(Pause) == Pause(0.0, "boss")
+    assert await line.until(PauseNode) == PauseNode(0.0, "boss")
     line.send(a_report(3, sharing=Sharing("always")))
     assert await resuming == Sharing("always")
     await port.until(lambda: port.state(who) == "ready")
     assert isinstance(placed(port), Placement)
-    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.cluster.registry.PAUSE_TIMEOUT_SECONDS", 0.05)
     assert await registry.pause(who.node, None, "boss") is None, "its report does not say so"
     assert await registry.pause(who.node, 0.0, "boss") == Sharing("always")
     line.close()

@@ -3,27 +3,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.cluster.membership import (
-    FORGET_AFTER,
+    FORGET_AFTER_SECONDS,
     TABLE,
-    Changed,
     CloseLink,
-    Connected,
-    Cordoned,
-    Disconnected,
-    Enrolled,
     Event,
-    Forget,
+    ForgetMember,
     IllegalEventError,
     InvariantError,
     Member,
+    MemberChanged,
+    MemberConnected,
+    MemberCordoned,
+    MemberDisconnected,
+    MemberEnrolled,
+    MemberRemoved,
+    MemberReported,
+    MemberSaidGoodbye,
+    Membership,
+    MembershipTick,
+    MemberState,
+    MemberUncordoned,
     NodeGone,
-    Pool,
-    Removed,
-    Reported,
-    SaidGoodbye,
-    State,
-    Tick,
-    Uncordoned,
     advance,
     next_deadline,
     restored,
@@ -34,15 +34,15 @@ from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
 EVENTS = st.one_of(
-    st.just(Enrolled()),
-    st.just(Cordoned()),
-    st.just(Uncordoned()),
-    st.just(Removed()),
-    st.just(Tick()),
-    st.builds(Connected, st.integers(1, 40), st.sampled_from(["i", "j"]), st.booleans()),
-    st.builds(Reported, st.integers(1, 40), st.booleans()),
-    st.builds(Disconnected, st.integers(1, 40)),
-    st.builds(SaidGoodbye, st.integers(1, 40), st.sampled_from(["asleep", "leave", "stopping", "new word"])),
+    st.just(MemberEnrolled()),
+    st.just(MemberCordoned()),
+    st.just(MemberUncordoned()),
+    st.just(MemberRemoved()),
+    st.just(MembershipTick()),
+    st.builds(MemberConnected, st.integers(1, 40), st.sampled_from(["i", "j"]), st.booleans()),
+    st.builds(MemberReported, st.integers(1, 40), st.booleans()),
+    st.builds(MemberDisconnected, st.integers(1, 40)),
+    st.builds(MemberSaidGoodbye, st.integers(1, 40), st.sampled_from(["asleep", "leave", "stopping", "new word"])),
 )
 
 
@@ -72,90 +72,97 @@ def test_the_table_knows_every_event() -> None:
 
 def test_what_cannot_happen_is_a_typed_error() -> None:
     with pytest.raises(IllegalEventError, match="unknown"):
-        advance(Pool(), A, Reported(1), 0.0)
-    pool, _ = advance(Pool(), A, Connected(3, "i"), 0.0)
-    for event in (Reported(4), Connected(3, "i"), Connected(2, "i")):
+        advance(Membership(), A, MemberReported(1), 0.0)
+    pool, _ = advance(Membership(), A, MemberConnected(3, "i"), 0.0)
+    for event in (MemberReported(4), MemberConnected(3, "i"), MemberConnected(2, "i")):
         with pytest.raises(IllegalEventError):
             advance(pool, A, event, 0.0)
     with pytest.raises(IllegalEventError, match="left"):
-        step(Member(A, State.LEFT, 0.0, enrolled=False), Removed(), 0.0)
+        step(Member(A, MemberState.LEFT, 0.0, enrolled=False), MemberRemoved(), 0.0)
 
 
 @pytest.mark.parametrize(
     ("member", "wrong"),
     [
-        (Member(A, State.READY, 0.0, heard=0.0), "linked without a link"),
-        (Member(A, State.LOST, 0.0, link=1, newest=1), "gone with a link"),
-        (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
-        (Member(A, State.LEFT, 0.0), "left but enrolled"),
-        (Member(A, State.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
-        (Member(A, State.READY, 0.0, link=1, newest=1), "alive but never heard"),
-        (Member(A, State.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
+        (Member(A, MemberState.READY, 0.0, heard=0.0), "linked without a link"),
+        (Member(A, MemberState.LOST, 0.0, link=1, newest=1), "gone with a link"),
+        (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
+        (Member(A, MemberState.LEFT, 0.0), "left but enrolled"),
+        (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
+        (Member(A, MemberState.READY, 0.0, link=1, newest=1), "alive but never heard"),
+        (Member(A, MemberState.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
     ],
 )
 def test_a_contradiction_is_found_in_a_member_a_pool_and_a_step(member: Member, wrong: str) -> None:
-    for check in (member.check, Pool({A: member}).check):
+    for check in (member.check, Membership({A: member}).check):
         with pytest.raises(InvariantError, match=wrong):
             check()
-    if member.state is not State.LEFT:
+    if member.state is not MemberState.LEFT:
         with pytest.raises(InvariantError, match=wrong):
-            step(member, Cordoned(), 0.0)
+            step(member, MemberCordoned(), 0.0)
 
 
 def test_a_pool_keeps_each_member_by_its_name() -> None:
     with pytest.raises(InvariantError, match="kept as"):
-        Pool({B: Member(A, State.LOST, 0.0)}).check()
+        Membership({B: Member(A, MemberState.LOST, 0.0)}).check()
 
 
 def test_a_step_that_the_table_does_not_know_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE[Tick], State.READY, frozenset({State.READY}))
+    monkeypatch.setitem(TABLE[MembershipTick], MemberState.READY, frozenset({MemberState.READY}))
     with pytest.raises(InvariantError, match="ready -> suspect"):
         tick(ready(), 3.0)
 
 
 def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
-    ready = Member(A, State.READY, 0.0, heard=0.0, link=1, newest=1)
+    ready = Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=1)
     assert ready.placeable
-    assert not step(ready, Cordoned(), 0.0)[0].placeable
-    assert not step(ready, Reported(1, draining=True), 0.0)[0].placeable
-    assert not step(ready, Tick(), 3.0)[0].placeable
+    assert not step(ready, MemberCordoned(), 0.0)[0].placeable
+    assert not step(ready, MemberReported(1, draining=True), 0.0)[0].placeable
+    assert not step(ready, MembershipTick(), 3.0)[0].placeable
 
 
 def test_time_alone_does_nothing_to_a_quiet_pool() -> None:
-    assert next_deadline(Pool(), 0.0) is None
+    assert next_deadline(Membership(), 0.0) is None
     assert next_deadline(restored([A, B], 0.0), 0.0) is None
 
 
-def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Pool:
+def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Membership:
     """Return a pool of one node that has reported."""
-    pool = advance(Pool(), node, Enrolled(), at)[0] if enrolled else Pool()
-    pool, _ = advance(pool, node, Connected(link, "i"), at)
-    return advance(pool, node, Reported(link), at)[0]
+    pool = advance(Membership(), node, MemberEnrolled(), at)[0] if enrolled else Membership()
+    pool, _ = advance(pool, node, MemberConnected(link, "i"), at)
+    return advance(pool, node, MemberReported(link), at)[0]
 
 
-def both(at: float = 0.0) -> Pool:
+def both(at: float = 0.0) -> Membership:
     """Return a pool of two nodes that have reported."""
-    return Pool({**ready(A, at).members, **ready(B, at).members})
+    return Membership({**ready(A, at).members, **ready(B, at).members})
 
 
 def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
     pool = ready()
     assert next_deadline(pool, 0.0) == 3.0
     pool, actions = tick(pool, 2.9)
-    assert (pool.members[A].state, actions) == (State.READY, ())
+    assert (pool.members[A].state, actions) == (MemberState.READY, ())
     pool, actions = tick(pool, 3.0)
-    assert (pool.members[A].state, pool.members[A].reason, actions) == (State.SUSPECT, "silent", (Changed(A),))
+    assert (pool.members[A].state, pool.members[A].reason, actions) == (
+        MemberState.SUSPECT,
+        "silent",
+        (MemberChanged(A),),
+    )
     assert next_deadline(pool, 3.0) == 10.0
     pool, actions = tick(pool, 10.0)
-    assert (pool.members[A].state, pool.members[A].link) == (State.LOST, 0)
+    assert (pool.members[A].state, pool.members[A].link) == (MemberState.LOST, 0)
     reason = "silent for 10 s"
-    assert (pool.members[A].reason, actions) == (reason, (CloseLink(A, 1, reason), NodeGone(A, reason), Changed(A)))
+    assert (pool.members[A].reason, actions) == (
+        reason,
+        (CloseLink(A, 1, reason), NodeGone(A, reason), MemberChanged(A)),
+    )
 
 
 def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
     pool, _ = tick(ready(), 3.0)
-    for at, state in ((4.0, State.SUSPECT), (7.0, State.SUSPECT), (9.9, State.READY)):
-        pool, _ = advance(pool, A, Reported(1), at)
+    for at, state in ((4.0, MemberState.SUSPECT), (7.0, MemberState.SUSPECT), (9.9, MemberState.READY)):
+        pool, _ = advance(pool, A, MemberReported(1), at)
         assert pool.members[A].state is state, at
     assert (pool.members[A].reason, pool.members[A].streak, pool.members[A].fell) == ("", 0, None)
 
@@ -163,64 +170,64 @@ def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
 def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
     pool = ready()
     for event, state in (
-        (Reported(1, draining=True), State.DRAINING),
-        (Reported(1, draining=True, paused=True), State.PAUSED),
-        (Reported(1), State.READY),
+        (MemberReported(1, draining=True), MemberState.DRAINING),
+        (MemberReported(1, draining=True, paused=True), MemberState.PAUSED),
+        (MemberReported(1), MemberState.READY),
     ):
         pool, _ = advance(pool, A, event, 1.0)
         assert pool.members[A].state is state
 
 
 def test_what_an_older_link_says_changes_nothing() -> None:
-    pool, actions = advance(ready(), A, Connected(2, "j"), 1.0)
-    assert actions == (CloseLink(A, 1, "replaced by a newer link"), NodeGone(A, "replaced"), Changed(A))
-    for event in (Reported(1), Disconnected(1), SaidGoodbye(1, "leave")):
+    pool, actions = advance(ready(), A, MemberConnected(2, "j"), 1.0)
+    assert actions == (CloseLink(A, 1, "replaced by a newer link"), NodeGone(A, "replaced"), MemberChanged(A))
+    for event in (MemberReported(1), MemberDisconnected(1), MemberSaidGoodbye(1, "leave")):
         after, actions = advance(pool, A, event, 2.0)
         assert (after.members, actions) == (pool.members, ())
-    pool, actions = advance(pool, A, Connected(3, "j", takeover=True), 3.0)
-    assert (pool.members[A].link, actions) == (3, (Changed(A),)), "a second link of one process loses nothing"
-    pool, actions = advance(pool, A, Connected(4, "another", takeover=True), 3.0)
+    pool, actions = advance(pool, A, MemberConnected(3, "j", takeover=True), 3.0)
+    assert (pool.members[A].link, actions) == (3, (MemberChanged(A),)), "a second link of one process loses nothing"
+    pool, actions = advance(pool, A, MemberConnected(4, "another", takeover=True), 3.0)
     assert NodeGone(A, "replaced") in actions, "another process cannot take over"
 
 
 @pytest.mark.parametrize(
     ("reason", "state", "enrolled"),
-    [("asleep", State.ASLEEP, True), ("leave", State.LEFT, False), ("stopping", State.LOST, True)],
+    [("asleep", MemberState.ASLEEP, True), ("leave", MemberState.LEFT, False), ("stopping", MemberState.LOST, True)],
 )
-def test_a_goodbye_says_what_a_node_does(reason: str, state: State, enrolled: bool) -> None:
-    pool, actions = advance(ready(), A, SaidGoodbye(1, reason), 1.0)
+def test_a_goodbye_says_what_a_node_does(reason: str, state: MemberState, enrolled: bool) -> None:
+    pool, actions = advance(ready(), A, MemberSaidGoodbye(1, reason), 1.0)
     member = pool.members[A]
     assert (member.state, member.enrolled, member.link, member.fell) == (state, enrolled, 0, None)
-    assert [type(action) for action in actions] == [CloseLink, NodeGone, Changed]
+    assert [type(action) for action in actions] == [CloseLink, NodeGone, MemberChanged]
 
 
 def test_a_cordon_stays_over_every_state_until_it_is_taken_back() -> None:
-    pool, _ = advance(ready(), A, Cordoned(), 1.0)
+    pool, _ = advance(ready(), A, MemberCordoned(), 1.0)
     for event in (
-        Disconnected(1),
-        Connected(2, "i"),
-        Reported(2),
-        SaidGoodbye(2, "asleep"),
-        Connected(3, "i"),
-        Reported(3),
+        MemberDisconnected(1),
+        MemberConnected(2, "i"),
+        MemberReported(2),
+        MemberSaidGoodbye(2, "asleep"),
+        MemberConnected(3, "i"),
+        MemberReported(3),
     ):
         pool, _ = advance(pool, A, event, 2.0)
         assert pool.members[A].cordoned
         assert not pool.members[A].placeable
-    pool, _ = advance(pool, A, Uncordoned(), 3.0)
+    pool, _ = advance(pool, A, MemberUncordoned(), 3.0)
     assert pool.members[A].placeable
     assert restored([A, B], 5.0, [B]).members[B].cordoned
     assert not restored([A, B], 5.0, [B]).members[A].cordoned
 
 
 def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> None:
-    pool, _ = advance(both(), A, SaidGoodbye(1, "leave"), 10.0)
-    pool, _ = advance(pool, B, SaidGoodbye(1, "stopping"), 10.0)
-    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER
-    pool, actions = tick(pool, 9.0 + FORGET_AFTER)
+    pool, _ = advance(both(), A, MemberSaidGoodbye(1, "leave"), 10.0)
+    pool, _ = advance(pool, B, MemberSaidGoodbye(1, "stopping"), 10.0)
+    assert next_deadline(pool, 10.0) == 10.0 + FORGET_AFTER_SECONDS
+    pool, actions = tick(pool, 9.0 + FORGET_AFTER_SECONDS)
     assert actions == ()
-    pool, actions = tick(pool, 10.0 + FORGET_AFTER)
-    assert actions == (Forget(A),)
+    pool, actions = tick(pool, 10.0 + FORGET_AFTER_SECONDS)
+    assert actions == (ForgetMember(A),)
     assert set(pool.members) == {B}
     assert next_deadline(pool, 10.0**6) is None
 
@@ -228,13 +235,13 @@ def test_who_is_no_member_is_forgotten_after_10_minutes_and_a_member_never() -> 
 def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_they_are_back() -> None:
     pool, _ = tick(both(), 3.0)
     assert pool.self_suspect
-    back, _ = advance(pool, A, Reported(1), 3.5)
-    back, _ = advance(back, A, Reported(1), 4.0)
+    back, _ = advance(pool, A, MemberReported(1), 3.5)
+    back, _ = advance(back, A, MemberReported(1), 4.0)
     assert back.self_suspect, "one of two is still half"
     for at in (4.5, 5.0):
-        back, _ = advance(back, B, Reported(1), at)
+        back, _ = advance(back, B, MemberReported(1), at)
     assert not back.self_suspect
-    pool, _ = tick(pool, 3.0 + FORGET_AFTER)
+    pool, _ = tick(pool, 3.0 + FORGET_AFTER_SECONDS)
     assert not pool.self_suspect, "after 10 minutes it is theirs"
     alone, _ = tick(ready(), 3.0)
     assert not alone.self_suspect, "one node is no half"
@@ -243,40 +250,40 @@ def test_when_half_falls_silent_at_once_the_coordinator_suspects_itself_until_th
 @pytest.mark.parametrize(("apart", "suspects"), [(4.0, True), (6.0, False)])
 def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float, suspects: bool) -> None:
     names = [NodeId(name) for name in "abcd"]
-    pool = Pool({name: ready(name).members[name] for name in names})
+    pool = Membership({name: ready(name).members[name] for name in names})
 
     def heard(at: float, *nodes: NodeId) -> None:
         nonlocal pool
         pool, _ = tick(pool, at)
         for node in nodes:
-            pool, _ = advance(pool, node, Reported(1), at)
+            pool, _ = advance(pool, node, MemberReported(1), at)
 
     heard(2.0, *names[1:])
     heard(3.0, *names[1:])
     assert not pool.self_suspect, "one of four"
     for second in range(1, int(apart) + 1):
         heard(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
-    assert pool.members[names[1]].state is State.SUSPECT
+    assert pool.members[names[1]].state is MemberState.SUSPECT
     assert pool.self_suspect is suspects
 
 
 @pytest.mark.parametrize(
     ("before", "event", "state", "since", "fell"),
     [
-        ("ready", Enrolled(), State.READY, 0.0, None),
-        ("ready", Reported(1), State.READY, 0.0, None),
-        ("ready", Reported(1, paused=True), State.PAUSED, 5.0, None),
-        ("ready", Disconnected(1), State.LOST, 5.0, 5.0),
-        ("joining", Disconnected(1), State.LOST, 5.0, None),
-        ("suspect", Disconnected(1), State.LOST, 5.0, 3.0),
-        ("suspect", SaidGoodbye(1, "asleep"), State.ASLEEP, 5.0, None),
-        ("suspect", SaidGoodbye(1, "stopping"), State.LOST, 5.0, 3.0),
+        ("ready", MemberEnrolled(), MemberState.READY, 0.0, None),
+        ("ready", MemberReported(1), MemberState.READY, 0.0, None),
+        ("ready", MemberReported(1, paused=True), MemberState.PAUSED, 5.0, None),
+        ("ready", MemberDisconnected(1), MemberState.LOST, 5.0, 5.0),
+        ("joining", MemberDisconnected(1), MemberState.LOST, 5.0, None),
+        ("suspect", MemberDisconnected(1), MemberState.LOST, 5.0, 3.0),
+        ("suspect", MemberSaidGoodbye(1, "asleep"), MemberState.ASLEEP, 5.0, None),
+        ("suspect", MemberSaidGoodbye(1, "stopping"), MemberState.LOST, 5.0, 3.0),
     ],
 )
 def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
-    before: str, event: Event, state: State, since: float, fell: float | None
+    before: str, event: Event, state: MemberState, since: float, fell: float | None
 ) -> None:
-    joining, _ = advance(advance(Pool(), A, Enrolled(), 0.0)[0], A, Connected(1, "i"), 0.0)
+    joining, _ = advance(advance(Membership(), A, MemberEnrolled(), 0.0)[0], A, MemberConnected(1, "i"), 0.0)
     pools = {"ready": ready(), "joining": joining, "suspect": tick(ready(), 3.0)[0]}
     pool, _ = advance(pools[before], A, event, 5.0)
     member = pool.members[A]
@@ -284,14 +291,14 @@ def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
 
 
 def test_a_new_node_has_10_s_to_connect_and_to_report_and_so_has_one_that_is_enrolled_again() -> None:
-    lost, _ = advance(ready(), A, SaidGoodbye(1, "leave"), 1.0)
-    for begin, pool in ((0.0, Pool()), (100.0, lost)):
-        pool, actions = advance(pool, A, Enrolled(), begin)
-        assert (actions, next_deadline(pool, begin)) == ((Changed(A),), begin + 10.0)
+    lost, _ = advance(ready(), A, MemberSaidGoodbye(1, "leave"), 1.0)
+    for begin, pool in ((0.0, Membership()), (100.0, lost)):
+        pool, actions = advance(pool, A, MemberEnrolled(), begin)
+        assert (actions, next_deadline(pool, begin)) == ((MemberChanged(A),), begin + 10.0)
         gone, actions = tick(pool, begin + 10.0)
-        assert (gone.members[A].state, gone.members[A].reason) == (State.LOST, "never connected")
-        assert actions == (Changed(A),)
-        pool, _ = advance(pool, A, Connected(2, "i"), begin + 4.0)
+        assert (gone.members[A].state, gone.members[A].reason) == (MemberState.LOST, "never connected")
+        assert actions == (MemberChanged(A),)
+        pool, _ = advance(pool, A, MemberConnected(2, "i"), begin + 4.0)
         assert next_deadline(pool, begin + 4.0) == begin + 14.0
 
 
@@ -300,22 +307,22 @@ def test_a_deadline_that_is_over_is_now() -> None:
 
 
 def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
-    stranger = Member(NodeId("c"), State.LOST, 0.0, enrolled=False)
-    pool = Pool({**both(598.0).members, stranger.node: stranger})
+    stranger = Member(NodeId("c"), MemberState.LOST, 0.0, enrolled=False)
+    pool = Membership({**both(598.0).members, stranger.node: stranger})
     pool, _ = tick(pool, 601.0)
     assert pool.self_suspect
     assert set(pool.members) == {A, B, stranger.node}
     assert next_deadline(pool, 601.0) == 608.0
     pool, actions = tick(pool, 1200.9)
     assert pool.self_suspect
-    assert Forget(stranger.node) not in actions
+    assert ForgetMember(stranger.node) not in actions
     pool, actions = tick(pool, 1201.0)
-    assert actions == (Forget(stranger.node),)
+    assert actions == (ForgetMember(stranger.node),)
 
 
 def test_a_report_alone_ends_the_doubt_after_10_minutes() -> None:
     pool, _ = tick(both(), 3.0)
-    pool, _ = advance(pool, A, Reported(1), 2.0 + FORGET_AFTER)
+    pool, _ = advance(pool, A, MemberReported(1), 2.0 + FORGET_AFTER_SECONDS)
     assert pool.self_suspect
-    pool, _ = advance(pool, A, Cordoned(), 3.0 + FORGET_AFTER)
+    pool, _ = advance(pool, A, MemberCordoned(), 3.0 + FORGET_AFTER_SECONDS)
     assert not pool.self_suspect

@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
-from node.agent.identity import Identity
+from node.agent.identity import NodeIdentity
 from tests.support.cluster_port import Line, Port, a_report, opened
 from tests.support.loopback_cluster import a_memory, a_model
-from wire.frames import Failed, Finished, Load, Profile, Refusal, Report, Unload
-from wire.refusals import Code, Numbers, Refused
+from wire.frames import Failed, Finished, LoadModel, ProfileModel, Refusal, Report, UnloadModel
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model
 from wire.units import GIB
 
@@ -33,7 +33,7 @@ def report(*models: Model, room: int = 8 * GIB) -> Report:
     return a_report(models=models, memory=a_memory(room))
 
 
-async def node(port: Port, name: str, *models: Model, room: int = 8 * GIB) -> tuple[Identity, Line]:
+async def node(port: Port, name: str, *models: Model, room: int = 8 * GIB) -> tuple[NodeIdentity, Line]:
     who = port.member(name)
     line = await port.link(who, report(*models, room=room))
     await port.until(lambda: port.state(who) == "ready")
@@ -56,7 +56,7 @@ async def test_a_model_is_loaded_where_it_fits_and_the_answer_says_where(port: P
     await node(port, "mini", big(), room=1 * GIB)
     _, studio = await node(port, "studio", big())
     asking = await ask(port, "load")
-    load = await studio.until(Load)
+    load = await studio.until(LoadModel)
     assert load.model == BIG
     assert not asking.done()
     studio.send(Finished(load.request, (), 0, 0))
@@ -79,8 +79,10 @@ async def test_a_node_that_refuses_is_followed_by_the_next_and_the_refusal_keeps
     _, second = await node(port, "second", big(load_seconds=90.0))
     asking = await ask(port, "load")
     for line in (first, second):
-        load = await line.until(Load)
-        line.send(Refusal(load.request, Refused(Code.NO_ROOM, "needs 4.0 GiB", Numbers(headroom=5, margin=7))))
+        load = await line.until(LoadModel)
+        line.send(
+            Refusal(load.request, Refused(RefusalCode.NO_ROOM, "needs 4.0 GiB", MemoryNumbers(headroom=5, margin=7)))
+        )
     answer = await asking
     assert answer.status_code == 503
     assert error(answer)["message"] == "first: needs 4.0 GiB; second: needs 4.0 GiB"
@@ -90,8 +92,8 @@ async def test_a_node_that_refuses_is_followed_by_the_next_and_the_refusal_keeps
 async def test_a_named_node_is_asked_even_for_what_it_has_not_reported(port: Port):
     _, studio = await node(port, "studio")
     asking = await ask(port, "load", "studio")
-    load = await studio.until(Load)
-    studio.send(Refusal(load.request, Refused(Code.LOAD_FAILED, f"{BIG} cannot be loaded: truncated")))
+    load = await studio.until(LoadModel)
+    studio.send(Refusal(load.request, Refused(RefusalCode.LOAD_FAILED, f"{BIG} cannot be loaded: truncated")))
     answer = await asking
     assert answer.status_code == 500
     assert error(answer)["code"] == "model_load_failed"
@@ -107,7 +109,7 @@ async def test_a_cordoned_node_is_refused_for_a_load_and_not_for_an_unload(port:
         assert answer.status_code == 503
         assert "studio is cordoned" in error(answer)["message"]
     asking = await ask(port, "unload", "studio")
-    unload = await studio.until(Unload)
+    unload = await studio.until(UnloadModel)
     studio.send(Finished(unload.request, (), 0, 0))
     assert (await asking).status_code == 200
 
@@ -115,7 +117,7 @@ async def test_a_cordoned_node_is_refused_for_a_load_and_not_for_an_unload(port:
 async def test_a_node_that_is_lost_during_a_load_is_an_error(port: Port):
     _, studio = await node(port, "studio", big())
     asking = await ask(port, "load")
-    await studio.until(Load)
+    await studio.until(LoadModel)
     studio.close()
     answer = await asking
     assert (answer.status_code, error(answer)["code"]) == (502, "node_lost")
@@ -126,7 +128,7 @@ async def test_an_engine_that_dies_in_a_load_is_an_error_and_no_other_node_is_as
     _, studio = await node(port, "studio", big())
     await node(port, "other", big(load_seconds=500.0))
     asking = await ask(port, "load")
-    load = await studio.until(Load)
+    load = await studio.until(LoadModel)
     studio.send(Failed(load.request, "engine_lost", "the engine process ended by SIGABRT"))
     answer = await asking
     assert (answer.status_code, error(answer)["code"]) == (500, "engine_crashed")
@@ -140,7 +142,7 @@ async def test_a_model_is_unloaded_wherever_it_is_loaded(port: Port):
     await node(port, "three", big())
     asking = await ask(port, "unload")
     for line in (one, two):
-        unload = await line.until(Unload)
+        unload = await line.until(UnloadModel)
         line.send(Finished(unload.request, (), 0, 0))
     assert sorted(row["name"] for row in (await asking).json()["nodes"]) == ["one", "two"]
 
@@ -149,9 +151,9 @@ async def test_a_model_in_use_stays_and_what_was_done_elsewhere_is_said(port: Po
     _, one = await node(port, "one", big(loaded=True))
     _, two = await node(port, "two", big(loaded=True))
     asking = await ask(port, "unload")
-    unload = await one.until(Unload)
-    one.send(Refusal(unload.request, Refused(Code.IN_USE, "it has 2 requests here")))
-    unload = await two.until(Unload)
+    unload = await one.until(UnloadModel)
+    one.send(Refusal(unload.request, Refused(RefusalCode.IN_USE, "it has 2 requests here")))
+    unload = await two.until(UnloadModel)
     two.send(Finished(unload.request, (), 0, 0))
     answer = await asking
     assert (answer.status_code, error(answer)["code"]) == (409, "model_in_use")
@@ -204,7 +206,7 @@ async def test_a_model_is_measured_wherever_it_is_loaded_and_the_answer_says_wha
     _, one = await node(port, "one", big(loaded=True))
     await node(port, "two", big())
     asking = await ask(port, "profile")
-    order = await one.until(Profile)
+    order = await one.until(ProfileModel)
     assert order.model == BIG
     found = big(loaded=True, profiled=True, max_context=5000, max_batch=7, observed=9, residual=3, covered=512)
     one.send(Finished(order.request, (), 0, 0, measured=found))
@@ -225,8 +227,8 @@ async def test_a_model_that_is_loaded_nowhere_is_measured_where_it_would_be_load
     await node(port, "mini", big(), room=1 * GIB)
     _, studio = await node(port, "studio", big())
     asking = await ask(port, "profile")
-    order = await studio.until(Profile)
-    studio.send(Refusal(order.request, Refused(Code.NO_ROOM, "the profile failed: lower engine.mlx.chunk")))
+    order = await studio.until(ProfileModel)
+    studio.send(Refusal(order.request, Refused(RefusalCode.NO_ROOM, "the profile failed: lower engine.mlx.chunk")))
     answer = await asking
     assert answer.status_code == 503
     assert error(answer)["message"] == "studio: the profile failed: lower engine.mlx.chunk"

@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.backup.generation_fence import Mark
+from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster import membership
-from coordinator.cluster.membership import State
+from coordinator.cluster.membership import MemberState
 from coordinator.cluster.registry import Registry
-from coordinator.joining.enrollment import Cluster, Enrolment
+from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_approvals import Approvals
-from coordinator.joining.join_tokens import Tokens
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.cluster_port import a_report
 from tests.support.loopback_cluster import a_memory
 from wire.certificate import read_certificate
-from wire.frames import Denied, Finished, Frame, Goodbye, Hello, Query, Renew, Welcome
-from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, Peer
-from wire.report import Enforcement, EngineState, Hardware, Level
+from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
+from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
+from wire.report import Enforcement, EngineState, Hardware, MemoryLevel
 from wire.units import GIB
 
 HARDWARE = Hardware("M4 Max", 128 * GIB, 16, "macOS 26.1", "3.11")
@@ -59,17 +59,17 @@ class Coordinator:
     """One run of a coordinator over a state folder, with every member of the store."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder)
+        self.store = Database(folder)
         self.closed = False
-        self.authority = Authority(folder / "authority", time.time)
+        self.authority = ClusterCa(folder / "authority", time.time)
         self.store.found(self.authority.cluster, "home")
-        tokens, approvals = Tokens(self.store, self.authority.ca, time.time), Approvals()
-        cluster = Cluster("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
+        tokens, approvals = JoinTokens(self.store, self.authority.ca, time.time), Approvals()
+        cluster = EnrollmentContext("home", self.authority, tokens, self.store, approvals, time.time, lambda _: None)
         self.epoch = self.store.next_epoch()
         self.registry = Registry(
             self.store,
             self.authority,
-            Enrolment(cluster),
+            EnrollmentServer(cluster),
             name="home",
             version="1.2.3",
             epoch=self.epoch,
@@ -105,14 +105,14 @@ class Coordinator:
 
     def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
         """Return the answer to a Hello with the node's own certificate."""
-        peer = Peer(self.authority.cluster, changes.pop("certificate", node))
-        return self.registry.greet(peer, self.store.members[node].serial, self.hello(node, **changes))
+        peer = PeerIdentity(self.authority.cluster, changes.pop("certificate", node))
+        return self.registry.authorize(peer, self.store.members[node].serial, self.hello(node, **changes))
 
     def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
         """Link a node; return the link's number."""
-        number = self.registry.linked(node, self.hello(node, **changes))
+        number = self.registry.on_link_up(node, self.hello(node, **changes))
         if report:
-            self.registry.received(node, number, a_report())
+            self.registry.handle_frame(node, number, a_report())
         return number
 
     def state(self, node: NodeId) -> str:
@@ -188,7 +188,7 @@ async def test_a_removed_node_is_no_member_after_a_restart_and_may_not_link(star
     assert first.store.members[studio].removed == WALL
     serial = first.store.members[studio].serial
     assert first.store.denied(studio, serial)
-    first.registry.unlinked(studio, number, "connection ended")
+    first.registry.on_link_down(studio, number, "connection ended")
     assert first.placed.gone == [(studio, "removed")], "its link's end is no second loss"
     await first.stop()
     second = start()
@@ -203,12 +203,12 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
     one = start()
     studio, mini, air = (one.join(name) for name in ("studio", "mini", "air"))
     for node, reason in ((studio, "leave"), (mini, "asleep"), (air, "stopping")):
-        one.registry.received(node, one.link(node), Goodbye(reason))
+        one.registry.handle_frame(node, one.link(node), Goodbye(reason))
     assert [one.state(node) for node in (studio, mini, air)] == ["left", "asleep", "lost"]
     assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
     assert isinstance(one.greet(studio), Denied)
     assert isinstance(one.greet(mini), Welcome)
-    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in State}
+    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in MemberState}
 
 
 # greetings
@@ -254,7 +254,7 @@ async def test_a_wrong_greeting_is_denied_for_good(
 async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    marks: list[Mark] = []
+    marks: list[SupersededMark] = []
     one.registry.on_superseded = marks.append
     assert isinstance(one.greet(studio, generation=3, seal=b"no seal"), Welcome), "a claim without proof says nothing"
     assert isinstance(one.greet(studio, generation=0, seal=one.authority.seal(0)), Welcome)
@@ -263,17 +263,17 @@ async def test_a_sealed_higher_generation_shows_that_another_coordinator_counts(
     denied = one.greet(studio, generation=3, seal=seal)
     assert isinstance(denied, Denied)
     assert (denied.reason, denied.final) == ("superseded", False)
-    assert marks == [Mark(3, seal, "studio", WALL)]
+    assert marks == [SupersededMark(3, seal, "studio", WALL)]
 
 
 async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
     one.registry.readable = {"/api/v1/status": lambda: {"name": "home"}}
-    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
+    peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
 
     def ask(path: str, machine: str = row.machine) -> bytes | Denied:
-        return one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, machine, path))
+        return one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, machine, path))
 
     assert ask("/api/v1/status") == b'{"name": "home"}'
     for denied, code in ((ask("/api/v1/keys"), "not_readable"), (ask("/api/v1/status", "another"), "cloned")):
@@ -283,12 +283,12 @@ async def test_a_member_reads_what_is_offered_and_nothing_else(start: Callable[[
 
 async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[], Coordinator]):
     one = start()
-    studio, peer = one.join("studio"), Peer(one.authority.cluster, NodeId("stranger"))
-    stranger = one.registry.greet(peer, "ab", replace(one.hello(studio), node="stranger"))
+    studio, peer = one.join("studio"), PeerIdentity(one.authority.cluster, NodeId("stranger"))
+    stranger = one.registry.authorize(peer, "ab", replace(one.hello(studio), node="stranger"))
     assert isinstance(stranger, Denied)
     assert (stranger.reason, stranger.final) == ("removed", True)
     assert isinstance(one.greet(studio, certificate=NodeId("stranger"), version="9.9"), Denied)
-    assert one.registry.about(studio)[2] == "", "a version is believed with the node's own certificate"
+    assert one.registry.host_description(studio)[2] == "", "a version is believed with the node's own certificate"
     one.store.deny_node(studio, WALL, "its certificate was lost")
     denied = one.greet(studio)
     assert isinstance(denied, Denied)
@@ -298,8 +298,8 @@ async def test_who_is_no_member_is_denied_and_changes_nothing(start: Callable[[]
 async def test_where_nothing_is_offered_a_member_is_told_so(start: Callable[[], Coordinator]):
     one = start()
     studio = one.join("studio")
-    peer, row = Peer(one.authority.cluster, studio), one.store.members[studio]
-    denied = one.registry.answer(peer, row.serial, Query(PROTOCOL, studio, row.machine, "/x"))
+    peer, row = PeerIdentity(one.authority.cluster, studio), one.store.members[studio]
+    denied = one.registry.answer(peer, row.serial, MemberQuery(PROTOCOL, studio, row.machine, "/x"))
     assert denied == Denied("not_readable", "a member may read nothing yet, not /x", final=True)
 
 
@@ -313,7 +313,7 @@ async def test_each_report_makes_a_picture_in_which_only_its_node_is_new(start: 
     one.link(mini)
     before, count = one.placed.views[-1], len(one.placed.views)
     began = asyncio.get_running_loop().time()
-    one.registry.received(studio, number, a_report(2))
+    one.registry.handle_frame(studio, number, a_report(2))
     assert len(one.placed.views) == count + 1
     after = one.placed.views[-1]
     assert after.node(mini) is before.node(mini)
@@ -330,24 +330,24 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     numbers = {node: one.link(node) for node in (studio, mini)}
-    monkeypatch.setattr("coordinator.cluster.registry.AT_ONCE", 2)
+    monkeypatch.setattr("coordinator.cluster.registry.MAX_IMMEDIATE_MEMBERS", 2)
     count = len(one.placed.views)
-    one.registry.received(studio, numbers[studio], a_report(2))
+    one.registry.handle_frame(studio, numbers[studio], a_report(2))
     assert len(one.placed.views) == count + 1, "two are no large cluster"
-    monkeypatch.setattr("coordinator.cluster.registry.AT_ONCE", 1)
+    monkeypatch.setattr("coordinator.cluster.registry.MAX_IMMEDIATE_MEMBERS", 1)
     for _ in range(2):
         waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: "nobody yet"))
         await asyncio.sleep(0)
         count = len(one.placed.views)
         for sequence in (3, 4):
             for node, number in numbers.items():
-                one.registry.received(node, number, a_report(sequence, draining=sequence == 3))
+                one.registry.handle_frame(node, number, a_report(sequence, draining=sequence == 3))
         assert len(one.placed.views) == count
         await until(lambda before=count: len(one.placed.views) > before)
         assert len(one.placed.views) == count + 1
         assert [one.seen(node).state for node in numbers] == ["ready", "ready"]
         waiting.cancel()
-    one.registry.received(studio, numbers[studio], a_report(5))
+    one.registry.handle_frame(studio, numbers[studio], a_report(5))
     one.registry.close()
     count = len(one.placed.views)
     await asyncio.sleep(0.05)
@@ -357,14 +357,14 @@ async def test_in_a_large_cluster_the_reports_of_a_moment_are_one_picture(
 async def test_a_node_that_reports_no_more_is_suspect_and_lost(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "SUSPECT_AFTER", 0.05)
+    monkeypatch.setattr(membership, "SUSPECT_AFTER_SECONDS", 0.05)
     one = start()
     studio = one.join("studio")
     number = one.link(studio)
     await until(lambda: one.seen(studio).state == "suspect")
     assert one.placed.gone == []
-    monkeypatch.setattr(membership, "LOST_AFTER", 0.1)
-    one.registry.received(studio, number, a_report(2))
+    monkeypatch.setattr(membership, "LOST_AFTER_SECONDS", 0.1)
+    one.registry.handle_frame(studio, number, a_report(2))
     await until(lambda: one.seen(studio).state == "lost")
     assert one.placed.gone == [(studio, "silent for 0.1 s")]
 
@@ -372,7 +372,7 @@ async def test_a_node_that_reports_no_more_is_suspect_and_lost(
 async def test_a_node_that_left_is_forgotten_after_a_while(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    monkeypatch.setattr(membership, "FORGET_AFTER_SECONDS", 0.05)
     one = start()
     studio, mini = one.join("studio"), one.join("mini")
     one.link(mini)
@@ -383,19 +383,19 @@ async def test_a_node_that_left_is_forgotten_after_a_while(
     assert one.placed.forgotten == [studio]
     assert [node.id for node in one.placed.views[-1].nodes] == [mini]
     assert one.registry.find("studio") is None
-    one.registry.unlinked(studio, 1, "connection ended")
+    one.registry.on_link_down(studio, 1, "connection ended")
     assert one.registry.dangers() == []
 
 
 async def test_without_placement_members_are_kept_all_the_same(
     start: Callable[[], Coordinator], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(membership, "FORGET_AFTER", 0.05)
+    monkeypatch.setattr(membership, "FORGET_AFTER_SECONDS", 0.05)
     one = start()
     one.registry.placing = None
     studio = one.join("studio")
     number = one.link(studio)
-    one.registry.received(studio, number, Finished(7, ("stop",), 1, 1))
+    one.registry.handle_frame(studio, number, Finished(7, ("stop",), 1, 1))
     one.registry.remove(studio)
     await until(lambda: studio not in one.registry.pool.members)
     assert one.placed.views == one.placed.frames == one.placed.gone == []
@@ -406,14 +406,14 @@ async def test_a_node_is_ready_with_its_first_report_and_lost_with_its_link(star
     studio = one.join("studio")
     number = one.link(studio, report=False)
     assert (one.state(studio), one.seen(studio).models) == ("joining", {})
-    one.registry.received(studio, number, a_report())
+    one.registry.handle_frame(studio, number, a_report())
     assert (one.state(studio), one.seen(studio).state) == ("ready", "ready")
     assert set(one.seen(studio).models) == {"tiny"}
     assert one.seen(studio).memory == a_report().memory
     finished = Finished(7, ("stop",), 1, 1)
-    one.registry.received(studio, number, finished)
+    one.registry.handle_frame(studio, number, finished)
     assert one.placed.frames == [(studio, finished)]
-    one.registry.unlinked(studio, number, "cable")
+    one.registry.on_link_down(studio, number, "cable")
     assert (one.state(studio), one.placed.gone) == ("lost", [(studio, "cable")])
     again = one.link(studio, report=False)
     assert again > number
@@ -426,11 +426,11 @@ async def test_reports_goodbyes_and_the_end_of_an_older_link_change_nothing(star
     older = one.link(studio)
     newer = one.link(studio, report=False, instance="restarted")
     assert one.placed.gone == [(studio, "replaced")], "its requests went with the older link"
-    one.registry.received(studio, older, a_report(draining=True))
-    one.registry.received(studio, older, Goodbye("leave"))
-    one.registry.unlinked(studio, older, "connection ended")
+    one.registry.handle_frame(studio, older, a_report(draining=True))
+    one.registry.handle_frame(studio, older, Goodbye("leave"))
+    one.registry.on_link_down(studio, older, "connection ended")
     assert one.state(studio) == "joining"
-    one.registry.received(studio, newer, a_report())
+    one.registry.handle_frame(studio, newer, a_report())
     assert (one.state(studio), one.store.members[studio].removed) == ("ready", None)
     assert one.placed.gone == [(studio, "replaced")]
 
@@ -448,9 +448,9 @@ async def test_a_draining_or_paused_node_is_shown_as_such(start: Callable[[], Co
     one = start()
     studio = one.join("studio")
     number = one.link(studio)
-    one.registry.received(studio, number, a_report(draining=True))
+    one.registry.handle_frame(studio, number, a_report(draining=True))
     assert one.state(studio) == "draining"
-    one.registry.received(studio, number, a_report())
+    one.registry.handle_frame(studio, number, a_report())
     assert one.state(studio) == "ready"
 
 
@@ -458,14 +458,14 @@ async def test_what_a_node_runs_and_its_hardware_are_of_its_newest_hello(start: 
     one = start()
     studio = one.join("studio")
     one.greet(studio, version="1.1.0", protocol=OLDEST_PROTOCOL)
-    assert one.registry.about(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
+    assert one.registry.host_description(studio) == ("M4 Max", "macOS 26.1", "1.1.0")
     described = one.registry.describe(studio, 0)
     assert (described["version"], described["protocol"], described["heard_seconds"]) == ("1.1.0", OLDEST_PROTOCOL, None)
     newer = Hardware("M5", 256 * GIB, 16, "macOS 26.2", "3.12")
     number = one.link(studio, hardware=newer)
     assert one.store.members[studio].hardware == newer
-    assert one.registry.about(studio) == ("M5", "macOS 26.2", "1.1.0")
-    one.registry.received(studio, number, a_report())
+    assert one.registry.host_description(studio) == ("M5", "macOS 26.2", "1.1.0")
+    one.registry.handle_frame(studio, number, a_report())
     described = one.registry.describe(studio, 3)
     assert (described["in_flight"], described["joined"], described["memory"]) == (3, WALL, 256 * GIB)
     assert 0 <= described["heard_seconds"] < 5
@@ -475,10 +475,10 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     first = start()
     studio = first.join("studio")
     number, before = first.link(studio), first.store.members[studio].serial
-    first.registry.received(studio, number, Renew(new_request("studio").csr))
+    first.registry.handle_frame(studio, number, RenewCertificate(new_request("studio").csr))
     after = first.store.members[studio].serial
     assert after != before
-    first.registry.received(studio, number, Renew(b"no request"))
+    first.registry.handle_frame(studio, number, RenewCertificate(b"no request"))
     assert first.store.members[studio].serial == after, "a bad request changes nothing"
     await first.stop()
     assert start().store.members[studio].serial == after
@@ -507,18 +507,18 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     one.link(mini)
     assert one.registry.warnings() == []
     failed = a_report(engine=EngineState("mlx", "failed", "it has no weights"))
-    one.registry.received(studio, number, failed)
+    one.registry.handle_frame(studio, number, failed)
     assert one.registry.warnings() == ["studio: its engine is failed: it has no weights"]
     assert one.registry.dangers() == []
-    bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(Level.OVER_HARD))
-    one.registry.received(studio, number, bare)
+    bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(MemoryLevel.OVER_HARD))
+    one.registry.handle_frame(studio, number, bare)
     dangers = one.registry.dangers()
     assert [text.partition(",")[0] for text in dangers] == [
         "studio: memory.margin is 0",
         f"studio: it stands over its cap of {a_memory().cap // GIB}.0 GiB less leases",
     ]
     assert one.registry.warnings()[:2] == dangers, "what is dangerous stands first"
-    one.registry.unlinked(studio, number, "cable")
+    one.registry.on_link_down(studio, number, "cable")
     assert not [text for text in one.registry.warnings() if text.startswith("studio")]
     assert one.registry.dangers() == []
 
@@ -528,8 +528,8 @@ async def test_an_answer_is_waited_for_until_the_node_can_give_one(start: Callab
     studio = one.join("studio")
     waiting = asyncio.create_task(one.registry.wait_for_answers(lambda: studio))
     number = one.link(studio, report=False)
-    one.registry.received(studio, number, a_report(engine=EngineState("mlx", "starting")))
+    one.registry.handle_frame(studio, number, a_report(engine=EngineState("mlx", "starting")))
     await asyncio.sleep(0)
     assert not waiting.done()
-    one.registry.received(studio, number, a_report())
+    one.registry.handle_frame(studio, number, a_report())
     await asyncio.wait_for(waiting, 30)

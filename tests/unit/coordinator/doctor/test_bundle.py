@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from coordinator.cli import cluster
 from coordinator.doctor import bundle
-from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, settings_told, write
+from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, redact_settings, write
 from host.redaction import HIDDEN
 from tests.support.whole_pool import served
 
@@ -198,7 +198,7 @@ def test_a_word_stays_in_a_field_that_we_write_ourselves_only():
 
 
 def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundle, "MOST_LINES", 2)
+    monkeypatch.setattr(bundle, "MAX_LINES", 2)
     console = "2026-11-20 10:00:00 [warning  ] certificate renewed  text=x"
     lines = [json.dumps({**EVENT, "n": number}) for number in range(4)]
     found = [
@@ -213,7 +213,7 @@ def test_the_newest_events_are_kept_and_all_others_counted(monkeypatch: pytest.M
 
 
 def test_the_end_of_a_log_begins_with_a_whole_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bundle, "NEWEST", 20)
+    monkeypatch.setattr(bundle, "MAX_LOG_BYTES", 20)
     log = tmp_path / "node.log"
     assert newest(log) == []
     for text, lines in (
@@ -239,7 +239,7 @@ def test_secrets_and_the_home_folder_are_hidden_anywhere_in_a_value():
 def test_settings_are_told_where_they_are_plain_words():
     values = ("", "auto", "~/models:80%", "a secret text", ["a", "b c"], ("x",), 7, None)
     rows = [{"key": str(number), "value": value, "origin": "default"} for number, value in enumerate(values)]
-    assert [one["value"] for one in settings_told(rows).values()] == [
+    assert [one["value"] for one in redact_settings(rows).values()] == [
         "",
         "auto",
         "~/models:80%",
@@ -249,7 +249,7 @@ def test_settings_are_told_where_they_are_plain_words():
         7,
         None,
     ]
-    assert settings_told(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
+    assert redact_settings(rows[1:2]) == {"1": {"value": "auto", "origin": "default"}}
 
 
 def test_what_was_written_is_named(tmp_path: Path):

@@ -13,8 +13,8 @@ import pytest
 
 from coordinator.doctor.finding import Finding, exit_code, fail, not_here, ok, warn
 from coordinator.doctor.pool_checks import link_finding
-from coordinator.doctor.runner import CHECKS, Check, Examined, examine
-from host.power import Power
+from coordinator.doctor.runner import CHECKS, Check, CheckResult, examine
+from host.power import PowerState
 from tests.support.pretended_mac import EXAMINED, FIREWALL, pretended
 from wire.units import GIB
 
@@ -41,7 +41,7 @@ def test_a_row_has_every_field_of_its_finding(tmp_path: Path):
     (one,) = examine(pretended(tmp_path), [Check("slow", "How fast it is", lambda _: finding)])
     row = one.row()
     assert 0 <= row.pop("seconds") < 5
-    assert Examined(one.check, finding, 1.23456).row()["seconds"] == 1.235
+    assert CheckResult(one.check, finding, 1.23456).row()["seconds"] == 1.235
     assert row == {
         "id": "slow",
         "title": "How fast it is",
@@ -86,21 +86,21 @@ def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, 
 @pytest.mark.parametrize(
     ("platform", "power", "result", "says"),
     [
-        ("darwin", Power(False, 20.0), "warn", "on battery, 20 %"),
-        ("darwin", Power(True, 80.0), "ok", "on mains, 80 %"),
-        ("darwin", Power(), "warn", "pmset -g batt"),
-        ("linux", Power(True), "ok", "on mains"),
-        ("linux", Power(False, 20.0), "ok", "on battery, 20 %"),
-        ("linux", Power(), "not here", "does not tell"),
+        ("darwin", PowerState(False, 20.0), "warn", "on battery, 20 %"),
+        ("darwin", PowerState(True, 80.0), "ok", "on mains, 80 %"),
+        ("darwin", PowerState(), "warn", "pmset -g batt"),
+        ("linux", PowerState(True), "ok", "on mains"),
+        ("linux", PowerState(False, 20.0), "ok", "on battery, 20 %"),
+        ("linux", PowerState(), "not here", "does not tell"),
     ],
 )
-def test_the_power_supply(tmp_path: Path, platform: str, power: Power, result: str, says: str):
+def test_the_power_supply(tmp_path: Path, platform: str, power: PowerState, result: str, says: str):
     found = BY_ID["power"].run(pretended(tmp_path, platform=platform, power=power))
     assert (found.result, says in f"{found.text} {found.fix}") == (result, True), found
 
 
 def test_a_laptop_may_sleep(tmp_path: Path):
-    found = BY_ID["sleep"].run(pretended(tmp_path, {PMSET: " sleep 10\n womp 0\n"}, power=Power(True, 80.0)))
+    found = BY_ID["sleep"].run(pretended(tmp_path, {PMSET: " sleep 10\n womp 0\n"}, power=PowerState(True, 80.0)))
     assert (found.result, "a laptop may sleep" in found.text) == ("ok", True)
 
 

@@ -12,8 +12,8 @@ import pytest
 
 from coordinator.doctor import machine_checks as checks
 from coordinator.doctor.finding import Finding, Result
-from coordinator.doctor.host_probe import Here, Said
-from host.power import Power
+from coordinator.doctor.host_probe import HostProbe, ToolOutput
+from host.power import PowerState
 from tests.support.pretended_mac import DEVICE, EXAMINED, FIREWALL, pretended
 from wire.units import GIB, MIB
 
@@ -25,25 +25,25 @@ def seen(found: Finding) -> tuple[Result, str, str]:
     return found.result, found.text, found.fix
 
 
-def silent(here: Here) -> Here:
+def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules give no answer."""
 
-    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+    def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
 
-    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
 
-def with_device(state: Path, platform: str = "darwin", **changes: Any) -> Here:
+def with_device(state: Path, platform: str = "darwin", **changes: Any) -> HostProbe:
     """Return a machine with other device values of MLX."""
     here = pretended(state, platform=platform)
 
-    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+    def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         if "node.engine.process.device_info" in command:
-            return Said(0, json.dumps({**DEVICE, **changes}))
+            return ToolOutput(0, json.dumps({**DEVICE, **changes}))
         return here.ask(command, seconds)
 
-    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
 
 def joined(state: Path) -> None:
@@ -324,7 +324,7 @@ def test_a_desktop_never_sleeps_wakes_by_network_and_restarts(
 
 def test_a_closed_lid_is_a_warning(tmp_path: Path):
     tool = "/usr/sbin/ioreg -r -k AppleClamshellState -d 4"
-    power = Power(plugged=True, battery=80.0)
+    power = PowerState(plugged=True, battery=80.0)
     closed = pretended(tmp_path, {tool: '"AppleClamshellState" = Yes'}, power=power)
     found = checks.power(closed)
     assert seen(found)[:2] == ("warn", "on mains, 80 %, lid closed")
@@ -439,7 +439,7 @@ def test_three_open_secrets_are_named(tmp_path: Path):
 
 
 def test_a_large_state_folder_is_looked_through_so_far(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "MOST_LOOKED", 2)
+    monkeypatch.setattr(checks, "MAX_FILES_SEARCHED", 2)
     for number in range(3):
         (tmp_path / f"{number}.key").touch(mode=0o600)
     assert checks.files(pretended(tmp_path)).numbers == {"secrets": 2}

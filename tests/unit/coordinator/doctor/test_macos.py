@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.doctor import macos
-from coordinator.doctor.macos import Reach, is_blocked, responsible
+from coordinator.doctor.macos import Reachability, is_blocked, responsible
 
 
 def test_the_version_of_the_system():
@@ -82,7 +82,7 @@ def test_filevault_and_lid():
     ],
 )
 def test_privacy_is_told_from_a_network_that_is_down(gateway: int | None, others: tuple, blocked: bool):
-    assert is_blocked(Reach(gateway, others)) is blocked
+    assert is_blocked(Reachability(gateway, others)) is blocked
 
 
 @pytest.mark.parametrize(

@@ -18,8 +18,8 @@ import pytest
 from coordinator.client.errors import PIN
 from coordinator.doctor import pool_checks as checks
 from coordinator.doctor.finding import Finding
-from coordinator.doctor.host_probe import Answer, Here, Said
-from coordinator.tls.cluster_ca import Authority
+from coordinator.doctor.host_probe import CoordinatorAnswer, HostProbe, ToolOutput
+from coordinator.tls.cluster_ca import ClusterCa
 from tests.support.pretended_mac import pretended
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
@@ -146,13 +146,13 @@ def test_the_identity_names_node_and_cluster(tmp_path: Path):
     assert seen(found) == ("ok", "studio (n-1) of cluster c-1", "")
 
 
-def silent(here: Here) -> Here:
+def silent(here: HostProbe) -> HostProbe:
     """Return a machine whose own modules give no answer."""
 
-    def ask(command: tuple[str, ...], seconds: float) -> Said | None:
+    def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
 
-    return Here(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
+    return HostProbe(here.session, here.platform, here.environ, ask, here.dial, here.root, here.power, here.seconds)
 
 
 def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(tmp_path: Path):
@@ -168,7 +168,7 @@ def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(
 
 def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, answering: Answering):
     here = pretended(tmp_path)
-    object.__setattr__(here, "version", lambda: Answer(None, PIN, "the fingerprint is another one"))
+    object.__setattr__(here, "version", lambda: CoordinatorAnswer(None, PIN, "the fingerprint is another one"))
     found = checks.coordinator(here)
     assert seen(found)[:2] == ("fail", "the fingerprint is another one")
     assert found.intercepted
@@ -179,7 +179,7 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
 
 def dialling(
     state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
-) -> tuple[Here, list[Any]]:
+) -> tuple[HostProbe, list[Any]]:
     """Return a Mac, and the addresses to which it connects."""
     here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
 
@@ -187,7 +187,7 @@ def dialling(
         dialled.append((host, port))
         return reach.get(host, 61)
 
-    return Here(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
+    return HostProbe(here.session, here.platform, here.environ, here.ask, dial, here.root, here.power), dialled
 
 
 GATEWAY, NEAR = ("192.168.1.1", 53), [(f"192.168.1.{number}", 8081) for number in (20, 21)]
@@ -275,7 +275,7 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
     assert heard.result in ("ok", "warn")
     if heard.result == "ok":
         assert heard.text == "a question to Bonjour's group comes back"
-        monkeypatch.setattr(checks, "MULTICAST_SECONDS", -1.0)
+        monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
         lost = checks.bonjour(pretended(tmp_path))
         assert (lost.result, lost.text) == ("warn", "a question to Bonjour's group is lost")
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
@@ -287,11 +287,11 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
 # certificates and clocks
 
 
-def lives(state: Path, coordinator: float) -> Authority:
+def lives(state: Path, coordinator: float) -> ClusterCa:
     """Make an authority whose coordinator's certificate ends in `coordinator` seconds."""
     (state / "cluster.db").touch()
     whole = 90 * DAY
-    return Authority(state / "authority", lambda: time.time() - whole + coordinator)
+    return ClusterCa(state / "authority", lambda: time.time() - whole + coordinator)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +301,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     tmp_path: Path, days: float, result: str
 ):
     made = lives(tmp_path, days * DAY)
-    end = made.lives()["coordinator"][1]
+    end = made.validity()["coordinator"][1]
     assert abs(end - time.time() - days * DAY) < 2 * DAY / 24, "the test's own arithmetic: lives are 90 days"
     found = checks.certificates(pretended(tmp_path))
     assert found.result == result
@@ -375,7 +375,7 @@ def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answeri
 
 
 def test_the_clock_is_looked_for_at_the_end_of_the_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "LONGEST_TAIL", 100)
+    monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 100)
     (tmp_path / "logs").mkdir()
     log = tmp_path / "logs" / "node.log"
     log.write_text(json.dumps({"skew": 9.0}))
@@ -448,7 +448,7 @@ def test_logs_that_there_are_not_have_no_errors(tmp_path: Path):
 
 
 def test_the_end_of_a_long_log_is_looked_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(checks, "LONGEST_TAIL", 1000)
+    monkeypatch.setattr(checks, "MAX_TAIL_BYTES", 1000)
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "node.log").write_text(event(10) * 100 + event(10, name="e" * 100))
     found = checks.log_errors(pretended(tmp_path))

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from coordinator.http.chat_fast_path import START, Door
-from coordinator.http.origin_check import Guard
+from coordinator.http.chat_fast_path import START, FastPath
+from coordinator.http.origin_check import OriginCheck
 from coordinator.http.request_heads import CODED, ENCODED, EXPECTS, MALFORMED, judge, twice, without_upgrade
 from router.admission.api_keys import credential
 from router.errors import Header, Problem
-from router.http.app import nothing_else
+from router.http.app import not_found_app
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
 
@@ -92,8 +92,8 @@ class Read:
 def test_the_quick_reader_takes_nothing_that_the_careful_one_reads_otherwise(lines: list[str], good: list[str]):
     raw = START + "\r\n".join([*good, *lines]).encode("latin-1") + b"\r\n\r\n"
     cluster = LoopbackCluster(LoopbackNode("a"))
-    guard = Guard(nothing_else)
-    head: Any = Door(cluster.dispatcher, cluster.keys, RouterSettings(), guard).head(raw[:-4])
+    guard = OriginCheck(not_found_app)
+    head: Any = FastPath(cluster.dispatcher, cluster.keys, RouterSettings(), guard).head(raw[:-4])
     if head.length is None:
         return
     read = Read()

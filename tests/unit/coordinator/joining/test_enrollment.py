@@ -6,36 +6,51 @@ import msgspec
 import pytest
 from cryptography import x509
 
-from coordinator.joining.enrollment import LONGEST, PATIENCE, Cluster, Conversation, Enrolment, unique_name
-from coordinator.joining.join_approvals import LIFE, MOST_WAITING, MOST_WAITING_HERE, Approvals, Waiting
-from coordinator.joining.join_tokens import Tokens
+from coordinator.joining.enrollment import (
+    CONNECTION_TIMEOUT_SECONDS,
+    MAX_CONNECTION_BYTES,
+    EnrollmentConnection,
+    EnrollmentContext,
+    EnrollmentServer,
+    unique_name,
+)
+from coordinator.joining.join_approvals import (
+    APPROVAL_TIMEOUT_SECONDS,
+    MAX_WAITING,
+    MAX_WAITING_PER_ADDRESS,
+    Approvals,
+    WaitingNode,
+)
+from coordinator.joining.join_tokens import JoinTokens
 from coordinator.joining.rate_limit import RateLimit
-from coordinator.state.database import MemberRow, Store
-from coordinator.tls.cluster_ca import Authority
+from coordinator.state.database import Database, MemberRow
+from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import create, new_request, prove_identity
 from tests.support.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
-from wire.frames import Denied, Enrol, EnrolAuthority, Enrolled, EnrolPending, EnrolStart, Frame, Goodbye
+from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame, Goodbye
 from wire.identity import PROTOCOL, NodeId, commitment, request_mac, short_code, token_key
 from wire.report import Hardware
 
-START = EnrolStart(PROTOCOL)
+START = EnrollStart(PROTOCOL)
 NONCE = b"n" * 16
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    wall, store = Wall(), Store(tmp_path)
-    authority = Authority(tmp_path, wall)
+def cluster(tmp_path: Path) -> Iterator[EnrollmentContext]:
+    wall, store = Wall(), Database(tmp_path)
+    authority = ClusterCa(tmp_path, wall)
     joined: list[MemberRow] = []
-    yield Cluster("lab", authority, Tokens(store, authority.ca, wall), store, Approvals(), wall, joined.append)
+    yield EnrollmentContext(
+        "lab", authority, JoinTokens(store, authority.ca, wall), store, Approvals(), wall, joined.append
+    )
     store.close()
 
 
-def talk(cluster: Cluster, now: float = 0.0) -> Conversation:
-    conversation = Enrolment(cluster).converse("10.0.0.7", now)
-    assert isinstance(conversation, Conversation)
+def talk(cluster: EnrollmentContext, now: float = 0.0) -> EnrollmentConnection:
+    conversation = EnrollmentServer(cluster).start_enrollment("10.0.0.7", now)
+    assert isinstance(conversation, EnrollmentConnection)
     return conversation
 
 
@@ -45,24 +60,26 @@ def denied(frames: list[Frame]) -> str:
     return frame.reason
 
 
-def with_token(cluster: Cluster, csr: bytes, name: str = "studio", machine: str = "m1") -> Enrol:
+def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", machine: str = "m1") -> Enroll:
     token = cluster.tokens.create()
-    return Enrol(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    return Enroll(csr, name, machine, HARDWARE, token.id, request_mac(token_key(token.secret), csr))
 
 
-def pending(cluster: Cluster, now: float = 0.0) -> tuple[Conversation, str]:
+def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentConnection, str]:
     """Advance a conversation to the decision of an administrator."""
     conversation, csr = talk(cluster, now), new_request("air").csr
-    (authority,) = conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), now)
-    assert isinstance(authority, EnrolAuthority)
-    assert conversation.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [EnrolPending(LIFE)]
+    (authority,) = conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
+    assert isinstance(authority, EnrollAuthority)
+    assert conversation.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), now) == [
+        EnrollPending(APPROVAL_TIMEOUT_SECONDS)
+    ]
     return conversation, short_code(authority.ca, csr, NONCE, authority.nonce)
 
 
-def test_the_whole_conversation_with_a_token(cluster: Cluster) -> None:
+def test_the_whole_conversation_with_a_token(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("studio").csr
     (authority,) = conversation.feed(encode(START), 0.0)
-    assert isinstance(authority, EnrolAuthority)
+    assert isinstance(authority, EnrollAuthority)
     assert (authority.ca, authority.cluster_name) == (cluster.authority.ca, "lab")
     (enrolled,) = conversation.feed(encode(with_token(cluster, csr)), 0.1)
     assert isinstance(enrolled, Enrolled)
@@ -72,9 +89,9 @@ def test_the_whole_conversation_with_a_token(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("protocol", "who"), [(0, "node"), (PROTOCOL + 1, "coordinator")])
-def test_another_protocol_is_told_who_must_update(cluster: Cluster, protocol: int, who: str) -> None:
+def test_another_protocol_is_told_who_must_update(cluster: EnrollmentContext, protocol: int, who: str) -> None:
     conversation = talk(cluster)
-    (answer,) = conversation.receive(EnrolStart(protocol), 0.0)
+    (answer,) = conversation.receive(EnrollStart(protocol), 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.final) == ("protocol", True)
     assert answer.message.endswith(f"update macpool on the {who}")
@@ -84,21 +101,21 @@ def test_another_protocol_is_told_who_must_update(cluster: Cluster, protocol: in
     ("name", "machine", "reason"),
     [("", "m1", "bad_name"), ("<b>", "m1", "bad_name"), ("a\n", "m1", "bad_name"), ("a", "m/1", "bad_machine")],
 )
-def test_bad_words_use_no_token_up(cluster: Cluster, name: str, machine: str, reason: str) -> None:
+def test_bad_words_use_no_token_up(cluster: EnrollmentContext, name: str, machine: str, reason: str) -> None:
     conversation = talk(cluster)
     conversation.receive(START, 0.0)
     assert denied(conversation.receive(with_token(cluster, new_request("a").csr, name, machine), 0.0)) == reason
     assert [token.uses_left for token in cluster.tokens.list()] == [1]
 
 
-def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: Cluster) -> None:
+def test_a_request_that_we_do_not_sign_uses_no_token_up(cluster: EnrollmentContext) -> None:
     conversation = talk(cluster)
     conversation.receive(START, 0.0)
     assert denied(conversation.receive(with_token(cluster, b"junk"), 0.0)) == "bad_request"
     assert [token.uses_left for token in cluster.tokens.list()] == [1]
 
 
-def test_only_the_order_of_the_conversation_is_possible(cluster: Cluster) -> None:
+def test_only_the_order_of_the_conversation_is_possible(cluster: EnrollmentContext) -> None:
     enrol = with_token(cluster, new_request("a").csr)
     assert denied(talk(cluster).receive(enrol, 0.0)) == "unexpected"
     twice = talk(cluster)
@@ -109,23 +126,23 @@ def test_only_the_order_of_the_conversation_is_possible(cluster: Cluster) -> Non
     assert not cluster.approvals.list(1.0)
 
 
-def test_patience_ends(cluster: Cluster) -> None:
+def test_patience_ends(cluster: EnrollmentContext) -> None:
     conversation = talk(cluster, 100.0)
-    assert conversation.deadline == 100.0 + PATIENCE
+    assert conversation.deadline == 100.0 + CONNECTION_TIMEOUT_SECONDS
     assert conversation.poll(104.9) == []
     assert denied(conversation.poll(conversation.deadline)) == "too_slow"
     late = talk(cluster, 100.0)
     assert denied(late.receive(START, 105.0)) == "too_slow"
 
 
-def test_slow_bytes_do_not_buy_time(cluster: Cluster) -> None:
+def test_slow_bytes_do_not_buy_time(cluster: EnrollmentContext) -> None:
     conversation, answers = talk(cluster), list[Frame]()
     for number, byte in enumerate(encode(START)):
         answers += conversation.feed(bytes([byte]), float(number))
-    assert denied(answers + conversation.poll(PATIENCE)) == "too_slow"
+    assert denied(answers + conversation.poll(CONNECTION_TIMEOUT_SECONDS)) == "too_slow"
 
 
-def test_a_code_is_approved(cluster: Cluster) -> None:
+def test_a_code_is_approved(cluster: EnrollmentContext) -> None:
     conversation, code = pending(cluster)
     woken: list[bool] = []
     conversation.wake = lambda: woken.append(True)
@@ -137,7 +154,7 @@ def test_a_code_is_approved(cluster: Cluster) -> None:
     assert conversation.closed
 
 
-def test_a_code_is_rejected_or_forgotten(cluster: Cluster) -> None:
+def test_a_code_is_rejected_or_forgotten(cluster: EnrollmentContext) -> None:
     conversation, code = pending(cluster)
     cluster.approvals.reject(code, 1.0)
     assert denied(conversation.poll(1.0)) == "rejected"
@@ -146,48 +163,48 @@ def test_a_code_is_rejected_or_forgotten(cluster: Cluster) -> None:
     assert denied(slow.poll(610.0)) == "approval_expired"
 
 
-def test_who_goes_away_waits_no_more(cluster: Cluster) -> None:
+def test_who_goes_away_waits_no_more(cluster: EnrollmentContext) -> None:
     conversation, _ = pending(cluster)
-    conversation.gone()
+    conversation.withdraw()
     assert not cluster.approvals.list(0.0)
     assert conversation.poll(1.0) == []
 
 
-def test_nonce_and_request_are_those_that_were_committed_to(cluster: Cluster) -> None:
+def test_nonce_and_request_are_those_that_were_committed_to(cluster: EnrollmentContext) -> None:
     csr, other = new_request("air").csr, new_request("air").csr
     for asked, opening in ((other, NONCE), (csr, b"m" * 16), (csr, b"")):
         conversation = talk(cluster)
-        conversation.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
-        frame = Enrol(asked, "air", "m1", HARDWARE, opening=opening)
+        conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+        frame = Enroll(asked, "air", "m1", HARDWARE, opening=opening)
         assert denied(conversation.receive(frame, 0.0)) == "commitment_broken"
     bare = talk(cluster)
     bare.receive(START, 0.0)
-    assert denied(bare.receive(Enrol(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
+    assert denied(bare.receive(Enroll(csr, "air", "m1", HARDWARE, opening=NONCE), 0.0)) == "token_needed"
 
 
-def test_an_address_that_asks_too_often_waits(cluster: Cluster) -> None:
-    door = Enrolment(cluster, RateLimit(30, 2))
-    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
-    assert isinstance(door.converse("10.0.0.7", 0.0), Conversation)
-    answer = door.converse("10.0.0.7", 0.0)
+def test_an_address_that_asks_too_often_waits(cluster: EnrollmentContext) -> None:
+    door = EnrollmentServer(cluster, RateLimit(30, 2))
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
+    assert isinstance(door.start_enrollment("10.0.0.7", 0.0), EnrollmentConnection)
+    answer = door.start_enrollment("10.0.0.7", 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.retry_after) == ("too_often", 2.0)
-    assert isinstance(door.converse("10.0.0.8", 0.0), Conversation)
+    assert isinstance(door.start_enrollment("10.0.0.8", 0.0), EnrollmentConnection)
 
 
-def test_what_a_stranger_says_of_itself_is_made_printable(cluster: Cluster) -> None:
+def test_what_a_stranger_says_of_itself_is_made_printable(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("a").csr
     conversation.receive(START, 0.0)
     good = with_token(cluster, csr)
     told = Hardware("\x1b[31m<script>" + "x" * 200, -5, -1, "macOS", "3.13")
-    conversation.receive(Enrol(csr, "a", "m1", told, good.token, good.mac), 0.0)
+    conversation.receive(Enroll(csr, "a", "m1", told, good.token, good.mac), 0.0)
     (row,) = cluster.store.members.values()
     assert row.hardware.chip.startswith("??31m?script?x")
     assert len(row.hardware.chip) == 64
     assert (row.hardware.memory, row.hardware.cores) == (0, 0)
 
 
-def test_a_removed_machine_becomes_a_new_node(cluster: Cluster) -> None:
+def test_a_removed_machine_becomes_a_new_node(cluster: EnrollmentContext) -> None:
     nodes: list[str] = []
     for _ in range(2):
         conversation = talk(cluster)
@@ -210,7 +227,7 @@ def test_names_are_made_unique() -> None:
     assert unique_name("x" * 63, ["x" * 63]) == "x" * 61 + "-2"
 
 
-def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: Cluster) -> None:
+def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: EnrollmentContext) -> None:
     """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
     how."""
     first = talk(cluster)
@@ -223,7 +240,7 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     again.receive(START, 0.0)
     token = cluster.tokens.create(replaces=True)
     (other,) = again.receive(
-        Enrol(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
+        Enroll(csr, "renamed", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr)), 0.0
     )
     assert isinstance(other, Enrolled)
     (after,) = cluster.store.members.values()
@@ -236,7 +253,7 @@ def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: 
     assert [act.address for act in cluster.store.audit] == ["10.0.0.7"] * 3
 
 
-def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: Cluster) -> None:
+def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cluster: EnrollmentContext) -> None:
     conversation, csr = talk(cluster), new_request("studio").csr
     conversation.receive(START, 0.0)
     (enrolled,) = conversation.receive(with_token(cluster, csr), 0.0)
@@ -252,7 +269,7 @@ def test_a_new_member_has_the_certificate_that_was_signed_and_nothing_decided(cl
     assert (act.actor, act.action, act.subject) == ("node", "joined", f"studio {enrolled.node}")
 
 
-def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: Cluster) -> None:
+def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: EnrollmentContext) -> None:
     first = talk(cluster)
     first.receive(START, 0.0)
     first.receive(with_token(cluster, new_request("studio").csr), 0.0)
@@ -265,20 +282,20 @@ def test_a_member_that_is_linked_is_replaced_by_no_token_and_no_code(cluster: Cl
     csr, token = new_request("studio").csr, cluster.tokens.create(replaces=True)
     with_it = talk(linked)
     with_it.receive(START, 0.0)
-    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
     (answer,) = with_it.receive(asked, 0.0)
     assert isinstance(answer, Denied)
     assert (answer.reason, answer.final) == ("machine_taken", True)
     assert "is that of studio, which is linked now from 10.0.0.2" in answer.message
     by_code = talk(linked)
-    by_code.receive(EnrolStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
-    assert denied(by_code.receive(Enrol(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
+    by_code.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), 0.0)
+    assert denied(by_code.receive(Enroll(csr, "studio", "m1", HARDWARE, opening=NONCE), 0.0)) == "machine_taken"
     assert cluster.store.members == {row.node: row}
     assert not cluster.approvals.list(0.0)
 
 
 def test_a_machine_proves_itself_by_the_key_of_its_certificate_unless_that_is_denied(
-    cluster: Cluster, tmp_path: Path
+    cluster: EnrollmentContext, tmp_path: Path
 ) -> None:
     first, request = talk(cluster), new_request("studio")
     first.receive(START, 0.0)
@@ -308,7 +325,7 @@ def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
     return frame.reason, frame.final, frame.retry_after
 
 
-def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> MemberRow:
+def joined(cluster: EnrollmentContext, machine: str = "m1", name: str = "studio") -> MemberRow:
     """Join a machine with a token; return its member."""
     conversation = talk(cluster)
     conversation.receive(START, 0.0)
@@ -318,15 +335,15 @@ def joined(cluster: Cluster, machine: str = "m1", name: str = "studio") -> Membe
 
 
 def asking(
-    cluster: Cluster, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
-) -> tuple[Conversation, list[Frame]]:
+    cluster: EnrollmentContext, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
+) -> tuple[EnrollmentConnection, list[Frame]]:
     """Send a join request with a code; return the conversation and its answer."""
     conversation, csr = talk(cluster), csr or new_request("air").csr
-    conversation.receive(EnrolStart(PROTOCOL, commitment(opening, csr)), 0.0)
-    return conversation, conversation.receive(Enrol(csr, "air", machine, HARDWARE, opening=opening), 0.0)
+    conversation.receive(EnrollStart(PROTOCOL, commitment(opening, csr)), 0.0)
+    return conversation, conversation.receive(Enroll(csr, "air", machine, HARDWARE, opening=opening), 0.0)
 
 
-def test_refusals_that_no_patience_mends_are_final(cluster: Cluster) -> None:
+def test_refusals_that_no_patience_mends_are_final(cluster: EnrollmentContext) -> None:
     csr = new_request("a").csr
     good = with_token(cluster, csr)
     wrong = {
@@ -334,7 +351,7 @@ def test_refusals_that_no_patience_mends_are_final(cluster: Cluster) -> None:
         "bad_machine": msgspec.structs.replace(good, machine="m/1"),
         "token_unknown": msgspec.structs.replace(good, token="abcdefgh"),
         "bad_request": with_token(cluster, b"junk"),
-        "token_needed": Enrol(csr, "a", "m1", HARDWARE),
+        "token_needed": Enroll(csr, "a", "m1", HARDWARE),
     }
     for reason, frame in wrong.items():
         conversation = talk(cluster)
@@ -348,38 +365,38 @@ def test_refusals_that_no_patience_mends_are_final(cluster: Cluster) -> None:
     assert not cluster.store.members
 
 
-def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster: Cluster) -> None:
+def test_a_connection_may_send_so_many_bytes_and_is_over_after_a_refusal(cluster: EnrollmentContext) -> None:
     start = encode(START)
-    spare = LONGEST - len(encode(Enrol(b"x" * (LONGEST - 300), "a", "m1", HARDWARE)))
-    frame = encode(Enrol(b"x" * (LONGEST - 300 + spare), "a", "m1", HARDWARE))
+    spare = MAX_CONNECTION_BYTES - len(encode(Enroll(b"x" * (MAX_CONNECTION_BYTES - 300), "a", "m1", HARDWARE)))
+    frame = encode(Enroll(b"x" * (MAX_CONNECTION_BYTES - 300 + spare), "a", "m1", HARDWARE))
     conversation = talk(cluster)
     assert len(conversation.feed(start, 0.0)) == 1
-    assert conversation.feed(frame[: LONGEST - len(start)], 0.0) == []
+    assert conversation.feed(frame[: MAX_CONNECTION_BYTES - len(start)], 0.0) == []
     assert refusal(conversation.feed(b"x", 0.0)) == ("too_long", False, 0.0)
     assert conversation.feed(b"\xff" * 100, 0.0) == []
     assert conversation.receive(START, 0.0) == []
 
 
-def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: Cluster) -> None:
+def test_frames_of_one_piece_are_answered_up_to_the_first_refusal(cluster: EnrollmentContext) -> None:
     def answers(*words: Frame | bytes) -> list[str]:
         data = b"".join(word if isinstance(word, bytes) else encode(word) for word in words)
         return [one.reason if isinstance(one, Denied) else type(one).__name__ for one in talk(cluster).feed(data, 0.0)]
 
-    assert answers(START, with_token(cluster, new_request("a").csr)) == ["EnrolAuthority", "Enrolled"]
-    assert answers(START, Goodbye("asleep")) == ["EnrolAuthority", "no_certificate"]
-    assert answers(START, START, Goodbye("asleep")) == ["EnrolAuthority", "unexpected"]
-    assert answers(START, b"\xff" * 50) == ["EnrolAuthority", "bad_frame"]
+    assert answers(START, with_token(cluster, new_request("a").csr)) == ["EnrollAuthority", "Enrolled"]
+    assert answers(START, Goodbye("asleep")) == ["EnrollAuthority", "no_certificate"]
+    assert answers(START, START, Goodbye("asleep")) == ["EnrollAuthority", "unexpected"]
+    assert answers(START, b"\xff" * 50) == ["EnrollAuthority", "bad_frame"]
 
 
-def test_an_address_waits_also_for_less_than_a_second(cluster: Cluster) -> None:
-    door = Enrolment(cluster, RateLimit(240, 1))
-    door.converse("10.0.0.7", 0.0)
-    answer = door.converse("10.0.0.7", 0.0)
+def test_an_address_waits_also_for_less_than_a_second(cluster: EnrollmentContext) -> None:
+    door = EnrollmentServer(cluster, RateLimit(240, 1))
+    door.start_enrollment("10.0.0.7", 0.0)
+    answer = door.start_enrollment("10.0.0.7", 0.0)
     assert isinstance(answer, Denied)
     assert answer.retry_after == 0.25
 
 
-def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: Cluster) -> None:
+def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(cluster: EnrollmentContext) -> None:
     row = joined(cluster)
     conversation, code = pending(cluster)
     assert [one.replaces for one in cluster.approvals.list(0.0)] == ["studio"]
@@ -390,7 +407,7 @@ def test_a_code_replaces_the_member_that_the_person_was_shown_and_no_other(clust
     assert "by an approved code" in cluster.store.audit[-2].subject
 
 
-def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: Cluster) -> None:
+def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster: EnrollmentContext) -> None:
     conversation, code = pending(cluster)
     assert [one.replaces for one in cluster.approvals.list(0.0)] == [""]
     row = joined(cluster)
@@ -402,7 +419,7 @@ def test_a_code_for_a_new_machine_replaces_no_member_that_came_meanwhile(cluster
     assert cluster.store.members == {row.node: row}
 
 
-def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: Cluster) -> None:
+def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: EnrollmentContext) -> None:
     row, linked = joined(cluster), dict[NodeId, str]()
     conversation, code = pending(replace(cluster, linked_from=lambda node: linked.get(node, "")))
     linked[row.node] = "10.0.0.2"
@@ -410,7 +427,7 @@ def test_a_code_replaces_no_member_that_was_linked_meanwhile(cluster: Cluster) -
     assert refusal(conversation.poll(1.0)) == ("machine_taken", True, 0.0)
 
 
-def test_a_refused_replacement_is_audited_once_in_a_row(cluster: Cluster) -> None:
+def test_a_refused_replacement_is_audited_once_in_a_row(cluster: EnrollmentContext) -> None:
     row = joined(cluster)
 
     def audited() -> list[tuple[str, str]]:
@@ -426,22 +443,24 @@ def test_a_refused_replacement_is_audited_once_in_a_row(cluster: Cluster) -> Non
     assert audited() == [*first, refused, ("joined", f"air {other.node}"), refused]
 
 
-def test_a_full_line_is_told_when_to_ask_again(cluster: Cluster) -> None:
-    for number in range(MOST_WAITING_HERE):
+def test_a_full_line_is_told_when_to_ask_again(cluster: EnrollmentContext) -> None:
+    for number in range(MAX_WAITING_PER_ADDRESS):
         asking(cluster, f"m{number}")
-    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, LIFE)
+    assert refusal(asking(cluster, "more")[1]) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)
 
 
-def test_who_gave_way_to_another_address_is_told_so(cluster: Cluster) -> None:
+def test_who_gave_way_to_another_address_is_told_so(cluster: EnrollmentContext) -> None:
     first, second = (asking(cluster, f"m{number}")[0] for number in range(2))
-    for number in range(MOST_WAITING - 1):
+    for number in range(MAX_WAITING - 1):
         where = f"10.0.1.{number}"
-        cluster.approvals.ask(Waiting(str(number), "x", f"x{number}", HARDWARE, where, LIFE), 0.0)
-    assert refusal(first.poll(0.0)) == ("approvals_full", False, LIFE)
+        cluster.approvals.ask(
+            WaitingNode(str(number), "x", f"x{number}", HARDWARE, where, APPROVAL_TIMEOUT_SECONDS), 0.0
+        )
+    assert refusal(first.poll(0.0)) == ("approvals_full", False, APPROVAL_TIMEOUT_SECONDS)
     assert second.poll(0.0) == []
 
 
-def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster: Cluster) -> None:
+def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster: EnrollmentContext) -> None:
     heard: list[MemberRow] = []
     told = replace(cluster, enrolled=heard.append)
     rows = [joined(told, machine) for machine in ("m1", "m2")]
@@ -450,14 +469,14 @@ def test_two_machines_of_one_name_are_two_nodes_with_names_of_their_own(cluster:
     again, csr = talk(told), new_request("studio").csr
     again.receive(START, 0.0)
     token = cluster.tokens.create(replaces=True)
-    asked = Enrol(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
+    asked = Enroll(csr, "studio", "m1", HARDWARE, token.id, request_mac(token_key(token.secret), csr))
     (enrolled,) = again.receive(asked, 0.0)
     assert isinstance(enrolled, Enrolled)
     assert (enrolled.node, cluster.store.members[rows[0].node].name) == (rows[0].node, "studio")
     assert cluster.store.audit[-2].subject == f"studio {rows[0].node} from 10.0.0.7 by a token"
 
 
-def test_the_key_of_another_member_proves_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_key_of_another_member_proves_nothing(cluster: EnrollmentContext, tmp_path: Path) -> None:
     joined(cluster)
     request, conversation = new_request("air"), talk(cluster)
     conversation.receive(START, 0.0)

@@ -1,28 +1,28 @@
 from coordinator.joining.join_approvals import (
-    LIFE,
-    LOCKED_FOR,
-    MOST_NEW,
-    MOST_NEW_HERE,
-    MOST_WAITING,
-    MOST_WAITING_HERE,
+    APPROVAL_TIMEOUT_SECONDS,
+    LOCK_SECONDS,
+    MAX_NEW_CODES,
+    MAX_NEW_CODES_PER_ADDRESS,
+    MAX_WAITING,
+    MAX_WAITING_PER_ADDRESS,
+    ApprovalDecision,
+    ApprovalRequest,
     Approvals,
     Decided,
-    Decision,
     Locked,
-    Ticket,
-    Waiting,
+    WaitingNode,
     WrongCode,
 )
 from wire.report import Hardware
 
 
-def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> Waiting:
-    return Waiting(code, "studio", "m1", Hardware(), address, now + LIFE)
+def waiting(code: str, now: float = 0.0, address: str = "10.0.0.7") -> WaitingNode:
+    return WaitingNode(code, "studio", "m1", Hardware(), address, now + APPROVAL_TIMEOUT_SECONDS)
 
 
-def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> Ticket:
+def asked(line: Approvals, code: str, now: float = 0.0, address: str = "10.0.0.7") -> ApprovalRequest:
     ticket = line.ask(waiting(code, now, address), now)
-    assert isinstance(ticket, Ticket)
+    assert isinstance(ticket, ApprovalRequest)
     return ticket
 
 
@@ -30,13 +30,13 @@ def test_a_code_is_decided_once_and_wakes_who_waits() -> None:
     line, woken = Approvals(), [0]
     first, second = asked(line, "111111"), asked(line, "222222")
     first.wake = lambda: woken.append(1)
-    assert line.approve(" 111111 ", 1.0) == Decided(first.waiting, Decision.APPROVED)
-    assert first.decision is Decision.APPROVED
+    assert line.approve(" 111111 ", 1.0) == Decided(first.waiting, ApprovalDecision.APPROVED)
+    assert first.decision is ApprovalDecision.APPROVED
     assert woken == [0, 1]
     assert line.list(1.0) == [second.waiting]
     assert line.approve("111111", 1.0) == WrongCode(2)
     line.reject("222222", 1.0)
-    assert second.decision is Decision.REJECTED
+    assert second.decision is ApprovalDecision.REJECTED
 
 
 def test_three_wrong_codes_lock_for_a_minute() -> None:
@@ -45,26 +45,26 @@ def test_three_wrong_codes_lock_for_a_minute() -> None:
     assert [line.approve("0", 0.0), line.reject("0", 0.0), line.approve("0", 0.0)] == [
         WrongCode(2),
         WrongCode(1),
-        Locked(LOCKED_FOR),
+        Locked(LOCK_SECONDS),
     ]
-    assert line.approve("111111", 1.0) == Locked(LOCKED_FOR - 1)
+    assert line.approve("111111", 1.0) == Locked(LOCK_SECONDS - 1)
     assert ticket.decision is None
-    assert isinstance(line.approve("111111", LOCKED_FOR), Decided)
+    assert isinstance(line.approve("111111", LOCK_SECONDS), Decided)
 
 
 def test_the_line_is_bounded_and_expires() -> None:
     line = Approvals()
-    for number in range(MOST_WAITING):
+    for number in range(MAX_WAITING):
         asked(line, str(number), address=f"10.0.1.{number}")
-    assert line.ask(waiting("new"), 0.0) == LIFE
-    assert isinstance(line.approve("3", LIFE), WrongCode)
-    assert not line.list(LIFE)
-    asked(line, "new", LIFE)
+    assert line.ask(waiting("new"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    assert isinstance(line.approve("3", APPROVAL_TIMEOUT_SECONDS), WrongCode)
+    assert not line.list(APPROVAL_TIMEOUT_SECONDS)
+    asked(line, "new", APPROVAL_TIMEOUT_SECONDS)
 
 
 def test_nobody_can_draw_codes_until_one_fits() -> None:
     line = Approvals()
-    for number in range(MOST_NEW):
+    for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), address=f"10.0.{number // 200}.{number % 200}"))
     assert isinstance(line.ask(waiting("wanted", address="10.1.0.1"), 1.0), float)
 
@@ -73,83 +73,83 @@ def test_two_that_wait_never_share_a_code() -> None:
     line = Approvals()
     first = asked(line, "111111")
     assert line.ask(waiting("111111"), 0.0) == 1.0
-    line.withdraw(Ticket(waiting("111111")))
+    line.withdraw(ApprovalRequest(waiting("111111")))
     assert line.list(0.0) == [first.waiting]
 
 
 def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
     line = Approvals()
-    tickets = [asked(line, f"a{number}") for number in range(MOST_WAITING_HERE)]
-    assert line.ask(waiting("one more"), 0.0) == LIFE
-    assert len(line.list(0.0)) == MOST_WAITING_HERE
+    tickets = [asked(line, f"a{number}") for number in range(MAX_WAITING_PER_ADDRESS)]
+    assert line.ask(waiting("one more"), 0.0) == APPROVAL_TIMEOUT_SECONDS
+    assert len(line.list(0.0)) == MAX_WAITING_PER_ADDRESS
     asked(line, "other", address="10.0.0.8")
     for ticket in tickets:
         line.withdraw(ticket)
-    for number in range(MOST_NEW_HERE - MOST_WAITING_HERE - 1):  # the refused one also counts
+    for number in range(MAX_NEW_CODES_PER_ADDRESS - MAX_WAITING_PER_ADDRESS - 1):  # the refused one also counts
         line.withdraw(asked(line, f"b{number}", 1.0))
-    assert line.ask(waiting("a ninth code", 1.0), 1.0) == LIFE - 1.0
-    asked(line, "ninth", LIFE)
+    assert line.ask(waiting("a ninth code", 1.0), 1.0) == APPROVAL_TIMEOUT_SECONDS - 1.0
+    asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS)
     asked(line, "another", 1.0, "10.0.0.9")
 
 
 def test_in_a_full_line_the_oldest_of_the_fullest_address_gives_way_to_a_newcomer() -> None:
     line, woken = Approvals(), list[str]()
-    crowd = [asked(line, f"c{number}", address="10.0.0.1") for number in range(MOST_WAITING_HERE)]
-    for number in range(MOST_WAITING - MOST_WAITING_HERE):
+    crowd = [asked(line, f"c{number}", address="10.0.0.1") for number in range(MAX_WAITING_PER_ADDRESS)]
+    for number in range(MAX_WAITING - MAX_WAITING_PER_ADDRESS):
         asked(line, f"d{number}", address=f"10.0.1.{number // 3}")
     crowd[0].wake = lambda: woken.append("gave way")
     newcomer = asked(line, "new", address="10.9.9.9")
     assert (crowd[0].gave_way, crowd[1].gave_way, woken) == (True, False, ["gave way"])
     assert newcomer.waiting in line.list(0.0)
     assert crowd[0].waiting not in line.list(0.0)
-    assert len(line.list(0.0)) == MOST_WAITING
+    assert len(line.list(0.0)) == MAX_WAITING
     assert isinstance(line.approve("c0", 1.0), WrongCode)
 
 
 def test_a_refusal_says_when_the_oldest_of_the_new_codes_is_over() -> None:
     line = Approvals()
     line.withdraw(asked(line, "other", 3.0, "10.0.0.8"))
-    for number in range(MOST_NEW_HERE):
+    for number in range(MAX_NEW_CODES_PER_ADDRESS):
         line.withdraw(asked(line, f"a{number}", 5.0 + number))
-    assert line.ask(waiting("ninth", 20.0), 20.0) == 5.0 + LIFE - 20.0
-    assert line.ask(waiting("ninth", LIFE + 4.0), LIFE + 4.0) == 1.0
-    asked(line, "ninth", LIFE + 5.0)
+    assert line.ask(waiting("ninth", 20.0), 20.0) == 5.0 + APPROVAL_TIMEOUT_SECONDS - 20.0
+    assert line.ask(waiting("ninth", APPROVAL_TIMEOUT_SECONDS + 4.0), APPROVAL_TIMEOUT_SECONDS + 4.0) == 1.0
+    asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS + 5.0)
 
 
 def test_a_refusal_for_all_addresses_says_when_the_oldest_code_of_all_is_over() -> None:
     line = Approvals()
-    for number in range(MOST_NEW):
+    for number in range(MAX_NEW_CODES):
         line.withdraw(asked(line, str(number), float(number), f"10.0.{number // 200}.{number % 200}"))
-    assert line.ask(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == LIFE - 300.0
+    assert line.ask(waiting("wanted", 300.0, "10.0.0.9"), 300.0) == APPROVAL_TIMEOUT_SECONDS - 300.0
 
 
 def test_a_refusal_for_a_full_line_says_when_the_first_of_it_is_over() -> None:
     line = Approvals()
-    for number in range(MOST_WAITING_HERE):
+    for number in range(MAX_WAITING_PER_ADDRESS):
         asked(line, f"a{number}", 10.0 * number)
-    assert line.ask(waiting("more", 40.0), 40.0) == LIFE - 40.0
-    assert line.ask(waiting("more", LIFE - 0.5), LIFE - 0.5) == 1.0
+    assert line.ask(waiting("more", 40.0), 40.0) == APPROVAL_TIMEOUT_SECONDS - 40.0
+    assert line.ask(waiting("more", APPROVAL_TIMEOUT_SECONDS - 0.5), APPROVAL_TIMEOUT_SECONDS - 0.5) == 1.0
 
 
 def test_who_has_nearly_as_many_as_the_fullest_finds_no_room_in_a_full_line() -> None:
     line = Approvals()
     asked(line, "mine", address="10.0.0.1")
-    for number in range(MOST_WAITING - 2):
+    for number in range(MAX_WAITING - 2):
         asked(line, str(number), address=f"10.0.1.{number // 2}")
     last = asked(line, "last", address="10.0.2.1")
-    assert line.ask(waiting("second", address="10.0.0.1"), 0.0) == LIFE
+    assert line.ask(waiting("second", address="10.0.0.1"), 0.0) == APPROVAL_TIMEOUT_SECONDS
     line.withdraw(last)
     third = asked(line, "third", address="10.0.1.0")
     asked(line, "second", address="10.0.0.1")
     left = [one.code for one in line.list(0.0)]
     assert "0" not in left, "the oldest of the address that has three"
-    assert (left[0], third.gave_way, len(left)) == ("mine", False, MOST_WAITING)
+    assert (left[0], third.gave_way, len(left)) == ("mine", False, MAX_WAITING)
 
 
 def test_a_list_shows_no_request_whose_time_is_over() -> None:
     line = Approvals()
     asked(line, "111111")
-    assert line.list(LIFE) == []
+    assert line.list(APPROVAL_TIMEOUT_SECONDS) == []
 
 
 def test_wrong_codes_count_in_a_row_only() -> None:
@@ -158,6 +158,6 @@ def test_wrong_codes_count_in_a_row_only() -> None:
     line.approve("0", 0.0)
     line.approve("0", 0.0)
     line.approve("111111", 0.0)
-    assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), Locked(LOCKED_FOR)]
-    assert line.approve("0", 49.0 + LOCKED_FOR) == Locked(1.0)
-    assert line.approve("0", 50.0 + LOCKED_FOR) == WrongCode(2)
+    assert [line.approve("0", 50.0) for _ in range(3)] == [WrongCode(2), WrongCode(1), Locked(LOCK_SECONDS)]
+    assert line.approve("0", 49.0 + LOCK_SECONDS) == Locked(1.0)
+    assert line.approve("0", 50.0 + LOCK_SECONDS) == WrongCode(2)

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.joining.join_tokens import KEPT_AFTER, MESSAGES, Redemption, Tokens, join_line
-from coordinator.state.database import Store
+from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, join_line
+from coordinator.state.database import Database
 from tests.support.enrolment import Wall
 from wire.identity import JoinToken, parse_token, request_mac, token_key
 
@@ -17,33 +17,33 @@ def wall() -> Wall:
 
 @pytest.fixture
 def tokens(tmp_path: Path, wall: Wall):
-    store = Store(tmp_path)
-    yield Tokens(store, b"ca", wall)
+    store = Database(tmp_path)
+    yield JoinTokens(store, b"ca", wall)
     store.close()
 
 
-def redeem(tokens: Tokens, token: JoinToken, csr: bytes = CSR) -> Redemption:
+def redeem(tokens: JoinTokens, token: JoinToken, csr: bytes = CSR) -> Redemption:
     return tokens.redeem(token.id, request_mac(token_key(token.secret), CSR), csr)
 
 
-def test_a_token_is_used_once(tokens: Tokens) -> None:
+def test_a_token_is_used_once(tokens: JoinTokens) -> None:
     token = parse_token(str(tokens.create()))
     assert redeem(tokens, token) is Redemption.ACCEPTED
     assert redeem(tokens, token) is Redemption.USED
 
 
-def test_a_token_for_three_is_used_three_times(tokens: Tokens) -> None:
+def test_a_token_for_three_is_used_three_times(tokens: JoinTokens) -> None:
     token = tokens.create(uses=3)
     assert [redeem(tokens, token) for _ in range(4)] == [Redemption.ACCEPTED] * 3 + [Redemption.USED]
 
 
-def test_checking_uses_nothing_up(tokens: Tokens) -> None:
+def test_checking_uses_nothing_up(tokens: JoinTokens) -> None:
     token = tokens.create()
     mac = request_mac(token_key(token.secret), CSR)
     assert {tokens.check(token.id, mac, CSR) for _ in range(3)} == {Redemption.ACCEPTED}
 
 
-def test_each_no_has_its_reason(tokens: Tokens, wall: Wall) -> None:
+def test_each_no_has_its_reason(tokens: JoinTokens, wall: Wall) -> None:
     expired, revoked, wrong = tokens.create(ttl=10), tokens.create(), tokens.create()
     assert tokens.revoke(revoked.id)
     assert not tokens.revoke("nothing")
@@ -55,7 +55,7 @@ def test_each_no_has_its_reason(tokens: Tokens, wall: Wall) -> None:
     assert redeem(tokens, wrong) is Redemption.ACCEPTED
 
 
-def test_who_cannot_prove_the_secret_learns_nothing_of_the_token(tokens: Tokens, wall: Wall) -> None:
+def test_who_cannot_prove_the_secret_learns_nothing_of_the_token(tokens: JoinTokens, wall: Wall) -> None:
     token = tokens.create(ttl=10)
     wall.now += 100
     assert redeem(tokens, token, b"another request") is Redemption.WRONG
@@ -66,35 +66,35 @@ def test_who_cannot_prove_the_secret_learns_nothing_of_the_token(tokens: Tokens,
         assert redeem(tokens, one, b"another request") is Redemption.WRONG
 
 
-def test_the_list_holds_no_secret(tokens: Tokens) -> None:
+def test_the_list_holds_no_secret(tokens: JoinTokens) -> None:
     token = tokens.create(uses=2, name="lab")
     (listed,) = tokens.list()
     assert (listed.id, listed.name, listed.uses_left, listed.revoked) == (token.id, "lab", 2, False)
     assert str(token_key(token.secret)) not in str(listed)
 
 
-def test_old_tokens_are_dropped(tokens: Tokens, wall: Wall) -> None:
+def test_old_tokens_are_dropped(tokens: JoinTokens, wall: Wall) -> None:
     tokens.create(ttl=1)
-    wall.now += KEPT_AFTER + 2
+    wall.now += EXPIRED_KEPT_SECONDS + 2
     fresh = tokens.create()
     assert [token.id for token in tokens.list()] == [fresh.id]
 
 
 @pytest.mark.parametrize(("ttl", "uses"), [(0, 1), (-1, 1), (1, 0)])
-def test_a_token_needs_time_and_uses(tokens: Tokens, ttl: float, uses: int) -> None:
+def test_a_token_needs_time_and_uses(tokens: JoinTokens, ttl: float, uses: int) -> None:
     with pytest.raises(ValueError, match="positive"):
         tokens.create(ttl, uses)
 
 
 def test_a_token_keeps_its_uses_its_end_and_its_revocation_over_a_restart(tmp_path: Path, wall: Wall) -> None:
-    store = Store(tmp_path / "again")
-    before = Tokens(store, b"ca", wall)
+    store = Database(tmp_path / "again")
+    before = JoinTokens(store, b"ca", wall)
     twice, spent, revoked = before.create(uses=2), before.create(), before.create()
     assert redeem(before, twice) is redeem(before, spent) is Redemption.ACCEPTED
     before.revoke(revoked.id)
     store.close()
-    store = Store(tmp_path / "again")
-    after = Tokens(store, b"ca", wall)
+    store = Database(tmp_path / "again")
+    after = JoinTokens(store, b"ca", wall)
     assert {row.id: (row.uses_left, row.revoked) for row in after.list()} == {
         twice.id: (1, False),
         spent.id: (0, False),
@@ -109,7 +109,7 @@ def test_a_token_keeps_its_uses_its_end_and_its_revocation_over_a_restart(tmp_pa
     store.close()
 
 
-def test_a_token_is_good_for_an_hour_unless_told_otherwise(tokens: Tokens, wall: Wall) -> None:
+def test_a_token_is_good_for_an_hour_unless_told_otherwise(tokens: JoinTokens, wall: Wall) -> None:
     usual, short = tokens.create(), tokens.create(ttl=60)
     listed = {row.id: row for row in tokens.list()}
     assert (listed[usual.id].created, listed[usual.id].expires) == (1000.0, 4600.0)
@@ -119,7 +119,7 @@ def test_a_token_is_good_for_an_hour_unless_told_otherwise(tokens: Tokens, wall:
     assert redeem(tokens, short) is Redemption.EXPIRED
 
 
-def test_a_token_that_expires_now_is_expired_and_its_use_is_left(tokens: Tokens, wall: Wall) -> None:
+def test_a_token_that_expires_now_is_expired_and_its_use_is_left(tokens: JoinTokens, wall: Wall) -> None:
     token = tokens.create(ttl=10)
     wall.now += 9.999
     assert tokens.check(token.id, request_mac(token_key(token.secret), CSR), CSR) is Redemption.ACCEPTED
@@ -129,17 +129,17 @@ def test_a_token_that_expires_now_is_expired_and_its_use_is_left(tokens: Tokens,
 
 
 def test_only_a_token_made_for_it_replaces_a_member_and_not_after_a_restart(tmp_path: Path, wall: Wall) -> None:
-    store = Store(tmp_path / "again")
-    tokens = Tokens(store, b"ca", wall)
+    store = Database(tmp_path / "again")
+    tokens = JoinTokens(store, b"ca", wall)
     usual, replaces = tokens.create(), tokens.create(replaces=True)
     assert [tokens.may_replace(one.id) for one in (usual, replaces)] == [False, True]
-    assert not Tokens(store, b"ca", wall).may_replace(replaces.id)
+    assert not JoinTokens(store, b"ca", wall).may_replace(replaces.id)
     store.close()
 
 
-def test_an_expired_token_is_listed_for_a_week_and_the_newest_comes_first(tokens: Tokens, wall: Wall) -> None:
+def test_an_expired_token_is_listed_for_a_week_and_the_newest_comes_first(tokens: JoinTokens, wall: Wall) -> None:
     old = tokens.create(ttl=1)
-    wall.now += KEPT_AFTER
+    wall.now += EXPIRED_KEPT_SECONDS
     newer = tokens.create()
     assert [row.id for row in tokens.list()] == [newer.id, old.id]
     assert redeem(tokens, old) is Redemption.EXPIRED

@@ -1,4 +1,4 @@
-from coordinator.joining.rate_limit import MOST_ADDRESSES, RateLimit, network_of
+from coordinator.joining.rate_limit import MAX_ADDRESSES, RateLimit, network_of
 
 
 def test_a_burst_then_a_rate() -> None:
@@ -21,9 +21,9 @@ def test_one_host_cannot_use_its_whole_ipv6_network() -> None:
 
 def test_memory_is_bounded() -> None:
     limit = RateLimit(burst=1)
-    for number in range(MOST_ADDRESSES + 10):
+    for number in range(MAX_ADDRESSES + 10):
         limit.wait(f"host{number}", 0.0)
-    assert limit.buckets == MOST_ADDRESSES
+    assert limit.buckets == MAX_ADDRESSES
 
 
 def test_a_rest_fills_no_more_than_a_burst_and_the_wait_is_until_the_next_attempt() -> None:
@@ -47,8 +47,8 @@ def test_an_ipv6_network_of_64_bits_is_one_address() -> None:
 
 def test_the_address_that_was_unused_for_longest_is_forgotten_first() -> None:
     limit = RateLimit(burst=1)
-    for number in range(MOST_ADDRESSES + 1):
+    for number in range(MAX_ADDRESSES + 1):
         limit.wait(f"host{number}", 0.0)
-    assert limit.wait(f"host{MOST_ADDRESSES}", 0.0) > 0
+    assert limit.wait(f"host{MAX_ADDRESSES}", 0.0) > 0
     assert limit.wait("host1", 0.0) > 0
     assert limit.wait("host0", 0.0) == 0

@@ -1,7 +1,7 @@
 """Label values of a node: those of its first report, and no new ones while it is a member."""
 
-from coordinator.metrics.families import MOST_MODELS, OTHER
-from coordinator.metrics.labels import MOST_ABOUT, Labels
+from coordinator.metrics.families import MAX_MODELS_PER_NODE, OTHER
+from coordinator.metrics.labels import MAX_HOST_LABELS, AdmittedLabels
 from wire.identity import NodeId
 from wire.report import Model
 
@@ -14,28 +14,28 @@ def about(number: int) -> tuple[str, str, str]:
 
 
 def test_a_node_has_a_bounded_number_of_descriptions_and_keeps_those_that_it_gave_first():
-    labels = Labels()
-    for number in range(MOST_ABOUT):
+    labels = AdmittedLabels()
+    for number in range(MAX_HOST_LABELS):
         assert labels.about(A, about(number)) == about(number)
-    assert labels.about(A, about(MOST_ABOUT)) == MORE
+    assert labels.about(A, about(MAX_HOST_LABELS)) == MORE
     assert labels.about(A, about(0)) == about(0)
-    assert labels.about(B, about(MOST_ABOUT)) == about(MOST_ABOUT)
+    assert labels.about(B, about(MAX_HOST_LABELS)) == about(MAX_HOST_LABELS)
 
 
 def test_a_node_has_a_bounded_number_of_models_in_their_order():
-    labels = Labels()
-    models = [Model(f"m{number}") for number in range(MOST_MODELS + 1)]
+    labels = AdmittedLabels()
+    models = [Model(f"m{number}") for number in range(MAX_MODELS_PER_NODE + 1)]
     assert labels.models(A, models) == tuple(models[:-1])
     assert labels.models(A, [models[-1], models[3], models[1]]) == (models[3], models[1])
     assert labels.models(B, models[-1:]) == (models[-1],)
 
 
 def test_only_who_is_no_member_any_more_is_forgotten():
-    labels = Labels()
+    labels = AdmittedLabels()
     for node in (A, B):
-        for number in range(MOST_ABOUT):
+        for number in range(MAX_HOST_LABELS):
             labels.about(node, about(number))
-        labels.models(node, [Model(f"m{number}") for number in range(MOST_MODELS)])
+        labels.models(node, [Model(f"m{number}") for number in range(MAX_MODELS_PER_NODE)])
     labels.keep([A])
     found = {node: (labels.about(node, about(9)), labels.models(node, [Model("new")])) for node in (A, B)}
     assert found == {A: (MORE, ()), B: (about(9), (Model("new"),))}

@@ -15,25 +15,25 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 
 from coordinator.metrics.exposition import render
-from coordinator.metrics.families import MOST_MODELS, Kind, collect
-from coordinator.metrics.labels import Labels
-from coordinator.metrics.node import NODE, NodePicture, honest_measures, worth_showing
-from coordinator.metrics.pool import POOL, PoolPicture
+from coordinator.metrics.families import MAX_MODELS_PER_NODE, MetricKind, collect
+from coordinator.metrics.labels import AdmittedLabels
+from coordinator.metrics.node import NODE, NodeSnapshot, by_priority, sanitize_measures
+from coordinator.metrics.pool import POOL, PoolSnapshot
 from coordinator.metrics.service import read_measures
 from router.dispatch.counters import MAX_KEY_MODELS, Counters
-from router.dispatch.counters import MOST_MODELS as MOST_MODELS_OF_A_POOL
+from router.dispatch.counters import MAX_MODELS as MOST_MODELS_OF_A_POOL
 from router.placement.cluster_view import ClusterView
 from tests.support.loopback_cluster import a_model
 from tests.support.pictures import HUGE, MEASURES, lying, node_picture, pool_picture, view
-from wire.histogram import GateMeasures, NodeMeasures, Tally
+from wire.histogram import GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
 
 OPENMETRICS = "application/openmetrics-text;version=1.0.0,text/plain;q=0.5"
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 
-def scrape(picture: NodePicture | PoolPicture, accept: str = "") -> str:
-    families: Any = NODE if isinstance(picture, NodePicture) else POOL
+def scrape(picture: NodeSnapshot | PoolSnapshot, accept: str = "") -> str:
+    families: Any = NODE if isinstance(picture, NodeSnapshot) else POOL
     return render(collect(families, picture), accept)[0].decode()
 
 
@@ -50,9 +50,9 @@ PICTURES = [pytest.param(pool_picture(), id="pool"), pytest.param(node_picture(v
 
 @pytest.mark.parametrize("picture", PICTURES)
 def test_both_forms_say_the_same(picture: Any):
-    text, kind = render(collect(NODE if isinstance(picture, NodePicture) else POOL, picture), "")
+    text, kind = render(collect(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), "")
     assert kind.startswith("text/plain")
-    newer, kind = render(collect(NODE if isinstance(picture, NodePicture) else POOL, picture), OPENMETRICS)
+    newer, kind = render(collect(NODE if isinstance(picture, NodeSnapshot) else POOL, picture), OPENMETRICS)
     assert kind.startswith("application/openmetrics-text")
     assert samples(text.decode()) == samples(newer.decode())
     assert b"_created" not in newer
@@ -60,7 +60,7 @@ def test_both_forms_say_the_same(picture: Any):
 
 @pytest.mark.parametrize("picture", PICTURES)
 def test_every_family_has_series_where_everything_has_happened(picture: Any):
-    families: Any = NODE if isinstance(picture, NodePicture) else POOL
+    families: Any = NODE if isinstance(picture, NodeSnapshot) else POOL
     rare = {
         "macpool_model_load_progress_ratio",
         "macpool_cluster_node_paused_until_timestamp_seconds",
@@ -76,7 +76,7 @@ def test_names_are_whole_words_with_their_units_and_no_name_is_used_twice():
     for family in (*POOL, *NODE):
         assert family.meaning.endswith("."), family.name
         assert not family.name.endswith("_total")
-        if family.kind is Kind.HISTOGRAM:
+        if family.kind is MetricKind.HISTOGRAM:
             assert family.name.endswith(("_seconds", "_bytes", "_ratio")), family.name
     assert not {label for family in NODE for label in family.label_names} & {"node", "instance", "job"}
 
@@ -107,8 +107,10 @@ ANY = st.one_of(st.integers(-HUGE, HUGE), st.floats(), st.text(max_size=20), st.
 
 
 def test_what_a_lying_node_says_is_finite_not_negative_and_escaped():
-    told = NodeMeasures(GateMeasures((("x\n", -5), ("prefill", 2**64)), (), Tally((1, -2), math.nan)), math.inf, -1)
-    text = scrape(node_picture(view(report=lying()), honest_measures(told)))
+    told = NodeMeasures(
+        GateMeasures((("x\n", -5), ("prefill", 2**64)), (), HistogramSnapshot((1, -2), math.nan)), math.inf, -1
+    )
+    text = scrape(node_picture(view(report=lying()), sanitize_measures(told)))
     for (name, _), value in samples(text).items():
         assert math.isfinite(value), name
         assert value >= 0 or name == "macpool_node_memory_headroom_bytes", name
@@ -137,7 +139,7 @@ def test_any_bytes_of_a_node_give_a_scrape(answer: bytes):
 
 @given(st.lists(st.integers(-HUGE, 2**64 - 1), max_size=15), st.floats())
 def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float):
-    honest = honest_measures(NodeMeasures(GateMeasures(predicted=Tally(tuple(counts), total))))
+    honest = sanitize_measures(NodeMeasures(GateMeasures(predicted=HistogramSnapshot(tuple(counts), total))))
     found = samples(scrape(node_picture(view(), honest)))
     rows = [value for (name, _), value in found.items() if name == "macpool_gate_predicted_peak_ratio_bucket"]
     assert rows == sorted(rows)
@@ -145,22 +147,28 @@ def test_histograms_of_liars_are_whole_or_empty(counts: list[int], total: float)
 
 
 MOST = 2**53
-EMPTY = NodeMeasures(GateMeasures(predicted=Tally((0,) * 11), transient=Tally((0,) * 11)))
+EMPTY = NodeMeasures(GateMeasures(predicted=HistogramSnapshot((0,) * 11), transient=HistogramSnapshot((0,) * 11)))
 COUNTS = tuple(range(11))
 
 
 @pytest.mark.parametrize(
     ("told", "honest"),
     [
-        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, 0.5))), replaced(EMPTY, predicted=Tally(COUNTS, 0.5))),
-        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, 0.0))), replaced(EMPTY, predicted=Tally(COUNTS, 0.0))),
-        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, -0.5))), EMPTY),
-        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS, math.inf))), EMPTY),
-        (NodeMeasures(GateMeasures(predicted=Tally(COUNTS[1:], 0.5))), EMPTY),
-        (NodeMeasures(GateMeasures(transient=Tally((*COUNTS, 11), 0.5))), EMPTY),
         (
-            NodeMeasures(GateMeasures(transient=Tally((-1, MOST + 1, 2**60, *range(8)), 1.0))),
-            replaced(EMPTY, transient=Tally((0, MOST, MOST, *range(8)), 1.0)),
+            NodeMeasures(GateMeasures(predicted=HistogramSnapshot(COUNTS, 0.5))),
+            replaced(EMPTY, predicted=HistogramSnapshot(COUNTS, 0.5)),
+        ),
+        (
+            NodeMeasures(GateMeasures(predicted=HistogramSnapshot(COUNTS, 0.0))),
+            replaced(EMPTY, predicted=HistogramSnapshot(COUNTS, 0.0)),
+        ),
+        (NodeMeasures(GateMeasures(predicted=HistogramSnapshot(COUNTS, -0.5))), EMPTY),
+        (NodeMeasures(GateMeasures(predicted=HistogramSnapshot(COUNTS, math.inf))), EMPTY),
+        (NodeMeasures(GateMeasures(predicted=HistogramSnapshot(COUNTS[1:], 0.5))), EMPTY),
+        (NodeMeasures(GateMeasures(transient=HistogramSnapshot((*COUNTS, 11), 0.5))), EMPTY),
+        (
+            NodeMeasures(GateMeasures(transient=HistogramSnapshot((-1, MOST + 1, 2**60, *range(8)), 1.0))),
+            replaced(EMPTY, transient=HistogramSnapshot((0, MOST, MOST, *range(8)), 1.0)),
         ),
         (
             NodeMeasures(GateMeasures((("join", -1), ("new", 2**60)), (("x", -2), ("y", 3)))),
@@ -184,12 +192,12 @@ COUNTS = tuple(range(11))
     ],
 )
 def test_what_a_node_measured_is_kept_as_far_as_it_is_possible(told: NodeMeasures, honest: NodeMeasures):
-    assert honest_measures(told) == honest
+    assert sanitize_measures(told) == honest
 
 
 def test_gate_checks_at_sites_that_are_unknown_are_added_up():
     told = NodeMeasures(GateMeasures((("join", 1), ("new", 2), ("newer", 3), ("join", 4))))
-    found = samples(scrape(node_picture(view(), honest_measures(told))))
+    found = samples(scrape(node_picture(view(), sanitize_measures(told))))
     assert [found["macpool_gate_checks_total", (("site", site),)] for site in ("join", "other", "grow")] == [5, 5, 0]
 
 
@@ -201,7 +209,7 @@ def test_models_in_memory_stand_before_others_and_then_by_name():
         a_model("a", loaded=False),
         a_model("c", loaded=True),
     )
-    assert [model.name for model in worth_showing(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
+    assert [model.name for model in by_priority(view(report=lying(models)))] == ["c", "y", "z", "a", "b"]
 
 
 def test_a_number_that_is_not_finite_costs_its_own_series_alone():
@@ -213,7 +221,7 @@ def test_a_number_that_is_not_finite_costs_its_own_series_alone():
 
 def test_full_names_are_those_of_a_scrape():
     names = {family.kind: family.full_name for family in POOL if family.name in ("cluster_links", "cluster_links_made")}
-    assert names == {Kind.GAUGE: "macpool_cluster_links", Kind.COUNTER: "macpool_cluster_links_made_total"}
+    assert names == {MetricKind.GAUGE: "macpool_cluster_links", MetricKind.COUNTER: "macpool_cluster_links_made_total"}
 
 
 def test_a_name_with_two_models_is_counted_and_no_other():
@@ -238,15 +246,15 @@ def test_a_pool_of_ten_with_ten_models_has_about_two_thousand_series():
 
 
 def test_a_node_that_changes_its_words_at_every_report_makes_no_more_series():
-    labels, seen = Labels(), set[tuple[str, tuple[tuple[str, str], ...]]]()
+    labels, seen = AdmittedLabels(), set[tuple[str, tuple[tuple[str, str], ...]]]()
     for number in range(200):
         models = tuple(a_model(f"m{number}-{one}") for one in range(40))
         one = view("a", report=lying(models))
         about = labels.about(one.id, (f"chip {number}", f"system {number}", f"{number}"))
-        picture = NodePicture(one, 0, 0, about, labels.models(one.id, worth_showing(one)), MEASURES)
+        picture = NodeSnapshot(one, 0, 0, about, labels.models(one.id, by_priority(one)), MEASURES)
         seen |= samples(scrape(picture)).keys()
     named = {dict(series)["model"] for _, series in seen if "model" in dict(series)}
-    assert len(named) == MOST_MODELS
+    assert len(named) == MAX_MODELS_PER_NODE
     assert len(seen) < 300
     labels.keep([])
     assert labels.models(NodeId("a"), [a_model("later")])

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from coordinator.alerts.rules import WATCHED
-from coordinator.metrics.service import Metrics, Unreachable
-from coordinator.video.metrics import VideoPicture
+from coordinator.metrics.service import MetricsService, NodeUnreachable
+from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
 from router.settings import RouterSettings
@@ -22,10 +22,22 @@ from tests.support.cluster_port import Line, Port, a_report, hello, opened
 from tests.support.loopback_cluster import a_memory
 from tests.support.pictures import view
 from wire.certificate import read_certificate
-from wire.frames import Admitted, Answer, Ask, Delta, Deltas, Denied, Finished, Frame, Generate, Refusal, Welcome
+from wire.frames import (
+    Admitted,
+    Delta,
+    Deltas,
+    Denied,
+    FetchChunk,
+    FetchRequest,
+    Finished,
+    Frame,
+    Generate,
+    Refusal,
+    Welcome,
+)
 from wire.histogram import GateMeasures, NodeMeasures
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB
 
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 50}
@@ -61,8 +73,8 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
 async def chosen(port: Port) -> str:
     """Return the name of the node with the request."""
     dispatcher = port.application.dispatcher
-    await port.until(lambda: [ticket for ticket in dispatcher.under_way() if ticket.node])
-    return dispatcher.under_way()[0].node_name
+    await port.until(lambda: [ticket for ticket in dispatcher.open_requests() if ticket.node])
+    return dispatcher.open_requests()[0].node_name
 
 
 async def admitted(line: Line) -> Generate:
@@ -143,7 +155,7 @@ async def test_a_refusal_of_a_node_is_counted_by_its_reason_and_the_next_attempt
         running = ask(client)
         first = await chosen(port)
         asked = await lines[first].until(Generate)
-        lines[first].send(Refusal(asked.request, Refused(Code.NO_ROOM, "a spike", Numbers(headroom=0)), 7))
+        lines[first].send(Refusal(asked.request, Refused(RefusalCode.NO_ROOM, "a spike", MemoryNumbers(headroom=0)), 7))
         second = lines["b" if first == "a" else "a"]
         again = await admitted(second)
         second.send(Finished(again.request, ("stop",), 7, 2))
@@ -196,7 +208,7 @@ async def test_certificates_are_shown_with_begin_and_end(port: Port):
     member = port.member("a")
     await port.link(member)
     found = await scrape(port)
-    theirs, ours = read_certificate(member.certificate), port.application.authority.lives()
+    theirs, ours = read_certificate(member.certificate), port.application.authority.validity()
     for name, (issued, expires) in {
         'cluster_node_certificate_{}_timestamp_seconds{{node="a"}}': (theirs.issued, theirs.expires),
         'tls_{}_timestamp_seconds{{certificate="authority"}}': ours["authority"],
@@ -232,9 +244,9 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
     measures = NodeMeasures(GateMeasures((("prefill", 5),), (("no_headroom", 2),)), 1.5, 77)
     async with port.client("metrics") as client:
         asking = asyncio.create_task(client.get("/prometheus/nodes/a"))
-        asked = await line.until(Ask)
+        asked = await line.until(FetchRequest)
         assert asked.what == "metrics"
-        line.send(Answer(asked.ask, msgspec.msgpack.encode(measures), last=True))
+        line.send(FetchChunk(asked.ask, msgspec.msgpack.encode(measures), last=True))
         found = numbers((await asking).text)
         assert found['gate_checks_total{site="prefill"}'] == 5
         assert found['gate_refusals_total{reason="no_headroom"}'] == 2
@@ -255,9 +267,9 @@ async def test_a_node_is_asked_for_its_measures_and_lost_ones_have_no_page(port:
         assert len((await client.get("/prometheus/sd")).json()) == 1, "a lost member stays a target: `up` is 0"
 
 
-def metrics_of(port: Port, **more: Any) -> Metrics:
+def metrics_of(port: Port, **more: Any) -> MetricsService:
     made = port.application
-    return Metrics(
+    return MetricsService(
         made.registry, more.get("dispatcher", made.dispatcher), KeyRing(b"pepper"), "0", more.get("lives", dict)
     )
 
@@ -276,7 +288,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
     gone.close()
     await port.until(lambda: port.state(lost) == "lost")
     registry.remove(left.node)
-    monkeypatch.setattr("coordinator.metrics.service.ASK_SECONDS", 0.05)
+    monkeypatch.setattr("coordinator.metrics.service.MEASURES_TIMEOUT_SECONDS", 0.05)
     for node, why in (
         (NodeId("never"), "it is unknown"),
         (joining.node, "it is joining"),
@@ -284,7 +296,7 @@ async def test_only_linked_nodes_that_reported_have_pictures_and_the_others_say_
         (left.node, "it is left"),
         (silent, "it did not answer"),
     ):
-        with pytest.raises(Unreachable, match=f"^{why}$"):
+        with pytest.raises(NodeUnreachable, match=f"^{why}$"):
             await metrics.node(node, "")
     assert [picture.view.name for picture in metrics.nodes()] == ["silent"]
     targets = [target["labels"]["node"] for target in metrics.targets("127.0.0.1", "http")]
@@ -298,7 +310,7 @@ async def test_an_open_breaker_is_shown_while_it_is_open(port: Port):
     now = dispatcher.now()
     assert (await scrape(port))['router_breaker_open{node="a"}'] == 0
     for at in range(3):
-        dispatcher.breakers.fault(node, at, now - 4.0 + 2.0 * at)
+        dispatcher.breakers.record_fault(node, at, now - 4.0 + 2.0 * at)
     found = await scrape(port)
     assert (found["router_breakers_opened_total"], found['router_breaker_open{node="a"}']) == (1, 1)
     dispatcher.breakers.forget(node)
@@ -343,18 +355,18 @@ async def test_a_picture_reads_certificates_again_after_a_minute_and_counts_back
         lambda _, frame: not sent.append(frame), RouterSettings(), numbers=lambda: (1, 1), clock=lambda: now[0]
     )
     metrics = metrics_of(port, dispatcher=dispatcher, lives=lambda: dict(lives))
-    metrics.video = lambda: VideoPicture(used=True, kept=7)
-    picture = metrics.node_picture(view(port.member("a").node, heard_at=70.0), None)
+    metrics.video = lambda: VideoSnapshot(used=True, kept=7)
+    picture = metrics.node_snapshot(view(port.member("a").node, heard_at=70.0), None)
     assert (round(picture.wall - picture.heard, 6), time.time() - picture.wall < 60) == (30.0, True)
-    picture = metrics.node_picture(view(port.member("b").node, heard_at=130.0), None)
+    picture = metrics.node_snapshot(view(port.member("b").node, heard_at=130.0), None)
     assert picture.heard == picture.wall, "no report comes from the future"
-    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
-    assert metrics.picture().video.kept == 7
+    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.snapshot().video.kept == 7
     lives["endpoint"] = (3.0, 4.0)
     now[0] += 60.0
-    assert metrics.picture().certificates == {"endpoint": (1.0, 2.0)}
+    assert metrics.snapshot().certificates == {"endpoint": (1.0, 2.0)}
     now[0] += 2.0
-    assert metrics.picture().certificates == {"endpoint": (3.0, 4.0)}
+    assert metrics.snapshot().certificates == {"endpoint": (3.0, 4.0)}
 
 
 async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
@@ -368,7 +380,7 @@ async def test_a_picture_has_the_numbers_of_this_process_in_bytes_and_counts(
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
         for platform, unit in (("linux", 1024), ("darwin", 1)):
             monkeypatch.setattr("sys.platform", platform)
-            before, process, files = peak(), metrics.picture().process, len(os.listdir("/dev/fd"))
+            before, process, files = peak(), metrics.snapshot().process, len(os.listdir("/dev/fd"))
             assert before * unit <= process.peak <= peak() * unit
             assert (process.open_files, process.most_files) == (files - 1, soft - 1)
     finally:
@@ -380,4 +392,4 @@ async def test_a_picture_forgets_the_tokens_of_keys_that_are_gone(port: Port):
     counters.model("tiny")
     counters.used_by("gone", "tiny", 5)
     assert counters.keys
-    assert metrics_of(port).picture().counters.keys == {}
+    assert metrics_of(port).snapshot().counters.keys == {}

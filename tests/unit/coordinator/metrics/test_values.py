@@ -3,19 +3,19 @@
 from dataclasses import replace
 
 from coordinator.alerts.rules import RULES
-from coordinator.cluster.membership import State
+from coordinator.cluster.membership import MemberState
 from coordinator.metrics.exposition import render
-from coordinator.metrics.families import Collected, collect
-from coordinator.metrics.node import NODE, NodePicture
-from coordinator.metrics.pool import POOL, Links, PoolPicture, Process
-from coordinator.video.metrics import VideoCounters, VideoPicture
+from coordinator.metrics.families import CollectedFamily, collect
+from coordinator.metrics.node import NODE, NodeSnapshot
+from coordinator.metrics.pool import POOL, LinkCounts, PoolSnapshot, ProcessMetrics
+from coordinator.video.metrics import VideoCounters, VideoSnapshot
 from router.dispatch.counters import Counters
 from router.placement.cluster_view import ClusterView
 from tests.support.pictures import DISTINCT, NOW, WALL, node_picture, pool_picture, view
 from wire.frames import Report
-from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, NodeMeasures, Tally
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import EngineState, Memory, Sharing
 
 A, B = NodeId("a"), NodeId("b")
@@ -39,13 +39,13 @@ def buckets(text: bytes, name: str) -> list[tuple[str, float]]:
     return [(line.split('"')[1], float(line.rpartition(" ")[2])) for line in lines]
 
 
-def node_scrape(picture: NodePicture) -> bytes:
-    found: list[Collected[NodePicture]] = collect(NODE, picture)
+def node_scrape(picture: NodeSnapshot) -> bytes:
+    found: list[CollectedFamily[NodeSnapshot]] = collect(NODE, picture)
     return render(found, "")[0]
 
 
-def pool_scrape(picture: PoolPicture) -> bytes:
-    found: list[Collected[PoolPicture]] = collect(POOL, picture)
+def pool_scrape(picture: PoolSnapshot) -> bytes:
+    found: list[CollectedFamily[PoolSnapshot]] = collect(POOL, picture)
     return render(found, "")[0]
 
 
@@ -58,8 +58,8 @@ MEASURES = NodeMeasures(
     GateMeasures(
         (("preflight", 1), ("prefill", 2), ("join", 3), ("grow", 4), ("load", 5), ("probe", 6), ("new", 7)),
         (("no_headroom", 8), ("prefill_memory_exceeded", 9), ("memory_unreadable", 10), ("engine_not_ready", 11)),
-        Tally(tuple(range(1, len(PREDICTED_BOUNDS) + 2)), 40.5),
-        Tally(tuple(range(2, len(TRANSIENT_BOUNDS) + 3)), 5e9),
+        HistogramSnapshot(tuple(range(1, len(PREDICTED_BOUNDS) + 2)), 40.5),
+        HistogramSnapshot(tuple(range(2, len(TRANSIENT_BOUNDS) + 3)), 5e9),
     ),
     6001.5,
     6002,
@@ -224,28 +224,28 @@ def counters() -> Counters:
     return made
 
 
-def video() -> VideoPicture:
+def video() -> VideoSnapshot:
     made = VideoCounters({"completed": 201, "failed": 202, "cancelled": 203}, {"worker_lost": 204}, 205.5)
     made.waited.observe(206.0)
     made.took.observe(207.0)
     made.confirmed.observe(0.5)
     states = {"queued": 208, "leasing": 209, "in_progress": 210, "finalizing": 211}
-    return VideoPicture(made, states, 212.0, 213, {A: 0.625}, used=True)
+    return VideoSnapshot(made, states, 212.0, 213, {A: 0.625}, used=True)
 
 
-def pool() -> PoolPicture:
+def pool() -> PoolSnapshot:
     memory = Memory(headroom=5000, reusable=300, active=400, current=100)
     a = view("a", report=report(memory), state="ready", heard_at=NOW - 2, cordoned=True)
     pause = Sharing("idle", paused=True, why="in use", until=WALL + 60)
     b = view("b", report=report(Memory(headroom=7000), pause), state="draining", heard_at=NOW - 5)
     lost = view("c", report=report(Memory(headroom=8000)), state="lost", heard_at=0.0)
-    return PoolPicture(
+    return PoolSnapshot(
         version="0.9.1",
         python="3.11.7",
         wall=WALL,
         now=NOW,
         view=ClusterView((a, b, lost)),
-        states={str(state): at for at, state in enumerate(State, 1)},
+        states={str(state): at for at, state in enumerate(MemberState, 1)},
         self_suspect=True,
         counters=counters(),
         keys={"k1": "laptop", "k2": "server"},
@@ -260,9 +260,9 @@ def pool() -> PoolPicture:
         keys_refused=310,
         certificates={"authority": (311, 312), "coordinator": (313, 314), "endpoint": (315, 316)},
         node_certificates={A: (317, 318), B: (319, 320)},
-        links=Links(321, 322, 323, 324),
+        links=LinkCounts(321, 322, 323, 324),
         conditions={"GateInert": True, "GuardOff": False},
-        process=Process(325, 326.5, 327, 328, 329),
+        process=ProcessMetrics(325, 326.5, 327, 328, 329),
         video=video(),
     )
 
@@ -280,7 +280,7 @@ POOL_NUMBERS: Numbers = {
     'router_swaps_total{outcome="dropped"}': 108,
     "router_losses_total": 105,
     "router_slow_clients_total": 106,
-    **{f'router_node_refusals_total{{reason="{code.value}"}}': 0 for code in Code},
+    **{f'router_node_refusals_total{{reason="{code.value}"}}': 0 for code in RefusalCode},
     'router_node_refusals_total{reason="no_headroom"}': 111,
     'router_placements_total{node="a"}': 112,
     'router_placements_total{node="b"}': 113,
@@ -323,7 +323,7 @@ POOL_NUMBERS: Numbers = {
     'key_tokens_total{key="laptop",model="tiny"}': 124,
     'key_tokens_total{key="server",model="tiny"}': 125,
     'key_tokens_total{key="server",model="big"}': 126,
-    **{f'cluster_nodes{{state="{state}"}}': at for at, state in enumerate(State, 1)},
+    **{f'cluster_nodes{{state="{state}"}}': at for at, state in enumerate(MemberState, 1)},
     'cluster_node_state{node="a",state="ready"}': 1,
     'cluster_node_state{node="b",state="draining"}': 1,
     'cluster_node_state{node="c",state="lost"}': 1,

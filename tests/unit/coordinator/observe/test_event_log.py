@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator
 import pytest
 
 from coordinator.observe import event_log
-from coordinator.observe.event_log import KEPT, WAITING, Events
+from coordinator.observe.event_log import MAX_EVENTS, MAX_QUEUED_EVENTS, EventLog
 
 
-def tell(hub: Events, *numbers: int) -> None:
+def tell(hub: EventLog, *numbers: int) -> None:
     for number in numbers:
-        hub.tell({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
+        hub.add({"logger": "coordinator.cluster.registry", "event": "node state", "number": number})
 
 
 async def settled() -> None:
@@ -28,16 +28,16 @@ async def all_of(reading: AsyncGenerator[bytes]) -> list[bytes]:
 
 
 async def test_the_newest_are_told_in_order():
-    hub = Events()
-    tell(hub, *range(KEPT + 50))
+    hub = EventLog()
+    tell(hub, *range(MAX_EVENTS + 50))
     await settled()
-    assert told(await all_of(hub.read(None, 3, follow=False))) == [KEPT + 47, KEPT + 48, KEPT + 49]
-    assert len(await all_of(hub.read(None, KEPT, follow=False))) == KEPT
+    assert told(await all_of(hub.read(None, 3, follow=False))) == [MAX_EVENTS + 47, MAX_EVENTS + 48, MAX_EVENTS + 49]
+    assert len(await all_of(hub.read(None, MAX_EVENTS, follow=False))) == MAX_EVENTS
     assert await all_of(hub.read(None, 0, follow=False)) == []
 
 
 async def test_what_was_missed_is_told_by_its_number():
-    hub = Events()
+    hub = EventLog()
     tell(hub, 1, 2, 3)
     await settled()
     pieces = await all_of(hub.read(1, 0, follow=False))
@@ -46,7 +46,7 @@ async def test_what_was_missed_is_told_by_its_number():
 
 
 async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
-    hub = Events()
+    hub = EventLog()
     first, second = (hub.read(None, 0, follow=True) for _ in range(2))
     waiting = [asyncio.create_task(anext(one)) for one in (first, second)]
     await settled()
@@ -58,12 +58,12 @@ async def test_what_comes_is_told_to_all_and_who_leaves_is_forgotten():
 
 
 async def test_who_reads_too_slowly_is_told_how_much_was_lost():
-    hub = Events()
+    hub = EventLog()
     reading = hub.read(None, 1, follow=True)
     tell(hub, 0)
     await settled()
     assert told([await anext(reading)]) == [0]
-    tell(hub, *range(1, WAITING + 11))
+    tell(hub, *range(1, MAX_QUEUED_EVENTS + 11))
     await settled()
     assert await anext(reading) == b": 10 events were lost\n\n"
     assert told([await anext(reading)]) == [11]
@@ -71,30 +71,30 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost():
 
 
 async def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(event_log, "KEEPALIVE", 0.01)
-    reading = Events().read(None, 5, follow=True)
+    monkeypatch.setattr(event_log, "KEEPALIVE_SECONDS", 0.01)
+    reading = EventLog().read(None, 5, follow=True)
     assert await anext(reading) == b": still here\n\n"
     await reading.aclose()
 
 
 async def test_other_loggers_are_not_told_and_odd_values_do_no_harm():
-    hub = Events()
-    hub.tell({"logger": "uvicorn.error", "event": "x"})
-    hub.tell({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
+    hub = EventLog()
+    hub.add({"logger": "uvicorn.error", "event": "x"})
+    hub.add({"logger": "coordinator.x", "event": "x", "value": object(), "number": 1})
     await settled()
     assert told(await all_of(hub.read(None, 50, follow=False))) == [1]
 
 
 async def test_a_line_cannot_be_broken_by_what_it_says():
-    hub = Events()
-    hub.tell({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
+    hub = EventLog()
+    hub.add({"logger": "coordinator.x", "event": "a\n\ndata: evil\n\n", "number": 1})
     await settled()
     (piece,) = await all_of(hub.read(None, 50, follow=False))
     assert piece.count(b"\n") == 3
 
 
 def test_an_event_after_the_end_of_the_loop_does_no_harm():
-    async def make() -> Events:
-        return Events()
+    async def make() -> EventLog:
+        return EventLog()
 
     tell(asyncio.run(make()), 1)

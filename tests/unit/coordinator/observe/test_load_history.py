@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.membership import State
-from coordinator.observe.load_history import INTERVAL_SECONDS, MAX_NODES, POINTS, LoadHistory, NodeLoad, Reading
+from coordinator.cluster.membership import MemberState
+from coordinator.observe.load_history import INTERVAL_SECONDS, MAX_NODES, MAX_POINTS, LoadHistory, LoadReading, NodeLoad
 from coordinator.observe.load_sampler import node_load
 from router.dispatch.counters import NodeCounts
 from router.placement.cluster_view import NodeView
@@ -26,10 +26,10 @@ def rows(history: LoadHistory) -> Any:
 
 def test_totals_become_rates_of_the_time_between_two_readings():
     history = LoadHistory()
-    history.take(Reading(1000.0, {A: load(100, first_tokens=1, first_token_seconds=9.0)}, requests=5))
+    history.add_reading(LoadReading(1000.0, {A: load(100, first_tokens=1, first_token_seconds=9.0)}, requests=5))
     assert rows(history)["number"] == -1
     first = {A: load(300, first_tokens=3, first_token_seconds=10.0, in_flight=2), B: load(50)}
-    history.take(Reading(1010.0, first, requests=10, queued=3))
+    history.add_reading(LoadReading(1010.0, first, requests=10, queued=3))
     found = rows(history)
     assert found["pool"]["generated_tokens_per_second"] == [25.0]
     assert found["pool"]["ttft_seconds"] == [0.5]
@@ -43,7 +43,7 @@ def test_totals_become_rates_of_the_time_between_two_readings():
 def test_a_mac_that_is_lost_or_paused_is_a_gap_and_no_number_of_the_past():
     history = LoadHistory()
     for number, memory in enumerate((GIB, GIB, None, GIB)):
-        history.take(Reading(number * INTERVAL_SECONDS, {A: load(100 * number, memory=memory)}))
+        history.add_reading(LoadReading(number * INTERVAL_SECONDS, {A: load(100 * number, memory=memory)}))
     found = rows(history)
     assert found["nodes"][A]["memory_bytes"] == [GIB, None, GIB]
     assert found["nodes"][A]["generated_tokens_per_second"] == [10.0, None, 10.0]
@@ -54,18 +54,18 @@ def test_a_mac_that_is_lost_or_paused_is_a_gap_and_no_number_of_the_past():
 def test_the_time_in_which_nothing_was_read_is_a_gap():
     history = LoadHistory()
     for at in (0.0, 10.0, 40.0):
-        history.take(Reading(at, {A: load()}))
+        history.add_reading(LoadReading(at, {A: load()}))
     assert rows(history)["pool"]["in_flight"] == [0, None, None, 0]
-    history.take(Reading(10.0**9, {A: load()}))
-    assert rows(history)["pool"]["in_flight"] == [None] * (POINTS - 1) + [0]
-    history.take(Reading(5.0, {A: load()}))  # the clock was set back
+    history.add_reading(LoadReading(10.0**9, {A: load()}))
+    assert rows(history)["pool"]["in_flight"] == [None] * (MAX_POINTS - 1) + [0]
+    history.add_reading(LoadReading(5.0, {A: load()}))  # the clock was set back
     assert rows(history)["pool"]["in_flight"][-2:] == [0, 0]
 
 
 def test_a_total_that_began_again_gives_no_negative_rate():
     history = LoadHistory()
-    history.take(Reading(0.0, {A: load(1000)}, requests=1000))
-    history.take(Reading(10.0, {A: load(20)}, requests=10))
+    history.add_reading(LoadReading(0.0, {A: load(1000)}, requests=1000))
+    history.add_reading(LoadReading(10.0, {A: load(20)}, requests=10))
     found = rows(history)
     assert found["pool"]["generated_tokens_per_second"] == [2.0]
     assert found["pool"]["requests_per_second"] == [1.0]
@@ -74,32 +74,32 @@ def test_a_total_that_began_again_gives_no_negative_rate():
 def test_its_size_is_fixed_and_macs_that_left_are_forgotten():
     history = LoadHistory()
     many = {NodeId(f"n{number}"): load() for number in range(MAX_NODES + 10)}
-    for number in range(POINTS + 20):
-        history.take(Reading(number * INTERVAL_SECONDS, many))
+    for number in range(MAX_POINTS + 20):
+        history.add_reading(LoadReading(number * INTERVAL_SECONDS, many))
     found = rows(history)
-    assert found["number"] == POINTS + 18
-    assert len(found["pool"]["memory_bytes"]) == POINTS
+    assert found["number"] == MAX_POINTS + 18
+    assert len(found["pool"]["memory_bytes"]) == MAX_POINTS
     assert found["pool"]["memory_bytes"][-1] == (MAX_NODES + 10) * GIB, "the pool counts every Mac"
     assert len(found["nodes"]) == MAX_NODES
-    history.take(Reading(10.0**6, {A: load()}))
+    history.add_reading(LoadReading(10.0**6, {A: load()}))
     assert list(rows(history)["nodes"]) == [A]
 
 
 def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
     history = LoadHistory()
     for number in range(5):
-        history.take(Reading(number * INTERVAL_SECONDS, {A: load(in_flight=number)}))
+        history.add_reading(LoadReading(number * INTERVAL_SECONDS, {A: load(in_flight=number)}))
     found: Any = history.to_row(2)
     assert found["nodes"][A]["in_flight"] == [3, 4]
     assert found["number"] == 3
 
 
-@pytest.mark.parametrize("state", State)
-def test_only_a_mac_whose_report_is_of_now_has_memory(state: State):
+@pytest.mark.parametrize("state", MemberState)
+def test_only_a_mac_whose_report_is_of_now_has_memory(state: MemberState):
     counts = NodeCounts()
     counts.generated_tokens = 7
     assert node_load(NodeView(A, "a", state), None, 3).in_flight == 3
     found = node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
     assert (found.generated_tokens, found.in_flight) == (7, 2)
-    measured = state in (State.READY, State.SUSPECT, State.DRAINING)
+    measured = state in (MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING)
     assert (found.memory, found.cap) == ((GIB, 4 * GIB) if measured else (None, None))

@@ -7,7 +7,7 @@ import pytest
 
 from coordinator.observe import log_reader
 from node.agent.agent import pieces
-from wire.frames import Ask
+from wire.frames import FetchRequest
 
 
 async def test_the_newest_bytes_are_read(tmp_path: Path):
@@ -27,7 +27,7 @@ async def test_no_line_is_cut_at_its_beginning(tmp_path: Path):
         assert found
         assert whole.endswith(found)
         assert found.startswith(b"{")
-        ask = Ask(1, "logs", -size, 10**6)
+        ask = FetchRequest(1, "logs", -size, 10**6)
         asked = b"".join(answer.payload for answer in pieces(ask, file, lines=True))
         assert asked == found
 

@@ -6,19 +6,21 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.membership import Member, State
-from coordinator.observe.node_rows import Told, can_answer, dangers_of, measured, node_row, warnings_of
+from coordinator.cluster.membership import Member, MemberState
+from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, measured, node_row, warnings_of
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import NodeView, view_of
 from tests.support.cluster_port import a_report
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
 from wire.identity import NodeId
-from wire.report import Enforcement, EngineState, Hardware, Level, Sharing
+from wire.report import Enforcement, EngineState, Hardware, MemoryLevel, Sharing
 from wire.units import GIB
 
 
-def a_view(state: State = State.READY, *, engine: str = "ready", armed: bool = True, models: bool = True) -> NodeView:
+def a_view(
+    state: MemberState = MemberState.READY, *, engine: str = "ready", armed: bool = True, models: bool = True
+) -> NodeView:
     report = a_report()
     report = replace(
         report,
@@ -41,7 +43,7 @@ def a_view(state: State = State.READY, *, engine: str = "ready", armed: bool = T
 
 def test_a_node_answers_only_when_everything_of_it_is_ready():
     assert can_answer(a_view())
-    assert not can_answer(a_view(State.LOST))
+    assert not can_answer(a_view(MemberState.LOST))
     assert not can_answer(a_view(engine="starting"))
     assert not can_answer(a_view(armed=False))
     assert not can_answer(a_view(models=False))
@@ -77,21 +79,21 @@ def test_an_engine_in_trouble_is_a_warning_with_its_cause(state: str):
     assert warned(engine=EngineState("mlx", state, "signal 6")) == [f"its engine is {state}: signal 6"]
 
 
-@pytest.mark.parametrize("state", [State.SUSPECT, State.LOST, State.PAUSED, State.DRAINING])
-def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: State):
+@pytest.mark.parametrize("state", [MemberState.SUSPECT, MemberState.LOST, MemberState.PAUSED, MemberState.DRAINING])
+def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: MemberState):
     assert warnings_of(a_view(state, armed=False)) == []
 
 
 def test_dangers_are_the_nodes_words_first_and_every_fact_once():
     off = dataclasses.replace(
-        a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(Level.OVER_HARD)
+        a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(MemoryLevel.OVER_HARD)
     )
     assert dangers_of(off) == [
         "memory.guard is off, so nothing keeps it under its cap",
         "memory.margin is 0, so no room is kept for spikes",
         "it stands over its cap of 24.0 GiB less leases",
     ]
-    said = Enforcement(Level.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
+    said = Enforcement(MemoryLevel.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
     assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
         "memory.margin is 0: a spike may panic",
         "memory.guard is off, so nothing keeps it under its cap",
@@ -106,10 +108,10 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
     seen = view_of(report, node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
-    member = Member(NodeId("n1"), State.PAUSED, 0.0, cordoned=True, reason="paused by hand")
+    member = Member(NodeId("n1"), MemberState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))
-    found = node_row(seen, member, row, Told(True, "1.2.3", 5, 7003, 7004.5))
+    found = node_row(seen, member, row, NodeFacts(True, "1.2.3", 5, 7003, 7004.5))
     models, video = found.pop("models"), found.pop("video")
     assert found == {
         "id": "n1",
@@ -223,13 +225,13 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
 def test_a_gate_is_armed_only_with_its_guard_on(*, armed: bool, guard: bool):
     view = dataclasses.replace(a_view(), memory=replace(a_memory(), armed=armed, guard=guard))
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(view, Member(NodeId("n1"), State.READY, 0.0), row, Told(True, "", 0, 0, None))
+    found = node_row(view, Member(NodeId("n1"), MemberState.READY, 0.0), row, NodeFacts(True, "", 0, 0, None))
     assert (found["gate_armed"], found["guard"]) == (armed and guard, guard)
 
 
 def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(a_view(), Member(NodeId("n1"), State.JOINING, 0.0), row, Told(False, "", 0, 0, None))
+    found = node_row(a_view(), Member(NodeId("n1"), MemberState.JOINING, 0.0), row, NodeFacts(False, "", 0, 0, None))
     empty = (found["phys"], found["current"], found["headroom"], found["heard_seconds"], found["engine"]["state"])
     assert empty == (None, None, None, None, "")
 

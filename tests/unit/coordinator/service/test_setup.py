@@ -13,8 +13,8 @@ from click.testing import CliRunner, Result
 from coordinator.cli import cluster
 from coordinator.doctor.service_checks import service
 from coordinator.service import launchd, setup
-from coordinator.service.plan import Plan
-from coordinator.service.service_manager import Host, ServiceError
+from coordinator.service.plan import ServicePlan
+from coordinator.service.service_manager import ServiceError, ServiceHost
 from coordinator.service.setup import install, uninstall
 from tests.support.managers import calls, manager
 from tests.support.pretended_mac import pretended
@@ -26,16 +26,16 @@ BOTH = pytest.mark.parametrize("platform", ["darwin", "linux"])
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(setup, "STEADY_SECONDS", 0.05)
-    monkeypatch.setattr(setup, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(setup, "POLL_INTERVAL_SECONDS", 0.02)
 
 
-def plan(tmp_path: Path, **changes: object) -> Plan:
+def plan(tmp_path: Path, **changes: object) -> ServicePlan:
     state = tmp_path / "state"
     if not state.exists():
         state.mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(state, USER.pw_uid, USER.pw_gid)
-    made = Plan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
+    made = ServicePlan("coordinator", "/opt/python", USER.pw_name, "nogroup", "/nonexistent", str(state), launchd.LOGS)
     return dataclasses.replace(made, **changes)
 
 
@@ -78,11 +78,11 @@ def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_p
     host, newer = manager(tmp_path, platform), plan(tmp_path, arguments=("--lan",))
     _, before = install(host, plan(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Host, "unload" if host.mac else "load", cut_off)
+        patch.setattr(ServiceHost, "unload" if host.mac else "load", cut_off)
         with pytest.raises(KeyboardInterrupt):
             install(host, newer)
     assert host.unit.read_text() == host.text(newer)
-    assert host.standing().pid == before.pid
+    assert host.state().pid == before.pid
     done, standing = install(host, newer)
     assert done, "the file is new, and what runs is not"
     assert standing.pid != before.pid
@@ -129,7 +129,7 @@ def test_what_does_not_come_up_is_taken_back(tmp_path: Path, platform: str):
     assert caught.value.code == 7
     assert platform == "linux" or "the port is taken" in str(caught.value)
     assert not host.unit.exists()
-    assert not host.standing().loaded
+    assert not host.state().loaded
 
 
 @BOTH
@@ -141,7 +141,7 @@ def test_what_ran_before_runs_again_after_a_change_that_fails(tmp_path: Path, pl
         install(host, plan(tmp_path, arguments=("--lan",)), seconds=0.3)
     (tmp_path / "bin" / "broken").unlink()
     assert host.unit.read_text() == host.text(wanted)
-    assert host.standing().running
+    assert host.state().running
 
 
 @BOTH
@@ -170,7 +170,7 @@ def test_files_of_somebody_else_are_refused_and_left(tmp_path: Path, platform: s
     assert caught.value.code == 6
     assert (host.unit.read_bytes() if host.unit.is_file() else b"") == before
     assert calls(tmp_path) == []
-    assert not host.standing().loaded
+    assert not host.state().loaded
 
 
 @BOTH
@@ -190,7 +190,7 @@ def test_uninstall_leaves_the_data(tmp_path: Path, platform: str):
     (Path(wanted.state) / "cluster.db").write_text("the cluster")
     assert uninstall(host)
     assert not host.unit.exists()
-    assert not host.standing().loaded
+    assert not host.state().loaded
     assert (Path(wanted.state) / "cluster.db").read_text() == "the cluster"
     assert uninstall(host) == [], "a second time there is nothing to do"
 
@@ -222,7 +222,7 @@ def test_the_wired_limit_is_a_job_of_its_own(tmp_path: Path):
 # the verbs
 
 
-def invoke(host: Host, *arguments: str) -> Result:
+def invoke(host: ServiceHost, *arguments: str) -> Result:
     return CliRunner(env={"MACPOOL_STATE": "", "SUDO_USER": USER.pw_name}).invoke(
         cluster, ["service", *arguments], obj=host
     )

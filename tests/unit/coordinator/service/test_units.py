@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coordinator.service import launchd, systemd
-from coordinator.service.plan import Plan, clamp_wired_limit, refused_arguments
+from coordinator.service.plan import ServicePlan, clamp_wired_limit, refused_arguments
 from wire.units import GIB
 
-PLAN = Plan(
+PLAN = ServicePlan(
     "coordinator",
     "/opt/macpool/bin/python",
     "pool",
@@ -63,18 +63,18 @@ def test_what_launchd_would_refuse_in_silence_is_found(change: dict, fault: str)
 @given(st.binary(max_size=200))
 def test_no_bytes_break_the_linter(content: bytes):
     assert launchd.faults(content)
-    assert launchd.ours(content) is None
+    assert launchd.parse_own_job(content) is None
 
 
 def test_only_our_own_files_are_ours():
-    assert launchd.ours(launchd.text(launchd.job(PLAN)).encode()) == launchd.job(PLAN)
+    assert launchd.parse_own_job(launchd.text(launchd.job(PLAN)).encode()) == launchd.job(PLAN)
     other = {"Label": "org.macpool", "ProgramArguments": ["/usr/local/bin/other"]}
-    assert launchd.ours(plistlib.dumps(other)) is None
-    assert launchd.ours(plistlib.dumps({**launchd.job(PLAN), "Label": "com.other"})) is None
-    found = systemd.ours(systemd.unit(PLAN))
+    assert launchd.parse_own_job(plistlib.dumps(other)) is None
+    assert launchd.parse_own_job(plistlib.dumps({**launchd.job(PLAN), "Label": "com.other"})) is None
+    found = systemd.parse_own_unit(systemd.unit(PLAN))
     assert found is not None
     assert found["User"] == "pool"
-    assert systemd.ours("[Service]\nExecStart=/bin/other\n") is None
+    assert systemd.parse_own_unit("[Service]\nExecStart=/bin/other\n") is None
 
 
 def test_systemd_takes_the_unit(tmp_path: Path):
@@ -151,7 +151,7 @@ def test_a_word_stays_one_word(word: str):
     ],
 )
 def test_what_launchctl_prints(code: int, listing: str, found: tuple):
-    one = launchd.standing_in(code, listing)
+    one = launchd.parse_state(code, listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found
 
 
@@ -168,7 +168,7 @@ def test_what_launchctl_prints(code: int, listing: str, found: tuple):
     ],
 )
 def test_what_systemctl_prints(listing: str, found: tuple):
-    one = systemd.standing_in(listing)
+    one = systemd.parse_state(listing)
     assert (one.loaded, one.running, one.pid, one.last_exit) == found
 
 

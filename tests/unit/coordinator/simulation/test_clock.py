@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from coordinator.simulation.clock import Stuck, VirtualLoop
+from coordinator.simulation.clock import Deadlock, VirtualLoop
 
 
 def test_time_passes_by_itself():
@@ -26,7 +26,7 @@ def test_what_can_never_end_is_told():
     async def story() -> None:
         await loop.create_future()
 
-    with pytest.raises(Stuck):
+    with pytest.raises(Deadlock):
         loop.run_until_complete(story())
     for task in asyncio.all_tasks(loop):
         task.cancel()

@@ -5,26 +5,26 @@ from hypothesis import strategies as st
 
 from coordinator.simulation.clock import VirtualLoop
 from coordinator.simulation.scenario import ModelSpec, NodeSpec
-from coordinator.simulation.simulated_kv import Row, Rows
-from coordinator.simulation.simulated_node import Machine
-from coordinator.simulation.workload import Turn
+from coordinator.simulation.simulated_kv import SimulatedRow, SimulatedRows
+from coordinator.simulation.simulated_node import SimulatedNode
+from coordinator.simulation.workload import ConversationTurn
 from wire.capacity.arithmetic import Fits, join_bytes, judge, request_need
-from wire.capacity.fairness import Owner
-from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, Params, Refusal
-from wire.report import Kv
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Admitted, Cancel, Deltas, Finished, Frame, Generate, GenerationParams, Refusal
+from wire.report import KvParameters
 from wire.units import GIB, MIB
 
-ADA, BOB = Owner("ada"), Owner("bob")
+ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
 lengths = st.lists(st.integers(1, 20_000), min_size=1, max_size=12)
 
 
 @given(lengths)
 def test_a_row_adds_what_the_verdict_says_it_does(tokens: list[int]):
-    rows = Rows(Kv(1000, waste=256 * MIB))
+    rows = SimulatedRows(KvParameters(1000, waste=256 * MIB))
     for length in tokens:
         added = join_bytes(rows.groups(), length, rows.kv)
         before = rows.promised()
-        rows.add(Row(length))
+        rows.add(SimulatedRow(length))
         assert rows.promised() == before + added
 
 
@@ -32,14 +32,16 @@ class Mac:
     def __init__(self, **spec: object) -> None:
         self.loop = VirtualLoop()
         self.said: list[Frame] = []
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, ConversationTurn] = {}
         model = ModelSpec(name="chat", weights="4GiB", kv_per_token="1MiB", active=8.0)
         node = NodeSpec(**{"name": "mini", "chip": "M4", "memory": "24GiB", "loaded": ("chat",)} | spec)  # pyright: ignore
-        self.machine = Machine("mini", node, (model,), self.loop, say=self.said.append, turn_of=self.turns.__getitem__)
+        self.machine = SimulatedNode(
+            "mini", node, (model,), self.loop, say=self.said.append, turn_of=self.turns.__getitem__
+        )
 
-    def ask(self, number: int, prompt: int, output: int = 10, owner: Owner = ADA) -> None:
-        self.turns[f"r{number}"] = Turn(f"r{number}", "k", "chat", prompt, output, prompt * 4, None, 0.0)
-        self.machine.take(Generate(number, number, f"r{number}", "chat", (), Params(), 0, owner=owner))
+    def ask(self, number: int, prompt: int, output: int = 10, owner: WeightedKey = ADA) -> None:
+        self.turns[f"r{number}"] = ConversationTurn(f"r{number}", "k", "chat", prompt, output, prompt * 4, None, 0.0)
+        self.machine.take(Generate(number, number, f"r{number}", "chat", (), GenerationParams(), 0, owner=owner))
 
     def run(self, seconds: float) -> None:
         async def wait() -> None:

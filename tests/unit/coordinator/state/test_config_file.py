@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coordinator.cli import cluster
 from coordinator.state.config_file import line_of, lines_of, shown, syntax
 from coordinator.state.settings import OTHERS, CoordinatorSettings
-from host.settings_loader import describe, drifted, explained, faults, from_tree, resolve
+from host.settings_loader import changed_settings, describe, faults, from_tree, resolve, setting_rows
 from node import run
 from node.inspect import report
 from node.settings import SECTIONS, NodeSettings, check
@@ -181,14 +181,18 @@ def test_show_of_what_runs_needs_something_that_runs(tmp_path: Path, monkeypatch
 
 def test_what_runs_is_compared_with_its_file_and_what_it_was_given_is_not():
     flat = {"router.policy": "most_headroom", "http.drain_seconds": "9", "video.enabled": False}
-    rows = explained(resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], OTHERS))
-    assert drifted(rows, CoordinatorSettings, flat, OTHERS) == []
-    found = drifted(rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, OTHERS)
+    rows = setting_rows(resolve(CoordinatorSettings, [("file", flat), ("--set", {"cluster.name": "lab"})], OTHERS))
+    assert changed_settings(rows, CoordinatorSettings, flat, OTHERS) == []
+    found = changed_settings(rows, CoordinatorSettings, {"video.enabled": False, "http.drain_seconds": 9.0}, OTHERS)
     assert [(one.key, one.running, one.now) for one in found] == [("router.policy", "most_headroom", "balanced")]
-    given = drifted(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, OTHERS)
+    given = changed_settings(rows, CoordinatorSettings, {**flat, "cluster.name": "home"}, OTHERS)
     assert given == [], "no file changes what a flag said"
-    node = json.loads(json.dumps(explained(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], run.OTHERS))))
-    assert drifted(node, NodeSettings, {"models.preload": ["a", "b"]}, run.OTHERS) == [], "JSON knows no tuples"
+    node = json.loads(
+        json.dumps(setting_rows(resolve(NodeSettings, [("file", {"models.preload": "a,b"})], run.OTHERS)))
+    )
+    assert changed_settings(node, NodeSettings, {"models.preload": ["a", "b"]}, run.OTHERS) == [], (
+        "JSON knows no tuples"
+    )
 
 
 def test_an_address_is_shown_without_what_could_be_secret():

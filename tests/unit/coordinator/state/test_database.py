@@ -10,19 +10,19 @@ from pathlib import Path
 import pytest
 
 from coordinator.state.database import (
-    AUDIT_KEPT,
+    MAX_AUDIT_ENTRIES,
     MIGRATIONS,
     AuditRow,
+    Database,
     KeyRow,
     MemberRow,
     StateLockedError,
-    Store,
     StoreError,
     TokenRow,
     open_database,
 )
 from router.admission.rate_limits import KeyLimits
-from router.admission.usage import Used
+from router.admission.usage import UsageTotals
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -34,7 +34,7 @@ KEY = KeyRow("k1", "laptop", ("infer", "metrics"), b"d" * 32, 1.0, None, KeyLimi
 
 
 async def test_everything_survives_a_restart(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     store.found("c1", "lab")
     assert store.next_epoch() == 1
     store.put_member(MEMBER)
@@ -47,15 +47,15 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     store.deny_serial("ff", 3.0, "joined again")
     assert (store.denied(NodeId("n2"), "1"), store.denied(NodeId("n1"), "ff")) == (True, True), "at once"
     for day in ("2026-01-01", "2026-01-02", "2026-01-02"):
-        store.count("k1", "tiny", day, Used(1, 0, 100, 50, 10))
+        store.count("k1", "tiny", day, UsageTotals(1, 0, 100, 50, 10))
     store.note(7.0, "k1", "cordon", "n1")
     store.note(8.0, "local", "remove", "n2")
     await store.flush()
     store.close()
-    again = Store(tmp_path)
+    again = Database(tmp_path)
     assert [(row.day, row.used) for row in again.usage] == [
-        ("2026-01-01", Used(1, 0, 100, 50, 10)),
-        ("2026-01-02", Used(2, 0, 200, 100, 20)),
+        ("2026-01-01", UsageTotals(1, 0, 100, 50, 10)),
+        ("2026-01-02", UsageTotals(2, 0, 200, 100, 20)),
     ]
     assert list(again.audit) == [
         AuditRow(1, 7.0, "k1", "cordon", "n1"),
@@ -73,7 +73,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
     assert not again.denied(NodeId("n1"), "ab12")
     again.drop_token(TOKEN.id)
     again.close()
-    third = Store(tmp_path)
+    third = Database(tmp_path)
     assert not third.tokens
     assert [row.day for row in third.usage] == ["2026-01-02"]
     third.close()
@@ -83,7 +83,7 @@ async def test_everything_survives_a_restart(tmp_path: Path) -> None:
 def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
     code = (
         "import asyncio, sys; from pathlib import Path; from coordinator.state.database import *\n"
-        "store = Store(Path(sys.argv[1])); store.put_token(TokenRow('t', b'k', 1.0, 2.0, 1))\n"
+        "store = Database(Path(sys.argv[1])); store.put_token(TokenRow('t', b'k', 1.0, 2.0, 1))\n"
         "asyncio.run(store.flush()); print('flushed', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
@@ -93,25 +93,25 @@ def test_what_was_flushed_survives_a_kill(tmp_path: Path) -> None:
         assert child.stdout
         assert child.stdout.readline() == "flushed\n"
         with pytest.raises(StateLockedError, match=str(child.pid)):
-            Store(tmp_path)
+            Database(tmp_path)
         os.kill(child.pid, signal.SIGKILL)
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     assert set(store.tokens) == {"t"}
     store.close()
 
 
 def test_a_folder_in_use_is_a_clear_error(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     with pytest.raises(StateLockedError, match=rf"in use by process {os.getpid()}"):
-        Store(tmp_path)
+        Database(tmp_path)
     store.close()
-    Store(tmp_path).close()
+    Database(tmp_path).close()
 
 
 def test_files_and_folder_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "state"
     folder.mkdir(mode=0o755)
-    store = Store(folder)
+    store = Database(folder)
     store.next_epoch()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = list(folder.iterdir())
@@ -121,22 +121,22 @@ def test_files_and_folder_are_private(tmp_path: Path) -> None:
 
 
 def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
-    Store(tmp_path).close()
+    Database(tmp_path).close()
     with sqlite3.connect(tmp_path / "cluster.db") as connection:
         connection.execute("PRAGMA user_version = 99")
     connection.close()
     with pytest.raises(StoreError, match=r"newer macpool \(schema 99"):
-        Store(tmp_path)
+        Database(tmp_path)
 
 
 def test_the_audit_log_is_bounded(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    for number in range(AUDIT_KEPT + 5):
+    store = Database(tmp_path)
+    for number in range(MAX_AUDIT_ENTRIES + 5):
         store.note(float(number), "k", "act", "x")
-    assert [store.audit[0].number, store.audit[-1].number] == [6, AUDIT_KEPT + 5]
+    assert [store.audit[0].number, store.audit[-1].number] == [6, MAX_AUDIT_ENTRIES + 5]
     store.close()
-    again = Store(tmp_path)
-    assert [again.audit[0].number, len(again.audit)] == [6, AUDIT_KEPT]
+    again = Database(tmp_path)
+    assert [again.audit[0].number, len(again.audit)] == [6, MAX_AUDIT_ENTRIES]
     again.close()
 
 
@@ -147,7 +147,7 @@ def test_a_database_of_the_first_schema_is_carried_over(tmp_path: Path) -> None:
     connection.execute("INSERT INTO keys VALUES ('k', 'laptop', 'infer', x'00', 1.0, NULL, NULL)")
     connection.commit()
     connection.close()
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     assert (store.members[NodeId("n")].labels, store.members[NodeId("n")].video) == ((), True)
     assert store.keys["k"].limits is None
     store.close()
@@ -157,29 +157,29 @@ def test_a_damaged_file_is_refused_and_the_lock_given_back(tmp_path: Path) -> No
     (tmp_path / "cluster.db").write_bytes(b"not a database" * 1000)
     for _ in range(2):
         with pytest.raises(StoreError, match=r"cluster\.db cannot be used"):
-            Store(tmp_path)
+            Database(tmp_path)
     (tmp_path / "cluster.db").unlink()
-    Store(tmp_path).close()
+    Database(tmp_path).close()
 
 
 def test_a_row_that_cannot_be_read_is_a_clear_error(tmp_path: Path) -> None:
-    Store(tmp_path).close()
+    Database(tmp_path).close()
     connection = sqlite3.connect(tmp_path / "cluster.db")
     connection.execute("INSERT INTO members VALUES ('n', 'a', 'm', 'junk', '', 1.0, 0, NULL, '', 0)")
     connection.commit()
     connection.close()
     for _ in range(2):
         with pytest.raises(StoreError, match=r"cluster\.db cannot be used"):
-            Store(tmp_path)
+            Database(tmp_path)
 
 
 def test_a_folder_that_cannot_be_written_is_a_clear_error() -> None:
     with pytest.raises(StoreError, match="cannot write to the state folder"):
-        Store(Path("/dev/null/state"))
+        Database(Path("/dev/null/state"))
 
 
 async def test_a_write_that_fails_breaks_the_store_but_not_its_readers(tmp_path: Path) -> None:
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     store.put_key(KEY)
     await store.flush()
     other = sqlite3.connect(tmp_path / "cluster.db")
@@ -199,13 +199,13 @@ def test_every_field_of_a_row_survives_a_restart(tmp_path: Path) -> None:
     removed = replace(MEMBER, node=NodeId("n9"), cordoned=False, video=False, labels=(), removed=7.0)
     revoked = replace(TOKEN, id="revoked", uses_left=0, revoked=True)
     expires = replace(KEY, id="k9", expires=9.0, limits=None)
-    store = Store(tmp_path)
+    store = Database(tmp_path)
     store.put_member(removed)
     store.put_token(revoked)
     store.put_key(expires)
     store.note(1.0, "k1", "cordon", "n1", "10.0.0.5")
     store.close()
-    again = Store(tmp_path)
+    again = Database(tmp_path)
     assert (again.members, again.tokens, again.keys) == ({"n9": removed}, {"revoked": revoked}, {"k9": expires})
     assert list(again.audit) == [AuditRow(1, 1.0, "k1", "cordon", "n1", "10.0.0.5")]
     again.close()

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dispatch.circuit_breaker import Breakers
+from router.dispatch.circuit_breaker import CircuitBreakers
 from router.dispatch.dispatcher import Dispatcher
-from router.dispatch.request import Job
+from router.dispatch.request import RequestSpec
 from router.placement.cluster_view import ClusterView
-from router.placement.place import Demand
+from router.placement.place import ResourceDemand
 from tests.support.application import application
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster
-from wire.frames import Admitted, Failed, Message, Params
+from wire.frames import Admitted, Failed, GenerationParams, Message
 from wire.identity import NodeId
 
 REMEMBERS = frozenset({"history"})
@@ -78,7 +78,9 @@ async def test_after_any_history_nothing_is_kept_of_a_node_that_was_removed(step
 def happen(pool: Cluster, step: str) -> None:
     sent = pool.generates()
     if step == "submit":
-        job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True, session="s")
+        job = RequestSpec(
+            ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True, session="s"
+        )
         pool.dispatcher.submit(job)
     elif step == "full":
         pool.state = {} if pool.state else {A: "asleep", B: "asleep", C: "asleep"}
@@ -89,7 +91,7 @@ def happen(pool: Cluster, step: str) -> None:
         pool.now += 5.0
         pool.dispatcher.sweep()
     elif step == "fault":
-        pool.dispatcher.breakers.fault(A, 1, pool.now)
+        pool.dispatcher.breakers.record_fault(A, 1, pool.now)
     elif not sent:
         return
     elif step == "refuse":
@@ -110,8 +112,8 @@ def happen(pool: Cluster, step: str) -> None:
 
 
 def test_the_search_finds_what_is_kept():
-    breakers: Breakers[NodeId] = Breakers()
-    breakers.fault(A, 1, 0.0)
+    breakers: CircuitBreakers[NodeId] = CircuitBreakers()
+    breakers.record_fault(A, 1, 0.0)
     assert list(found(breakers, A, "breakers", set())) != []
     assert list(found(ClusterView(()), A, "view", set())) == []
 

@@ -12,17 +12,17 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from coordinator.tls.cluster_ca import Authority, AuthorityError, BadRequestError, public_key_of
-from node.agent.identity import Identity, authority_context, client_context, create, new_request, proves_coordinator
+from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, public_key_of
+from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request, proves_coordinator
 from tests.support.enrolment import Wall
-from wire.certificate import LEAF_LIFE, read_certificate
-from wire.identity import NodeId, Peer, coordinator_uri, node_uri
+from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
+from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri
 
 NODE = NodeId("0f0e0d0c")
 NAME = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "anything")])
 
 
-def identity(authority: Authority, folder: Path, node: NodeId = NODE) -> Identity:
+def identity(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> NodeIdentity:
     request = new_request("studio")
     return create(folder, request, authority.sign(request.csr, node, "studio"), authority.cluster, authority.ca, "m1")
 
@@ -58,7 +58,7 @@ async def refused(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
 
 
 async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "c", time.time)
+    authority = ClusterCa(tmp_path / "c", time.time)
     ours = client_context(identity(authority, tmp_path / "n"))
     assert ours.verify_flags & authority.server_context().verify_flags & ssl.VERIFY_X509_STRICT
     assert not ours.check_hostname
@@ -67,11 +67,11 @@ async def test_both_sides_know_each_other_strictly(tmp_path: Path) -> None:
     assert at_node.version() == "TLSv1.3"
     assert proves_coordinator(at_node, authority.cluster)
     assert not proves_coordinator(at_node, "another")
-    assert authority.peer_of(at_coordinator) == Peer(authority.cluster, NODE)
+    assert authority.peer_of(at_coordinator) == PeerIdentity(authority.cluster, NODE)
 
 
 async def test_a_stranger_connects_but_is_nobody(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, time.time)
+    authority = ClusterCa(tmp_path, time.time)
     greeting, _, at_coordinator = await shake(authority.server_context(), authority_context(authority.ca))
     assert greeting == b"hello"
     assert authority.peer_of(at_coordinator) is None
@@ -79,7 +79,7 @@ async def test_a_stranger_connects_but_is_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_certificate_of_a_foreign_authority_is_refused(tmp_path: Path) -> None:
-    authority, foreign = Authority(tmp_path / "c", time.time), Authority(tmp_path / "f", time.time)
+    authority, foreign = ClusterCa(tmp_path / "c", time.time), ClusterCa(tmp_path / "f", time.time)
     client = authority_context(authority.ca)
     client.load_cert_chain(client_file(identity(foreign, tmp_path / "n")))
     assert await refused(authority.server_context(), client)
@@ -88,7 +88,7 @@ async def test_a_certificate_of_a_foreign_authority_is_refused(tmp_path: Path) -
 
 
 async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp_path: Path) -> None:
-    authority = Authority(tmp_path / "c", time.time)
+    authority = ClusterCa(tmp_path / "c", time.time)
     posing = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     posing.load_cert_chain(client_file(identity(authority, tmp_path / "n")))
     with pytest.raises(ssl.SSLCertVerificationError, match="purpose"):
@@ -99,18 +99,18 @@ async def test_a_node_cannot_pose_as_coordinator_nor_the_coordinator_as_node(tmp
 
 
 async def test_an_older_tls_is_refused(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, time.time)
+    authority = ClusterCa(tmp_path, time.time)
     client = authority_context(authority.ca)
     client.minimum_version = client.maximum_version = ssl.TLSVersion.TLSv1_2
     assert await refused(authority.server_context(), client)
 
 
-def client_file(identity: Identity) -> Path:
+def client_file(identity: NodeIdentity) -> Path:
     return identity.folder / "node.pem"
 
 
 def test_of_a_request_only_the_key_is_used(tmp_path: Path) -> None:
-    authority = Authority(tmp_path, time.time)
+    authority = ClusterCa(tmp_path, time.time)
     key = ec.generate_private_key(ec.SECP256R1())
     uri = x509.UniformResourceIdentifier(coordinator_uri(authority.cluster))
     csr = (
@@ -142,25 +142,25 @@ def test_requests_for_other_keys_are_refused() -> None:
         rsa.generate_private_key(65537, 2048),
         ed25519.Ed25519PrivateKey.generate(),
     ):
-        with pytest.raises(BadRequestError, match="P-256"):
+        with pytest.raises(CertificateRequestError, match="P-256"):
             public_key_of(request_for(key))
 
 
 def test_a_request_that_was_changed_is_refused() -> None:
     good = request_for(ec.generate_private_key(ec.SECP256R1()))
     forged = good.replace(b"anything", b"Anything")
-    with pytest.raises(BadRequestError, match="not signed by its own key"):
+    with pytest.raises(CertificateRequestError, match="not signed by its own key"):
         public_key_of(forged)
     for bad in (b"", b"junk", good[:-1], good + b"x", good * 100):
-        with pytest.raises(BadRequestError):
+        with pytest.raises(CertificateRequestError):
             public_key_of(bad)
 
 
 def test_lives_begin_early_and_end_in_time(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
-    authority = Authority(tmp_path, wall)
+    authority = ClusterCa(tmp_path, wall)
     told = read_certificate(authority.sign(new_request("a").csr, NODE, "a"))
-    assert (told.issued, told.expires, told.name) == (wall.now, wall.now + LEAF_LIFE, "a")
+    assert (told.issued, told.expires, told.name) == (wall.now, wall.now + LEAF_VALIDITY_SECONDS, "a")
     assert told.renew_from == wall.now + 60 * 86400
     ca = x509.load_der_x509_certificate(authority.ca)
     assert ca.not_valid_after_utc - ca.not_valid_before_utc == datetime.timedelta(days=3651)
@@ -168,46 +168,46 @@ def test_lives_begin_early_and_end_in_time(tmp_path: Path) -> None:
 
 def test_the_authority_is_the_same_after_a_restart_and_renews_what_is_due(tmp_path: Path) -> None:
     wall = Wall()
-    first = Authority(tmp_path, wall)
+    first = ClusterCa(tmp_path, wall)
     own = (tmp_path / "coordinator.pem").read_bytes()
-    second = Authority(tmp_path, wall)
+    second = ClusterCa(tmp_path, wall)
     assert (second.ca, second.cluster) == (first.ca, first.cluster)
     assert (tmp_path / "coordinator.pem").read_bytes() == own
     wall.now += 61 * 86400
-    third = Authority(tmp_path, wall)
+    third = ClusterCa(tmp_path, wall)
     assert (tmp_path / "coordinator.pem").read_bytes() != own
     assert third.renew_from > wall.now
 
 
 def test_a_coordinator_certificate_of_another_authority_is_replaced(tmp_path: Path) -> None:
-    first, second = Authority(tmp_path / "a", time.time), Authority(tmp_path / "b", time.time)
+    first, second = ClusterCa(tmp_path / "a", time.time), ClusterCa(tmp_path / "b", time.time)
     foreign = (tmp_path / "b" / "coordinator.pem").read_bytes()
     (tmp_path / "a" / "coordinator.pem").write_bytes(foreign)
-    assert Authority(tmp_path / "a", time.time).cluster == first.cluster != second.cluster
+    assert ClusterCa(tmp_path / "a", time.time).cluster == first.cluster != second.cluster
     assert (tmp_path / "a" / "coordinator.pem").read_bytes() != foreign
 
 
 def test_damaged_files_are_a_clear_error(tmp_path: Path) -> None:
-    Authority(tmp_path, time.time)
+    ClusterCa(tmp_path, time.time)
     (tmp_path / "authority.pem").write_bytes((tmp_path / "coordinator.pem").read_bytes())
     with pytest.raises(AuthorityError, match="not a macpool authority"):
-        Authority(tmp_path, time.time)
+        ClusterCa(tmp_path, time.time)
     (tmp_path / "authority.pem").write_bytes(b"junk")
     with pytest.raises(AuthorityError, match="restore"):
-        Authority(tmp_path, time.time)
+        ClusterCa(tmp_path, time.time)
 
 
 def test_keys_are_private(tmp_path: Path) -> None:
-    Authority(tmp_path / "c", time.time)
+    ClusterCa(tmp_path / "c", time.time)
     assert stat.S_IMODE((tmp_path / "c").stat().st_mode) == 0o700
     assert all(stat.S_IMODE(file.stat().st_mode) == 0o600 for file in (tmp_path / "c").iterdir())
     assert {file.name for file in (tmp_path / "c").iterdir()} == {"authority.pem", "coordinator.pem"}
 
 
 def test_a_certificate_of_another_cluster_names_nobody_here(tmp_path: Path) -> None:
-    ours, other = Authority(tmp_path / "a", time.time), Authority(tmp_path / "b", time.time)
+    ours, other = ClusterCa(tmp_path / "a", time.time), ClusterCa(tmp_path / "b", time.time)
     csr = new_request("a").csr
-    assert ours.peer_of(ours.sign(csr, NODE)) == Peer(ours.cluster, NODE)
+    assert ours.peer_of(ours.sign(csr, NODE)) == PeerIdentity(ours.cluster, NODE)
     assert ours.peer_of(other.sign(csr, NODE)) is None
     own = x509.load_pem_x509_certificate((tmp_path / "a" / "coordinator.pem").read_bytes())
     assert ours.peer_of(own.public_bytes(Encoding.DER)) is None
@@ -215,7 +215,7 @@ def test_a_certificate_of_another_cluster_names_nobody_here(tmp_path: Path) -> N
 
 def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_path: Path) -> None:
     wall = Wall(1_800_000_000.0)
-    authority = Authority(tmp_path, wall)
+    authority = ClusterCa(tmp_path, wall)
     ca = x509.load_der_x509_certificate(authority.ca)
     assert ca.extensions.get_extension_for_class(x509.BasicConstraints).value == x509.BasicConstraints(True, 0)
     usage = ca.extensions.get_extension_for_class(x509.KeyUsage).value
@@ -237,5 +237,5 @@ def test_the_authority_signs_leaves_alone_and_each_leaf_is_for_one_purpose(tmp_p
         begin, end = (moment.timestamp() for moment in (leaf.not_valid_before_utc, leaf.not_valid_after_utc))
         assert (wall.now - begin, end - wall.now) == (24 * 3600.0, 90 * 24 * 3600.0)
     assert (ca.not_valid_after_utc.timestamp() - wall.now) == 3650 * 24 * 3600.0
-    short = Authority(tmp_path, wall, node_life=3600.0).sign(new_request("x").csr, NODE)
+    short = ClusterCa(tmp_path, wall, node_life=3600.0).sign(new_request("x").csr, NODE)
     assert read_certificate(short).expires == wall.now + 3600.0

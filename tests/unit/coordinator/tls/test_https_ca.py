@@ -15,11 +15,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from coordinator.cli import cluster
-from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, keep
-from coordinator.client.errors import PIN, Problem
+from coordinator.cli.commands.trust_ca import SYSTEM_STORE, bundle_of, check, commands, write_bundle
+from coordinator.client.errors import PIN, CommandError
 from coordinator.tls.cluster_ca import AuthorityError, certificate_builder, key_usage, named, read_pair, write_pair
-from coordinator.tls.https_ca import Endpoint, allowed, constrained_to, from_files, is_loopback
-from wire.certificate import LEAF_LIFE, RENEW_AT
+from coordinator.tls.https_ca import HttpsCa, allowed, constrained_to, from_files, is_loopback
+from wire.certificate import LEAF_VALIDITY_SECONDS, RENEW_AT_SHARE
 
 NOW = time.time()
 
@@ -34,8 +34,8 @@ class Clock:
 
 def endpoint(
     folder: Path, *hosts: str, here: tuple[str, ...] = ("studio.local", "192.168.1.7"), clock: Clock | None = None
-) -> Endpoint:
-    return Endpoint(folder, hosts, clock or Clock(), lambda: here)
+) -> HttpsCa:
+    return HttpsCa(folder, hosts, clock or Clock(), lambda: here)
 
 
 def verifies(folder: Path, name: str, trusted: str) -> str:
@@ -134,17 +134,17 @@ def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_tr
 
 def test_it_is_kept_and_only_renewed_when_due_or_when_the_names_change(tmp_path: Path):
     clock, here = Clock(), ["studio.local", "192.168.1.7"]
-    made = Endpoint(tmp_path, (), clock, lambda: here)
+    made = HttpsCa(tmp_path, (), clock, lambda: here)
     first = made.fingerprint
     assert not made.renew()
-    clock.now += RENEW_AT * LEAF_LIFE + 1
+    clock.now += RENEW_AT_SHARE * LEAF_VALIDITY_SECONDS + 1
     assert made.renew()
     here[1] = "192.168.1.9"
     assert made.renew()
     assert "192.168.1.9" in made.names
     assert "192.168.1.7" not in made.names
-    assert Endpoint(tmp_path, (), clock, lambda: here).fingerprint == first, "who trusts it goes on"
-    assert Endpoint(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
+    assert HttpsCa(tmp_path, (), clock, lambda: here).fingerprint == first, "who trusts it goes on"
+    assert HttpsCa(tmp_path, ("pool.example",), clock, lambda: here).fingerprint != first, "it may vouch for more"
 
 
 def test_its_files_are_private(tmp_path: Path):
@@ -154,7 +154,7 @@ def test_its_files_are_private(tmp_path: Path):
 
 
 async def test_a_client_that_trusts_it_is_let_through_and_another_is_not(tmp_path: Path):
-    made = Endpoint(tmp_path, (), time.time, lambda: ())
+    made = HttpsCa(tmp_path, (), time.time, lambda: ())
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"hello")
@@ -201,7 +201,7 @@ def test_loopback_is_told_from_the_rest(host: str, only_here: bool):
 def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
     made = endpoint(tmp_path)
     assert check(made.ca_pem, "https://x", made.fingerprint.upper()) == made.fingerprint
-    with pytest.raises(Problem) as wrong:
+    with pytest.raises(CommandError) as wrong:
         check(made.ca_pem, "https://x", "0" * 64)
     assert wrong.value.exit_code == PIN
     key = ec.generate_private_key(ec.SECP256R1())
@@ -211,9 +211,9 @@ def test_only_the_right_and_constrained_authority_is_trusted(tmp_path: Path):
         if constraints is not None:
             builder = builder.add_extension(constraints, critical=True)
         free = builder.sign(key, hashes.SHA256()).public_bytes(Encoding.PEM).decode()
-        with pytest.raises(Problem, match="could vouch for any site"):
+        with pytest.raises(CommandError, match="could vouch for any site"):
             check(free, "https://x", None)
-    with pytest.raises(Problem, match="sent no certificate"):
+    with pytest.raises(CommandError, match="sent no certificate"):
         check("<html>", "https://x", None)
 
 
@@ -230,7 +230,7 @@ def test_what_is_run_is_what_the_system_documents(tmp_path: Path):
 def test_the_bundle_holds_the_systems_authorities_and_ours(tmp_path: Path):
     made = endpoint(tmp_path)
     assert bundle_of(tmp_path, made.ca_pem) is None
-    bundle = keep(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
+    bundle = write_bundle(tmp_path, made.ca_pem, made.fingerprint, "https://studio.local:8080")
     assert bundle_of(tmp_path, made.ca_pem) == str(bundle)
     assert bundle.read_text().endswith(made.ca_pem)
     assert ssl.create_default_context(cafile=str(bundle)).cert_store_stats()["x509_ca"] >= 1
@@ -246,7 +246,7 @@ def variables(folder: Path, *arguments: str) -> dict[str, str | None]:
 
 def test_where_an_endpoint_is_trusted_the_variables_name_it_and_its_file(tmp_path: Path):
     made, url = endpoint(tmp_path), "https://studio.local:8080"
-    bundle = str(keep(tmp_path, made.ca_pem, made.fingerprint, url))
+    bundle = str(write_bundle(tmp_path, made.ca_pem, made.fingerprint, url))
     for arguments in ((), ("--url", url), ("--url", url + "/v1/")):
         found = variables(tmp_path, *arguments)
         assert (found["OPENAI_BASE_URL"], found["ANTHROPIC_BASE_URL"], found["OLLAMA_HOST"]) == (url + "/v1", url, url)

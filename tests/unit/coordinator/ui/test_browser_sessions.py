@@ -1,6 +1,6 @@
 import pytest
 
-from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MOST_CODES, MOST_KEYS, PAGE, Visitors
+from coordinator.ui.browser_sessions import CODE_SECONDS, KEY_SECONDS, MAX_CODES, MAX_KEYS, PAGE, BrowserSessions
 from router.admission.api_keys import KeyRing
 
 
@@ -8,10 +8,10 @@ class Door:
     def __init__(self) -> None:
         self.now = 1_000_000.0
         self.ring = KeyRing(b"pepper", lambda: self.now)
-        self.visitors = Visitors(self.ring, b"pepper", lambda: self.now)
+        self.visitors = BrowserSessions(self.ring, b"pepper", lambda: self.now)
 
     def enter(self) -> str:
-        entered = self.visitors.enter(self.visitors.invite())
+        entered = self.visitors.enter(self.visitors.create_code())
         assert entered is not None
         return entered[0]
 
@@ -22,7 +22,7 @@ def door() -> Door:
 
 
 def test_a_code_gives_an_administrators_key_for_half_a_day(door: Door):
-    code = door.visitors.invite()
+    code = door.visitors.create_code()
     assert len(code) == 32
     entered = door.visitors.enter(code)
     assert entered is not None
@@ -35,7 +35,7 @@ def test_a_code_gives_an_administrators_key_for_half_a_day(door: Door):
 
 
 def test_a_code_is_good_once_and_for_two_minutes(door: Door):
-    code, late = door.visitors.invite(), door.visitors.invite()
+    code, late = door.visitors.create_code(), door.visitors.create_code()
     assert door.visitors.enter(code) is not None
     assert door.visitors.enter(code) is None
     door.now += CODE_SECONDS
@@ -48,18 +48,18 @@ def test_a_visit_ends_at_once(door: Door):
     text = door.enter()
     key = door.ring.check(text)
     assert key is not None
-    assert door.visitors.leave(key.id)
+    assert door.visitors.end_session(key.id)
     assert door.ring.check(text) is None
-    assert not door.visitors.leave(key.id)
-    assert not door.visitors.leave("somebody")
+    assert not door.visitors.end_session(key.id)
+    assert not door.visitors.end_session("somebody")
 
 
 def test_codes_and_visits_are_bounded(door: Door):
-    first = door.visitors.invite()
-    for _ in range(MOST_CODES):
-        door.visitors.invite()
+    first = door.visitors.create_code()
+    for _ in range(MAX_CODES):
+        door.visitors.create_code()
     assert door.visitors.enter(first) is None
-    visits = [door.enter() for _ in range(MOST_KEYS + 1)]
+    visits = [door.enter() for _ in range(MAX_KEYS + 1)]
     assert door.ring.check(visits[0]) is None
     assert all(door.ring.check(text) is not None for text in visits[1:])
 
@@ -67,5 +67,5 @@ def test_codes_and_visits_are_bounded(door: Door):
 def test_old_visits_leave_nothing(door: Door):
     door.enter()
     door.now += KEY_SECONDS
-    door.visitors.invite()
+    door.visitors.create_code()
     assert door.ring.list() == []

@@ -5,12 +5,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from coordinator.ui import live_stream as module
-from coordinator.ui.live_stream import MOST_VIEWERS, Live
+from coordinator.ui.live_stream import MAX_VIEWERS, LiveStream
 
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(module, "POLL_INTERVAL_SECONDS", 0.01)
 
 
 def told(news: bytes) -> dict[str, object]:
@@ -29,7 +29,7 @@ async def soon(stream: AsyncIterator[bytes]) -> dict[str, object]:
 
 async def test_everything_at_first_and_then_what_changes():
     state: dict[str, object] = {"nodes": ["a"], "status": {"queued": 0}}
-    stream = Live(lambda: state).stream(lambda: True)
+    stream = LiveStream(lambda: state).stream(lambda: True)
     assert await soon(stream) == state
     state["nodes"] = ["a", "b\n\nevent: x"]
     assert await soon(stream) == {"nodes": ["a", "b\n\nevent: x"]}
@@ -37,14 +37,14 @@ async def test_everything_at_first_and_then_what_changes():
 
 
 async def test_who_does_not_follow_is_told_once():
-    stream = Live(lambda: {"n": 1}).stream(lambda: True, follow=False)
+    stream = LiveStream(lambda: {"n": 1}).stream(lambda: True, follow=False)
     async with asyncio.timeout(30):
         assert [told(news) async for news in stream] == [{"n": 1}]
 
 
 async def test_who_reads_slowly_misses_steps_and_never_the_newest():
     state = {"n": 0}
-    live = Live(lambda: state)
+    live = LiveStream(lambda: state)
     quick, slow = live.stream(lambda: True), live.stream(lambda: True)
     assert await soon(quick) == await soon(slow) == {"n": 0}
     for number in (1, 2, 3):
@@ -64,7 +64,7 @@ async def test_a_look_that_fails_stops_nobody():
             raise RuntimeError("no picture")
         return {"n": state["n"]}
 
-    stream = Live(sections).stream(lambda: True)
+    stream = LiveStream(sections).stream(lambda: True)
     assert await soon(stream) == {"n": 1}
     state.clear()
     waiting = asyncio.ensure_future(soon(stream))
@@ -76,7 +76,7 @@ async def test_a_look_that_fails_stops_nobody():
 
 async def test_nobody_looks_when_nobody_watches():
     looks: asyncio.Queue[int] = asyncio.Queue()
-    live = Live(lambda: looks.put_nowait(1) or {})
+    live = LiveStream(lambda: looks.put_nowait(1) or {})
     for _ in range(2):  # the stream stops with the last viewer, and starts again with the next one
         waiting = asyncio.ensure_future(anext(live.stream(lambda: True)))
         async with asyncio.timeout(30):
@@ -85,13 +85,13 @@ async def test_nobody_looks_when_nobody_watches():
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         async with asyncio.timeout(30):
-            await live.rested()
+            await live.wait_stopped()
         looks = asyncio.Queue()
 
 
 async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
     state, welcome = {"n": 0}, [True]
-    stream = Live(lambda: state).stream(lambda: welcome[0])
+    stream = LiveStream(lambda: state).stream(lambda: welcome[0])
     await soon(stream)
     welcome[0] = False
     state["n"] = 1
@@ -100,8 +100,8 @@ async def test_a_viewer_who_is_not_welcome_any_more_is_told_nothing():
 
 
 async def test_viewers_are_counted():
-    live = Live(lambda: {"n": 1})
-    streams = [live.stream(lambda: True) for _ in range(MOST_VIEWERS)]
+    live = LiveStream(lambda: {"n": 1})
+    streams = [live.stream(lambda: True) for _ in range(MAX_VIEWERS)]
     for stream in streams:
         await soon(stream)
     assert live.full

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.video.file_response import Span, span_of
+from coordinator.video.file_response import ByteRange, span_of
 from router.errors import Problem
 
 
@@ -22,6 +22,6 @@ def test_a_range_is_what_the_standard_says(size: int, first: int, last: int):
     elif first >= size:
         assert isinstance(found, Problem)
     else:
-        assert found == Span(first, min(last, size - 1))
+        assert found == ByteRange(first, min(last, size - 1))
     tail = span_of(f"bytes=-{last}", size)
-    assert tail == Span(max(0, size - last), size - 1) if last else isinstance(tail, Problem)
+    assert tail == ByteRange(max(0, size - last), size - 1) if last else isinstance(tail, Problem)

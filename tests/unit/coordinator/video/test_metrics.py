@@ -5,16 +5,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.video.metrics import OTHER, VideoCounters, picture
-from coordinator.video.state.jobs import Fault, Job, Kept, State, Wanted
+from coordinator.video.metrics import OTHER, VideoCounters, snapshot
+from coordinator.video.state.jobs import JobFault, JobState, RequestedClip, StoredFile, VideoJob
 
-JOB = Job("video_1", 1, "key", 100.0, Wanted("m", "p", 64, 48, 16, 8, 4, 12), 36)
+JOB = VideoJob("video_1", 1, "key", 100.0, RequestedClip("m", "p", 64, 48, 16, 8, 4, 12), 36)
 
 
-def ended(code: str = "", **changes: Any) -> Job:
-    fault = Fault(code, "why") if code else None
+def ended(code: str = "", **changes: Any) -> VideoJob:
+    fault = JobFault(code, "why") if code else None
     return replace(
-        JOB, state=State.FAILED if code else State.COMPLETED, fault=fault, started=110.0, ended=150.0, **changes
+        JOB, state=JobState.FAILED if code else JobState.COMPLETED, fault=fault, started=110.0, ended=150.0, **changes
     )
 
 
@@ -27,10 +27,10 @@ def ended(code: str = "", **changes: Any) -> Job:
         pytest.param(ended('x"} 1\n'), "failed", {OTHER: 1}, id="a word that a node made up"),
     ],
 )
-def test_an_end_is_counted_once(job: Job, end: str, reasons: dict[str, int]):
+def test_an_end_is_counted_once(job: VideoJob, end: str, reasons: dict[str, int]):
     counters = VideoCounters()
-    counters.moved(replace(JOB, state=State.IN_PROGRESS), job, 150.0)
-    counters.moved(job, replace(job, expired=True), 500.0)
+    counters.count_transition(replace(JOB, state=JobState.IN_PROGRESS), job, 150.0)
+    counters.count_transition(job, replace(job, expired=True), 500.0)
     assert {name: count for name, count in counters.ends.items() if count} == {end: 1}
     assert counters.failures == reasons
     assert counters.seconds == (2.0 if end == "completed" else 0.0)
@@ -39,41 +39,41 @@ def test_an_end_is_counted_once(job: Job, end: str, reasons: dict[str, int]):
 
 def test_the_wait_ends_with_the_lease():
     counters = VideoCounters()
-    counters.moved(replace(JOB, state=State.LEASING), replace(JOB, state=State.IN_PROGRESS), 112.5)
-    counters.moved(replace(JOB, state=State.LEASING), replace(JOB, state=State.QUEUED), 113.0)
+    counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.IN_PROGRESS), 112.5)
+    counters.count_transition(replace(JOB, state=JobState.LEASING), replace(JOB, state=JobState.QUEUED), 113.0)
     assert (sum(counters.waited.counts), counters.waited.total) == (1, 12.5)
 
 
 def test_a_picture_says_how_the_jobs_stand():
-    running = replace(JOB, id="b", state=State.IN_PROGRESS, node="n", progress=40)
-    kept = ended(files=(Kept("clip.mp4", 1000, "00"),))
-    seen = picture(VideoCounters(), [JOB, running, kept], 160.0, offered=True)
+    running = replace(JOB, id="b", state=JobState.IN_PROGRESS, node="n", progress=40)
+    kept = ended(files=(StoredFile("clip.mp4", 1000, "00"),))
+    seen = snapshot(VideoCounters(), [JOB, running, kept], 160.0, offered=True)
     assert seen.states == {"queued": 1, "leasing": 0, "in_progress": 1, "finalizing": 0}
     assert (seen.oldest, seen.kept, seen.progress, seen.used) == (60.0, 1000, {"n": 0.4}, True)
 
 
 def test_a_pool_without_videos_shows_none():
-    assert not picture(VideoCounters(), [], 0.0, offered=False).used
+    assert not snapshot(VideoCounters(), [], 0.0, offered=False).used
 
 
 def test_the_oldest_wait_is_that_of_the_queued_job_that_came_first():
     jobs = [replace(JOB, id=str(created), created=created) for created in (130.0, 100.0, 120.0)]
-    leasing = replace(JOB, id="leasing", state=State.LEASING, created=10.0)
-    seen = picture(VideoCounters(), [*jobs, leasing], 160.0, offered=True)
+    leasing = replace(JOB, id="leasing", state=JobState.LEASING, created=10.0)
+    seen = snapshot(VideoCounters(), [*jobs, leasing], 160.0, offered=True)
     assert (seen.oldest, seen.states["queued"], seen.states["leasing"]) == (60.0, 3, 1)
-    assert picture(VideoCounters(), [leasing], 160.0, offered=True).oldest == 0.0
+    assert snapshot(VideoCounters(), [leasing], 160.0, offered=True).oldest == 0.0
 
 
 def test_a_lease_is_counted_by_its_confirmation_and_the_wait_by_the_begin():
     counters = VideoCounters()
-    counters.granted(0.25)
-    counters.granted(-1.0)
+    counters.count_grant(0.25)
+    counters.count_grant(-1.0)
     assert (sum(counters.confirmed.counts), counters.confirmed.total) == (2, 0.25)
     assert sum(counters.waited.counts) == sum(counters.took.counts) == 0
 
 
 def test_files_of_all_jobs_are_kept_bytes_and_a_finalizing_job_shows_its_progress():
-    kept = [ended(files=(Kept("a.mp4", 1000, "00"), Kept("b.webp", 24, "00"))), ended("worker_lost")]
-    finalizing = replace(JOB, id="f", state=State.FINALIZING, node="n2", progress=99)
-    seen = picture(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
+    kept = [ended(files=(StoredFile("a.mp4", 1000, "00"), StoredFile("b.webp", 24, "00"))), ended("worker_lost")]
+    finalizing = replace(JOB, id="f", state=JobState.FINALIZING, node="n2", progress=99)
+    seen = snapshot(VideoCounters(), [*kept, finalizing], 160.0, offered=False)
     assert (seen.kept, seen.progress, seen.used, seen.states["finalizing"]) == (1024, {"n2": 0.99}, True, 1)

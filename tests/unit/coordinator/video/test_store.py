@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.state.database import StoreError
-from coordinator.video.state.memory_model import SEED, ProfileKey
+from coordinator.video.state.memory_model import SEED, VideoProfileKey
 from coordinator.video.store import FILE, VideoStore
 from tests.support.processes import ROOT, environment
 from tests.unit.coordinator.video.state.test_job_table import a_job
@@ -41,14 +41,14 @@ async def test_what_was_put_is_there_again(tmp_path: Path):
         store.put_job(a_job(number))
     store.put_job(a_job(2, phase="changed"))
     store.drop_job("video_3")
-    key = ProfileKey("wan", "0.18.14", 8)
-    store.put_profile(key, SEED.after(336, 2**40))
+    key = VideoProfileKey("wan", "0.18.14", 8)
+    store.put_profile(key, SEED.with_measurement(336, 2**40))
     await store.flush()
     store.close()
     assert (tmp_path / FILE).stat().st_mode & 0o777 == 0o600
     again = VideoStore(tmp_path)
     assert again.jobs == (a_job(1), a_job(2, phase="changed"))
-    assert again.profiles == {key: SEED.after(336, 2**40)}
+    assert again.profiles == {key: SEED.with_measurement(336, 2**40)}
     again.close()
 
 

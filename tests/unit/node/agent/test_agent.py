@@ -12,13 +12,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from coordinator.tls.cluster_ca import Authority
+from coordinator.tls.cluster_ca import ClusterCa
 from node.agent import agent as module
 from node.agent.agent import Agent, Expelled, within_bounds
 from node.agent.identity import create, new_request, remember
-from node.engine_process.supervisor import Patience, Supervisor
+from node.engine_process.supervisor import Supervisor, SupervisorTimeouts
 from node.memory.limits import Limiter
-from node.memory.poll import Poll
+from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of, open_machine
 from node.settings import NodeSettings, resolve
 from tests.support.cluster_port import Line, Port, opened
@@ -26,18 +26,18 @@ from tests.support.enrolment import HARDWARE
 from wire.bounds import MAX_MODELS
 from wire.frames import (
     Admitted,
-    Answer,
-    Ask,
     Cancel,
     Deltas,
     Denied,
     Failed,
+    FetchChunk,
+    FetchRequest,
     Finished,
     Generate,
+    GenerationParams,
     Goodbye,
     Hello,
     Message,
-    Params,
     Ping,
     Report,
     Welcome,
@@ -55,7 +55,7 @@ DIALS = 3
 LEAST_PAUSE = 0.25
 
 
-def agent_of(folder: Path, authority: Authority, address: str) -> Agent:
+def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
     """Make the agent of a node that last found its coordinator at `address`."""
     request = new_request("studio")
     certificate = authority.sign(request.csr, NodeId("n1"), "studio")
@@ -66,7 +66,7 @@ def agent_of(folder: Path, authority: Authority, address: str) -> Agent:
 @asynccontextmanager
 async def running(folder: Path, serve: Serve, *, tls: bool) -> AsyncGenerator[tuple[Agent, asyncio.Task[None]]]:
     """Run an agent whose coordinator's address is served by `serve`."""
-    authority = Authority(folder / "authority", time.time)
+    authority = ClusterCa(folder / "authority", time.time)
     context: ssl.SSLContext | None = authority.server_context() if tls else None
     writers = list[asyncio.StreamWriter]()
 
@@ -165,8 +165,8 @@ async def test_links_from_before_a_sleep_that_was_not_announced_end_at_wake(tmp_
 
 
 async def test_a_sleep_that_never_came_ends_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module.SLUMBER_SECONDS == 60.0
-    monkeypatch.setattr(module, "SLUMBER_SECONDS", 0.1)
+    assert module.NO_WAKE_DIAL_SECONDS == 60.0
+    monkeypatch.setattr(module, "NO_WAKE_DIAL_SECONDS", 0.1)
     async with linked(tmp_path) as (port, agent, _):
         agent.fall_asleep(lambda: None)
         await port.until(lambda: port.application.registry.links.made == 2)
@@ -181,7 +181,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
     async with linked(tmp_path) as (port, _, node):
         links = port.application.registry.links
         before = time.process_time()
-        told = b"".join([piece async for piece in links.ask(NodeId(node), "metrics", 16384)])
+        told = b"".join([piece async for piece in links.fetch(NodeId(node), "metrics", 16384)])
         measures = msgspec.msgpack.decode(told, type=NodeMeasures)
         assert before <= measures.agent_cpu <= time.process_time()
         own = footprint_of((os.getpid(),))
@@ -189,7 +189,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
         with pytest.raises(LookupError, match="does not know how to answer 'weather'"):
-            await anext(links.ask(NodeId(node), "weather", 100))
+            await anext(links.fetch(NodeId(node), "weather", 100))
 
 
 # Linked to a scripted coordinator, with a real engine process
@@ -209,7 +209,7 @@ class Mac:
         }
         resolved = resolve([("test", named)])
         self.folder = folder
-        self.authority = Authority(folder / "authority", time.time)
+        self.authority = ClusterCa(folder / "authority", time.time)
         self.settings = resolved.value
         machine = open_machine(self.settings)
         self.limiter = Limiter(self.settings, machine, resolved.origins)
@@ -230,13 +230,13 @@ class Mac:
         self.supervisor = Supervisor(
             self.settings,
             on_frame=self.agent.from_engine,
-            on_change=self.agent.changed,
+            on_change=self.agent.schedule_report,
             log_file=self.folder / "engine.log",
             scratch=self.folder / "scratch",
             wired=self.limiter.wired,
-            patience=Patience(first=0.01, longest=0.01),
+            patience=SupervisorTimeouts(first=0.01, longest=0.01),
         )
-        self.poll = Poll(self.limiter, open_machine(self.settings), self.supervisor)
+        self.poll = MemoryPoll(self.limiter, open_machine(self.settings), self.supervisor)
         self.agent.supervisor, self.agent.limiter, self.agent.poll = self.supervisor, self.limiter, self.poll
         self.poll.start()
         await self.supervisor.start()
@@ -293,7 +293,9 @@ async def mac(tmp_path: Path) -> AsyncIterator[Callable[..., Mac]]:
 
 
 def asks(number: int, tokens: int = 4) -> Generate:
-    return Generate(number, number, f"r{number}", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0)
+    return Generate(
+        number, number, f"r{number}", "scripted-1", (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0
+    )
 
 
 async def test_a_hello_says_who_this_is_and_a_report_what_the_engine_s_gate_judges_by(mac: Callable[..., Mac]):
@@ -431,26 +433,26 @@ async def test_questions_are_answered_by_name(mac: Callable[..., Mac]):
     line = await one.start()
     await one.ready(line)
 
-    async def answers(ask: Ask) -> tuple[bytes, Answer]:
+    async def answers(ask: FetchRequest) -> tuple[bytes, FetchChunk]:
         line.send(ask)
-        data, last = b"", await line.until(Answer)
+        data, last = b"", await line.until(FetchChunk)
         while not last.last:
-            data, last = data + last.payload, await line.until(Answer)
+            data, last = data + last.payload, await line.until(FetchChunk)
         assert last.ask == ask.ask
         return data + last.payload, last
 
-    whole, end = await answers(Ask(1, "logs", 0, 1000))
+    whole, end = await answers(FetchRequest(1, "logs", 0, 1000))
     assert (whole, end.next, end.end) == (b"one\ntwo\nthree\n", 0, 14)
-    some, end = await answers(Ask(2, "logs", 4, 4))
+    some, end = await answers(FetchRequest(2, "logs", 4, 4))
     assert (some, end.next, end.end) == (b"two\n", 8, 8)
-    newest, end = await answers(Ask(3, "logs", -8, 1000))
+    newest, end = await answers(FetchRequest(3, "logs", -8, 1000))
     assert newest == b"three\n", "whole lines only"
-    found, end = await answers(Ask(4, "metrics", 0, 1000))
+    found, end = await answers(FetchRequest(4, "metrics", 0, 1000))
     measures = msgspec.msgpack.decode(found, type=NodeMeasures)
     assert measures.agent_cpu > 0
     assert measures.agent_phys > 10 * MIB, "of this process alone, whichever group it is in"
     for number, what in ((5, "secrets"), (6, "artifact:l-1/video.mp4")):
-        found, end = await answers(Ask(number, what, 0, 1000))
+        found, end = await answers(FetchRequest(number, what, 0, 1000))
         assert (found, end.error) == (b"", f"this node does not know how to answer {what!r}")
 
 

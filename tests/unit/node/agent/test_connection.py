@@ -11,13 +11,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from coordinator.tls.cluster_ca import Authority
-from node.agent.connection import Link, NotTheCoordinator, dial
+from coordinator.tls.cluster_ca import ClusterCa
+from node.agent.connection import CoordinatorLink, NotTheCoordinator, dial
 from node.agent.identity import authority_context
 from wire.identity import NodeId, coordinator_uri, node_uri
 
 
-def posing(folder: Path, authority: Authority, uri: str) -> ssl.SSLContext:
+def posing(folder: Path, authority: ClusterCa, uri: str) -> ssl.SSLContext:
     """Make a server with a server certificate of the cluster's CA, with this URI as its name."""
     content = (folder / "authority.pem").read_bytes()
     key = serialization.load_pem_private_key(content, None)
@@ -44,9 +44,9 @@ def posing(folder: Path, authority: Authority, uri: str) -> ssl.SSLContext:
     return context
 
 
-async def reached(folder: Path, uri: str) -> Link:
+async def reached(folder: Path, uri: str) -> CoordinatorLink:
     """Connect to a server of this name as a node of the cluster."""
-    authority = Authority(folder, time.time)
+    authority = ClusterCa(folder, time.time)
     uri = uri.replace("CLUSTER", authority.cluster)
     server = await asyncio.start_server(
         lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=posing(folder, authority, uri)
@@ -54,7 +54,9 @@ async def reached(folder: Path, uri: str) -> Link:
     async with server:
         address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
         return await dial(
-            address, authority_context(authority.ca), lambda: Link(authority.cluster, lambda *_: None, lambda *_: None)
+            address,
+            authority_context(authority.ca),
+            lambda: CoordinatorLink(authority.cluster, lambda *_: None, lambda *_: None),
         )
 
 

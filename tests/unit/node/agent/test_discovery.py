@@ -11,11 +11,11 @@ from uuid import uuid4
 import pytest
 
 from host.bonjour_announce import Announcement
-from node.agent.discovery import Found, find, first_proven, locate
-from node.agent.enrollment import enrol
+from node.agent.discovery import DiscoveredService, find, first_proven, locate
+from node.agent.enrollment import enroll
 from node.agent.identity import remember
 from tests.support.enrolment import HARDWARE, opened
-from wire.bonjour_record import Advert, cluster_hint
+from wire.bonjour_record import BonjourRecord, cluster_hint
 
 F = TypeVar("F")
 LOOPBACK = ["127.0.0.1"]
@@ -47,7 +47,7 @@ def needs_multicast(test: F) -> F:
 
 
 def announcement(cluster: str, name: str = "lab", port: int = 8081) -> Announcement:
-    advert = Advert("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
+    advert = BonjourRecord("coord", cluster_hint(cluster), "0.1.0", "ab" * 8)
     return Announcement(advert, name, cluster, port, interfaces=LOOPBACK, look_every=0.05)
 
 
@@ -59,7 +59,7 @@ async def test_a_coordinator_is_found_until_it_says_goodbye() -> None:
     await asyncio.wait_for(announced.ready.wait(), 20)
     (found,) = await find(10, cluster, interfaces=LOOPBACK)
     hint = cluster_hint(cluster)
-    assert found == Found(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
+    assert found == DiscoveredService(f"lab-{hint[:6]}", hint, ("127.0.0.1",), 8081, 1, "0.1.0", "ab" * 8)
     assert found.candidates == ("127.0.0.1:8081",)
     await announced.close()
     assert await find(0.5, cluster, interfaces=LOOPBACK) == []
@@ -83,7 +83,7 @@ async def test_two_clusters_are_both_seen_and_told_apart() -> None:
 @needs_multicast
 async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
     machine = uuid4().hex
-    announced = Announcement(Advert("new"), "air", machine, 9, interfaces=LOOPBACK)
+    announced = Announcement(BonjourRecord("new"), "air", machine, 9, interfaces=LOOPBACK)
     announced.start()
     await asyncio.wait_for(announced.ready.wait(), 20)
     name = f"air-{machine[:6]}"
@@ -95,7 +95,7 @@ async def test_a_mac_that_has_not_joined_announces_that_it_could() -> None:
 @needs_multicast
 async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door, opened(tmp_path / "liar") as liar:
-        identity = await enrol(
+        identity = await enroll(
             door.address,
             door.tokens.create(),
             name="a",
@@ -118,14 +118,16 @@ async def test_a_coordinator_that_moved_is_found_and_proves_itself(tmp_path: Pat
 
 
 async def test_no_address_means_no_record_and_no_error() -> None:
-    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
+    announced = Announcement(BonjourRecord("coord"), "lab", str(uuid4()), 1, interfaces=[], look_every=0.01)
     announced.start()
     assert await find(0.1, interfaces=[]) == []
     await announced.close()
 
 
 async def test_an_address_that_is_not_ours_is_logged_once_and_closes(capsys: pytest.CaptureFixture[str]) -> None:
-    announced = Announcement(Advert("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001)
+    announced = Announcement(
+        BonjourRecord("coord"), "lab", str(uuid4()), 1, interfaces=["192.0.2.250"], look_every=0.001
+    )
     announced.start()
     await asyncio.sleep(0.1)
     assert await find(0.1, interfaces=["192.0.2.250"]) == []

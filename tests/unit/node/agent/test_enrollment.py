@@ -11,13 +11,13 @@ import pytest
 
 from coordinator.cluster.local_node import LocalNode
 from node.agent.enrollment import (
-    EnrolDenied,
-    EnrolError,
-    Identity,
+    EnrollDenied,
+    EnrollError,
     IdentityError,
     IdentityMismatch,
+    NodeIdentity,
     client_context,
-    enrol,
+    enroll,
     install,
     load_identity,
     needs_renewal,
@@ -33,8 +33,8 @@ from tests.support.processes import ROOT
 from wire.identity import JoinToken
 
 
-async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> Identity:
-    return await enrol(
+async def join(door: Door, folder: Path, token: JoinToken, name: str = "studio", machine: str = "m1") -> NodeIdentity:
+    return await enroll(
         door.address,
         token,
         name=name,
@@ -204,7 +204,7 @@ async def test_a_code_is_approved_by_a_person(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
-            enrol(
+            enroll(
                 door.address,
                 None,
                 name="air",
@@ -227,7 +227,7 @@ async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
     async with opened(tmp_path / "c") as door:
         codes: asyncio.Queue[str] = asyncio.Queue()
         joining = asyncio.create_task(
-            enrol(
+            enroll(
                 door.address,
                 None,
                 name="air",
@@ -238,7 +238,7 @@ async def test_a_code_is_rejected_by_a_person(tmp_path: Path) -> None:
             )
         )
         door.approvals.reject(await codes.get(), asyncio.get_running_loop().time())
-        with pytest.raises(EnrolDenied) as denied:
+        with pytest.raises(EnrollDenied) as denied:
             await joining
         assert denied.value.reason == "rejected"
         assert denied.value.final
@@ -262,5 +262,5 @@ def test_addresses_are_read(text: str, address: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("text", ["", "a b", "host:0", "host:70000", "host:x", "fd00::1", "http://h:1/path"])
 def test_what_is_no_address_is_said(text: str) -> None:
-    with pytest.raises(EnrolError, match="not an address"):
+    with pytest.raises(EnrollError, match="not an address"):
         parse_address(text)

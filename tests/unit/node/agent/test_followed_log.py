@@ -3,11 +3,11 @@
 from pathlib import Path
 
 from node.agent.agent import pieces
-from wire.frames import Ask
+from wire.frames import FetchRequest
 
 
 def window(file: Path, offset: int, limit: int = 1000) -> tuple[bytes, int, int]:
-    *answers, last = pieces(Ask(1, "logs", offset, limit), file)
+    *answers, last = pieces(FetchRequest(1, "logs", offset, limit), file)
     return b"".join(piece.payload for piece in answers), last.next, last.end
 
 
@@ -29,6 +29,6 @@ def test_a_file_that_began_anew_is_read_from_its_beginning(tmp_path: Path):
 
 
 def test_a_log_that_is_not_there_is_said(tmp_path: Path):
-    (answer,) = pieces(Ask(1, "logs", -10, 10), tmp_path / "none")
+    (answer,) = pieces(FetchRequest(1, "logs", -10, 10), tmp_path / "none")
     assert answer.last
     assert answer.error

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from node.agent.agent import Agent
-from node.agent.identity import follow, load_identity, remember
+from node.agent.identity import adopt_generation, load_identity, remember
 from node.agent.machine_id import machine_id
 from node.settings import NodeSettings
 from tests.support.enrolment import HARDWARE
@@ -19,11 +19,11 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
         known = load_identity(folder, machine_id("studio"))
         assert known is not None
         seal = before.authority.seal(5)
-        identity = remember(follow(known, 5, seal), before.address)
+        identity = remember(adopt_generation(known, 5, seal), before.address)
         again = load_identity(folder, machine_id("studio"))
         assert again is not None
         assert (again.generation, again.seal) == (5, seal), "it outlives the node"
-        assert follow(identity, 4, b"") is identity
+        assert adopt_generation(identity, 4, b"") is identity
         agent = Agent(identity, NodeSettings(), "0", HARDWARE, tmp_path / "log")
         task = asyncio.create_task(agent.run())
         try:

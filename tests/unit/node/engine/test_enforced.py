@@ -8,15 +8,25 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.frames import Channel, Enforce, EngineReport, Failed, Finished, Limits, MakeRoom, Params, Refusal
-from wire.refusals import Code
-from wire.report import Level
+from wire.frames import (
+    Channel,
+    EngineReport,
+    Failed,
+    Finished,
+    GenerationParams,
+    MemoryLimits,
+    ReclaimMemory,
+    ReduceMemory,
+    Refusal,
+)
+from wire.refusals import RefusalCode
+from wire.report import MemoryLevel
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
-LONG = Params(temperature=0.0, max_tokens=400, logit_bias=((EOS, -100.0),))
+LONG = GenerationParams(temperature=0.0, max_tokens=400, logit_bias=((EOS, -100.0),))
 ANSWERS = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
-SOFT, HARD = Level.OVER_SOFT, Level.OVER_HARD
+SOFT, HARD = MemoryLevel.OVER_SOFT, MemoryLevel.OVER_HARD
 
 
 @pytest.fixture
@@ -37,11 +47,11 @@ def free_buffers(size: int) -> None:
     assert mx.get_cache_memory() >= size
 
 
-def squeezed(driver: Driver, by: int) -> Limits:
+def squeezed(driver: Driver, by: int) -> MemoryLimits:
     """Return limits whose ceiling is `by` bytes below the engine's footprint."""
     memory = report(driver).memory
     assert memory.phys is not None
-    return Limits(memory.phys + GIB, max(memory.phys, memory.active) - by, 0, "dynamic")
+    return MemoryLimits(memory.phys + GIB, max(memory.phys, memory.active) - by, 0, "dynamic")
 
 
 def loaded(driver: Driver) -> set[str]:
@@ -54,7 +64,7 @@ def three(folder: Path) -> Driver:
         (folder / name).symlink_to(models.path("llama"))
     driver = Driver(folder, preload=("a",), prefix_cache="off")
     for name in ("a", "b", "c"):
-        driver.end(driver.ask("Hello!", Params(max_tokens=1), model=name))
+        driver.end(driver.ask("Hello!", GenerationParams(max_tokens=1), model=name))
     assert loaded(driver) == {"a", "b", "c"}
     return driver
 
@@ -62,7 +72,7 @@ def three(folder: Path) -> Driver:
 def test_within_its_lines_an_order_costs_nothing(driver: Driver):
     driver.answer(ANSWERS[0]["prompt"])
     free_buffers(32 * MIB)
-    driver.take(Enforce(7, SOFT))
+    driver.take(ReduceMemory(7, SOFT))
     assert mx.get_cache_memory() >= 32 * MIB
     assert len(loaded(driver)) == 1
     assert report(driver).enforced == 7
@@ -72,7 +82,7 @@ def test_over_soft_free_buffers_go_first_and_may_be_enough(driver: Driver):
     driver.answer(ANSWERS[0]["prompt"])
     free_buffers(64 * MIB)
     driver.take(squeezed(driver, 16 * MIB))
-    driver.take(Enforce(1, SOFT))
+    driver.take(ReduceMemory(1, SOFT))
     assert mx.get_cache_memory() == 0
     assert len(loaded(driver)) == 1
     assert report(driver).counts.evictions == 0
@@ -81,7 +91,7 @@ def test_over_soft_free_buffers_go_first_and_may_be_enough(driver: Driver):
 def test_over_soft_idle_models_go_least_recently_used_first_and_only_as_many_as_it_takes(tmp_path: Path):
     driver = three(tmp_path)
     driver.take(squeezed(driver, MIB))
-    driver.take(Enforce(1, SOFT))
+    driver.take(ReduceMemory(1, SOFT))
     assert loaded(driver) == {"a", "c"}, "the least recently used that is not pinned"
     assert report(driver).counts.evictions == 1
 
@@ -91,7 +101,7 @@ def test_over_soft_the_pinned_and_those_in_use_stay_whatever_is_missing(tmp_path
     number = driver.ask("Hello!", LONG, model="b")
     driver.until(lambda: driver.ids[number, 0])
     driver.take(squeezed(driver, GIB // 8))
-    driver.take(Enforce(1, SOFT))
+    driver.take(ReduceMemory(1, SOFT))
     assert loaded(driver) == {"a", "b"}
     assert driver.ended(number) is None
     driver.take(ROOMY)
@@ -106,13 +116,13 @@ def test_over_hard_the_newest_that_holds_memory_ends_and_the_others_go_on(driver
     driver.until(lambda: driver.ids[new, 0])
     waits = driver.ask(ANSWERS[1]["prompt"])
     resident = driver.resident()
-    before = resident.ledger.written()
-    driver.take(Enforce(1, HARD, GIB))
+    before = resident.ledger.written_bytes()
+    driver.take(ReduceMemory(1, HARD, GIB))
     end = driver.ended(new)
     assert isinstance(end, Failed)
     assert end.code == "memory_pressure"
     assert "1.0 GiB over its cap" in end.message
-    assert resident.ledger.written() < before
+    assert resident.ledger.written_bytes() < before
     for number, one in ((old, ANSWERS[0]), (waits, ANSWERS[1])):
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
@@ -125,10 +135,10 @@ def test_over_hard_what_was_not_delivered_is_refused_with_numbers_and_can_be_pla
     number = driver.ask("word " * 4000)
     driver.turn()
     assert driver.ended(number) is None
-    driver.take(Enforce(1, HARD, GIB))
+    driver.take(ReduceMemory(1, HARD, GIB))
     end = driver.ended(number)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     assert end.refused.numbers is not None
     assert end.refused.numbers.cap == ROOMY.cap
     assert report(driver).memory.reserved == 0
@@ -138,11 +148,11 @@ def test_each_order_ends_one(driver: Driver):
     numbers = [driver.ask("Hello!", LONG) for _ in range(3)]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     for poll, number in enumerate(reversed(numbers), 1):
-        driver.take(Enforce(poll, HARD, GIB))
+        driver.take(ReduceMemory(poll, HARD, GIB))
         assert driver.ended(number)
         assert report(driver).enforced == poll
         assert report(driver).counts.sheds == poll
-    driver.take(Enforce(4, HARD, GIB))
+    driver.take(ReduceMemory(4, HARD, GIB))
     assert report(driver).enforced == 4, "with nothing left to end it answers all the same"
     assert report(driver).counts.sheds == 3
 
@@ -151,7 +161,7 @@ def test_over_hard_nobody_is_ended_where_giving_back_was_enough(driver: Driver):
     number = driver.ask("Hello!", LONG)
     driver.until(lambda: driver.ids[number, 0])
     free_buffers(64 * MIB)
-    driver.take(Enforce(1, HARD, 16 * MIB))
+    driver.take(ReduceMemory(1, HARD, 16 * MIB))
     assert mx.get_cache_memory() == 0
     assert driver.ended(number) is None
     assert isinstance(driver.end(number), Finished)
@@ -163,7 +173,7 @@ def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
     number = driver.ask("word " * 4000)
     for _ in range(12):
         driver.turn()
-    driver.take(Enforce(1, HARD, GIB))
+    driver.take(ReduceMemory(1, HARD, GIB))
     assert driver.ended(number)
     memory = report(driver).memory
     assert memory.recent <= max(memory.phys or 0, memory.active)
@@ -171,7 +181,7 @@ def test_what_a_shed_gave_back_is_held_against_nobody(driver: Driver):
 
 def test_the_report_says_which_limits_are_held_and_what_mlx_holds(driver: Driver):
     assert report(driver).held == 0
-    driver.take(Limits(8 * GIB, 8 * GIB, 0, "static", number=5))
+    driver.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static", number=5))
     assert report(driver).held == 5
     free_buffers(32 * MIB)
     memory = report(driver).memory
@@ -184,11 +194,11 @@ def test_room_for_a_lease_is_made_of_idle_models_and_of_nothing_in_use(tmp_path:
     driver.take(squeezed(driver, -GIB))
     room = report(driver).memory.headroom
     assert room is not None
-    driver.take(MakeRoom(1, room // 2))
+    driver.take(ReclaimMemory(1, room // 2))
     assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 1), "it fits as it is"
-    driver.take(MakeRoom(2, 2 * GIB))
+    driver.take(ReclaimMemory(2, 2 * GIB))
     assert (loaded(driver), report(driver).roomed) == ({"a", "b", "c"}, 2), "nothing goes for what will not fit"
-    driver.take(MakeRoom(3, room + 512 * 1024))
+    driver.take(ReclaimMemory(3, room + 512 * 1024))
     assert "b" not in loaded(driver), "the least recently used goes"
     assert "a" in loaded(driver), "the pinned stays"
     assert report(driver).counts.evictions >= 1

@@ -8,30 +8,30 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.gate import Site
-from node.engine.process.interface import Doing
+from node.engine.memory.gate import GateSite
+from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling import prefill, scheduler
-from node.engine.scheduling.chunk_policy import RECOVERS
+from node.engine.scheduling.chunk_policy import RECOVERY_SECONDS
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
-from wire.capacity.fairness import CROWD, Owner
+from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import (
-    Ban,
     Channel,
     Failed,
     Finished,
-    Limits,
-    Load,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
     Message,
-    Params,
+    ModelBan,
     Ping,
     Refusal,
-    Restore,
-    Unload,
+    RestoreModels,
+    UnloadModel,
 )
-from wire.refusals import Code
-from wire.report import ROW_COST, Group
+from wire.refusals import RefusalCode
+from wire.report import ROW_COST, BatchGroup
 from wire.units import GIB, MIB
 
 ANSWERS = models.answers()
@@ -81,35 +81,35 @@ def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
 
     resident.model = Counted()
     prompt = "word " * 300
-    number = driver.ask(prompt, Params(temperature=0.0, max_tokens=2))
+    number = driver.ask(prompt, GenerationParams(temperature=0.0, max_tokens=2))
     assert isinstance(driver.end(number), Finished)
     chunks = sum(length > 1 for length in forwards)
     assert chunks >= 2
     checks = driver.engine.gate.checks - before
-    assert checks[Site.PREFILL] == chunks
-    assert checks[Site.JOIN] == 1
-    assert checks[Site.PREFLIGHT] == 1
+    assert checks[GateSite.PREFILL] == chunks
+    assert checks[GateSite.JOIN] == 1
+    assert checks[GateSite.PREFLIGHT] == 1
 
 
-def small(driver: Driver, room: int) -> Limits:
+def small(driver: Driver, room: int) -> MemoryLimits:
     """Return limits that leave `room` bytes of headroom above the engine's footprint."""
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     cap = memory.current + room
-    return Limits(cap, cap, 0, "static")
+    return MemoryLimits(cap, cap, 0, "static")
 
 
 def forwards(driver: Driver) -> Callable[[], int]:
     """Count the forwards of the engine from now on."""
-    begun: list[Doing] = []
+    begun: list[NativeCallKind] = []
     begin = driver.recorder.begin
 
-    def counted(doing: Doing, model: str, request: int = 0) -> None:
+    def counted(doing: NativeCallKind, model: str, request: int = 0) -> None:
         begun.append(doing)
         begin(doing, model, request)
 
     driver.recorder.begin = counted
-    return lambda: sum(doing in (Doing.PREFILL, Doing.JOIN) for doing in begun)
+    return lambda: sum(doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN) for doing in begun)
 
 
 def test_what_does_not_fit_is_refused_before_any_forward_and_small_ones_go_on(driver: Driver):
@@ -118,7 +118,7 @@ def test_what_does_not_fit_is_refused_before_any_forward_and_small_ones_go_on(dr
     count = forwards(driver)
     big = driver.end(driver.ask("word " * 9000))
     assert isinstance(big, Refusal)
-    assert big.refused.code is Code.TOO_LARGE
+    assert big.refused.code is RefusalCode.TOO_LARGE
     assert big.refused.numbers is not None
     assert big.refused.numbers.estimate > 20 * MIB
     assert count() == 0
@@ -129,10 +129,10 @@ def test_no_room_now_is_not_never(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + MIB, 0, "dynamic"))
+    driver.take(MemoryLimits(memory.current + GIB, memory.current + MIB, 0, "dynamic"))
     end = driver.end(driver.ask("word " * 3000))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
@@ -143,32 +143,32 @@ def test_a_ceiling_that_falls_during_a_prefill_refuses_the_rest_of_it_and_gives_
     driver.turn()
     assert driver.ended(number) is None
     resident = driver.resident()
-    assert resident.ledger.written() > 0
-    driver.take(Limits(GIB, 1, 0, "leases", leases=GIB))
+    assert resident.ledger.written_bytes() > 0
+    driver.take(MemoryLimits(GIB, 1, 0, "leases", leases=GIB))
     count = forwards(driver)
     end = driver.end(number)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     assert count() == 0
     driver.take(ROOMY)
-    assert resident.ledger.written() == resident.ledger.reserved() == 0
+    assert resident.ledger.written_bytes() == resident.ledger.reserved_bytes() == 0
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
 
 
 def test_siblings_are_counted_against_each_other(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     model = driver.engine.report(0.0).models[0]
-    each = padded(Group(1, 3100, 3100), model.kv)
+    each = padded(BatchGroup(1, 3100, 3100), model.kv)
     driver.take(small(driver, int(1.5 * each) + request_transient(model, 3000, 100)))
     first, second = driver.ask("word " * 1000), driver.ask("word " * 1000)
     assert driver.admitted(first) != driver.admitted(second), "the second would pass against the same trough"
 
 
 def test_a_request_that_needs_many_rows_is_not_passed_over_for_ever(driver: Driver):
-    params = Params(logit_bias=ENDLESS, max_tokens=40)
+    params = GenerationParams(logit_bias=ENDLESS, max_tokens=40)
     first = [driver.ask(WAIT, params) for _ in range(4)]
     driver.until(lambda: all(driver.ids[number, 0] for number in first))
-    many = driver.ask(WAIT, Params(n=8, max_tokens=2, logit_bias=ENDLESS))
+    many = driver.ask(WAIT, GenerationParams(n=8, max_tokens=2, logit_bias=ENDLESS))
     late = driver.ask(SHORT[0]["prompt"])
     driver.end(many)
     assert driver.ended(late) is None, "who came later waits, too"
@@ -185,9 +185,9 @@ def test_an_idle_model_is_not_evicted_for_what_does_not_fit_either_way(driver: D
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
     driver = Driver(models.path("llama"), batch=2)
-    short = Params(temperature=0.0, max_tokens=4)
-    greedy = [driver.ask("Hello!", short, owner=Owner("greedy")) for _ in range(8)]
-    ada = driver.ask("Hello!", short, owner=Owner("ada"))
+    short = GenerationParams(temperature=0.0, max_tokens=4)
+    greedy = [driver.ask("Hello!", short, owner=WeightedKey("greedy")) for _ in range(8)]
+    ada = driver.ask("Hello!", short, owner=WeightedKey("ada"))
     driver.end(ada)
     assert sum(driver.ended(number) is not None for number in greedy) <= 3, "six of them wait until she has a row"
     for number in greedy:
@@ -196,34 +196,34 @@ def test_rows_are_given_fairly_to_those_who_wait_for_them():
 
 def test_a_long_prompt_is_not_read_after_all_those_of_an_owner_who_has_many():
     driver = Driver(models.path("llama"), batch=16, chunk=64)
-    short = Params(temperature=0.0, max_tokens=2)
+    short = GenerationParams(temperature=0.0, max_tokens=2)
     batch = [
-        driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=Owner("batch"))
-        for number in range(CROWD + 4)
+        driver.ask(f"{number} " + "Tell me of the sea and the ships. " * 40, short, owner=WeightedKey("batch"))
+        for number in range(CROWDED_PROMPTS + 4)
     ]
-    ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=Owner("ada"))
+    ada = driver.ask("Ada asks. " + "Tell me of the sea and the ships. " * 42, short, owner=WeightedKey("ada"))
     driver.end(ada)
-    assert sum(driver.ended(number) is not None for number in batch) <= CROWD
+    assert sum(driver.ended(number) is not None for number in batch) <= CROWDED_PROMPTS
     for number in batch:
         assert isinstance(driver.end(number), Finished)
 
 
 def test_an_answer_that_was_begun_elsewhere_gets_the_next_row():
     driver = Driver(models.path("llama"), batch=1)
-    short = Params(temperature=0.0, max_tokens=4)
-    before = [driver.ask("Hello!", short, owner=Owner("ada")) for _ in range(4)]
-    begun = driver.ask("Hello!", short, owner=Owner("ada"), resume=((5,),))
+    short = GenerationParams(temperature=0.0, max_tokens=4)
+    before = [driver.ask("Hello!", short, owner=WeightedKey("ada")) for _ in range(4)]
+    begun = driver.ask("Hello!", short, owner=WeightedKey("ada"), resume=((5,),))
     driver.end(begun)
     assert sum(driver.ended(number) is not None for number in before) <= 1
 
 
 def test_a_fault_while_another_row_leaves_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    params = Params(logit_bias=ENDLESS)
+    params = GenerationParams(logit_bias=ENDLESS)
     leaving, other = driver.ask(WAIT, params), driver.ask(WAIT, params)
     driver.until(lambda: driver.ids[leaving, 0] and driver.ids[other, 0])
     with monkeypatch.context() as patch:
         patch.setattr(scheduler.DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        patch.setattr(scheduler, "MAX_REBUILDS", 0)
         driver.cancel(leaving)
     end = driver.end(other)
     assert isinstance(end, Failed)
@@ -239,7 +239,7 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + 96 * MIB, 0, "dynamic"))
+    driver.take(MemoryLimits(memory.current + GIB, memory.current + 96 * MIB, 0, "dynamic"))
     mx.set_cache_limit(256 * MIB)
     held = mx.random.uniform(shape=(40 * MIB,))
     mx.eval(held)
@@ -249,7 +249,7 @@ def test_the_pool_is_given_back_before_anything_is_refused(driver: Driver):
 
 
 def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
-    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[number, 0])
     sequence = driver.engine.generation.live[number]
     for _ in range(2):
@@ -262,7 +262,7 @@ def test_a_fault_that_reaches_a_request_twice_ends_it_once(driver: Driver):
 def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
     driver.answer(SHORT[0]["prompt"])
     waiting, prefilling = driver.ask("a " * 600), driver.ask("b " * 4000)
-    decoding = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    decoding = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: driver.ids[decoding, 0])
     for number in (waiting, prefilling, decoding):
         driver.cancel(number)
@@ -276,13 +276,13 @@ def test_cancel_in_every_phase_gives_everything_back(driver: Driver):
 
 
 def test_limits_and_reasons(driver: Driver):
-    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=3))
+    number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, max_tokens=3))
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert (end.reasons, end.completion_tokens) == (("length",), 3)
     whole = expected(SHORT[0])
     stop = whole[len(whole) // 2 :][:4]
-    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, stop=(stop,)))
+    number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, stop=(stop,)))
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert end.reasons == ("stop",)
@@ -290,7 +290,7 @@ def test_limits_and_reasons(driver: Driver):
 
 
 def test_n_answers_share_the_prompt_and_draw_for_themselves(driver: Driver):
-    number = driver.ask(WAIT, Params(n=3, seed=5, max_tokens=12, temperature=1.5))
+    number = driver.ask(WAIT, GenerationParams(n=3, seed=5, max_tokens=12, temperature=1.5))
     end = driver.end(number)
     assert isinstance(end, Finished)
     assert len(end.reasons) == 3
@@ -299,7 +299,7 @@ def test_n_answers_share_the_prompt_and_draw_for_themselves(driver: Driver):
 
 
 def test_the_same_seed_gives_the_same_answer_whatever_else_runs(driver: Driver):
-    params = Params(seed=11, max_tokens=24, temperature=1.2, top_p=0.95, logit_bias=ENDLESS)
+    params = GenerationParams(seed=11, max_tokens=24, temperature=1.2, top_p=0.95, logit_bias=ENDLESS)
     alone = driver.ask(WAIT, params)
     driver.end(alone)
     others = [driver.ask(one["prompt"]) for one in SHORT[:4]]
@@ -311,7 +311,7 @@ def test_the_same_seed_gives_the_same_answer_whatever_else_runs(driver: Driver):
 
 
 def test_logprobs_say_what_was_drawn_and_what_else(driver: Driver):
-    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, logprobs=True, top_logprobs=3))
+    number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, logprobs=True, top_logprobs=3))
     driver.end(number)
     told = driver.logprobs[number, 0]
     assert len(told) == len(driver.ids[number, 0]) - 1, "the end of the answer is no token of its text"
@@ -354,7 +354,7 @@ def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
 
 
 def test_a_seeded_answer_goes_on_the_same_after_a_rebuild(driver: Driver):
-    params = Params(seed=3, max_tokens=30, temperature=1.3, frequency_penalty=0.5, logit_bias=ENDLESS)
+    params = GenerationParams(seed=3, max_tokens=30, temperature=1.3, frequency_penalty=0.5, logit_bias=ENDLESS)
     whole = driver.ask(WAIT, params)
     driver.end(whole)
     number = driver.ask(WAIT, params)
@@ -400,20 +400,24 @@ def test_a_prompt_that_is_an_earlier_prompt_and_its_answer(driver: Driver):
     first = SHORT[0]
     assert driver.answer(first["prompt"]) == expected(first)
     again = (Message("user", first["prompt"]), Message("assistant", first["answer"]))
-    assert isinstance(driver.end(driver.ask(messages=again, params=Params(temperature=0.0, max_tokens=4))), Finished)
+    assert isinstance(
+        driver.end(driver.ask(messages=again, params=GenerationParams(temperature=0.0, max_tokens=4))), Finished
+    )
     assert driver.answer(first["prompt"]) == expected(first)
 
 
 @pytest.mark.parametrize(
     ("params", "code", "words"),
     [
-        (Params(max_tokens=10**9), Code.CONTEXT, "1000000000"),
-        (Params(n=9), Code.UNSUPPORTED, "9"),
-        (Params(logit_bias=((10**6, 1.0),)), Code.INVALID, "1000000"),
-        (Params(logit_bias=((-1, 1.0),)), Code.INVALID, "-1"),
+        (GenerationParams(max_tokens=10**9), RefusalCode.CONTEXT, "1000000000"),
+        (GenerationParams(n=9), RefusalCode.UNSUPPORTED, "9"),
+        (GenerationParams(logit_bias=((10**6, 1.0),)), RefusalCode.INVALID, "1000000"),
+        (GenerationParams(logit_bias=((-1, 1.0),)), RefusalCode.INVALID, "-1"),
     ],
 )
-def test_what_can_never_be_is_refused_with_its_numbers(driver: Driver, params: Params, code: Code, words: str):
+def test_what_can_never_be_is_refused_with_its_numbers(
+    driver: Driver, params: GenerationParams, code: RefusalCode, words: str
+):
     driver.answer(SHORT[0]["prompt"])
     end = driver.end(driver.ask("Hello!", params))
     assert isinstance(end, Refusal)
@@ -425,7 +429,7 @@ def test_a_prompt_beyond_the_context_says_both_numbers(driver: Driver):
     context = driver.engine.report(0.0).models[0].context
     end = driver.end(driver.ask("hello " * context))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.CONTEXT
+    assert end.refused.code is RefusalCode.CONTEXT
     assert str(context) in end.refused.message
     assert end.prompt_tokens is not None
     assert str(end.prompt_tokens) in end.refused.message
@@ -438,7 +442,7 @@ def test_a_tokenizer_that_raises_fails_its_own_request(driver: Driver, monkeypat
         patch.setattr(type(tokenizer), "prompt", lambda self, request, most: 1 / 0)
         end = driver.end(driver.ask("Hello!"))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.TEMPLATE
+    assert end.refused.code is RefusalCode.TEMPLATE
     assert "ZeroDivisionError" in end.refused.message
     assert driver.answer(SHORT[0]["prompt"]) == expected(SHORT[0])
 
@@ -447,8 +451,8 @@ def test_before_the_first_limits_nothing_is_begun():
     driver = Driver(models.path("llama"), limits=None, preload=("llama",))
     end = driver.end(driver.ask())
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NOT_READY
-    assert driver.engine.due(0.0) is None or driver.engine.due(0.0) > 0.0  # type: ignore[operator]
+    assert end.refused.code is RefusalCode.NOT_READY
+    assert driver.engine.next_step_at(0.0) is None or driver.engine.next_step_at(0.0) > 0.0  # type: ignore[operator]
 
 
 # models
@@ -470,7 +474,7 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
     resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
         for _ in range(60):
-            resident.stepped(seconds, rows)
+            resident.record_step(seconds, rows)
         assert driver.engine.report(0.0).models[0].decode_speed == pytest.approx(10.0, rel=0.01)
     assert resident.step_seconds > 0.15
 
@@ -479,30 +483,30 @@ def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
     """Otherwise the router would send it no request, and could not learn that its machine is free again."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
-    best = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    best = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
     for _ in range(30):
-        resident.stepped(9.0, 1)
-        resident.prefilled(10, 9.0, 0)
-    slow = driver.engine.report(resident.used_at + RECOVERS - 1).models[0]
+        resident.record_step(9.0, 1)
+        resident.record_prefill(10, 9.0, 0)
+    slow = driver.engine.report(resident.used_at + RECOVERY_SECONDS - 1).models[0]
     assert slow.decode_speed < 0.2 < best.decode_speed
     assert slow.prefill_speed < 2 < best.prefill_speed
-    rested = driver.engine.report(resident.used_at + RECOVERS).models[0]
+    rested = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
     assert (rested.decode_speed, rested.prefill_speed) == (best.decode_speed, best.prefill_speed)
-    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 0)
-    assert driver.engine.report(resident.used_at + RECOVERS).models[0].prefill_speed < best.prefill_speed
+    assert driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0].prefill_speed < best.prefill_speed
     driver.cancel(number)
 
 
 def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
     """A prompt may wait twice in a turn: for other prompts, and then alone. The second wait must not count as a step of
     0 s."""
-    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
+    number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
-    driver.engine.generation.still()
+    driver.engine.generation.synchronize()
     speed = driver.engine.report(0.0).models[0].decode_speed
     for _ in range(5):
-        driver.engine.generation.still()
+        driver.engine.generation.synchronize()
     assert driver.engine.report(0.0).models[0].decode_speed == speed
     driver.cancel(number)
 
@@ -515,17 +519,17 @@ def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Dr
     assert model.weights > 2 * MIB
     assert model.prefill_speed > 0
     assert model.decode_speed > 0
-    number = driver.ask(WAIT, Params(logit_bias=ENDLESS))
-    driver.take(Unload(101, model.name))
+    number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
+    driver.take(UnloadModel(101, model.name))
     (refusal,) = driver.said[101]
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.IN_USE
+    assert refusal.refused.code is RefusalCode.IN_USE
     driver.cancel(number)
     active = mx.get_active_memory()
-    driver.take(Unload(102, model.name))
+    driver.take(UnloadModel(102, model.name))
     assert isinstance(driver.said[102][0], Finished)
     assert mx.get_active_memory() <= active - model.weights
-    driver.take(Load(103, model.name))
+    driver.take(LoadModel(103, model.name))
     assert isinstance(driver.end(103), Finished)
     assert driver.engine.report(0.0).models[0].loaded
 
@@ -542,7 +546,7 @@ def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     copy_of(tmp_path / "three")
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
+    driver.take(MemoryLimits(memory.current + GIB, memory.current + 33 * MIB // 2, 0, "dynamic"))
     driver.engine.library.scan()
     driver.end(driver.ask(SHORT[0]["prompt"], model="three"))
     assert "three" in loaded()
@@ -563,7 +567,7 @@ def test_a_broken_model_fails_its_own_requests_and_says_why(tmp_path: Path, file
     driver = Driver(tmp_path)
     end = driver.end(driver.ask("Hello!", model="bad"))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.LOAD_FAILED
+    assert end.refused.code is RefusalCode.LOAD_FAILED
     assert words in end.refused.message
     assert driver.answer(SHORT[0]["prompt"], model="good") == expected(SHORT[0])
 
@@ -575,7 +579,7 @@ def test_weights_of_the_wrong_shape_break_the_load_not_the_engine(tmp_path: Path
     driver = Driver(tmp_path)
     end = driver.end(driver.ask("Hello!", model="bad"))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.LOAD_FAILED
+    assert end.refused.code is RefusalCode.LOAD_FAILED
     bad = next(model for model in driver.engine.report(0.0).models if model.name == "bad")
     assert bad.cause
     assert driver.answer(SHORT[0]["prompt"], model="good") == expected(SHORT[0])
@@ -586,20 +590,20 @@ def test_a_model_that_can_never_fit_is_refused_before_anything_is_read(tmp_path:
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     cap = memory.current + MIB
-    driver.take(Limits(cap, cap, cap - 2 * MIB, "static"))
+    driver.take(MemoryLimits(cap, cap, cap - 2 * MIB, "static"))
     end = driver.end(driver.ask())
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.TOO_LARGE
-    assert driver.recorder.last() is None
+    assert end.refused.code is RefusalCode.TOO_LARGE
+    assert driver.recorder.running_call() is None
 
 
 def test_a_load_that_was_ordered_asks_the_gate_too(driver: Driver):
     driver.take(small(driver, MIB))
-    driver.take(Load(7, driver.default))
+    driver.take(LoadModel(7, driver.default))
     end = driver.end(7)
     assert isinstance(end, Refusal)
     assert end.refused.numbers is not None
-    assert driver.engine.gate.refusals[Site.LOAD] == 1
+    assert driver.engine.gate.refusals[GateSite.LOAD] == 1
     assert not driver.engine.report(0.0).models[0].loaded
 
 
@@ -607,7 +611,7 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
     for name in ("one", "two", "bad"):
         copy_of(tmp_path / name)
     driver = Driver(tmp_path, limits=None)
-    driver.take(Restore(("one", "two", "gone"), (Ban("bad", 600.0, "the engine died twice in it"),)))
+    driver.take(RestoreModels(("one", "two", "gone"), (ModelBan("bad", 600.0, "the engine died twice in it"),)))
     driver.take(ROOMY)
     driver.until(lambda: sum(model.loaded for model in driver.engine.report(0.0).models) == 2)
     end = driver.end(driver.ask("Hello!", model="bad"))
@@ -620,15 +624,15 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
 
 
 def test_others_decode_while_a_model_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 1)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
     copy_of(tmp_path / "one")
     copy_of(tmp_path / "two")
     driver = Driver(tmp_path)
     driver.answer(SHORT[0]["prompt"], model="one")
-    number = driver.ask(WAIT, Params(logit_bias=ENDLESS), model="one")
+    number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS), model="one")
     driver.until(lambda: driver.ids[number, 0])
     had = len(driver.ids[number, 0])
-    driver.take(Load(50, "two"))
+    driver.take(LoadModel(50, "two"))
     driver.until(lambda: driver.ended(50))
     assert len(driver.ids[number, 0]) - had > 10
 
@@ -639,6 +643,6 @@ def test_new_models_are_looked_for_when_the_agent_asks_for_a_sign_of_life(
     driver = Driver(copy_of(tmp_path / "a").parent)
     copy_of(tmp_path / "b")
     assert driver.engine.prepare(Ping(1)) is None
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
     assert driver.engine.prepare(Ping(2)) is not None
     assert {model.name for model in driver.engine.report(0.0).models} == {"a", "b"}

@@ -9,12 +9,12 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Load, Params, Ping, Refusal
-from wire.refusals import Code
+from wire.frames import Finished, GenerationParams, LoadModel, Ping, Refusal
+from wire.refusals import RefusalCode
 from wire.report import Model
 
-ENDLESS = Params(logit_bias=((2, -100.0),), max_tokens=400, temperature=0.0)
-FOUR = Params(max_tokens=4, temperature=0.0)
+ENDLESS = GenerationParams(logit_bias=((2, -100.0),), max_tokens=400, temperature=0.0)
+FOUR = GenerationParams(max_tokens=4, temperature=0.0)
 
 
 def two(tmp_path: Path, **more: object) -> Driver:
@@ -35,7 +35,7 @@ def replace(tmp_path: Path, name: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _every_ping_scans(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
 
 
 def scan(driver: Driver) -> None:
@@ -48,7 +48,7 @@ def model(driver: Driver, name: str) -> Model:
 
 
 def load(driver: Driver, name: str, number: int = 900) -> None:
-    driver.take(Load(number, name))
+    driver.take(LoadModel(number, name))
     assert isinstance(driver.end(number), Finished)
 
 
@@ -92,7 +92,7 @@ def test_an_answer_that_another_model_began_is_not_continued(tmp_path: Path):
     driver.until(lambda: not model(driver, "one").loaded)
     end = driver.end(driver.ask("Hello!", FOUR, **begun))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NOT_READY
+    assert end.refused.code is RefusalCode.NOT_READY
     assert "another model here" in end.refused.message
     assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished), "who begins is answered"
 
@@ -115,7 +115,7 @@ def test_files_that_change_during_a_load_end_it_and_the_next_request_tries_again
     replace(tmp_path, "one")
     end = driver.end(waiting)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NOT_READY
+    assert end.refused.code is RefusalCode.NOT_READY
     assert "the files of one changed while it was loaded" in end.refused.message
     assert not model(driver, "one").loaded
     assert not model(driver, "one").cause

@@ -1,7 +1,7 @@
 import os
 from pathlib import Path
 
-from node.engine_process.stderr_log import LONGEST, TAIL, EngineLog
+from node.engine_process.stderr_log import MAX_LOG_BYTES, TAIL_BYTES, EngineLog
 
 
 def test_the_last_words_since_a_start_without_what_only_informs(tmp_path: Path):
@@ -19,18 +19,18 @@ def test_the_last_words_since_a_start_without_what_only_informs(tmp_path: Path):
 
 def test_a_quotation_is_short_and_never_fails_on_bad_bytes(tmp_path: Path):
     path = tmp_path / "engine.log"
-    path.write_bytes(b"\xff" * 10 * TAIL)
-    assert 0 < len(EngineLog(path).tail(0)) <= TAIL
+    path.write_bytes(b"\xff" * 10 * TAIL_BYTES)
+    assert 0 < len(EngineLog(path).tail(0)) <= TAIL_BYTES
 
 
 def test_a_long_log_is_put_aside_and_a_shorter_one_is_read_from_its_beginning(tmp_path: Path):
     path = tmp_path / "engine.log"
-    path.write_bytes(b"x" * (LONGEST + 1))
+    path.write_bytes(b"x" * (MAX_LOG_BYTES + 1))
     log = EngineLog(path)
     start = log.size()
     os.close(log.open())
     assert log.size() == 0
-    assert path.with_suffix(".log.1").stat().st_size == LONGEST + 1
+    assert path.with_suffix(".log.1").stat().st_size == MAX_LOG_BYTES + 1
     path.write_text("dead\n")
     assert log.tail(start) == "dead"
 
@@ -43,12 +43,12 @@ def test_a_log_is_bounded_while_its_engine_writes_on(tmp_path: Path):
         os.write(descriptor, b"first\n")
         log.bound()
         assert log.size() == 6
-        os.write(descriptor, b"x" * LONGEST)
+        os.write(descriptor, b"x" * MAX_LOG_BYTES)
         start = log.size()
         log.bound()
         assert log.size() == 0
         older = path.with_suffix(".log.1")
-        assert (older.stat().st_size, older.stat().st_mode & 0o777) == (LONGEST, 0o600)
+        assert (older.stat().st_size, older.stat().st_mode & 0o777) == (MAX_LOG_BYTES, 0o600)
         os.write(descriptor, b"dead\n")
         assert (path.read_bytes(), log.tail(start)) == (b"dead\n", "dead")
     finally:

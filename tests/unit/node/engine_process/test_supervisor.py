@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.engine_process.supervisor import CRASHED, LOST, MOST_UNSENT, STOPPED, Patience, Supervisor
+from node.engine_process.supervisor import CRASHED, LOST, MAX_UNSENT_BYTES, STOPPED, Supervisor, SupervisorTimeouts
 from node.settings import NodeSettings, resolve
 from tests import models
 from tests.support.processes import until
@@ -27,25 +27,27 @@ from wire.frames import (
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
     Message,
-    Params,
     Refusal,
-    Unload,
+    UnloadModel,
 )
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.units import GIB, MIB
 
-LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+LIMITS = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 WAIT = 60.0
-QUICK = Patience(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5, leave=0.3)
+QUICK = SupervisorTimeouts(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5, leave=0.3)
 
 
 class Agent:
     """The agent's side of a supervisor: keeps every frame, decoded."""
 
-    def __init__(self, folder: Path, patience: Patience | None, command: list[str] | None, **settings: object) -> None:
+    def __init__(
+        self, folder: Path, patience: SupervisorTimeouts | None, command: list[str] | None, **settings: object
+    ) -> None:
         named = {key if "." in key else f"engine.scripted.{key}": value for key, value in settings.items()}
         flat = {"engine.kind": "scripted"} | named
         self.settings: NodeSettings = resolve([("test", flat)]).value
@@ -95,7 +97,9 @@ class Agent:
         return report is not None and report.memory.armed
 
     def generate(self, number: int, content: str = "hi", tokens: int = 16) -> None:
-        frame = Generate(number, number, "r", "scripted-1", (Message("user", content),), Params(max_tokens=tokens), 0)
+        frame = Generate(
+            number, number, "r", "scripted-1", (Message("user", content),), GenerationParams(max_tokens=tokens), 0
+        )
         self.supervisor.send(encode(frame), Generate, number)
 
     def ends(self, number: int) -> list[Frame]:
@@ -112,7 +116,7 @@ class Agent:
 async def agent(tmp_path: Path) -> AsyncIterator[Callable[..., Agent]]:
     made: list[Agent] = []
 
-    def make(patience: Patience | None = None, command: list[str] | None = None, **settings: object) -> Agent:
+    def make(patience: SupervisorTimeouts | None = None, command: list[str] | None = None, **settings: object) -> Agent:
         made.append(Agent(tmp_path, patience, command, **settings))
         return made[-1]
 
@@ -135,23 +139,27 @@ def test_it_says_how_many_rows_decode_at_once(agent: Callable[..., Agent]):
 
 
 def test_back_off_doubles_from_its_first_to_its_longest():
-    delays = [Patience().delay(deaths) for deaths in range(1, 10)]
+    delays = [SupervisorTimeouts().delay(deaths) for deaths in range(1, 10)]
     assert delays == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0]
-    assert Patience().delay(10**6) == 30.0
-    assert Patience(longest=1e99).delay(10**6) == 0.2 * 2**32, "no overflow"
+    assert SupervisorTimeouts().delay(10**6) == 30.0
+    assert SupervisorTimeouts(longest=1e99).delay(10**6) == 0.2 * 2**32, "no overflow"
 
 
 def test_hung_is_longer_than_ten_seconds_and_five_times_what_was_expected():
-    assert not Patience().hung(9.9, 0.02)
-    assert Patience().hung(10.1, 0.02)
-    assert not Patience().hung(49.0, 10.0)
-    assert Patience().hung(51.0, 10.0)
-    assert [Patience().hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [False, False]
+    assert not SupervisorTimeouts().is_hung(9.9, 0.02)
+    assert SupervisorTimeouts().is_hung(10.1, 0.02)
+    assert not SupervisorTimeouts().is_hung(49.0, 10.0)
+    assert SupervisorTimeouts().is_hung(51.0, 10.0)
+    assert [SupervisorTimeouts().is_hung(busy, expected) for busy, expected in ((10.0, 2.0), (15.0, 3.0))] == [
+        False,
+        False,
+    ]
 
 
 def test_a_turn_has_what_is_left_of_the_time_after_which_it_counts_as_hung():
     left = [
-        Patience().left(busy, expected) for busy, expected in ((3.0, 0.02), (10.0, 10.0), (12.0, 0.0), (60.0, 10.0))
+        SupervisorTimeouts().left(busy, expected)
+        for busy, expected in ((3.0, 0.02), (10.0, 10.0), (12.0, 0.0), (60.0, 10.0))
     ]
     assert left == [7.0, 40.0, 0.0, 0.0]
 
@@ -161,7 +169,7 @@ async def test_before_it_starts_requests_are_refused_and_stopping_is_nothing(age
     one.generate(1)
     end = await one.end(1)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NOT_READY
+    assert end.refused.code is RefusalCode.NOT_READY
     assert end.refused.retry_after == 1.2, "a second after the first restart"
     assert one.supervisor.phys().phys is None
     assert one.supervisor.live == frozenset()
@@ -215,7 +223,7 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     one.generate(4)
     refused = await one.end(4)
     assert isinstance(refused, Refusal)
-    assert refused.refused.code is Code.NOT_READY
+    assert refused.refused.code is RefusalCode.NOT_READY
     assert "SIGABRT" in refused.refused.message
     await one.until(one.armed)
     one.generate(5)
@@ -245,7 +253,7 @@ async def test_new_limits_are_confirmed_by_the_next_report(agent: Callable[..., 
     one = agent()
     await one.supervisor.start()
     await one.ready()
-    one.supervisor.set_limits(Limits(96 * GIB, 60 * GIB, 2 * GIB, "leases", leases=36 * GIB))
+    one.supervisor.set_limits(MemoryLimits(96 * GIB, 60 * GIB, 2 * GIB, "leases", leases=36 * GIB))
     await one.until(lambda: one.supervisor.report and one.supervisor.report.memory.ceiling == 60 * GIB)
     assert one.supervisor.report
     assert one.supervisor.report.memory.leases == 36 * GIB
@@ -317,16 +325,16 @@ def program(text: str) -> list[str]:
 def engine(folder: Path, text: str) -> list[str]:
     """Return the command of a program in the engine's place.
 
-    After its Restore the program has `models` loaded. It runs `text` for every frame. Each process writes a line to the
-    file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
+    After its RestoreModels the program has `models` loaded. It runs `text` for every frame. Each process writes a line
+    to the file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
     """
     head = f"""
-        from node.engine.process.interface import Doing
-        from node.engine.process.crash_recorder import Recorder
-        recorder = Recorder(int(sys.argv[-3]))
+        from node.engine.process.interface import NativeCallKind
+        from node.engine.process.crash_recorder import CrashRecorder
+        recorder = CrashRecorder(int(sys.argv[-3]))
         diary = open({str(folder / "diary")!r}, "a")
         models = {{}}
-        told = Restore()
+        told = RestoreModels()
         splitter = Splitter()
 
         missing = 0
@@ -344,17 +352,17 @@ def engine(folder: Path, text: str) -> list[str]:
         for frame in frames():
             if isinstance(frame, Ping):
                 line.sendall(encode(Pong(frame.nonce)))
-            elif isinstance(frame, Restore):
+            elif isinstance(frame, RestoreModels):
                 told = frame
                 models = {{name: Model(name, loaded=name != "slow", loading=name == "slow") for name in frame.models}}
-            elif isinstance(frame, Limits):
+            elif isinstance(frame, MemoryLimits):
                 print(",".join(told.models), "|", ",".join(ban.model for ban in told.bans), file=diary, flush=True)
                 report()
-            elif isinstance(frame, Load):
+            elif isinstance(frame, LoadModel):
                 models[frame.model] = Model(frame.model, loaded=True)
                 report()
                 line.sendall(encode(Finished(frame.request, (), 0, 0)))
-            elif isinstance(frame, Unload):
+            elif isinstance(frame, UnloadModel):
                 del models[frame.model]
                 report()
                 line.sendall(encode(Finished(frame.request, (), 0, 0)))
@@ -370,14 +378,14 @@ def diary(folder: Path) -> list[tuple[str, str]]:
     return [(models.strip(), bans.strip()) for models, _, bans in (line.partition("|") for line in lines)]
 
 
-async def order(one: Agent, kind: type[Load] | type[Unload], number: int, model: str) -> None:
+async def order(one: Agent, kind: type[LoadModel] | type[UnloadModel], number: int, model: str) -> None:
     """Send an order and wait until it is done and reported."""
     one.supervisor.send(encode(kind(number, model)), kind, number)
     assert isinstance(await one.end(number), Finished)
     await one.until(
         lambda: (
             one.supervisor.report
-            and (kind is Load) == any(m.name == model and m.loaded for m in one.supervisor.report.models)
+            and (kind is LoadModel) == any(m.name == model and m.loaded for m in one.supervisor.report.models)
         )
     )
 
@@ -390,11 +398,11 @@ async def die(one: Agent) -> None:
 
 
 LEAKS = """
-    if isinstance(frame, Unload) and not models:
+    if isinstance(frame, UnloadModel) and not models:
         missing = 200 * 2**20
         report()
 """
-NEVER = Patience(first=600.0, longest=600.0)
+NEVER = SupervisorTimeouts(first=600.0, longest=600.0)
 """After a crash no new engine would start during the test."""
 
 
@@ -410,11 +418,11 @@ async def test_an_engine_that_does_not_return_its_memory_is_replaced_without_bla
     await one.supervisor.start()
     await one.ready()
     first = one.supervisor.pid
-    await order(one, Load, 1, "a")
-    await order(one, Load, 2, "b")
-    await order(one, Unload, 3, "a")
+    await order(one, LoadModel, 1, "a")
+    await order(one, LoadModel, 2, "b")
+    await order(one, UnloadModel, 3, "a")
     assert one.supervisor.pid == first, "while a model is here its memory cannot be told from what is missing"
-    one.supervisor.send(encode(Unload(4, "b")), Unload, 4)
+    one.supervisor.send(encode(UnloadModel(4, "b")), UnloadModel, 4)
     await one.until(lambda: recycled(one))
     assert one.supervisor.pid != first
     assert gone(first or 0)
@@ -433,10 +441,10 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
     await one.supervisor.start()
     await one.ready()
     first = one.supervisor.pid
-    await order(one, Load, 1, "a")
+    await order(one, LoadModel, 1, "a")
     if keeps == "a request":
         one.generate(7)
-    await order(one, Unload, 2, "a")
+    await order(one, UnloadModel, 2, "a")
     await one.until(lambda: one.supervisor.report and one.supervisor.report.unreturned)
     assert one.supervisor.pid == first
     assert not one.supervisor.state.recycles
@@ -444,7 +452,7 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
     if keeps == "a request":
         await one.until(lambda: recycled(one))
         return
-    await order(one, Load, 3, "a")
+    await order(one, LoadModel, 3, "a")
     assert one.supervisor.pid == first
 
 
@@ -452,13 +460,13 @@ async def test_an_engine_that_is_used_is_not_replaced(keeps: str, agent: Callabl
 async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent: Callable[..., Agent]):
     leaky = """
         from node.engine.models import model_manager as loading
-        drop, leaked = loading.Shelf.drop, []
+        drop, leaked = loading.ModelManager.drop, []
 
         def leaking(shelf, name):
             drop(shelf, name)
             leaked.append(bytearray(b"x") * (150 * 2**20))
 
-        loading.Shelf.drop = leaking
+        loading.ModelManager.drop = leaking
         child.main()
     """
     name = "macpool-tiny"
@@ -468,12 +476,12 @@ async def test_a_real_engine_that_leaks_gives_its_memory_back_all_the_same(agent
     await one.supervisor.start()
     await one.ready()
     first = one.supervisor.pid
-    await order(one, Load, 1, name)
-    await order(one, Unload, 2, name)
+    await order(one, LoadModel, 1, name)
+    await order(one, UnloadModel, 2, name)
     await one.until(lambda: recycled(one))
     assert one.supervisor.pid != first
     assert one.supervisor.state.restarts == 0
-    await order(one, Load, 3, name)
+    await order(one, LoadModel, 3, name)
     reading = one.supervisor.phys().phys
     assert reading is not None
     assert one.supervisor.report is not None
@@ -500,8 +508,8 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     await one.ready()
     await one.until(loaded)
     first = one.supervisor.pid
-    one.supervisor.rest()
-    one.supervisor.rest()
+    one.supervisor.release_memory()
+    one.supervisor.release_memory()
     await one.until(lambda: recycled(one) and one.supervisor.report is not None)
     assert one.supervisor.pid != first
     assert gone(first or 0)
@@ -516,12 +524,12 @@ async def test_a_resting_engine_holds_no_model_and_what_is_preloaded_comes_back(
     await one.until(loaded)
 
 
-AT_ONCE = Patience(first=0.01, longest=0.01)
+AT_ONCE = SupervisorTimeouts(first=0.01, longest=0.01)
 IN_FORWARD = """
     elif isinstance(frame, Generate):
         # Dies in the forward of whoever says so; the others are only on the engine.
         if frame.messages[0].content in ("PREFILL", "JOIN", "LOAD", "DECODE"):
-            recorder.begin(Doing[frame.messages[0].content], frame.model, frame.request)
+            recorder.begin(NativeCallKind[frame.messages[0].content], frame.model, frame.request)
             os.abort()
 """
 
@@ -531,8 +539,8 @@ async def test_what_was_loaded_is_loaded_again_after_a_death(agent: Callable[...
     one = agent(AT_ONCE, engine(tmp_path, ""))
     await one.supervisor.start()
     await one.ready()
-    await order(one, Load, 1, "first")
-    await order(one, Load, 2, "second")
+    await order(one, LoadModel, 1, "first")
+    await order(one, LoadModel, 2, "second")
     await die(one)
     assert diary(tmp_path) == [("", ""), ("first,second", "")]
     await die(one)
@@ -544,9 +552,9 @@ async def test_what_was_unloaded_is_not_loaded_again(agent: Callable[..., Agent]
     one = agent(AT_ONCE, engine(tmp_path, ""))
     await one.supervisor.start()
     await one.ready()
-    await order(one, Load, 1, "kept")
-    await order(one, Load, 2, "given back")
-    await order(one, Unload, 3, "given back")
+    await order(one, LoadModel, 1, "kept")
+    await order(one, LoadModel, 2, "given back")
+    await order(one, UnloadModel, 3, "given back")
     await die(one)
     assert diary(tmp_path)[1] == ("kept", "")
 
@@ -566,7 +574,7 @@ async def test_a_load_that_a_death_cut_short_is_begun_again_if_the_model_was_loa
     one = agent(AT_ONCE, command)
     await one.supervisor.start()
     await one.ready()
-    await order(one, Load, 1, "slow")
+    await order(one, LoadModel, 1, "slow")
     await die(one)
     one.generate(2)
     await one.until(lambda: one.supervisor.report and len(one.supervisor.report.models) == 2)
@@ -579,8 +587,8 @@ async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: 
     one = agent(AT_ONCE, engine(tmp_path, IN_FORWARD))
     await one.supervisor.start()
     await one.ready()
-    await order(one, Load, 1, "scripted-1")
-    await order(one, Load, 2, "innocent")
+    await order(one, LoadModel, 1, "scripted-1")
+    await order(one, LoadModel, 2, "innocent")
     for number, doing in ((3, "PREFILL"), (4, "DECODE")):
         pid = one.supervisor.pid
         one.generate(number, doing)
@@ -629,7 +637,7 @@ async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Ca
                 if isinstance(frame, Ping):
                     line.sendall(encode(Pong(frame.nonce, 99.0, 0.02)))
     """)
-    one = agent(Patience(first=5.0, ping_busy=0.05, ping_idle=0.05), command)
+    one = agent(SupervisorTimeouts(first=5.0, ping_busy=0.05, ping_idle=0.05), command)
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.cause and one.supervisor.state.state == "restarting")
     assert one.supervisor.pid is None
@@ -648,7 +656,7 @@ async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginni
                 if isinstance(frame, Ping):
                     line.sendall(encode(Pong(frame.nonce, 300.0, 100.0)))
     """)
-    one = agent(Patience(ping_busy=60.0, ping_idle=60.0), command)
+    one = agent(SupervisorTimeouts(ping_busy=60.0, ping_idle=60.0), command)
     assert one.supervisor.call_until == 0.0
     await one.supervisor.start()
     while not one.supervisor.call_until:  # noqa: ASYNC110  a sign of life is heard nowhere else
@@ -659,7 +667,7 @@ async def test_a_call_may_last_five_times_what_was_expected_from_its_own_beginni
 @pytest.mark.slow
 async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: Callable[..., Agent]):
     command = program("sys.exit('no such luck')")
-    one = agent(Patience(first=0.01, longest=0.04), command)
+    one = agent(SupervisorTimeouts(first=0.01, longest=0.04), command)
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.state == "failed")
     assert one.supervisor.state.cause == "the engine process ended with exit code 1: no such luck"
@@ -678,7 +686,7 @@ async def test_a_child_that_never_comes_up_is_failed_with_its_last_words(agent: 
     ],
 )
 async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[..., Agent], line: str, cause: str):
-    one = agent(Patience(first=0.01, longest=0.01), program(line))
+    one = agent(SupervisorTimeouts(first=0.01, longest=0.01), program(line))
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.state == "failed")
     assert one.supervisor.state.cause == cause
@@ -688,7 +696,7 @@ async def test_a_death_is_named_by_its_signal_or_its_exit_code(agent: Callable[.
 async def test_a_child_that_was_healthy_for_long_enough_is_restarted_without_a_longer_wait(
     agent: Callable[..., Agent],
 ):
-    one = agent(Patience(first=0.01, longest=0.02, healthy=0.0), program("sys.exit('after a long life')"))
+    one = agent(SupervisorTimeouts(first=0.01, longest=0.02, healthy=0.0), program("sys.exit('after a long life')"))
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.restarts >= 4)
     assert set(one.states) == {"starting", "restarting"}, "each death is the first in a row"
@@ -727,18 +735,18 @@ async def test_an_engine_that_does_not_read_gets_no_new_requests(agent: Callable
     await one.ready()
     engine = psutil.Process(one.supervisor.pid)
     engine.suspend()
-    for number in range(1, MOST_UNSENT // MIB + 4):
+    for number in range(1, MAX_UNSENT_BYTES // MIB + 4):
         one.generate(number, "x" * MIB)
-    end = await one.end(MOST_UNSENT // MIB + 3)
+    end = await one.end(MAX_UNSENT_BYTES // MIB + 3)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NOT_READY
+    assert end.refused.code is RefusalCode.NOT_READY
     assert not one.ends(1), "what was sent before waits for it"
     engine.kill()
 
 
 @pytest.mark.slow
 async def test_a_program_that_cannot_be_started_is_a_cause_too(agent: Callable[..., Agent]):
-    one = agent(Patience(first=0.01, longest=0.02), ["/nowhere/python"])
+    one = agent(SupervisorTimeouts(first=0.01, longest=0.02), ["/nowhere/python"])
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.state == "failed")
     assert "could not be started" in one.supervisor.state.cause
@@ -746,7 +754,7 @@ async def test_a_program_that_cannot_be_started_is_a_cause_too(agent: Callable[.
 
 @pytest.mark.slow
 async def test_a_child_that_breaks_the_rules_of_the_wire_is_ended(agent: Callable[..., Agent]):
-    one = agent(Patience(first=5.0), program("line.sendall(bytes([0, 0, 0, 2, 240, 0])); time.sleep(60)"))
+    one = agent(SupervisorTimeouts(first=5.0), program("line.sendall(bytes([0, 0, 0, 2, 240, 0])); time.sleep(60)"))
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.cause)
     assert "its frames cannot be read: unknown frame 240" in one.supervisor.state.cause
@@ -763,7 +771,7 @@ DEAF = """
 
 @pytest.mark.slow
 async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(agent: Callable[..., Agent]):
-    one = agent(Patience(leave=0.2, stopping=0.4), program(DEAF))
+    one = agent(SupervisorTimeouts(leave=0.2, stopping=0.4), program(DEAF))
     await one.supervisor.start()
     await one.until(lambda: one.states == ["starting", "ready"])
     pid = one.supervisor.pid
@@ -796,7 +804,7 @@ def calls(folder: Path, busy: float, expected: float, lasts: float) -> list[str]
                 if isinstance(frame, Ping):
                     line.sendall(encode(Pong(frame.nonce, {busy}, {expected})))
                     line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 1, 0)))
-                if isinstance(frame, Stop):
+                if isinstance(frame, StopEngine):
                     note(f"Stop within {{frame.seconds:.0f}}")
         threading.Event().wait({lasts})
         note("left")
@@ -814,7 +822,7 @@ async def in_a_call(one: Agent) -> None:
     assert one.supervisor.call_until
 
 
-SOON = Patience(first=600.0, longest=600.0, ping_busy=0.05, ping_idle=0.05, turn=0.2, leave=0.3, over=0.2)
+SOON = SupervisorTimeouts(first=600.0, longest=600.0, ping_busy=0.05, ping_idle=0.05, turn=0.2, leave=0.3, over=0.2)
 
 
 @pytest.mark.slow
@@ -913,8 +921,8 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     one = agent(NEVER, command, **settings, **{"models.folders": (str(models.EMBEDDED.parent),)})
     await one.supervisor.start()
     await one.ready()
-    await order(one, Load, 1, "macpool-tiny")
-    frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 1500),), Params(), 0)
+    await order(one, LoadModel, 1, "macpool-tiny")
+    frame = Generate(2, 2, "r", "macpool-tiny", (Message("user", "word " * 1500),), GenerationParams(), 0)
     one.supervisor.send(encode(frame), Generate, 2)
     await asyncio.to_thread(until, lambda: "the forward begins" in one.log_file.read_text(), what="a forward")
     child = one.supervisor.child
@@ -928,7 +936,7 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
 
 # wired memory that is not released
 
-LEAKY = Patience(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
+LEAKY = SupervisorTimeouts(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
 
 async def loses(one: Agent, before: int, after: int) -> None:
@@ -1058,7 +1066,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
         import asyncio, pathlib, sys
         from node.settings import EngineSettings, NodeSettings
         from node.engine_process.supervisor import Supervisor
-        from wire.frames import Limits
+        from wire.frames import MemoryLimits
 
         async def main():
             up = asyncio.Event()
@@ -1067,7 +1075,7 @@ def test_nothing_outlives_an_agent_that_is_killed(tmp_path: Path):
                 log_file=pathlib.Path(sys.argv[1]), scratch=pathlib.Path(sys.argv[1]).parent / "scratch",
                 wired=lambda: None,
             )
-            one.set_limits(Limits(2**36, 2**36, 2**30, "metal"))
+            one.set_limits(MemoryLimits(2**36, 2**36, 2**30, "metal"))
             await one.start()
             while one.state.state != "ready":
                 up.clear()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from host.private_files import private_folder
-from node.inspect.running_settings import FILE, running, telling
+from node.inspect.running_settings import FILE, published, running
 from node.run import OTHERS
 from node.settings import resolve
 
@@ -34,7 +34,7 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
     assert running(folder, OTHERS) is None
     with locked(folder):
         assert running(folder, OTHERS) is None
-        with telling(folder, 7, SETTINGS):
+        with published(folder, 7, SETTINGS):
             found = running(folder, OTHERS)
             assert (folder / FILE).stat().st_mode & 0o777 == 0o600
         assert running(folder, OTHERS) is None
@@ -45,7 +45,7 @@ def test_a_running_node_tells_its_settings_and_where_they_come_from(tmp_path: Pa
 
 def test_what_a_killed_node_left_or_somebody_copied_is_not_believed(tmp_path: Path) -> None:
     folder = private_folder(tmp_path / "node")
-    with locked(folder), telling(folder, 7, SETTINGS):
+    with locked(folder), published(folder, 7, SETTINGS):
         shutil.copytree(folder, tmp_path / "copy")
         assert running(tmp_path / "copy", OTHERS) is None
         left = (folder / FILE).read_bytes()
@@ -63,5 +63,5 @@ def test_what_is_damaged_is_not_believed(tmp_path: Path, content: bytes) -> None
 
 
 def test_a_node_starts_where_nothing_can_be_told(tmp_path: Path) -> None:
-    with telling(tmp_path / "nowhere", os.getpid(), SETTINGS):
+    with published(tmp_path / "nowhere", os.getpid(), SETTINGS):
         assert not (tmp_path / "nowhere").exists()

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 from host.settings_loader import SettingsError
 from node.memory.cap import (
     CUSTOM,
+    MAX_WIRED_SHARE,
     TIERS,
-    WIRED_SHARE_MOST,
-    Bounds,
-    Cap,
     Ceiling,
-    Device,
+    MachineBounds,
     Margin,
-    Tier,
+    MemoryCap,
+    MemoryTier,
+    MetalDevice,
     ceiling,
     default_metal,
     dynamic,
@@ -49,7 +49,7 @@ SIZES = st.integers(0, 2**40)
     ],
 )
 def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int, bound_by: str):
-    cap = resolve_cap("auto", tier, Bounds(ram * GIB, metal and metal * GIB))
+    cap = resolve_cap("auto", tier, MachineBounds(ram * GIB, metal and metal * GIB))
     assert cap.bytes == max(1, expected * GIB)
     assert cap.bound_by == bound_by
     assert cap.remedy
@@ -57,29 +57,29 @@ def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int,
 
 
 def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_percent_of_the_ram():
-    remedy = resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB)).remedy
+    remedy = resolve_cap("auto", "safe", MachineBounds(128 * GIB, 96 * GIB)).remedy
     assert remedy == "raise Metal's limit: sudo sysctl iogpu.wired_limit_mb=118784, then restart the node"
     with pytest.raises(SettingsError, match=r"\(sudo sysctl iogpu.wired_limit_mb=124518\)"):
-        resolve_cap("128GiB", "safe", Bounds(128 * GIB, 96 * GIB))
+        resolve_cap("128GiB", "safe", MachineBounds(128 * GIB, 96 * GIB))
 
 
 def test_an_explicit_cap_above_metal_is_refused_unless_the_switch_is_on_and_then_warned_about():
     with pytest.raises(SettingsError, match=r"memory\.cap.*above the Metal limit.*memory\.above_metal"):
-        resolve_cap("100GiB", "safe", Bounds(128 * GIB, 96 * GIB))
-    cap = resolve_cap("100GiB", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True)
+        resolve_cap("100GiB", "safe", MachineBounds(128 * GIB, 96 * GIB))
+    cap = resolve_cap("100GiB", "safe", MachineBounds(128 * GIB, 96 * GIB), above_metal=True)
     assert cap.bytes == 100 * GIB
     assert "above the Metal limit" in cap.warning
-    assert not resolve_cap("96GiB", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True).warning
+    assert not resolve_cap("96GiB", "safe", MachineBounds(128 * GIB, 96 * GIB), above_metal=True).warning
 
 
 def test_binary_and_decimal_units_are_two_things():
-    bounds = Bounds(128 * GIB, 96 * GIB)
+    bounds = MachineBounds(128 * GIB, 96 * GIB)
     assert resolve_cap("12GB", CUSTOM, bounds).bytes == 12 * 10**9
     assert resolve_cap("12GiB", CUSTOM, bounds).bytes == 12 * 2**30
 
 
 def test_a_metal_limit_that_falls_under_the_cap_while_we_run_counts_and_is_warned_about():
-    cap = resolve_cap("96GiB", CUSTOM, Bounds(128 * GIB, 64 * GIB), starting=False)
+    cap = resolve_cap("96GiB", CUSTOM, MachineBounds(128 * GIB, 64 * GIB), starting=False)
     assert (cap.bytes, cap.bound_by) == (64 * GIB, "metal")
     assert "iogpu.wired_limit_mb=98304" in cap.remedy
     assert "96.0 GiB" in cap.warning
@@ -87,12 +87,12 @@ def test_a_metal_limit_that_falls_under_the_cap_while_we_run_counts_and_is_warne
 
 
 def test_a_container_below_the_cap_counts_and_is_warned_about():
-    cap = resolve_cap("12GiB", CUSTOM, Bounds(64 * GIB, container=8 * GIB))
+    cap = resolve_cap("12GiB", CUSTOM, MachineBounds(64 * GIB, container=8 * GIB))
     assert (cap.bytes, cap.bound_by) == (8 * GIB, "container")
     assert "container" in cap.remedy
     assert "12.0 GiB" in cap.warning
     assert "8.0 GiB" in cap.warning
-    assert not resolve_cap("8GiB", CUSTOM, Bounds(64 * GIB, container=8 * GIB)).warning
+    assert not resolve_cap("8GiB", CUSTOM, MachineBounds(64 * GIB, container=8 * GIB)).warning
 
 
 @pytest.mark.parametrize(
@@ -111,36 +111,36 @@ def test_a_container_below_the_cap_counts_and_is_warned_about():
 def test_of_two_limits_below_the_cap_the_lower_counts_and_neither_makes_it_zero(
     metal: int | None, container: int | None, expected: int, bound_by: str
 ):
-    cap = resolve_cap("16GiB", CUSTOM, Bounds(64 * GIB, metal, container), starting=False)
+    cap = resolve_cap("16GiB", CUSTOM, MachineBounds(64 * GIB, metal, container), starting=False)
     assert (cap.bytes, cap.bound_by) == (expected, bound_by)
     assert cap.warning
 
 
 @pytest.mark.parametrize("metal", [0, 1])
 def test_an_automatic_cap_is_never_zero(metal: int):
-    assert resolve_cap("auto", "safe", Bounds(64 * GIB, metal)).bytes == 1
-    assert resolve_cap("auto", "safe", Bounds(4 * GIB + metal)).bytes == 1
+    assert resolve_cap("auto", "safe", MachineBounds(64 * GIB, metal)).bytes == 1
+    assert resolve_cap("auto", "safe", MachineBounds(4 * GIB + metal)).bytes == 1
 
 
 def test_a_cap_above_the_ram_is_an_error_at_the_start_and_the_ram_while_we_run():
     for ram in (1, GIB):
         with pytest.raises(SettingsError, match="more than the RAM"):
-            resolve_cap(ram + 1, CUSTOM, Bounds(ram))
-        assert resolve_cap(ram, CUSTOM, Bounds(ram)).bytes == ram
-        assert resolve_cap(ram + 1, CUSTOM, Bounds(ram), starting=False).bytes == ram
+            resolve_cap(ram + 1, CUSTOM, MachineBounds(ram))
+        assert resolve_cap(ram, CUSTOM, MachineBounds(ram)).bytes == ram
+        assert resolve_cap(ram + 1, CUSTOM, MachineBounds(ram), starting=False).bytes == ram
 
 
 def test_in_a_container_shares_and_reserves_are_of_its_limit():
-    assert resolve_cap("50%", CUSTOM, Bounds(64 * GIB, container=32 * GIB)).bytes == 16 * GIB
-    cap = resolve_cap("auto", "balanced", Bounds(64 * GIB, container=32 * GIB))
+    assert resolve_cap("50%", CUSTOM, MachineBounds(64 * GIB, container=32 * GIB)).bytes == 16 * GIB
+    cap = resolve_cap("auto", "balanced", MachineBounds(64 * GIB, container=32 * GIB))
     assert (cap.bytes, cap.bound_by) == (24 * GIB, "container")
 
 
 def test_where_the_ram_cannot_be_read_only_a_size_says_anything():
     for setting in ("auto", "80%"):
         with pytest.raises(SettingsError, match=r"memory\.cap.*cannot be read"):
-            resolve_cap(setting, "balanced", Bounds(0))
-    cap = resolve_cap("8GiB", CUSTOM, Bounds(0))
+            resolve_cap(setting, "balanced", MachineBounds(0))
+    cap = resolve_cap("8GiB", CUSTOM, MachineBounds(0))
     assert cap.bytes == 8 * GIB
     assert "cannot be read" in cap.warning
 
@@ -156,7 +156,7 @@ def test_whatever_the_machines_limits_become_a_set_cap_is_within_them_and_never_
     setting: str, total: int, metal: int | None, container: int | None, above: bool
 ):
     try:
-        cap = resolve_cap(setting, CUSTOM, Bounds(total, metal, container), above_metal=above, starting=False)
+        cap = resolve_cap(setting, CUSTOM, MachineBounds(total, metal, container), above_metal=above, starting=False)
     except SettingsError:
         assert setting == "80%"
         assert min(total, container if container is not None else total) <= 1, "a share of nothing is nothing"
@@ -167,18 +167,20 @@ def test_whatever_the_machines_limits_become_a_set_cap_is_within_them_and_never_
 
 
 def test_the_switch_does_not_lift_an_automatic_cap():
-    assert resolve_cap("auto", "safe", Bounds(128 * GIB, 96 * GIB), above_metal=True).bytes == 96 * GIB
+    assert resolve_cap("auto", "safe", MachineBounds(128 * GIB, 96 * GIB), above_metal=True).bytes == 96 * GIB
 
 
 @pytest.mark.parametrize(("setting", "size"), [("50%", 64 * GIB), ("12GiB", 12 * GIB), (5 * GIB, 5 * GIB), ("7", 7)])
 def test_an_explicit_cap_is_taken_as_it_is(setting: str | int, size: int):
-    assert resolve_cap(setting, "safe", Bounds(128 * GIB, 96 * GIB)) == Cap(size, "setting", "raise memory.cap")
+    assert resolve_cap(setting, "safe", MachineBounds(128 * GIB, 96 * GIB)) == MemoryCap(
+        size, "setting", "raise memory.cap"
+    )
 
 
 @pytest.mark.parametrize("setting", ["0", "0%", 0, "129GiB", "many", "101%", "", -1])
 def test_an_impossible_cap_is_refused_by_its_key(setting: str | int):
     with pytest.raises(SettingsError, match=r"memory\.cap"):
-        resolve_cap(setting, "safe", Bounds(128 * GIB))
+        resolve_cap(setting, "safe", MachineBounds(128 * GIB))
 
 
 def test_margin_is_the_verdicts_default_or_as_it_is_and_zero_is_warned_about():
@@ -205,7 +207,7 @@ def test_a_margin_that_leaves_a_byte_of_the_cap_is_not_warned_about(margin: int,
     assert resolve_margin(2 * cap, cap).warning
 
 
-CAP = Cap(96 * GIB, "metal", "raise the limit")
+CAP = MemoryCap(96 * GIB, "metal", "raise the limit")
 
 
 @pytest.mark.parametrize(
@@ -238,15 +240,15 @@ def test_without_a_lease_nothing_is_taken_off():
 
 @given(st.integers(1, 2**40), SIZES, SIZES)
 def test_the_ceiling_is_never_zero_never_above_the_cap_and_falls_with_leases(cap: int, reach: int, leases: int):
-    found = ceiling(Cap(cap, "static", "-"), reach, leases)
+    found = ceiling(MemoryCap(cap, "static", "-"), reach, leases)
     assert 1 <= found.bytes <= max(1, min(cap, reach))
-    assert ceiling(Cap(cap, "static", "-"), reach, leases + 1).bytes <= found.bytes
+    assert ceiling(MemoryCap(cap, "static", "-"), reach, leases + 1).bytes <= found.bytes
     assert (found.bound_by == "static") == (leases == 0 and reach >= cap)
 
 
 @given(st.integers(1, 2**41), st.sampled_from(sorted(set(TIERS) - {CUSTOM})), st.none() | st.integers(1, 2**41))
 def test_an_automatic_cap_is_within_ram_and_metal(ram: int, tier: str, metal: int | None):
-    cap = resolve_cap("auto", tier, Bounds(ram, metal))
+    cap = resolve_cap("auto", tier, MachineBounds(ram, metal))
     assert 1 <= cap.bytes <= (ram if metal is None else min(ram, metal))
 
 
@@ -312,34 +314,34 @@ def test_the_guess_is_between_two_thirds_and_the_highest_share_that_was_seen(ram
     assert int(ram * 2 / 3) <= default_metal(ram, system) <= ram * 0.84
 
 
-GUESSED = Bounds(128 * GIB, 100 * GIB)
+GUESSED = MachineBounds(128 * GIB, 100 * GIB)
 
 
 @pytest.mark.parametrize(
     ("bounds", "device", "metal"),
     [
         (GUESSED, None, 100),
-        (GUESSED, Device(107 * GIB), 107),
-        (GUESSED, Device(90 * GIB), 90),
+        (GUESSED, MetalDevice(107 * GIB), 107),
+        (GUESSED, MetalDevice(90 * GIB), 90),
         # A user set a limit: the device's figure follows it, and neither is ever exceeded.
-        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(112 * GIB, 112 * GIB), 112),
-        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(110 * GIB, 112 * GIB), 110),
-        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB, 60 * GIB), 60),
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(112 * GIB, 112 * GIB), 112),
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(110 * GIB, 112 * GIB), 110),
+        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), MetalDevice(107 * GIB, 60 * GIB), 60),
         # The limit was set, changed or removed after the device was read: the lower figure counts.
-        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), Device(107 * GIB), 107),
-        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), Device(107 * GIB), 60),
-        (GUESSED, Device(112 * GIB, 112 * GIB), 100),
-        (GUESSED, Device(60 * GIB, 60 * GIB), 60),
+        (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(107 * GIB), 107),
+        (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), MetalDevice(107 * GIB), 60),
+        (GUESSED, MetalDevice(112 * GIB, 112 * GIB), 100),
+        (GUESSED, MetalDevice(60 * GIB, 60 * GIB), 60),
     ],
 )
 def test_metals_limit_is_the_devices_figure_and_what_a_person_set_where_that_is_lower(
-    bounds: Bounds, device: Device | None, metal: int
+    bounds: MachineBounds, device: MetalDevice | None, metal: int
 ):
     assert with_device(bounds, device) == replace(bounds, metal=metal * GIB)
 
 
 def test_a_machine_without_metal_gets_none_from_a_report():
-    assert with_device(Bounds(64 * GIB), Device(48 * GIB)) == Bounds(64 * GIB)
+    assert with_device(MachineBounds(64 * GIB), MetalDevice(48 * GIB)) == MachineBounds(64 * GIB)
 
 
 def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
@@ -353,10 +355,12 @@ def test_what_a_tier_leaves_to_the_system_and_counts_as_reclaimable():
 
 @pytest.mark.parametrize(
     "value",
-    [Tier(1, 0.5), Bounds(GIB), Device(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
+    [MemoryTier(1, 0.5), MachineBounds(GIB), MetalDevice(GIB), CAP, Ceiling(1, "static", "-"), Margin(1)],
     ids=lambda value: type(value).__name__,
 )
-def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds | Device | Cap | Ceiling | Margin):
+def test_what_was_settled_is_never_changed_but_settled_anew(
+    value: MemoryTier | MachineBounds | MetalDevice | MemoryCap | Ceiling | Margin,
+):
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, 0)
 
@@ -365,17 +369,17 @@ def test_what_was_settled_is_never_changed_but_settled_anew(value: Tier | Bounds
 @pytest.mark.parametrize("total", [1, 8 * GIB, 16 * GIB, 64 * GIB, 512 * GIB])
 def test_a_safe_wired_limit_leaves_the_system_its_reserve_and_a_share(tier: str, total: int):
     limit = safe_wired_limit(tier, total)
-    assert limit in (0, total - reserve(tier, total), int(total * WIRED_SHARE_MOST))
-    assert 0 <= limit <= total * WIRED_SHARE_MOST
+    assert limit in (0, total - reserve(tier, total), int(total * MAX_WIRED_SHARE))
+    assert 0 <= limit <= total * MAX_WIRED_SHARE
     assert limit == 0 or total - limit >= reserve(tier, total)
 
 
 def test_a_safe_wired_limit_is_the_lower_of_reserve_and_share():
     assert safe_wired_limit("balanced", 16 * GIB) == 16 * GIB - reserve("balanced", 16 * GIB)
-    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * WIRED_SHARE_MOST)
+    assert safe_wired_limit("aggressive", 2**50) == int(2**50 * MAX_WIRED_SHARE)
     assert safe_wired_limit("safe", 1) == 0
 
 
 def test_a_container_above_the_ram_adds_no_ram():
-    assert Bounds(16 * GIB, container=64 * GIB).ram == 16 * GIB
-    assert Bounds(64 * GIB, container=16 * GIB).ram == 16 * GIB
+    assert MachineBounds(16 * GIB, container=64 * GIB).ram == 16 * GIB
+    assert MachineBounds(64 * GIB, container=16 * GIB).ram == 16 * GIB

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from node.memory.cap import Bounds, default_metal
-from node.memory.darwin import Footprint, ProcBsdInfo, RusageV4, System
-from node.memory.reading import Highs
+from node.memory.cap import MachineBounds, default_metal
+from node.memory.darwin import DarwinFootprint, LibSystem, ProcBsdInfo, RusageV4
+from node.memory.reading import HighWaterMarks
 from node.memory.sensor import Mac
 from wire.report import Hardware
 from wire.units import GIB, MIB
@@ -24,8 +24,8 @@ SOURCE = Path(__file__).parents[3] / "support" / "libproc_standin.c"
 
 
 @pytest.fixture(scope="module")
-def system(tmp_path_factory: pytest.TempPathFactory) -> System:
-    return System(build(tmp_path_factory.mktemp("standin")))
+def system(tmp_path_factory: pytest.TempPathFactory) -> LibSystem:
+    return LibSystem(build(tmp_path_factory.mktemp("standin")))
 
 
 def build(folder: Path, *flags: str) -> str:
@@ -45,24 +45,24 @@ def test_the_layouts_are_apples():
     assert _offset(RusageV4, "interval_max_phys_footprint") == 280
 
 
-def test_the_footprint_of_a_process_is_read_and_that_of_none_is_unknown(system: System):
-    phys = Footprint(os.getpid(), system).phys()
+def test_the_footprint_of_a_process_is_read_and_that_of_none_is_unknown(system: LibSystem):
+    phys = DarwinFootprint(os.getpid(), system).phys()
     assert phys is not None
     assert abs(phys - psutil.Process().memory_info().rss) < 8 * MIB
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     child.wait()
-    assert Footprint(child.pid, system).phys() is None
+    assert DarwinFootprint(child.pid, system).phys() is None
 
 
-def test_a_footprint_of_zero_is_unknown(system: System):
+def test_a_footprint_of_zero_is_unknown(system: LibSystem):
     child = subprocess.Popen([sys.executable, "-c", "pass"])
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert system.phys(child.pid) is None
     child.wait()
 
 
-def test_the_footprint_rises_by_what_is_touched(system: System):
-    source = Footprint(os.getpid(), system)
+def test_the_footprint_rises_by_what_is_touched(system: LibSystem):
+    source = DarwinFootprint(os.getpid(), system)
     before = source.phys()
     block = bytearray(os.urandom(64 * MIB)) * 4
     after = source.phys()
@@ -72,8 +72,8 @@ def test_the_footprint_rises_by_what_is_touched(system: System):
     assert len(block) == 256 * MIB
 
 
-def test_high_water_marks_stay_after_the_memory_is_given_back_until_the_interval_is_begun_anew(system: System):
-    source = Footprint(os.getpid(), system)
+def test_high_water_marks_stay_after_the_memory_is_given_back_until_the_interval_is_begun_anew(system: LibSystem):
+    source = DarwinFootprint(os.getpid(), system)
     block = bytearray(os.urandom(64 * MIB))
     high = source.phys()
     del block
@@ -93,35 +93,37 @@ def test_high_water_marks_stay_after_the_memory_is_given_back_until_the_interval
     assert marks.lifetime >= high
 
 
-def test_marks_of_no_process_are_unknown_and_a_refused_reset_says_so(system: System):
-    assert Footprint(2**22 + 1, system).highs() == Highs()
-    assert not Footprint(0, system).begin_interval()
+def test_marks_of_no_process_are_unknown_and_a_refused_reset_says_so(system: LibSystem):
+    assert DarwinFootprint(2**22 + 1, system).highs() == HighWaterMarks()
+    assert not DarwinFootprint(0, system).begin_interval()
 
 
 def test_a_system_without_the_reset_reads_everything_else(tmp_path: Path):
-    other = System(build(tmp_path, "-DWITHOUT_RESET"))
-    assert not Footprint(os.getpid(), other).begin_interval()
-    assert Footprint(os.getpid(), other).highs().lifetime
+    other = LibSystem(build(tmp_path, "-DWITHOUT_RESET"))
+    assert not DarwinFootprint(os.getpid(), other).begin_interval()
+    assert DarwinFootprint(os.getpid(), other).highs().lifetime
 
 
 @pytest.mark.parametrize(("level", "word"), [("1", "normal"), ("2", "warn"), ("4", "critical"), ("9", "")])
-def test_the_pressure_is_the_systems_own_word(system: System, monkeypatch: pytest.MonkeyPatch, level: str, word: str):
+def test_the_pressure_is_the_systems_own_word(
+    system: LibSystem, monkeypatch: pytest.MonkeyPatch, level: str, word: str
+):
     assert system.pressure() == ""
     monkeypatch.setenv("STANDIN_PRESSURE", level)
     assert system.pressure() == word
 
 
-def test_a_mac_reads_its_limits_anew_at_each_look(system: System, monkeypatch: pytest.MonkeyPatch):
+def test_a_mac_reads_its_limits_anew_at_each_look(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system)
-    assert mac.bounds() == Bounds(128 * GIB, default_metal(128 * GIB))
+    assert mac.bounds() == MachineBounds(128 * GIB, default_metal(128 * GIB))
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
-    assert mac.bounds() == Bounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
+    assert mac.bounds() == MachineBounds(128 * GIB, 110000 * MIB, wired=110000 * MIB)
     monkeypatch.delenv("STANDIN_WIRED_MB")
     old = Mac(Hardware("M5", 128 * GIB, system="macOS 15.5"), 0.5, system)
-    assert old.bounds() == Bounds(128 * GIB, 96 * GIB), "an older system gives less"
+    assert old.bounds() == MachineBounds(128 * GIB, 96 * GIB), "an older system gives less"
 
 
-def test_a_macs_memory_is_psutils_counts(system: System):
+def test_a_macs_memory_is_psutils_counts(system: LibSystem):
     """Free and inactive pages are available; the cap also counts a share of the active ones."""
     counts: Any = SimpleNamespace(total=128 * GIB, available=15 * GIB, active=2 * GIB, wired=3 * GIB)
     mac = Mac(Hardware("M5", 128 * GIB), 0.5, system, lambda: counts)
@@ -133,11 +135,11 @@ def test_a_macs_memory_is_psutils_counts(system: System):
     assert (blind.spare().available, blind.reclaimable(), blind.wired()) == (None, None, None)
 
 
-def test_the_machine_is_described(system: System):
+def test_the_machine_is_described(system: LibSystem):
     assert system.chip_name() == "Apple M5 Max"
 
 
-def test_a_wired_limit_is_one_that_somebody_set(system: System, monkeypatch: pytest.MonkeyPatch):
+def test_a_wired_limit_is_one_that_somebody_set(system: LibSystem, monkeypatch: pytest.MonkeyPatch):
     assert system.wired_limit() is None
     monkeypatch.setenv("STANDIN_WIRED_MB", "110000")
     assert system.wired_limit() == 110000 * MIB
@@ -150,10 +152,10 @@ def test_a_wired_limit_is_one_that_somebody_set(system: System, monkeypatch: pyt
 
 def test_a_missing_library_is_an_error():
     with pytest.raises(OSError):
-        System("/nowhere/libSystem.dylib")
+        LibSystem("/nowhere/libSystem.dylib")
 
 
-def test_a_start_tells_namesakes_apart(system: System):
+def test_a_start_tells_namesakes_apart(system: LibSystem):
     assert ctypes.sizeof(ProcBsdInfo) == 136
     assert _offset(ProcBsdInfo, "start_seconds") == 120
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, start_new_session=True)

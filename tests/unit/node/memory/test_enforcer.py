@@ -7,11 +7,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from node.memory.enforcer import BUSY, Action, End, Seen, State, Tell, pause, step
-from node.memory.reading import PERIOD
+from node.memory.enforcer import (
+    BUSY_POLL_SECONDS,
+    Action,
+    EndEngine,
+    EnforcerInput,
+    EnforcerState,
+    SendOrder,
+    pause,
+    step,
+)
+from node.memory.reading import POLL_PERIOD_SECONDS
 from wire.capacity.arithmetic import UNREADABLE, headroom
-from wire.frames import Enforce
-from wire.report import Level, Memory
+from wire.frames import ReduceMemory
+from wire.report import Memory, MemoryLevel
 from wire.units import GIB
 
 CAP = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
@@ -27,30 +36,32 @@ class Run:
     enforced: int = 0
     call_until: float = 0.0
     now: float = 100.0
-    state: State = field(default_factory=State)
+    state: EnforcerState = field(default_factory=EnforcerState)
 
     def poll(self, gib: float | None = None) -> tuple[Action, ...]:
         """Poll with `gib` GiB in use. The engine answers each order before the next poll if `answers` is set."""
         if gib is not None:
             self.memory = replace(self.memory, phys=int(gib * GIB))
-        self.now += BUSY
-        seen = Seen(self.engine, self.memory, self.enforced, self.call_until)
+        self.now += BUSY_POLL_SECONDS
+        seen = EnforcerInput(self.engine, self.memory, self.enforced, self.call_until)
         self.state, actions = step(self.state, seen, self.now)
         for action in actions:
-            if isinstance(action, Tell) and self.answers:
+            if isinstance(action, SendOrder) and self.answers:
                 self.enforced = action.order.poll
         return actions
 
-    def levels(self, *readings: float) -> list[list[Level | str]]:
+    def levels(self, *readings: float) -> list[list[MemoryLevel | str]]:
         """Poll with each reading; return the orders of each poll."""
-        return [[one.order.level if isinstance(one, Tell) else "end" for one in self.poll(gib)] for gib in readings]
+        return [
+            [one.order.level if isinstance(one, SendOrder) else "end" for one in self.poll(gib)] for gib in readings
+        ]
 
 
-SOFT, HARD = Level.OVER_SOFT, Level.OVER_HARD
+SOFT, HARD = MemoryLevel.OVER_SOFT, MemoryLevel.OVER_HARD
 
 
-@pytest.mark.parametrize(("gib", "level", "orders"), [(80, Level.OK, []), (86, SOFT, [SOFT]), (96, SOFT, [SOFT])])
-def test_one_reading_makes_a_level_and_its_orders(gib: float, level: Level, orders: list[Level]):
+@pytest.mark.parametrize(("gib", "level", "orders"), [(80, MemoryLevel.OK, []), (86, SOFT, [SOFT]), (96, SOFT, [SOFT])])
+def test_one_reading_makes_a_level_and_its_orders(gib: float, level: MemoryLevel, orders: list[MemoryLevel]):
     run = Run()
     assert run.levels(gib) == [orders]
     assert run.state.level is level
@@ -75,7 +86,7 @@ def test_an_order_says_by_how_much():
     run = Run(memory=replace(CAP, leases=20 * GIB, ceiling=80 * GIB))
     run.poll(83)
     (action,) = run.poll(84)
-    assert isinstance(action, Tell)
+    assert isinstance(action, SendOrder)
     assert action.order.excess == 4 * GIB
     assert action.order.poll == run.state.polls == 2
 
@@ -87,8 +98,8 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     actions: tuple[Action, ...] = ()
     while not actions:
         actions = run.poll()
-    assert run.now - asked == PERIOD
-    assert actions == (End("over its cap: 9.1 GiB of 8.0 GiB on two readings, and it did not answer"),)
+    assert run.now - asked == POLL_PERIOD_SECONDS
+    assert actions == (EndEngine("over its cap: 9.1 GiB of 8.0 GiB on two readings, and it did not answer"),)
     assert run.state.kills == 1
     assert run.levels(9.1, 9.1) == [[], []], "it is ended once"
     assert run.state.kills == 1
@@ -96,22 +107,24 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
 
 def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
     run = Run(memory=replace(CAP, cap=8 * GIB, leases=2 * GIB, ceiling=6 * GIB), answers=False)
-    ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, End)]
-    assert ends == [End("over its cap: 7.0 GiB of 6.0 GiB on two readings, and it did not answer")]
+    ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, EndEngine)]
+    assert ends == [EndEngine("over its cap: 7.0 GiB of 6.0 GiB on two readings, and it did not answer")]
 
 
 def test_who_was_never_asked_is_asked_before_it_is_ended():
-    seen = Seen(1, replace(CAP, phys=101 * GIB))
-    state, (action,) = step(State(engine=1, over=1, looked_at=999.9), seen, 1000.0)
-    assert action == Tell(Enforce(1, HARD, GIB))
+    seen = EnforcerInput(1, replace(CAP, phys=101 * GIB))
+    state, (action,) = step(EnforcerState(engine=1, over=1, looked_at=999.9), seen, 1000.0)
+    assert action == SendOrder(ReduceMemory(1, HARD, GIB))
     assert (state.asked, state.asked_at) == (1, 1000.0)
-    state, actions = step(state, seen, 1000.0 + PERIOD / 2)
+    state, actions = step(state, seen, 1000.0 + POLL_PERIOD_SECONDS / 2)
     assert actions == ()
-    assert isinstance(step(state, seen, 1000.0 + PERIOD)[1][0], End)
+    assert isinstance(step(state, seen, 1000.0 + POLL_PERIOD_SECONDS)[1][0], EndEngine)
 
 
-@pytest.mark.parametrize("value", [State(), Seen(1, CAP), Tell(Enforce(1, SOFT)), End("")])
-def test_what_was_seen_and_decided_is_never_changed_afterwards(value: State | Seen | Action):
+@pytest.mark.parametrize(
+    "value", [EnforcerState(), EnforcerInput(1, CAP), SendOrder(ReduceMemory(1, SOFT)), EndEngine("")]
+)
+def test_what_was_seen_and_decided_is_never_changed_afterwards(value: EnforcerState | EnforcerInput | Action):
     with pytest.raises(FrozenInstanceError):
         setattr(value, fields(value)[0].name, 0)
 
@@ -135,7 +148,7 @@ def test_a_native_call_under_way_may_last_until_it_would_count_as_hung():
 def test_a_call_that_ends_within_the_period_shortens_it_for_nobody():
     run = Run(answers=False)
     run.levels(110, 110)
-    run.call_until = run.now + BUSY
+    run.call_until = run.now + BUSY_POLL_SECONDS
     assert run.levels(110, 110, 110) == [[], [], []]
     assert run.levels(110) == [["end"]]
 
@@ -152,7 +165,7 @@ def test_time_that_stands_still_is_no_silence():
     run = Run(answers=False)
     run.levels(110, 110)
     for _ in range(50):
-        run.now -= BUSY
+        run.now -= BUSY_POLL_SECONDS
         assert run.poll(110) == ()
 
 
@@ -194,7 +207,7 @@ def test_an_unreadable_footprint_neither_counts_nor_pardons():
     run.memory = replace(run.memory, phys=None)
     for _ in range(20):
         assert run.poll() == ()
-    assert run.state.level is Level.UNKNOWN
+    assert run.state.level is MemoryLevel.UNKNOWN
     assert run.levels(110) == [["end"]]
 
 
@@ -202,7 +215,7 @@ def test_a_ceiling_that_cannot_be_read_asks_for_nothing_and_ends_nothing():
     blind = replace(CAP, ceiling=1, bound_by=UNREADABLE)
     run = Run(memory=blind, answers=False)
     assert run.levels(*[99] * 50) == [[]] * 50
-    assert run.state.level is Level.UNKNOWN
+    assert run.state.level is MemoryLevel.UNKNOWN
     assert run.levels(101, 99, 101, 99) == [[SOFT], [], [SOFT], []], "below the cap is below the cap"
     assert run.state.kills == 0
 
@@ -210,7 +223,7 @@ def test_a_ceiling_that_cannot_be_read_asks_for_nothing_and_ends_nothing():
 def test_without_an_engine_there_is_nothing_to_do():
     run = Run(engine=None)
     assert run.levels(110, 110, 110) == [[], [], []]
-    assert run.state.level is Level.UNKNOWN
+    assert run.state.level is MemoryLevel.UNKNOWN
 
 
 def test_with_the_guard_off_by_name_it_only_counts():
@@ -221,10 +234,10 @@ def test_with_the_guard_off_by_name_it_only_counts():
 
 
 def test_polls_are_quick_where_it_matters():
-    assert pause(State(), busy=False, loaded=False) == 5.0
-    assert pause(State(), busy=False, loaded=True) == 1.0
-    assert pause(State(), busy=True, loaded=False) == 0.25
-    assert pause(State(over=1), busy=False, loaded=False) == 0.25
+    assert pause(EnforcerState(), busy=False, loaded=False) == 5.0
+    assert pause(EnforcerState(), busy=False, loaded=True) == 1.0
+    assert pause(EnforcerState(), busy=True, loaded=False) == 0.25
+    assert pause(EnforcerState(over=1), busy=False, loaded=False) == 0.25
 
 
 SIZES = st.integers(0, 2**40)
@@ -251,24 +264,24 @@ SIZES = st.integers(0, 2**40)
     )
 )
 def test_ok_means_headroom_and_only_silence_over_the_cap_ends(polls: list[tuple[Memory, bool, float]]):
-    state, now, enforced, over, unanswered = State(), 0.0, 0, 0, None
+    state, now, enforced, over, unanswered = EnforcerState(), 0.0, 0, 0, None
     for memory, answers, passed in polls:
         now += passed
-        state, actions = step(state, Seen(1, memory, enforced), now)
+        state, actions = step(state, EnforcerInput(1, memory, enforced), now)
         known = memory.phys is not None
         room = headroom(memory.ceiling, memory.margin, max(memory.active, memory.phys or 0, memory.recent), 0)
         assert room is not None
-        assert (state.level is Level.OK) == (known and room >= memory.reserved)
-        over = over if not known else over + 1 if state.level is Level.OVER_HARD else 0
+        assert (state.level is MemoryLevel.OK) == (known and room >= memory.reserved)
+        over = over if not known else over + 1 if state.level is MemoryLevel.OVER_HARD else 0
         for action in actions:
-            if isinstance(action, End):
+            if isinstance(action, EndEngine):
                 assert over >= 2
                 assert unanswered is not None
-                assert now - unanswered >= PERIOD
+                assert now - unanswered >= POLL_PERIOD_SECONDS
             else:
-                assert (action.order.level is Level.OVER_HARD) == (over >= 2)
+                assert (action.order.level is MemoryLevel.OVER_HARD) == (over >= 2)
                 if answers:
                     enforced = action.order.poll
                     unanswered = None
-                elif action.order.level is Level.OVER_HARD:
+                elif action.order.level is MemoryLevel.OVER_HARD:
                     unanswered = now

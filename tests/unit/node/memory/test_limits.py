@@ -12,14 +12,14 @@ import structlog
 
 from host.settings_loader import SettingsError
 from node.memory import sensor as memory_sensor
-from node.memory.cap import Bounds
+from node.memory.cap import MachineBounds
 from node.memory.limits import Limiter
-from node.memory.reading import STALE, Spare
+from node.memory.reading import STALE_AFTER_SECONDS, AvailableMemory
 from node.memory.sensor import Sensor, open_sensor
 from node.settings import resolve
 from tests.support.readings import FailingSource, Later
 from wire.capacity.arithmetic import UNREADABLE
-from wire.frames import Limits
+from wire.frames import MemoryLimits
 from wire.report import Hardware
 from wire.units import GIB, MIB
 
@@ -47,14 +47,14 @@ class SetMachine:
     held: int | None = None
     hardware: Hardware = field(default_factory=lambda: Hardware("M5", 128 * GIB))
 
-    def bounds(self) -> Bounds:
-        return Bounds(self.total, self.metal, self.container, self.sysctl)
+    def bounds(self) -> MachineBounds:
+        return MachineBounds(self.total, self.metal, self.container, self.sysctl)
 
     def reclaimable(self) -> int | None:
         return self.free
 
-    def spare(self) -> Spare:
-        return Spare(self.free, "", "set", time.monotonic())
+    def spare(self) -> AvailableMemory:
+        return AvailableMemory(self.free, "", "set", time.monotonic())
 
     def wired(self) -> int | None:
         return self.held
@@ -200,9 +200,9 @@ def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges
 
         reads: int = 0
 
-        def bounds(self) -> Bounds:
+        def bounds(self) -> MachineBounds:
             self.reads += 1
-            return Bounds(self.total if self.reads % 2 else 0, self.metal, self.container)
+            return MachineBounds(self.total if self.reads % 2 else 0, self.metal, self.container)
 
     one = limiter(FailingMachine())
     for _ in range(4):
@@ -218,9 +218,9 @@ def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_tha
     assert one.standing.remedy
 
 
-def told(one: Limiter, phys: int | None = 0) -> list[Limits]:
+def told(one: Limiter, phys: int | None = 0) -> list[MemoryLimits]:
     """Poll once; return the limits that were sent."""
-    frames: list[Limits] = []
+    frames: list[MemoryLimits] = []
     one.poll(phys, frames.append)
     return frames
 
@@ -291,8 +291,8 @@ def test_readings_that_fail_for_a_minute_are_unknown_once_the_last_is_stale(fail
         clock.by += 1.0
         machine.free = None if fails == "spare" else 30 * GIB
         found.append(one.now(None if fails == "footprint" else 66 * GIB))
-    assert found[: int(STALE) - 1] == [before] * (int(STALE) - 1)
-    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE) :]} == {(1, UNREADABLE)}
+    assert found[: int(STALE_AFTER_SECONDS) - 1] == [before] * (int(STALE_AFTER_SECONDS) - 1)
+    assert {(limits.ceiling, limits.bound_by) for limits in found[int(STALE_AFTER_SECONDS) :]} == {(1, UNREADABLE)}
     machine.free = 30 * GIB
     assert one.now(66 * GIB) == before
 
@@ -404,7 +404,7 @@ def test_a_poll_returns_the_limits_of_this_moment_and_the_standing_ceiling_is_kn
     machine = SetMachine(free=32 * GIB)
     one = limiter(machine, cap="64GiB")
     assert (one.standing.bytes, one.standing.bound_by, one.leases) == (64 * GIB, "setting", 0)
-    seen: list[Limits] = []
+    seen: list[MemoryLimits] = []
     assert one.poll(0, seen.append) == seen[0]
     machine.free = 32 * GIB - 1
     assert one.poll(0, seen.append).ceiling == 32 * GIB - 1

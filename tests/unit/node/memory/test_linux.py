@@ -9,14 +9,14 @@ import pytest
 
 from node.memory import linux
 from node.memory.linux import (
-    Statm,
+    LinuxFootprint,
     chip_name,
     container_limit,
     container_room,
     pressure,
     unevictable_memory,
 )
-from node.memory.reading import Highs
+from node.memory.reading import HighWaterMarks
 from node.memory.sensor import LinuxMachine, machine, members
 from wire.units import GIB, MIB
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
 def test_statm_agrees_with_psutil_and_sees_what_is_touched():
-    source = Statm(os.getpid())
+    source = LinuxFootprint(os.getpid())
     before = source.phys()
     assert before is not None
     assert abs(before - psutil.Process().memory_info().rss) < 8 * MIB
@@ -39,22 +39,22 @@ def test_statm_agrees_with_psutil_and_sees_what_is_touched():
 
 def test_a_process_that_is_gone_is_unknown_and_so_is_a_zombie():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    source = Statm(child.pid)
+    source = LinuxFootprint(child.pid)
     assert source.phys()
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert source.phys() is None
     child.communicate()
     assert source.phys() is None
-    assert Statm(child.pid).phys() is None
+    assert LinuxFootprint(child.pid).phys() is None
 
 
 def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
     """Runs in a child process, because the memory of earlier tests must not be part of its marks."""
     script = """
         import os
-        from node.memory.linux import Statm
-        source = Statm(os.getpid())
+        from node.memory.linux import LinuxFootprint
+        source = LinuxFootprint(os.getpid())
         before = source.phys()
         block = bytearray(os.urandom(2**26)) * 4
         high = source.phys()
@@ -77,9 +77,9 @@ def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
 
 
 def test_marks_of_a_process_that_is_gone_are_unknown(tmp_path: Path):
-    gone = Statm(7, tmp_path)
+    gone = LinuxFootprint(7, tmp_path)
     assert gone.phys() is None
-    assert gone.highs() == Highs()
+    assert gone.highs() == HighWaterMarks()
     assert not gone.begin_interval()
 
 

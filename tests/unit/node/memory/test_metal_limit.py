@@ -9,13 +9,13 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from node.memory.cap import Device
+from node.memory.cap import MetalDevice
 from node.memory.metal_limit import FILE, read_device, write_device
 from wire.report import Hardware
 from wire.units import GIB
 
 MAC = Hardware("Apple M5 Max", 128 * GIB, 18, "macOS 26.4", "3.12.1")
-FIGURE = Device(107 * GIB)
+FIGURE = MetalDevice(107 * GIB)
 SET = 112 * GIB
 
 
@@ -36,8 +36,8 @@ def test_a_figure_is_found_again_by_the_machine_that_it_belongs_to_and_by_nobody
 
 
 def test_a_figure_under_a_set_limit_belongs_to_that_limit(tmp_path: Path):
-    write_device(tmp_path, MAC, Device(SET, SET))
-    assert read_device(tmp_path, MAC, SET) == Device(SET, SET)
+    write_device(tmp_path, MAC, MetalDevice(SET, SET))
+    assert read_device(tmp_path, MAC, SET) == MetalDevice(SET, SET)
     assert read_device(tmp_path, MAC, None) is None
     assert read_device(tmp_path, MAC, SET - 1) is None
 
@@ -65,5 +65,5 @@ def test_a_disk_that_takes_nothing_is_a_warning(tmp_path: Path):
 
 
 def test_the_smallest_figure_is_one(tmp_path: Path):
-    write_device(tmp_path, MAC, Device(1))
-    assert read_device(tmp_path, MAC, None) == Device(1)
+    write_device(tmp_path, MAC, MetalDevice(1))
+    assert read_device(tmp_path, MAC, None) == MetalDevice(1)

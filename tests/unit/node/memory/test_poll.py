@@ -15,11 +15,11 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from node.engine_process.supervisor import COMMAND, LOST, Patience, Supervisor
-from node.memory.enforcer import State
+from node.engine_process.supervisor import COMMAND, LOST, Supervisor, SupervisorTimeouts
+from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
-from node.memory.poll import WARN_EVERY, Poll, margin_in_force
-from node.memory.reading import STALE
+from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, margin_in_force
+from node.memory.reading import STALE_AFTER_SECONDS
 from node.settings import resolve
 from node.video import leases
 from tests import models
@@ -27,24 +27,36 @@ from tests.support.readings import Later, failing
 from tests.unit.node.memory.test_limits import SetMachine
 from wire.capacity.arithmetic import UNREADABLE, headroom, profiled_margin
 from wire.codec import decode, encode
-from wire.frames import Deltas, Failed, Finished, Frame, Generate, Lease, Limits, Load, Message, Params, Refusal
-from wire.refusals import Code
-from wire.report import Hardware, Level, Memory
+from wire.frames import (
+    Deltas,
+    Failed,
+    Finished,
+    Frame,
+    Generate,
+    GenerationParams,
+    LeaseRequest,
+    LoadModel,
+    MemoryLimits,
+    Message,
+    Refusal,
+)
+from wire.refusals import RefusalCode
+from wire.report import Hardware, Memory, MemoryLevel
 from wire.units import GIB, MIB
 
 WAIT = 20.0
-AT_ONCE = Patience(first=0.01, longest=0.01, over=0.2, ping_busy=60.0, ping_idle=60.0)
+AT_ONCE = SupervisorTimeouts(first=0.01, longest=0.01, over=0.2, ping_busy=60.0, ping_idle=60.0)
 """Only the poll sends pings, where it needs one."""
 
 
-class SeenPoll(Poll):
+class SeenPoll(MemoryPoll):
     """A poll that notifies a test of each reading."""
 
     looked: Callable[[], None]
 
     def look(self) -> None:
         try:
-            super().look()
+            super().poll_once()
         finally:
             self.looked()
 
@@ -91,7 +103,7 @@ class Node:
         self._changed.set()
 
     def _change(self) -> None:
-        self.poll.changed()
+        self.poll.poll_sooner()
         self._changed.set()
 
     async def until(self, wanted: Callable[[], object]) -> None:
@@ -107,7 +119,7 @@ class Node:
 
     def generate(self, number: int, content: str = "hi", tokens: int = 20_000) -> None:
         message = Message("user", content)
-        frame = Generate(number, number, "r", "scripted-1", (message,), Params(max_tokens=tokens), 0, tokens)
+        frame = Generate(number, number, "r", "scripted-1", (message,), GenerationParams(max_tokens=tokens), 0, tokens)
         self.supervisor.send(encode(frame), Generate, number)
 
     def ends(self, number: int) -> list[Frame]:
@@ -153,7 +165,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Callable[..., Awaitable[Node]]]:
 def test_the_margin_in_force_is_the_one_that_the_gate_decided_under_this_cap(
     margin_auto: bool, said: int, cap: int, expected: int
 ):
-    limits = Limits(cap, cap, 900 * MIB, "static", margin_auto=margin_auto)
+    limits = MemoryLimits(cap, cap, 900 * MIB, "static", margin_auto=margin_auto)
     assert margin_in_force(limits, Memory(cap=said, margin=200 * MIB)) == expected
 
 
@@ -167,7 +179,7 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     wide = node.poll.memory().margin
     assert wide == 512 * MIB, "no model has a profile yet"
     for number, name in enumerate(("one", "two"), 1):
-        node.supervisor.send(encode(Load(number, name)), Load, number)
+        node.supervisor.send(encode(LoadModel(number, name)), LoadModel, number)
         await node.end(number)
     await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.margin < wide)
     memory, report = node.poll.memory(), node.supervisor.report
@@ -175,9 +187,9 @@ async def test_with_profiles_agent_and_engine_judge_leases_and_levels_by_one_mar
     assert memory.margin == report.memory.margin == profiled_margin(2 * GIB, 0)
     room = headroom(memory.ceiling, memory.margin, memory.phys, memory.reserved)
     assert room is not None
-    ask = Lease("lease", 1, "job", "wan", room - 128 * MIB, b"")
-    assert leases.judged(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
-    assert leases.judged(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
+    ask = LeaseRequest("lease", 1, "job", "wan", room - 128 * MIB, b"")
+    assert leases.check_fits(ask, memory, report.models, frozenset()) is None, "two idle models are in nobody's way"
+    assert leases.check_fits(ask, replace(memory, margin=wide), report.models, frozenset()) is not None
 
 
 @pytest.mark.slow
@@ -216,7 +228,7 @@ async def test_a_new_engine_is_covered_and_so_is_the_one_after_a_death(
     node = await make()
     first = node.supervisor.ready
     assert first is not None
-    assert node.poll.state.level is Level.OK
+    assert node.poll.state.level is MemoryLevel.OK
     assert node.supervisor.held == 1
     report = node.supervisor.report
     assert report is not None
@@ -235,12 +247,12 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
 ):
     node = await make()
     node.poll.look()
-    node.poll.changed()
+    node.poll.poll_sooner()
     looked = node.poll.state.polls
     await asyncio.sleep(0.1)
     assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
-    node.poll.state = State()
-    node.poll.changed()
+    node.poll.state = EnforcerState()
+    node.poll.poll_sooner()
     for _ in range(3):  # turns of the loop without elapsed time
         await asyncio.sleep(0)
     assert node.poll.state.engine == node.supervisor.ready
@@ -270,7 +282,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     assert node.poll.state.kills == 1
     assert node.poll.enforcement().kills == 1
     node.machine.container = None
-    await node.until(lambda: node.supervisor.ready not in (None, pid) and node.poll.state.level is Level.OK)
+    await node.until(lambda: node.supervisor.ready not in (None, pid) and node.poll.state.level is MemoryLevel.OK)
     node.generate(2, tokens=4)
     assert isinstance(await node.end(2), Finished)
     assert node.supervisor.state.restarts == 1
@@ -279,20 +291,20 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
 IN_A_CALL = """
     import os, threading, time
     from node.engine.process import main as child
-    from node.engine.process.interface import Call
-    from node.engine.scripted.engine import Scripted
+    from node.engine.process.interface import NativeCall
+    from node.engine.scripted.engine import ScriptedEngine
 
-    decode = Scripted._decode
+    decode = ScriptedEngine._decode
 
     def slow(engine, now):
-        engine.under_way = Call("prefill", time.monotonic(), EXPECTED)
+        engine.under_way = NativeCall("prefill", time.monotonic(), EXPECTED)
         time.sleep(2.5)
         engine.under_way = None
         return decode(engine, now)
 
-    Scripted.under_way = None
-    Scripted._decode = slow
-    Scripted.call = lambda engine: engine.under_way
+    ScriptedEngine.under_way = None
+    ScriptedEngine._decode = slow
+    ScriptedEngine.call = lambda engine: engine.under_way
     child.main()
 """
 """An engine in which each decode step is a native call of 2.5 s."""
@@ -345,11 +357,11 @@ async def test_over_soft_nobody_is_admitted_and_the_report_says_so(make: Callabl
     node = await make()
     node.machine.free = 2 * GIB
     await node.until(lambda: node.supervisor.report and (node.supervisor.report.memory.headroom or 0) < 0)
-    assert node.poll.state.level is Level.OVER_SOFT
+    assert node.poll.state.level is MemoryLevel.OVER_SOFT
     node.generate(1)
     end = await node.end(1)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     assert node.poll.enforcement().remedy.startswith("close other programs")
 
 
@@ -378,7 +390,7 @@ async def test_a_clock_that_jumps_ends_nothing_and_unarms_nothing(
         polls = node.poll.state.polls
         node.poll.look()
         assert node.poll.state.polls == polls + 1
-        assert node.poll.state.level is Level.OK
+        assert node.poll.state.level is MemoryLevel.OK
         assert 0 <= node.poll.system().age < 1
     node.generate(1, tokens=4)
     assert isinstance(await node.end(1), Finished)
@@ -398,10 +410,10 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
         source.fails, node.machine.free = fails != "machine", 60 * GIB if fails == "engine" else None
         node.poll.look()
         assert node.limiter.standing == standing
-        assert node.poll.state.level is (Level.OK if fails == "machine" else Level.UNKNOWN)
+        assert node.poll.state.level is (MemoryLevel.OK if fails == "machine" else MemoryLevel.UNKNOWN)
         source.fails, node.machine.free = False, 60 * GIB
         node.poll.look()
-        assert node.poll.state.level is Level.OK
+        assert node.poll.state.level is MemoryLevel.OK
     assert node.supervisor.told == told
 
 
@@ -417,16 +429,16 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     source.fails, node.machine.free = fails == "engine", None if fails == "machine" else 128 * GIB
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
-    clock.by = STALE + 1
+    clock.by = STALE_AFTER_SECONDS + 1
     node.poll.look()
     assert node.poll.memory().bound_by == UNREADABLE
-    assert node.poll.state.level is Level.UNKNOWN
+    assert node.poll.state.level is MemoryLevel.UNKNOWN
     assert node.poll.enforcement().remedy.startswith("the memory of this machine cannot be read")
     await node.until(lambda: node.supervisor.report and node.supervisor.report.memory.bound_by == UNREADABLE)
     node.generate(2)
     end = await node.end(2)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.UNREADABLE
+    assert end.refused.code is RefusalCode.UNREADABLE
     assert isinstance(await node.end(1), Finished), "what ran was not disturbed"
     source.fails, node.machine.free = False, 128 * GIB
     node.poll.look()
@@ -441,7 +453,7 @@ async def test_what_is_read_outside_is_reported_with_source_and_age(make: Callab
     node = await make()
     system, enforcement = node.poll.system(), node.poll.enforcement()
     assert (system.available, system.source) == (128 * GIB, "set")
-    assert enforcement.level is Level.OK
+    assert enforcement.level is MemoryLevel.OK
     assert enforcement.phys is not None
     assert 8 * MIB < enforcement.phys < 200 * MIB
     assert enforcement.highest is not None
@@ -456,7 +468,7 @@ async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypa
     monkeypatch.setattr(time, "monotonic", clock)
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
-            clock.by += WARN_EVERY
+            clock.by += WARNING_INTERVAL_SECONDS
             node.poll.look()
             node.poll.look()
     node.poll.stop()

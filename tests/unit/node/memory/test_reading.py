@@ -2,77 +2,85 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.memory.reading import PERIOD, POLLS, STALE, LastGood, Reading, Recent
+from node.memory.reading import (
+    POLL_PERIOD_SECONDS,
+    RECENT_POLLS,
+    STALE_AFTER_SECONDS,
+    LastGood,
+    MemoryReading,
+    RecentPeak,
+)
 
 
 def test_recent_is_the_highest_of_the_last_five_polls():
-    recent = Recent()
+    recent = RecentPeak()
     for second, phys in enumerate([9, 1, 2, 3, 4]):
-        recent = recent.observed(phys, float(second))
+        recent = recent.with_reading(phys, float(second))
     assert recent.highest(4.0) == 9
-    assert recent.observed(2, 5.0).highest(5.0) == 4
+    assert recent.with_reading(2, 5.0).highest(5.0) == 4
 
 
 def test_readings_within_one_period_are_one_poll_of_which_the_highest_counts():
-    recent = Recent()
+    recent = RecentPeak()
     for tick in range(100):
-        recent = recent.observed(100 - tick, tick * PERIOD / 200)
+        recent = recent.with_reading(100 - tick, tick * POLL_PERIOD_SECONDS / 200)
     assert len(recent.polls) == 1
     assert recent.highest(0.5) == 100
 
 
 def test_recent_falls_by_time_alone_when_nobody_polls():
-    recent = Recent().observed(9, 10.0)
-    assert recent.highest(10.0 + POLLS * PERIOD - 0.01) == 9
-    assert recent.highest(10.0 + POLLS * PERIOD) == 0
-    assert recent.falls_at(5, 11.0) == 10.0 + POLLS * PERIOD
-    assert recent.falls_at(9, 11.0) is None
+    recent = RecentPeak().with_reading(9, 10.0)
+    assert recent.highest(10.0 + RECENT_POLLS * POLL_PERIOD_SECONDS - 0.01) == 9
+    assert recent.highest(10.0 + RECENT_POLLS * POLL_PERIOD_SECONDS) == 0
+    assert recent.peak_expires_at(5, 11.0) == 10.0 + RECENT_POLLS * POLL_PERIOD_SECONDS
+    assert recent.peak_expires_at(9, 11.0) is None
 
 
 @given(st.lists(st.tuples(st.floats(0, 3), st.integers(1, 1000)), min_size=1, max_size=50))
 def test_recent_is_never_below_the_newest_reading_nor_above_the_highest(steps: list[tuple[float, int]]):
-    recent, now = Recent(), 0.0
+    recent, now = RecentPeak(), 0.0
     for pause, phys in steps:
         now += pause
-        recent = recent.observed(phys, now)
+        recent = recent.with_reading(phys, now)
         assert phys <= recent.highest(now) <= max(height for _, height in steps)
-        assert len(recent.polls) <= POLLS
+        assert len(recent.polls) <= RECENT_POLLS
 
 
 @pytest.mark.parametrize(
-    ("phys", "age", "live"), [(1, 0.0, True), (1, STALE, True), (1, STALE + 1, False), (None, 0.0, False)]
+    ("phys", "age", "live"),
+    [(1, 0.0, True), (1, STALE_AFTER_SECONDS, True), (1, STALE_AFTER_SECONDS + 1, False), (None, 0.0, False)],
 )
 def test_a_reading_is_live_when_it_was_readable_and_recent(phys: int | None, age: float, live: bool):
-    assert Reading(phys, "statm", 100.0).live(100.0 + age) is live
+    assert MemoryReading(phys, "statm", 100.0).live(100.0 + age) is live
 
 
 def test_a_reading_that_fails_is_the_last_good_one_until_it_is_stale():
     reading = LastGood()
-    assert reading.take(None, 50.0) is None, "nothing was ever read"
-    assert reading.take(7, 100.0) == 7
-    assert reading.take(None, 100.0 + STALE) == 7
-    assert reading.take(None, 100.1 + STALE) is None
-    assert reading.take(9, 200.0) == 9
-    assert reading.take(None, 201.0) == 9, "by the newest, not by the first"
+    assert reading.update(None, 50.0) is None, "nothing was ever read"
+    assert reading.update(7, 100.0) == 7
+    assert reading.update(None, 100.0 + STALE_AFTER_SECONDS) == 7
+    assert reading.update(None, 100.1 + STALE_AFTER_SECONDS) is None
+    assert reading.update(9, 200.0) == 9
+    assert reading.update(None, 201.0) == 9, "by the newest, not by the first"
 
 
 def test_a_clock_that_stood_still_keeps_the_last_good_reading():
     reading = LastGood()
-    reading.take(7, 100.0)
-    assert [reading.take(None, 100.0) for _ in range(1000)] == [7] * 1000
+    reading.update(7, 100.0)
+    assert [reading.update(None, 100.0) for _ in range(1000)] == [7] * 1000
 
 
 def test_recent_keeps_the_start_and_the_height_of_each_poll():
-    recent = Recent()
+    recent = RecentPeak()
     for now, phys in ((10.0, 5), (10.5, 7), (11.25, 3), (12.0, 4), (12.25, 6), (13.5, 2)):
-        recent = recent.observed(phys, now)
+        recent = recent.with_reading(phys, now)
     assert recent.polls == ((10.0, 7), (11.25, 4), (12.25, 6), (13.5, 2))
-    assert recent.observed(1, 15.0).polls == ((11.25, 4), (12.25, 6), (13.5, 2), (15.0, 1))
+    assert recent.with_reading(1, 15.0).polls == ((11.25, 4), (12.25, 6), (13.5, 2), (15.0, 1))
 
 
 def test_recent_falls_when_the_last_of_its_highest_polls_is_over():
-    recent = Recent()
+    recent = RecentPeak()
     for now, phys in ((10.0, 9), (12.0, 9), (13.0, 3)):
-        recent = recent.observed(phys, now)
-    assert [recent.falls_at(floor, 13.0) for floor in (2, 8, 9)] == [17.0, 17.0, None]
-    assert Recent().falls_at(0, 13.0) is None
+        recent = recent.with_reading(phys, now)
+    assert [recent.peak_expires_at(floor, 13.0) for floor in (2, 8, 9)] == [17.0, 17.0, None]
+    assert RecentPeak().peak_expires_at(0, 13.0) is None

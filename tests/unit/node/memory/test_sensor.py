@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from node.memory.cap import Bounds
+from node.memory.cap import MachineBounds
 from node.memory.sensor import born, footprint, machine, members, open_machine, open_sensor
 from node.settings import NodeSettings, resolve
 from wire.units import GIB
@@ -24,7 +24,7 @@ def test_the_scripted_kind_is_judged_on_a_pretended_mac():
     settings = resolve([("test", {"engine.kind": "scripted", "engine.scripted.memory": "64GiB"})]).value
     pretended = open_machine(settings)
     assert pretended.hardware.memory == 64 * GIB
-    assert pretended.bounds() == Bounds(64 * GIB, int(51.84 * GIB))
+    assert pretended.bounds() == MachineBounds(64 * GIB, int(51.84 * GIB))
     assert pretended.reclaimable() == 64 * GIB
     assert pretended.spare().available == 64 * GIB
     assert open_machine(NodeSettings()).hardware == machine(), "real models are judged on the real machine"

@@ -2,14 +2,14 @@
 
 import pytest
 
-from node.memory.wired import Leaks, Wired
+from node.memory.wired import WiredLeaks, WiredReadings
 from wire.units import GIB
 
 
 def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
     """Return the missing memory; all values in GiB."""
     size = [None if one is None else one * GIB for one in (before, last, after)]
-    return Wired(size[0], size[1], weights * GIB).missing(size[2]) // GIB
+    return WiredReadings(size[0], size[1], weights * GIB).leaked_bytes(size[2]) // GIB
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def test_what_another_program_gave_back_meanwhile_hides_no_leak():
 
 
 def test_little_is_no_leak_however_small_the_model():
-    assert Wired(0, GIB, GIB // 2).missing(GIB) == 0
-    assert Wired(0, 3 * GIB, 3 * GIB).missing(3 * GIB) == 3 * GIB
+    assert WiredReadings(0, GIB, GIB // 2).leaked_bytes(GIB) == 0
+    assert WiredReadings(0, 3 * GIB, 3 * GIB).leaked_bytes(3 * GIB) == 3 * GIB
 
 
-def lost(leaks: Leaks, before: int, after: int) -> int:
+def lost(leaks: WiredLeaks, before: int, after: int) -> int:
     """End a process with 40 GiB of weights; all values in GiB."""
-    return leaks.add(Wired(before * GIB, None, 40 * GIB), after * GIB) // GIB
+    return leaks.add(WiredReadings(before * GIB, None, 40 * GIB), after * GIB) // GIB
 
 
 def test_leaks_add_up_and_say_what_to_do():
-    leaks = Leaks()
+    leaks = WiredLeaks()
     assert leaks.warning() == ""
     assert lost(leaks, 3, 4) == 0
     assert leaks.count == 0
@@ -79,14 +79,14 @@ def test_leaks_add_up_and_say_what_to_do():
 
 
 def test_what_comes_back_was_not_lost():
-    leaks = Leaks()
+    leaks = WiredLeaks()
     lost(leaks, 3, 43)
     lost(leaks, 43, 83)
     for wired in (83 * GIB, 43 * GIB, None):
-        leaks.look(wired)
+        leaks.update(wired)
         assert leaks.count == 2
-    leaks.look(43 * GIB - 1)
+    leaks.update(43 * GIB - 1)
     assert (leaks.count, leaks.missing, leaks.warning()) == (0, 0, "")
     assert lost(leaks, 13, 53) == 40
-    leaks.look(34 * GIB)
+    leaks.update(34 * GIB)
     assert leaks.count == 1, "judged by what was there before the first of these"

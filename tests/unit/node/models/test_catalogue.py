@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from node.models.catalogue import (
-    DEPTH,
     EMBEDDED,
-    Library,
+    MAX_DEPTH,
+    ModelCatalogue,
     describe,
-    forecast,
-    foresee,
     hub_folder,
+    predict_kv,
+    predict_transient,
     read_header,
     roots,
     snapshots,
@@ -29,7 +29,7 @@ from node.models.catalogue import (
 from node.settings import ModelSettings
 from tests import models
 from wire.capacity.arithmetic import prefill_transient
-from wire.report import Kv, Transient
+from wire.report import KvParameters, TransientModel
 from wire.units import GIB
 
 LLAMA = {
@@ -68,9 +68,9 @@ def model(folder: Path, config: dict[str, Any] = LLAMA, weights: bytes | None = 
     return folder
 
 
-def library(*folders: Path, **environment: str) -> Library:
+def library(*folders: Path, **environment: str) -> ModelCatalogue:
     settings = ModelSettings(folders=tuple(map(str, folders)), hub=bool(environment))
-    made = Library(settings, environment)
+    made = ModelCatalogue(settings, environment)
     made.scan()
     return made
 
@@ -80,7 +80,7 @@ def test_models_are_named_by_where_they_lie(tmp_path: Path):
     model(tmp_path / "two")
     model(tmp_path.joinpath(*"deeper") / "lost")
     assert set(library(tmp_path).known()) == {"publisher/one-4bit", "two"}
-    assert DEPTH == 3
+    assert MAX_DEPTH == 3
     assert set(library(tmp_path / "two").known()) == {"two"}, "a configured folder may be a model itself"
 
 
@@ -121,7 +121,7 @@ def test_a_model_is_described(tmp_path: Path):
     found = describe("m", model(tmp_path / "m", weights=tensors(4096)))
     assert found is not None
     assert (found.weights, found.context, found.cause) == (4096, 2048, "")
-    assert found.kv == Kv(2 * 2 * 16 * 2 * 4, 256)
+    assert found.kv == KvParameters(2 * 2 * 16 * 2 * 4, 256)
 
 
 def test_the_fingerprint_is_of_config_tokenizer_template_and_tensor_headers(tmp_path: Path):
@@ -299,7 +299,7 @@ def test_hugging_faces_cache_is_read_by_the_revision_of_main(tmp_path: Path):
     (tmp_path / "hub" / "datasets--org--x" / "snapshots" / "c").mkdir(parents=True)
     assert list(snapshots(tmp_path / "hub")) == [("org/name-4bit", entry / "snapshots" / "bbb")]
     assert set(library(HF_HOME=str(tmp_path)).known()) == {"org/name-4bit"}
-    unused = Library(ModelSettings(hub=False), {"HF_HOME": str(tmp_path)})
+    unused = ModelCatalogue(ModelSettings(hub=False), {"HF_HOME": str(tmp_path)})
     unused.scan()
     assert set(unused.known()) == {EMBEDDED.name}
     assert hub_folder({"HF_HUB_CACHE": "/x"}) == Path("/x")
@@ -337,9 +337,9 @@ def test_a_new_model_is_found_when_it_is_asked_for(tmp_path: Path, monkeypatch: 
     made = library(tmp_path)
     model(tmp_path / "new")
     assert made.find("new") is None
-    assert made.look("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
-    monkeypatch.setattr("node.models.catalogue.FRESH", 0.0)
-    found = made.look("new")
+    assert made.find_fresh("new") is None, "two scans within FRESH seconds would be asked for by every wrong name"
+    monkeypatch.setattr("node.models.catalogue.SCAN_VALID_SECONDS", 0.0)
+    found = made.find_fresh("new")
     assert found is not None
     assert not found.cause
 
@@ -370,17 +370,17 @@ def test_an_unreadable_folder_is_no_reason_to_fail(tmp_path: Path):
     [
         (
             {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 512},
-            Kv(128, 256, 0, 512, 384),
+            KvParameters(128, 256, 0, 512, 384),
         ),
-        ({"layer_types": ["conv", "full_attention"] * 2}, Kv(256, 256, 2 * 64 * 16)),
-        ({"sliding_window": 512, "sliding_window_pattern": 2}, Kv(256, 256, 0, 512, 256)),
-        ({"full_attention_interval": 4}, Kv(128, 256, 3 * 64 * 16)),
-        ({"head_dim": 32, "torch_dtype": "float32"}, Kv(4 * 2 * 2 * 32 * 4, 256)),
-        ({"num_key_value_heads": None}, Kv(4 * 2 * 4 * 16 * 2, 256)),
+        ({"layer_types": ["conv", "full_attention"] * 2}, KvParameters(256, 256, 2 * 64 * 16)),
+        ({"sliding_window": 512, "sliding_window_pattern": 2}, KvParameters(256, 256, 0, 512, 256)),
+        ({"full_attention_interval": 4}, KvParameters(128, 256, 3 * 64 * 16)),
+        ({"head_dim": 32, "torch_dtype": "float32"}, KvParameters(4 * 2 * 2 * 32 * 4, 256)),
+        ({"num_key_value_heads": None}, KvParameters(4 * 2 * 4 * 16 * 2, 256)),
     ],
 )
-def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: Kv):
-    assert foresee({**LLAMA, **config}, 2) == kv
+def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv: KvParameters):
+    assert predict_kv({**LLAMA, **config}, 2) == kv
 
 
 @pytest.mark.parametrize(
@@ -395,7 +395,7 @@ def test_what_a_row_takes_is_foreseen_from_the_config(config: dict[str, Any], kv
 def test_dimensions_are_found_where_they_are(config: dict[str, Any]):
     whole = {**LLAMA, "num_attention_heads": 4, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
     inner = {key: whole if value is LLAMA else value for key, value in config.items()}
-    assert foresee(inner, 2) == foresee(whole, 2)
+    assert predict_kv(inner, 2) == predict_kv(whole, 2)
     assert unknown(inner) == ()
 
 
@@ -409,21 +409,21 @@ def test_the_seed_case_of_a_long_prompt_takes_what_the_formula_says():
         "head_dim": 256,
         "torch_dtype": "bfloat16",
     }
-    kv, forward = foresee(config, 2), forecast(config, 2)
+    kv, forward = predict_kv(config, 2), predict_transient(config, 2)
     written = kv.per_token * 110_000
     scores = prefill_transient(forward, 2048, 110_000 - 2048, grows=False)
     assert round((written + scores) / GIB, 3) == 15.557
 
 
 def test_quantized_keys_are_foreseen_at_the_size_of_the_base_type():
-    assert foresee({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == foresee(LLAMA, 2)
+    assert predict_kv({**LLAMA, "quantization": {"bits": 4, "group_size": 64}}, 2) == predict_kv(LLAMA, 2)
 
 
 def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Path):
     folder = tmp_path / "odd"
     shutil.copytree(EMBEDDED, folder)
     (folder / "config.json").write_text(json.dumps({"model_type": "odd", "architectures": ["OddForCausalLM"]}))
-    library = Library(ModelSettings(folders=(str(tmp_path),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False))
     with capture_logs() as logs:
         library.scan()
         library.scan()
@@ -503,7 +503,7 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
     model(tmp_path / "m")
     assert not made.refresh()
     assert set(made.known()) == {EMBEDDED.name}
-    monkeypatch.setattr("node.models.catalogue.EVERY", 0.0)
+    monkeypatch.setattr("node.models.catalogue.SCAN_INTERVAL_SECONDS", 0.0)
     assert made.refresh()
     assert set(made.known()) == {"m"}
     assert not made.refresh()
@@ -511,12 +511,12 @@ def test_a_refresh_scans_only_after_a_while_and_returns_whether_anything_changed
 
 def test_a_new_library_scans_at_its_first_refresh(tmp_path: Path):
     model(tmp_path / "m")
-    made = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    made = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False), {})
     assert made.known() == {}
     assert made.refresh()
     assert set(made.known()) == {"m"}
-    unscanned = Library(ModelSettings(folders=(str(tmp_path),), hub=False), {})
-    assert unscanned.look("m") == made.find("m")
+    unscanned = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False), {})
+    assert unscanned.find_fresh("m") == made.find_fresh("m")
 
 
 def test_files_that_cannot_be_read_say_why(tmp_path: Path):
@@ -562,7 +562,7 @@ def test_hidden_folders_and_those_of_the_cache_are_not_searched_and_models_not_f
 def test_a_scan_ends_after_so_many_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     for name in "abcd":
         model(tmp_path / name)
-    monkeypatch.setattr("node.models.catalogue.MOST_FOLDERS", 3)
+    monkeypatch.setattr("node.models.catalogue.MAX_FOLDERS", 3)
     assert [name for name, _ in roots(tmp_path)] == ["a", "b"], "the first is the folder of all"
 
 
@@ -672,39 +672,42 @@ DELTA = {
 @pytest.mark.parametrize(
     ("config", "kv"),
     [
-        ({**MLA, "model_type": "deepseek_v3", "index_head_dim": 8}, Kv(4 * (32 + 16) * 2, 256)),
-        ({**MLA, "model_type": "deepseek_v32", "index_head_dim": 8}, Kv(4 * (32 + 16 + 2 * 8) * 2, 256)),
-        ({**MLA, "model_type": "deepseek_v2"}, Kv(4 * 4 * (24 + 16 + 20) * 2, 256)),
-        ({**MLA, "model_type": "deepseek_v2", "v_head_dim": None}, Kv(4 * 4 * (24 + 16 + 24) * 2, 256)),
-        ({"kv_lora_rank": 32}, Kv(4 * 2 * 2 * 16 * 2, 256)),
-        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 24}, Kv(4 * 2 * 2 * 16 * 2, 256)),
-        ({"num_key_value_heads": None, "num_attention_heads": None}, Kv(4 * 2 * 64 * 2, 256)),
-        ({"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 4}, Kv(128, 256, 3 * 3 * 64 * 2)),
+        ({**MLA, "model_type": "deepseek_v3", "index_head_dim": 8}, KvParameters(4 * (32 + 16) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v32", "index_head_dim": 8}, KvParameters(4 * (32 + 16 + 2 * 8) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2"}, KvParameters(4 * 4 * (24 + 16 + 20) * 2, 256)),
+        ({**MLA, "model_type": "deepseek_v2", "v_head_dim": None}, KvParameters(4 * 4 * (24 + 16 + 24) * 2, 256)),
+        ({"kv_lora_rank": 32}, KvParameters(4 * 2 * 2 * 16 * 2, 256)),
+        ({"model_type": "deepseek_v3", "qk_nope_head_dim": 24}, KvParameters(4 * 2 * 2 * 16 * 2, 256)),
+        ({"num_key_value_heads": None, "num_attention_heads": None}, KvParameters(4 * 2 * 64 * 2, 256)),
+        ({"layer_types": ["conv"] * 3 + ["full_attention"], "conv_L_cache": 4}, KvParameters(128, 256, 3 * 3 * 64 * 2)),
         (
             {"layer_types": ["linear_attention"] * 3 + ["full_attention"], **DELTA},
-            Kv(128, 256, 3 * (4 * (2 * 2 * 8 + 4 * 16) * 2 + 4 * 16 * 8 * 4)),
+            KvParameters(128, 256, 3 * (4 * (2 * 2 * 8 + 4 * 16) * 2 + 4 * 16 * 8 * 4)),
         ),
         (
             {"layer_types": ["mamba"] * 3 + ["full_attention"], **DELTA, "linear_key_head_dim": 0},
-            Kv(128, 256, 3 * 64 * 4 * 4),
+            KvParameters(128, 256, 3 * 64 * 4 * 4),
         ),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, Kv(256, 256)),
-        ({"layer_types": "full_attention"}, Kv(512, 256)),
-        ({"sliding_window": 512}, Kv(512, 256)),
-        ({"sliding_window_pattern": 2}, Kv(512, 256)),
-        ({"sliding_window": 512, "sliding_window_pattern": 3}, Kv(128, 256, 0, 512, 384)),
-        ({"full_attention_interval": 3}, Kv(128, 256, 3 * 64 * 16)),
-        ({"num_hidden_layers": True}, Kv(0, 256)),
-        ({"num_hidden_layers": -4}, Kv(0, 256)),
-        ({"torch_dtype": None, "dtype": "float32"}, Kv(4 * 2 * 2 * 16 * 4, 256)),
-        ({"torch_dtype": "int4"}, Kv(4 * 2 * 2 * 16 * 3, 256)),
-        ({"text_config": {"num_hidden_layers": 2, "n_embd": 8}, "vision_config": {"n_layer": 9}}, Kv(256, 256)),
-        ({"text_config": {"hidden_size": 128}}, Kv(512, 256)),
-        ({"text_config": {"n_layer": 2, "num_hidden_layers": 3}}, Kv(384, 256)),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, KvParameters(256, 256)),
+        ({"layer_types": "full_attention"}, KvParameters(512, 256)),
+        ({"sliding_window": 512}, KvParameters(512, 256)),
+        ({"sliding_window_pattern": 2}, KvParameters(512, 256)),
+        ({"sliding_window": 512, "sliding_window_pattern": 3}, KvParameters(128, 256, 0, 512, 384)),
+        ({"full_attention_interval": 3}, KvParameters(128, 256, 3 * 64 * 16)),
+        ({"num_hidden_layers": True}, KvParameters(0, 256)),
+        ({"num_hidden_layers": -4}, KvParameters(0, 256)),
+        ({"torch_dtype": None, "dtype": "float32"}, KvParameters(4 * 2 * 2 * 16 * 4, 256)),
+        ({"torch_dtype": "int4"}, KvParameters(4 * 2 * 2 * 16 * 3, 256)),
+        (
+            {"text_config": {"num_hidden_layers": 2, "n_embd": 8}, "vision_config": {"n_layer": 9}},
+            KvParameters(256, 256),
+        ),
+        ({"text_config": {"hidden_size": 128}}, KvParameters(512, 256)),
+        ({"text_config": {"n_layer": 2, "num_hidden_layers": 3}}, KvParameters(384, 256)),
     ],
 )
-def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: Kv):
-    assert foresee({**LLAMA, **config}, 3) == kv
+def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: KvParameters):
+    assert predict_kv({**LLAMA, **config}, 3) == kv
 
 
 @pytest.mark.parametrize(
@@ -713,35 +716,37 @@ def test_each_kind_of_layer_is_foreseen_in_bytes(config: dict[str, Any], kv: Kv)
         (
             "linux",
             {"intermediate_size": 100, "vocab_size": 1000},
-            Transient(token=4.0 * 228, pair=16.0, seen=128.0, logits=4000.0, step_row=4.0 * 228 + 4000, step_seen=16.0),
+            TransientModel(
+                token=4.0 * 228, pair=16.0, seen=128.0, logits=4000.0, step_row=4.0 * 228 + 4000, step_seen=16.0
+            ),
         ),
         (
             "darwin",
             {"num_key_value_heads": None},
-            Transient(token=4.0 * 128, pair=16.0, seen=256.0, step_row=4.0 * 128, step_seen=16.0),
+            TransientModel(token=4.0 * 128, pair=16.0, seen=256.0, step_row=4.0 * 128, step_seen=16.0),
         ),
         (
             "darwin",
             {"head_dim": 64, "layer_types": ["sliding_attention"] * 2, "sliding_window": 512},
-            Transient(token=4.0 * 320, pair=0.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0, window=512),
+            TransientModel(token=4.0 * 320, pair=0.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0, window=512),
         ),
         (
             "linux",
             {"head_dim": 64, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 512},
-            Transient(token=4.0 * 320, pair=16.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0),
+            TransientModel(token=4.0 * 320, pair=16.0, seen=512.0, step_row=4.0 * 320, step_seen=16.0),
         ),
         (
             "linux",
             {"layer_types": ["mamba"], "sliding_window": 512},
-            Transient(token=4.0 * 128, pair=16.0, seen=128.0, step_row=4.0 * 128, step_seen=16.0),
+            TransientModel(token=4.0 * 128, pair=16.0, seen=128.0, step_row=4.0 * 128, step_seen=16.0),
         ),
     ],
 )
 def test_a_forward_is_foreseen_in_bytes(
-    monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: Transient
+    monkeypatch: pytest.MonkeyPatch, platform: str, config: dict[str, Any], transient: TransientModel
 ):
     monkeypatch.setattr("sys.platform", platform)
-    assert forecast({**LLAMA, **config}, 2) == transient
+    assert predict_transient({**LLAMA, **config}, 2) == transient
 
 
 def test_the_dimensions_that_miss_are_named_in_order():

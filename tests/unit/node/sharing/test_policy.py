@@ -6,39 +6,39 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.sharing.policy import (
-    DAY,
+    DAY_SECONDS,
     SHARED,
-    Act,
-    Facts,
-    Grace,
-    Holds,
-    Hours,
-    Pause,
-    Rule,
-    Standing,
-    When,
+    GracePeriods,
+    Occupancy,
+    ShareHours,
+    ShareWhen,
+    SharingAction,
+    SharingInputs,
+    SharingPause,
+    SharingRule,
+    SharingState,
     due,
     in_force,
     read_hours,
-    regained,
-    standing,
+    recovery_percent,
+    sharing_state,
     too_low,
 )
 
 NIGHT = read_hours("22:00-07:00")
-TIMES = st.integers(0, DAY - 1)
+TIMES = st.integers(0, DAY_SECONDS - 1)
 SPANS = st.tuples(TIMES, TIMES).filter(lambda span: span[0] != span[1])
-HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: Hours(tuple(spans)))
+HOURS = st.lists(SPANS, min_size=1, max_size=3).map(lambda spans: ShareHours(tuple(spans)))
 FACTS = st.builds(
-    Facts,
-    pause=st.none() | st.builds(Pause, st.none() | st.floats(0, 2e9), st.sampled_from(["", "ann"])),
+    SharingInputs,
+    pause=st.none() | st.builds(SharingPause, st.none() | st.floats(0, 2e9), st.sampled_from(["", "ann"])),
     plugged=st.none() | st.booleans(),
     idle=st.none() | st.floats(0, 1e6),
     second=TIMES,
     battery=st.none() | st.floats(0, 100),
     low=st.booleans(),
 )
-RULES = st.builds(Rule, st.sampled_from(When), st.none() | HOURS, st.floats(1, 86400), st.integers(0, 100))
+RULES = st.builds(SharingRule, st.sampled_from(ShareWhen), st.none() | HOURS, st.floats(1, 86400), st.integers(0, 100))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_a_span_over_midnight(clock: str, shared: bool) -> None:
     hours, minutes = clock.split(":")
     second = int(hours) * 3600 + int(minutes) * 60
     assert NIGHT.inside(second) is shared
-    found = standing(Rule(When.HOURS, NIGHT), Facts(second=second), 1_000_000.0)
+    found = sharing_state(SharingRule(ShareWhen.HOURS, NIGHT), SharingInputs(second=second), 1_000_000.0)
     assert found.shared is shared
     if not shared:
         assert found.until == 1_000_000.0 + (22 * 3600 - second)
@@ -88,44 +88,46 @@ def test_what_is_no_span_is_refused_with_words(text: str) -> None:
     ],
 )
 def test_spans_are_read_in_seconds_since_midnight(text: str, spans: tuple[tuple[int, int], ...]) -> None:
-    assert read_hours(text) == Hours(spans)
+    assert read_hours(text) == ShareHours(spans)
 
 
 def test_a_span_begins_with_its_first_second_and_ends_before_its_last() -> None:
     hours = read_hours("09:00-17:00")
-    seconds = (0, 32399, 32400, 61199, 61200, DAY - 1)
+    seconds = (0, 32399, 32400, 61199, 61200, DAY_SECONDS - 1)
     assert [hours.inside(second) for second in seconds] == [False, False, True, True, False, False]
     assert [hours.opens_in(second) for second in seconds] == [32400, 1, 0, 0, 57600, 32401]
 
 
 @given(HOURS)
-def test_hours_are_read_as_they_are_written(hours: Hours) -> None:
-    minutes = Hours(tuple((begin // 60 * 60, end // 60 * 60) for begin, end in hours.spans))
+def test_hours_are_read_as_they_are_written(hours: ShareHours) -> None:
+    minutes = ShareHours(tuple((begin // 60 * 60, end // 60 * 60) for begin, end in hours.spans))
     if all(begin != end for begin, end in minutes.spans):
         assert read_hours(str(minutes)) == minutes
 
 
 @given(HOURS, TIMES)
-def test_the_wait_ends_where_a_span_begins(hours: Hours, second: int) -> None:
+def test_the_wait_ends_where_a_span_begins(hours: ShareHours, second: int) -> None:
     wait = hours.opens_in(second)
-    assert 0 <= wait < DAY
-    assert hours.inside((second + wait) % DAY)
+    assert 0 <= wait < DAY_SECONDS
+    assert hours.inside((second + wait) % DAY_SECONDS)
     assert (wait == 0) is hours.inside(second)
-    assert not any(hours.inside((second + step) % DAY) for step in range(0, int(wait), 997))
+    assert not any(hours.inside((second + step) % DAY_SECONDS) for step in range(0, int(wait), 997))
 
 
 @given(RULES, FACTS, st.floats(0, 2e9))
-def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(rule: Rule, facts: Facts, now: float) -> None:
-    found = standing(rule, facts, now)
+def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(
+    rule: SharingRule, facts: SharingInputs, now: float
+) -> None:
+    found = sharing_state(rule, facts, now)
     assert found.shared is not bool(found.why)
     if in_force(facts.pause, now) is not None:
         assert not found.shared
         assert found.by_hand
     if found.until is not None:
         assert found.until >= now - 0.5
-    if found == SHARED and rule.when is When.PLUGGED_IN:
+    if found == SHARED and rule.when is ShareWhen.PLUGGED_IN:
         assert facts.plugged
-    if found == SHARED and rule.when is When.IDLE:
+    if found == SHARED and rule.when is ShareWhen.IDLE:
         assert facts.idle is not None
         assert facts.idle >= rule.idle
     if found == SHARED and rule.battery and not facts.plugged:
@@ -134,62 +136,74 @@ def test_whoever_is_paused_shares_nothing_and_every_no_has_its_reason(rule: Rule
 
 
 def test_a_pause_ends_by_itself_and_then_the_rule_holds() -> None:
-    facts = Facts(Pause(100.0, "ann"), plugged=False)
-    assert standing(Rule(), facts, 99.9).until == 100.0
-    assert standing(Rule(), facts, 100.0) == SHARED
-    after = standing(Rule(When.PLUGGED_IN), facts, 100.0)
+    facts = SharingInputs(SharingPause(100.0, "ann"), plugged=False)
+    assert sharing_state(SharingRule(), facts, 99.9).until == 100.0
+    assert sharing_state(SharingRule(), facts, 100.0) == SHARED
+    after = sharing_state(SharingRule(ShareWhen.PLUGGED_IN), facts, 100.0)
     assert not after.shared
     assert not after.by_hand
 
 
-@pytest.mark.parametrize("when", [When.PLUGGED_IN, When.IDLE])
-def test_what_cannot_be_read_is_no_yes(when: When) -> None:
-    found = standing(Rule(when), Facts(), 0.0)
+@pytest.mark.parametrize("when", [ShareWhen.PLUGGED_IN, ShareWhen.IDLE])
+def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
+    found = sharing_state(SharingRule(when), SharingInputs(), 0.0)
     assert not found.shared
     assert "cannot be read" in found.why
     assert f'node.share = "{when}"' in found.why
 
 
-BATTERY = Standing(False, "it runs on battery, and shares only while it is plugged in")
+BATTERY = SharingState(False, "it runs on battery, and shares only while it is plugged in")
 
 
 @pytest.mark.parametrize(
     ("rule", "facts", "found"),
     [
-        (Rule(When.PLUGGED_IN), Facts(plugged=True), SHARED),
-        (Rule(When.PLUGGED_IN), Facts(plugged=False), BATTERY),
-        (Rule(When.IDLE, idle=60), Facts(idle=60), SHARED),
-        (Rule(When.IDLE, idle=60), Facts(idle=59), Standing(False, "somebody uses it; it shares after 1 min of rest")),
-        (Rule(When.IDLE, idle=59), Facts(idle=0), Standing(False, "somebody uses it; it shares after 59 s of rest")),
-        (Rule(When.IDLE, idle=90), Facts(idle=0), Standing(False, "somebody uses it; it shares after 1.5 min of rest")),
+        (SharingRule(ShareWhen.PLUGGED_IN), SharingInputs(plugged=True), SHARED),
+        (SharingRule(ShareWhen.PLUGGED_IN), SharingInputs(plugged=False), BATTERY),
+        (SharingRule(ShareWhen.IDLE, idle=60), SharingInputs(idle=60), SHARED),
+        (
+            SharingRule(ShareWhen.IDLE, idle=60),
+            SharingInputs(idle=59),
+            SharingState(False, "somebody uses it; it shares after 1 min of rest"),
+        ),
+        (
+            SharingRule(ShareWhen.IDLE, idle=59),
+            SharingInputs(idle=0),
+            SharingState(False, "somebody uses it; it shares after 59 s of rest"),
+        ),
+        (
+            SharingRule(ShareWhen.IDLE, idle=90),
+            SharingInputs(idle=0),
+            SharingState(False, "somebody uses it; it shares after 1.5 min of rest"),
+        ),
     ],
 )
-def test_the_rule_says_yes_or_why_not(rule: Rule, facts: Facts, found: Standing) -> None:
-    assert standing(rule, facts, 0.0) == found
+def test_the_rule_says_yes_or_why_not(rule: SharingRule, facts: SharingInputs, found: SharingState) -> None:
+    assert sharing_state(rule, facts, 0.0) == found
 
 
 @pytest.mark.parametrize(
     ("battery", "facts", "low"),
     [
-        (0, Facts(plugged=False, battery=3, low=True), False),
-        (50, Facts(plugged=False, battery=None), False),
-        (50, Facts(plugged=True, battery=3), False),
-        (50, Facts(plugged=False, battery=3), True),
+        (0, SharingInputs(plugged=False, battery=3, low=True), False),
+        (50, SharingInputs(plugged=False, battery=None), False),
+        (50, SharingInputs(plugged=True, battery=3), False),
+        (50, SharingInputs(plugged=False, battery=3), True),
     ],
 )
 def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
-    battery: int, facts: Facts, low: bool
+    battery: int, facts: SharingInputs, low: bool
 ) -> None:
-    assert too_low(Rule(battery=battery), facts) is low
+    assert too_low(SharingRule(battery=battery), facts) is low
 
 
 def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:
     """Return for each charge, in order, whether the Mac shares."""
-    rule, low, found = Rule(battery=least), False, list[bool]()
+    rule, low, found = SharingRule(battery=least), False, list[bool]()
     for charge in charges:
-        facts = Facts(plugged=plugged, battery=charge, low=low)
+        facts = SharingInputs(plugged=plugged, battery=charge, low=low)
         low = too_low(rule, facts)
-        found.append(standing(rule, facts, 0.0).shared)
+        found.append(sharing_state(rule, facts, 0.0).shared)
     return found
 
 
@@ -199,56 +213,56 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 2, 1], plugged=True) == [True] * 3
     assert charged([3, 80], plugged=None) == [False, True], "whoever cannot tell is taken to be on battery"
     assert charged([3, 2], least=0) == [True] * 2
-    why = standing(Rule(battery=50), Facts(plugged=False, battery=41.6), 0.0).why
+    why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert why == "its battery is at 42 %, and node.share_battery = 50; it shares again from 55 % on, or plugged in"
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20), st.integers(1, 100))
 def test_a_charge_that_wavers_below_the_regained_one_changes_the_answer_once(charges: list[float], least: int) -> None:
-    below = [min(charge, regained(least) - 0.5) for charge in charges]
+    below = [min(charge, recovery_percent(least) - 0.5) for charge in charges]
     found = charged(below, least)
     assert found == sorted(found, reverse=True)
 
 
 def test_the_battery_only_narrows_what_the_rule_says() -> None:
-    weak, full = Facts(plugged=False, battery=10, idle=700), Facts(plugged=False, battery=90, idle=700)
-    assert not standing(Rule(When.IDLE, battery=50), weak, 0.0).shared
-    assert standing(Rule(When.IDLE, battery=50), full, 0.0).shared
-    assert "somebody uses it" in standing(Rule(When.IDLE, idle=900, battery=50), full, 0.0).why
-    assert not standing(Rule(When.PLUGGED_IN, battery=50), full, 0.0).shared
+    weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
+    assert not sharing_state(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
+    assert sharing_state(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
+    assert "somebody uses it" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
+    assert not sharing_state(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
 
 
 def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_yes() -> None:
-    assert standing(Rule(battery=50), Facts(plugged=True), 0.0) == SHARED
+    assert sharing_state(SharingRule(battery=50), SharingInputs(plugged=True), 0.0) == SHARED
     for plugged in (None, False):
-        found = standing(Rule(battery=50), Facts(plugged=plugged), 0.0)
+        found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
         assert "cannot be read here, which node.share_battery = 50 needs" in found.why
 
 
 def test_what_is_done_once_nothing_is_taken() -> None:
-    grace = Grace(30.0, 300.0)
-    busy = Holds(requests=2, lending=True)
+    grace = GracePeriods(30.0, 300.0)
+    busy = Occupancy(requests=2, lending=True)
     assert due(False, busy, 29.9, grace) == ()
-    assert due(False, busy, 30.0, grace) == (Act.END_REQUESTS,)
-    assert due(False, busy, 300.0, grace) == (Act.END_REQUESTS, Act.END_LEASE)
-    assert due(False, Holds(lending=True), 0.0, grace) == (Act.REST,)
-    assert due(False, Holds(resting=True), 1e9, grace) == ()
-    assert due(True, Holds(requests=2, lending=True), 1e9, grace) == ()
-    assert due(True, Holds(resting=True), 0.0, grace) == (Act.WAKE,)
+    assert due(False, busy, 30.0, grace) == (SharingAction.END_REQUESTS,)
+    assert due(False, busy, 300.0, grace) == (SharingAction.END_REQUESTS, SharingAction.END_LEASE)
+    assert due(False, Occupancy(lending=True), 0.0, grace) == (SharingAction.REST,)
+    assert due(False, Occupancy(resting=True), 1e9, grace) == ()
+    assert due(True, Occupancy(requests=2, lending=True), 1e9, grace) == ()
+    assert due(True, Occupancy(resting=True), 0.0, grace) == (SharingAction.WAKE,)
 
 
 @given(
     st.booleans(),
-    st.builds(Holds, st.integers(0, 5), st.booleans(), st.booleans()),
+    st.builds(Occupancy, st.integers(0, 5), st.booleans(), st.booleans()),
     st.floats(0, 1e6),
-    st.builds(Grace, st.floats(0, 1e4), st.floats(0, 1e4)),
+    st.builds(GracePeriods, st.floats(0, 1e4), st.floats(0, 1e4)),
 )
 def test_nobody_is_ended_early_and_a_full_engine_is_never_put_to_rest(
-    shared: bool, holds: Holds, waited: float, grace: Grace
+    shared: bool, holds: Occupancy, waited: float, grace: GracePeriods
 ) -> None:
     acts = due(shared, holds, waited, grace)
-    assert Act.END_REQUESTS not in acts or (not shared and waited >= grace.requests)
-    assert Act.END_LEASE not in acts or (not shared and waited >= grace.video)
-    assert Act.REST not in acts or (not shared and not holds.requests)
-    assert Act.WAKE not in acts or shared
+    assert SharingAction.END_REQUESTS not in acts or (not shared and waited >= grace.requests)
+    assert SharingAction.END_LEASE not in acts or (not shared and waited >= grace.video)
+    assert SharingAction.REST not in acts or (not shared and not holds.requests)
+    assert SharingAction.WAKE not in acts or shared

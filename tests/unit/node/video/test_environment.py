@@ -53,7 +53,7 @@ def test_what_is_not_probed_is_not_there(tmp_path: Path):
 def test_other_systems_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: tuple[str, str]):
     monkeypatch.setattr("platform.system", lambda: system[0])
     monkeypatch.setattr("platform.machine", lambda: system[1])
-    with pytest.raises(environment.Failure, match="does not run on"):
+    with pytest.raises(environment.EnvironmentBuildError, match="does not run on"):
         environment.install(tmp_path)
 
 
@@ -66,7 +66,7 @@ def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, m
             [environment.sys.executable, "-m", "venv", "--without-pip", str(built)], "no"
         ),
     )
-    with pytest.raises(environment.Failure, match=r"cannot be imported.*no such engine"):
+    with pytest.raises(environment.EnvironmentBuildError, match=r"cannot be imported.*no such engine"):
         environment.install(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -78,12 +78,12 @@ def test_where_torch_is_only_to_be_had_with_cuda_nothing_is_pulled(tmp_path: Pat
     def run(command: list[str], otherwise: str) -> None:
         asked.append(command)
         if "download" in command:
-            raise environment.Failure(otherwise)
+            raise environment.EnvironmentBuildError(otherwise)
 
     monkeypatch.setattr(environment, "run", run)
     monkeypatch.setattr("platform.system", lambda: "Linux")
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
-    with pytest.raises(environment.Failure, match="gigabytes of CUDA"):
+    with pytest.raises(environment.EnvironmentBuildError, match="gigabytes of CUDA"):
         environment.install(tmp_path)
     assert len(asked) == 2, "no package was installed before"
     assert "--no-deps" in asked[1]

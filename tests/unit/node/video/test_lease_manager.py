@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from node.video.leases import Held, Ledger, Phase
-from node.video.worker.lease_files import CLAIM, GRANT, Grant, read_grant
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
+from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
 from tests.support.standin import standin
 from tests.support.studio import JOB, LEASE, Node
 from tests.unit.node.video.test_packages import package
@@ -75,14 +75,14 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
         "l-1",
         "video_l-1",
         LEASE,
-        Phase.GRANTED,
+        LeasePhase.GRANTED,
         0,
     )
     report = node.supervisor.report
     assert report is not None
     assert (report.memory.leases, report.memory.ceiling) == (LEASE, before - LEASE), "the engine judges by it already"
     grant = read_grant(place(node))
-    assert isinstance(grant, Grant)
+    assert isinstance(grant, LeaseGrant)
     assert (grant.lease, grant.generation, grant.size) == ("l-1", 1, LEASE)
     told = node.supervisor.told
     node.release("cancelled")
@@ -96,7 +96,7 @@ async def test_a_grant_lowers_the_ceiling_by_the_lease_and_its_end_gives_it_back
     )
     assert (node.ceiling, node.limiter.leases, node.limiter.worker) == (before, 0, None)
     (state,) = node.lender.states()
-    assert (state.size, state.phase, state.progress) == (0, Phase.ENDED, 100)
+    assert (state.size, state.phase, state.progress) == (0, LeasePhase.ENDED, 100)
     assert not (place(node) / GRANT).exists(), "nobody may begin it any more"
     node.release("acknowledged")
     assert node.lender.states() == ()
@@ -115,7 +115,7 @@ async def test_an_ask_that_comes_again_is_answered_again_and_granted_once(make: 
     await node.ended()
     node.ask()
     node.release("cancelled")
-    node.lender.linked()
+    node.lender.resend_ends()
     assert kinds(node)[2:] == [LeaseEnded] * 4, "an end is sent until it is acknowledged, on a new link too"
     assert node.limiter.leases == 0
 
@@ -237,8 +237,10 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_lends_again(ma
         (leases / name / "scratch").mkdir(parents=True)
     (leases / "l-1.1" / GRANT).write_text("{}")
     done = LeaseEnded("l-0", 4, "completed", peak=7)
-    ledger = Ledger().put(Held(lease="l-0", generation=4, job="video_l-0", model=MODEL, size=LEASE, ended=done))
-    held = Held(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE)
+    ledger = LeaseLedger().put(
+        LeaseRecord(lease="l-0", generation=4, job="video_l-0", model=MODEL, size=LEASE, ended=done)
+    )
+    held = LeaseRecord(lease="l-1", generation=1, job="video_l-1", model=MODEL, size=LEASE)
     (leases / "leases.json").write_bytes(msgspec.json.encode(ledger.put(held)))
     node = await make()
     ended = await node.ended()
@@ -248,7 +250,7 @@ async def test_a_restarted_agent_ends_the_lease_that_it_finds_and_lends_again(ma
     assert not (leases / "l-1.1" / "scratch").exists()
     assert not (leases / "forgotten.1").exists(), "what nothing names is removed"
     node.frames.clear()
-    node.lender.linked()
+    node.lender.resend_ends()
     assert [frame for frame in node.frames if isinstance(frame, LeaseEnded)] == [done, ended]
     node.ask(lease="l-0", generation=3)
     refused = await node.frame(LeaseRefused, "l-0")
@@ -264,7 +266,7 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
     worker = await node.working()
     await node.until(lambda: node.lender.states()[0].footprint > 50_000_000)
     (state,) = node.lender.states()
-    assert (state.step, state.steps, state.phase) == (1, 4, Phase.DENOISING)
+    assert (state.step, state.steps, state.phase) == (1, 4, LeasePhase.DENOISING)
     assert state.peak >= state.footprint
     assert node.poll.system().worker >= 50_000_000
     assert node.limiter.worker == worker

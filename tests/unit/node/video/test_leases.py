@@ -4,9 +4,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from node.video import leases
-from node.video.leases import Held, Ledger, Phase, Worker
+from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord, WorkerGroup
 from wire.capacity.arithmetic import Fits, headroom, judge
-from wire.frames import Lease, LeaseEnded
+from wire.frames import LeaseEnded, LeaseRequest
 from wire.report import Memory, Model
 from wire.units import GIB
 from wire.video import LeaseState
@@ -14,27 +14,27 @@ from wire.video import LeaseState
 MEMORY = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=30 * GIB, active=20 * GIB, base=GIB)
 
 
-def ask(size: int = 36 * GIB, *, lease: str = "l-1", generation: int = 1, job: str = "video_1") -> Lease:
-    return Lease(lease, generation, job, "wan", size, b"{}")
+def ask(size: int = 36 * GIB, *, lease: str = "l-1", generation: int = 1, job: str = "video_1") -> LeaseRequest:
+    return LeaseRequest(lease, generation, job, "wan", size, b"{}")
 
 
-def held(*, lease: str = "l-1", generation: int = 1, job: str = "video_1", ended: bool = False) -> Held:
+def held(*, lease: str = "l-1", generation: int = 1, job: str = "video_1", ended: bool = False) -> LeaseRecord:
     end = LeaseEnded(lease, generation, "completed", peak=7) if ended else None
-    return Held(lease=lease, generation=generation, job=job, model="wan", size=36 * GIB, ended=end)
+    return LeaseRecord(lease=lease, generation=generation, job=job, model="wan", size=36 * GIB, ended=end)
 
 
 def test_a_lease_fits_exactly_up_to_the_headroom():
-    assert leases.judged(ask(60 * GIB), MEMORY, (), frozenset()) is None
-    refused = leases.judged(ask(60 * GIB + 1), MEMORY, (), frozenset())
+    assert leases.check_fits(ask(60 * GIB), MEMORY, (), frozenset()) is None
+    refused = leases.check_fits(ask(60 * GIB + 1), MEMORY, (), frozenset())
     assert refused is not None
     assert (refused.code, refused.need, refused.headroom) == ("no_headroom", 60 * GIB + 1, 60 * GIB)
-    assert refused.retry_after == leases.RETRY_ROOM
+    assert refused.retry_after == leases.ROOM_RETRY_SECONDS
 
 
 @given(st.integers(1, 200 * GIB), st.integers(0, 100 * GIB), st.integers(0, 40 * GIB))
 def test_what_is_granted_leaves_the_headroom_at_least_nothing(size: int, phys: int, reserved: int):
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=10 * GIB, phys=phys, reserved=reserved)
-    granted = leases.judged(ask(size), memory, (), frozenset()) is None
+    granted = leases.check_fits(ask(size), memory, (), frozenset()) is None
     after = headroom(memory.ceiling - size, memory.margin, phys, reserved)
     assert after is not None
     assert granted == (after >= 0)
@@ -48,7 +48,7 @@ def test_a_refusal_says_who_holds_the_memory():
         Model("coming", loading=True),
         Model("away"),
     )
-    refused = leases.judged(ask(70 * GIB), MEMORY, models, frozenset({"kept"}))
+    refused = leases.check_fits(ask(70 * GIB), MEMORY, models, frozenset({"kept"}))
     assert refused is not None
     held_by = "10.0 GiB more headroom, held by kept (preloaded), used (in use), coming (loading)"
     assert refused.waiting_for == held_by
@@ -56,58 +56,58 @@ def test_a_refusal_says_who_holds_the_memory():
 
 @pytest.mark.parametrize(("bound_by", "text"), [("dynamic", "dynamic"), ("", "the cap")])
 def test_a_refusal_without_models_says_what_bounds_the_memory(bound_by: str, text: str):
-    refused = leases.judged(ask(70 * GIB), replace(MEMORY, bound_by=bound_by), (Model("away"),), frozenset())
+    refused = leases.check_fits(ask(70 * GIB), replace(MEMORY, bound_by=bound_by), (Model("away"),), frozenset())
     assert refused is not None
     assert refused.waiting_for == f"10.0 GiB more headroom, bound by {text}"
 
 
 def test_an_unreadable_footprint_lends_nothing():
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=GIB, phys=None)
-    refused = leases.judged(ask(), memory, (), frozenset())
+    refused = leases.check_fits(ask(), memory, (), frozenset())
     assert refused is not None
     assert (refused.code, refused.headroom, refused.retry_after) == ("memory_unreadable", None, 2.0)
     assert refused.waiting_for == "a reading of the engine's footprint"
 
 
 def test_with_the_guard_off_nothing_is_lent():
-    refused = leases.barred(ask(), Memory(cap=100 * GIB, ceiling=100 * GIB, phys=0, guard=False), "")
+    refused = leases.check_ready(ask(), Memory(cap=100 * GIB, ceiling=100 * GIB, phys=0, guard=False), "")
     assert refused is not None
     assert (refused.code, refused.retry_after) == ("guard_off", 0.0)
 
 
 def test_what_can_never_fit_is_refused_for_good():
-    refused = leases.barred(ask(89 * GIB + 1), MEMORY, "")
+    refused = leases.check_ready(ask(89 * GIB + 1), MEMORY, "")
     assert refused is not None
     assert (refused.code, refused.retry_after) == ("lease_too_large", 0.0)
-    assert leases.barred(ask(89 * GIB), MEMORY, "") is None
+    assert leases.check_ready(ask(89 * GIB), MEMORY, "") is None
 
 
 def test_one_lease_at_a_time():
-    refused = leases.fenced(ask(lease="l-2", job="video_2"), Ledger().put(held()))
+    refused = leases.check_generation(ask(lease="l-2", job="video_2"), LeaseLedger().put(held()))
     assert refused is not None
     assert (refused.code, "36.0 GiB to video_1" in refused.message) == ("lease_held", True)
-    assert leases.fenced(ask(lease="l-2", job="video_2"), Ledger().put(held(ended=True))) is None
+    assert leases.check_generation(ask(lease="l-2", job="video_2"), LeaseLedger().put(held(ended=True))) is None
 
 
 def test_an_older_generation_is_fenced_even_when_its_lease_is_forgotten():
-    ledger = Ledger().put(held(generation=3, ended=True)).drop("l-1", 3)
+    ledger = LeaseLedger().put(held(generation=3, ended=True)).drop("l-1", 3)
     for generation in (1, 2, 3):
-        refused = leases.fenced(ask(lease="l-0", generation=generation), ledger)
+        refused = leases.check_generation(ask(lease="l-0", generation=generation), ledger)
         assert refused is not None
         assert refused.code == "lease_superseded"
-    assert leases.fenced(ask(lease="l-4", generation=4), ledger) is None
+    assert leases.check_generation(ask(lease="l-4", generation=4), ledger) is None
 
 
 def test_a_lease_may_be_asked_for_again_by_its_own_name_once_it_has_ended():
-    ended, holding = Ledger().put(held(ended=True)), Ledger().put(held())
-    assert leases.fenced(ask(), ended) is None
-    codes = [leases.fenced(ask(), holding), leases.fenced(ask(lease="l-2"), ended)]
+    ended, holding = LeaseLedger().put(held(ended=True)), LeaseLedger().put(held())
+    assert leases.check_generation(ask(), ended) is None
+    codes = [leases.check_generation(ask(), holding), leases.check_generation(ask(lease="l-2"), ended)]
     assert [one.code for one in codes if one is not None] == ["lease_held", "lease_superseded"]
 
 
 def test_the_newest_generation_of_a_job_stays_and_others_leases_are_left_alone():
     one, two, first = held(generation=2), held(lease="l-2", job="video_2"), held(lease="l-0", generation=0, job="v")
-    ledger = Ledger().put(one).put(two).put(held(lease="l-9", generation=1)).put(first)
+    ledger = LeaseLedger().put(one).put(two).put(held(lease="l-9", generation=1)).put(first)
     assert ledger.newest == (("video_2", 1), ("video_1", 2), ("v", 0))
     assert [ledger.find("l-1", 2), ledger.find("l-2", 1), ledger.find("l-1", 1)] == [one, two, None]
     after = ledger.drop("l-1", 2)
@@ -116,10 +116,10 @@ def test_the_newest_generation_of_a_job_stays_and_others_leases_are_left_alone()
 
 
 def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
-    ledger = Ledger().put(held()).put(held(lease="l-2", job="video_2", ended=True))
+    ledger = LeaseLedger().put(held()).put(held(lease="l-2", job="video_2", ended=True))
     assert ledger.holding == held()
-    worker = Worker(pid=7, born="x")
-    after = ledger.put(Held(lease="l-1", generation=1, job="video_1", model="wan", size=36 * GIB, worker=worker))
+    worker = WorkerGroup(pid=7, born="x")
+    after = ledger.put(LeaseRecord(lease="l-1", generation=1, job="video_1", model="wan", size=36 * GIB, worker=worker))
     assert len(after.leases) == 2
     assert after.holding is not None
     assert after.holding.worker == worker
@@ -128,42 +128,42 @@ def test_a_lease_is_found_by_both_of_its_names_and_written_in_its_place():
 
 
 def test_only_so_many_jobs_are_remembered():
-    ledger = Ledger()
-    for number in range(leases.REMEMBERED + 10):
+    ledger = LeaseLedger()
+    for number in range(leases.MAX_JOBS_REMEMBERED + 10):
         ledger = ledger.put(held(lease=f"l-{number}", job=f"video_{number}", ended=True))
-    assert len(ledger.newest) == leases.REMEMBERED
-    assert ledger.newest[-1] == (f"video_{leases.REMEMBERED + 9}", 1)
+    assert len(ledger.newest) == leases.MAX_JOBS_REMEMBERED
+    assert ledger.newest[-1] == (f"video_{leases.MAX_JOBS_REMEMBERED + 9}", 1)
 
 
 def test_progress_never_falls_from_phase_to_phase():
     steps = [
-        (Phase.GRANTED, 0),
-        (Phase.STARTING, 0),
-        (Phase.LOADING, 0),
-        *((Phase.DENOISING, step) for step in range(21)),
-        (Phase.DECODING, 20),
-        (Phase.SAVING, 20),
-        (Phase.ENDED, 20),
+        (LeasePhase.GRANTED, 0),
+        (LeasePhase.STARTING, 0),
+        (LeasePhase.LOADING, 0),
+        *((LeasePhase.DENOISING, step) for step in range(21)),
+        (LeasePhase.DECODING, 20),
+        (LeasePhase.SAVING, 20),
+        (LeasePhase.ENDED, 20),
     ]
     shown = [leases.progress(phase, step, 20) for phase, step in steps]
     assert shown == sorted(shown)
     assert (shown[0], shown[3], shown[-4], shown[-1]) == (0, 5, 95, 100)
-    assert leases.progress(Phase.DENOISING, 3, 0) == 5, "without a number of steps"
+    assert leases.progress(LeasePhase.DENOISING, 3, 0) == 5, "without a number of steps"
 
 
 def test_an_ended_lease_holds_nothing_in_the_report():
-    state = leases.state_of(held(ended=True), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.state_of(held(ended=True), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 0, "ended", 100, 20, 20, 0, 7)
 
 
 def test_a_held_lease_shows_its_size_its_phase_and_its_footprint_in_the_report():
-    state = leases.state_of(held(), Phase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
+    state = leases.state_of(held(), LeasePhase.DENOISING, 3, 20, 5 * GIB, 6 * GIB)
     assert state == LeaseState("l-1", 1, "video_1", 36 * GIB, "denoising", 18, 3, 20, 5 * GIB, 6 * GIB)
 
 
 @pytest.mark.parametrize(("lease", "job"), [("l-1", "video_1"), ("a" * 96, "B" * 96), ("0", "_")])
 def test_a_lease_with_plain_names_is_named(lease: str, job: str):
-    assert leases.unnamed(ask(lease=lease, job=job, generation=0)) is None
+    assert leases.check_name(ask(lease=lease, job=job, generation=0)) is None
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_lease_with_plain_names_is_named(lease: str, job: str):
     ],
 )
 def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job: str, generation: int):
-    refused = leases.unnamed(ask(lease=lease, job=job, generation=generation))
+    refused = leases.check_name(ask(lease=lease, job=job, generation=generation))
     assert refused is not None
     assert (refused.code, refused.lease, refused.retry_after) == (leases.INVALID, lease, 0.0)
 
@@ -191,13 +191,13 @@ def test_a_lease_whose_names_could_leave_their_folder_is_refused(lease: str, job
         (1, "", "", 0.0),
         (0, "", leases.INVALID, 0.0),
         (-1, "", leases.INVALID, 0.0),
-        (1, "no package", leases.NOT_READY, leases.RETRY_READY),
+        (1, "no package", leases.NOT_READY, leases.READY_RETRY_SECONDS),
     ],
 )
 def test_a_lease_needs_a_size_and_a_node_that_is_ready(size: int, unready: str, code: str, retry_after: float):
-    refused = leases.barred(ask(size), MEMORY, unready)
+    refused = leases.check_ready(ask(size), MEMORY, unready)
     assert (refused.code if refused else "", refused.retry_after if refused else 0.0) == (code, retry_after)
 
 
 def test_a_node_without_a_known_cap_bars_no_size():
-    assert leases.barred(ask(2**50), Memory(), "") is None
+    assert leases.check_ready(ask(2**50), Memory(), "") is None

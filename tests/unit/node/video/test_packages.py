@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from node.models.catalogue import Library
+from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from node.video import packages
 
@@ -57,7 +57,7 @@ def test_a_package_without_configs_of_its_components_is_one_video_model(tmp_path
     assert (one.pipeline, one.token_side, one.token_frames) == ("WanPipeline", 16, 4)
     assert (one.fps, one.steps, one.frames) == (16, 40, 81)
     assert len(one.fingerprint) == 32
-    library = Library(ModelSettings(folders=(str(tmp_path),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False))
     library.scan()
     assert "publisher/wan" not in library.known(), "and no chat model"
 

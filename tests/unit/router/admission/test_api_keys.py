@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.api_keys import (
-    LONGEST_SESSION,
+    MAX_SESSION_BYTES,
     SCOPES,
     ApiKey,
     KeyRing,
@@ -212,8 +212,8 @@ def test_wrong_keys_take_no_memory():
         (b"", ""),
         (b" chat-7 ", "chat-7"),
         (b"caf\xe9", "caf\xe9"),
-        (b"x" * LONGEST_SESSION, "x" * LONGEST_SESSION),
-        (b"x" * (LONGEST_SESSION + 1), ""),
+        (b"x" * MAX_SESSION_BYTES, "x" * MAX_SESSION_BYTES),
+        (b"x" * (MAX_SESSION_BYTES + 1), ""),
     ],
 )
 def test_a_conversation_has_the_name_of_its_header_where_it_is_short_enough(header: bytes | None, session: str):

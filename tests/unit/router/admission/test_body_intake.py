@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from router.admission.body_intake import Intake
+from router.admission.body_intake import BodyIntake
 
 
 async def started(*takes: asyncio.Task[None]) -> list[bool]:
@@ -15,7 +15,7 @@ async def started(*takes: asyncio.Task[None]) -> list[bool]:
 
 
 async def test_bodies_of_a_key_wait_in_order_and_those_of_another_key_do_not() -> None:
-    intake = Intake(10)
+    intake = BodyIntake(10)
     await intake.take("a", 6)
     large, small = asyncio.create_task(intake.take("a", 5)), asyncio.create_task(intake.take("a", 1))
     other = asyncio.create_task(intake.take("b", 10))
@@ -25,7 +25,7 @@ async def test_bodies_of_a_key_wait_in_order_and_those_of_another_key_do_not() -
 
 
 async def test_a_body_that_waits_gets_its_turn_when_exactly_its_room_is_free() -> None:
-    intake = Intake(10)
+    intake = BodyIntake(10)
     for size in (4, 3, 3):
         await intake.take("a", size)
     waiting = asyncio.create_task(intake.take("a", 6))
@@ -37,7 +37,7 @@ async def test_a_body_that_waits_gets_its_turn_when_exactly_its_room_is_free() -
 
 
 async def test_a_single_body_always_fits() -> None:
-    intake = Intake(10)
+    intake = BodyIntake(10)
     await asyncio.wait_for(intake.take("a", 100), 30)
     waiting = asyncio.create_task(intake.take("a", 1))
     assert await started(waiting) == [False]
@@ -48,7 +48,7 @@ async def test_a_single_body_always_fits() -> None:
 @pytest.mark.parametrize("admitted", [False, True])
 async def test_a_body_that_stops_waiting_takes_nothing(admitted: bool) -> None:
     """Also when it gets its room and is cancelled in the same turn of the loop."""
-    intake = Intake(10)
+    intake = BodyIntake(10)
     await intake.take("a", 10)
     waiting, behind = asyncio.create_task(intake.take("a", 10)), asyncio.create_task(intake.take("a", 10))
     await started(waiting)

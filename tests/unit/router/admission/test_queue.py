@@ -3,31 +3,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.queue import (
-    LEAST_LIMIT,
-    LEAST_SHARE,
-    MOST_OVERTAKES,
-    PACES,
-    PATIENCE,
-    QUANTUM,
+    HOLD_ROOM_AFTER_SECONDS,
+    MAX_OVERTAKES,
+    MIN_KEY_SHARE,
+    MIN_QUEUE_LENGTH,
+    PACE_ROUNDS,
+    QUANTUM_TOKENS,
     AdmissionQueue,
-    Entry,
+    QueuedRequest,
 )
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
 
-def offer(queue: AdmissionQueue[str], item: str, key: str = "k", cost: int = 10, now: float = 0.0) -> Entry[str]:
+def offer(
+    queue: AdmissionQueue[str], item: str, key: str = "k", cost: int = 10, now: float = 0.0
+) -> QueuedRequest[str]:
     entry = queue.offer(item, key, cost, now, now + 30, 2)
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, QueuedRequest)
     return entry
 
 
 def test_the_line_is_bounded_and_says_when_to_come_back():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    for number in range(LEAST_LIMIT):
+    for number in range(MIN_QUEUE_LENGTH):
         offer(queue, str(number), f"key{number}")
     refused = queue.offer("one more", "late", 1, 0.0, 30.0, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.status) == (Code.QUEUE_FULL, 503)
+    assert (refused.code, refused.status) == (RefusalCode.QUEUE_FULL, 503)
     assert refused.retry_after is not None
     assert 1 <= refused.retry_after <= 60
 
@@ -47,11 +49,11 @@ def test_the_oldest_wait_is_that_of_the_request_that_came_first_of_all_keys():
 
 def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    for number in range(LEAST_LIMIT):
+    for number in range(MIN_QUEUE_LENGTH):
         offer(queue, str(number), f"key{number % 8}")
-    queue.wake(1.0, lambda item, keep: item == "0")
-    queue.wake(2.0, lambda item, keep: item in ("1", "2"))
-    queue.wake(3.0, lambda item, keep: item in ("3", "4"))
+    queue.place_waiting(1.0, lambda item, keep: item == "0")
+    queue.place_waiting(2.0, lambda item, keep: item in ("1", "2"))
+    queue.place_waiting(3.0, lambda item, keep: item in ("3", "4"))
     for number in range(5):
         offer(queue, str(number), "more")
 
@@ -61,8 +63,8 @@ def test_who_is_turned_away_is_told_to_come_back_when_the_line_should_have_moved
         assert refused.retry_after is not None
         return refused.retry_after
 
-    assert told(3.0) == LEAST_LIMIT * 0.5, "two left in each second"
-    assert told(3.7) > LEAST_LIMIT * 0.5, "nobody has left since"
+    assert told(3.0) == MIN_QUEUE_LENGTH * 0.5, "two left in each second"
+    assert told(3.7) > MIN_QUEUE_LENGTH * 0.5, "nobody has left since"
     assert told(100.0) == 60.0
 
 
@@ -73,7 +75,7 @@ def test_before_any_has_left_a_refusal_names_half_of_the_time_until_the_oldest_m
     offer(queue, "first", "b", now=0.0)
     refused = queue.offer("one more", "c", 1, now, now + 30, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.retry_after) == (Code.QUEUE_FULL, seconds)
+    assert (refused.code, refused.retry_after) == (RefusalCode.QUEUE_FULL, seconds)
 
 
 def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
@@ -81,7 +83,7 @@ def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
     for number in range(6):
         offer(queue, str(number), str(number))
     for now, leaving in ((1.0, ("0",)), (5.0, ()), (9.0, ("1", "2"))):
-        queue.wake(now, lambda item, keep, leaving=leaving: item in leaving)
+        queue.place_waiting(now, lambda item, keep, leaving=leaving: item in leaving)
     for number in range(3):
         offer(queue, str(number), "more")
     refused = queue.offer("one more", "late", 1, 9.0, 39.0, 2)
@@ -91,28 +93,28 @@ def test_a_round_in_which_none_leaves_does_not_quicken_the_pace():
 
 def test_the_pace_of_the_queue_is_averaged_over_four_rounds():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    for number in range(LEAST_LIMIT):
+    for number in range(MIN_QUEUE_LENGTH):
         offer(queue, str(number), f"key{number % 8}")
     for now, leaving in ((1.0, ("0",)), (2.0, ("1", "2")), (3.0, ("3",))):
-        queue.wake(now, lambda item, keep, leaving=leaving: item in leaving)
+        queue.place_waiting(now, lambda item, keep, leaving=leaving: item in leaving)
     for number in range(4):
         offer(queue, str(number), "more")
     refused = queue.offer("one more", "late", 1, 3.0, 33.0, 2)
     assert isinstance(refused, Refused)
-    assert refused.retry_after == LEAST_LIMIT * (0.5 + (1.0 - 0.5) / PACES)
+    assert refused.retry_after == MIN_QUEUE_LENGTH * (0.5 + (1.0 - 0.5) / PACE_ROUNDS)
 
 
 def test_a_key_may_have_a_share_of_its_own():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(2):
-        assert isinstance(queue.offer(str(number), "k", 1, 0.0, 30.0, 2, share=2), Entry)
+        assert isinstance(queue.offer(str(number), "k", 1, 0.0, 30.0, 2, share=2), QueuedRequest)
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2, share=2)
     assert isinstance(refused, Refused)
-    assert refused.code is Code.OVER_SHARE
+    assert refused.code is RefusalCode.OVER_SHARE
     queue = moving()
     refused = queue.offer("one more", "k", 1, 3.0, 63.0, 2, share=2)
     assert isinstance(refused, Refused), "it lends nothing to a key that has a share of its own"
-    assert refused.code is Code.OVER_SHARE
+    assert refused.code is RefusalCode.OVER_SHARE
 
 
 def test_a_request_that_was_begun_is_never_refused():
@@ -120,7 +122,7 @@ def test_a_request_that_was_begun_is_never_refused():
     offer(queue, "waits")
     assert isinstance(queue.offer("new", "other", 1, 0.0, 30.0, 2), Refused)
     for key in ("k", "other"):
-        assert isinstance(queue.offer("begun", key, 1, 0.0, 30.0, 2, begun=True), Entry)
+        assert isinstance(queue.offer("begun", key, 1, 0.0, 30.0, 2, begun=True), QueuedRequest)
     assert len(queue) == 3
 
 
@@ -138,15 +140,15 @@ def place_one(queue: AdmissionQueue[str], order: list[str]) -> None:
             return True
         return False
 
-    queue.wake(1.0, attempt)
+    queue.place_waiting(1.0, attempt)
 
 
 @pytest.mark.parametrize("weight", [1, 2, 4])
 def test_a_heavier_key_gets_its_part_and_the_other_is_not_starved(weight: int):
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(30):
-        queue.offer(f"heavy {number}", "heavy", QUANTUM, 0.0, 30.0, 20, weight=weight, share=100)
-        queue.offer(f"light {number}", "light", QUANTUM, 0.0, 30.0, 20, share=100)
+        queue.offer(f"heavy {number}", "heavy", QUANTUM_TOKENS, 0.0, 30.0, 20, weight=weight, share=100)
+        queue.offer(f"light {number}", "light", QUANTUM_TOKENS, 0.0, 30.0, 20, share=100)
     order: list[str] = []
     for _ in range(20):
         place_one(queue, order)
@@ -158,8 +160,8 @@ def test_a_key_whose_priority_was_lowered_has_its_new_part_from_its_next_request
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(30):
         weight = 16 if number < 29 else 1
-        queue.offer(f"heavy {number}", "heavy", QUANTUM, 0.0, 30.0, 20, weight=weight, share=100)
-        queue.offer(f"light {number}", "light", QUANTUM, 0.0, 30.0, 20, share=100)
+        queue.offer(f"heavy {number}", "heavy", QUANTUM_TOKENS, 0.0, 30.0, 20, weight=weight, share=100)
+        queue.offer(f"light {number}", "light", QUANTUM_TOKENS, 0.0, 30.0, 20, share=100)
     order: list[str] = []
     for _ in range(20):
         place_one(queue, order)
@@ -168,14 +170,14 @@ def test_a_key_whose_priority_was_lowered_has_its_new_part_from_its_next_request
 
 def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    for number in range(LEAST_SHARE):
+    for number in range(MIN_KEY_SHARE):
         offer(queue, str(number))
     refused = queue.offer("one more", "k", 1, 0.0, 30.0, 2)
     assert isinstance(refused, Refused)
-    assert (refused.code, refused.status) == (Code.OVER_SHARE, 429)
+    assert (refused.code, refused.status) == (RefusalCode.OVER_SHARE, 429)
     assert queue.share(100) == 100
     assert queue.limit(100) == 400
-    assert AdmissionQueue[str](10).share(100) == LEAST_SHARE
+    assert AdmissionQueue[str](10).share(100) == MIN_KEY_SHARE
     offer(queue, "another key has its own share", "other")
 
 
@@ -186,32 +188,32 @@ def moving() -> AdmissionQueue[str]:
         offer(queue, str(number))
     for now in (1.0, 2.0, 3.0):
         first = int(now) * 2 - 2
-        queue.wake(now, lambda item, keep, first=first: item in (str(first), str(first + 1)))
+        queue.place_waiting(now, lambda item, keep, first=first: item in (str(first), str(first + 1)))
     assert len(queue) == 10
     return queue
 
 
 def taken(queue: AdmissionQueue[str], patience: float) -> int:
     """Offer entries until one is refused; return the number of the key's queued entries."""
-    for number in range(LEAST_LIMIT):
+    for number in range(MIN_QUEUE_LENGTH):
         refused = queue.offer(f"new {number}", "k", 1, 3.0, 3.0 + patience, 2)
         if isinstance(refused, Refused):
-            assert refused.code is Code.OVER_SHARE
+            assert refused.code is RefusalCode.OVER_SHARE
             break
     return queue.depth("k")
 
 
 def test_a_key_that_waits_alone_may_have_more_while_the_line_moves():
-    assert taken(moving(), 60.0) == LEAST_LIMIT - LEAST_SHARE, "others find a share's worth of room"
+    assert taken(moving(), 60.0) == MIN_QUEUE_LENGTH - MIN_KEY_SHARE, "others find a share's worth of room"
     assert taken(moving(), 15.0) == 30, "who comes later would wait for nothing"
     stuck: AdmissionQueue[str] = AdmissionQueue()
-    assert taken(stuck, 60.0) == LEAST_SHARE, "nobody has left yet"
+    assert taken(stuck, 60.0) == MIN_KEY_SHARE, "nobody has left yet"
 
 
 def test_a_key_has_no_more_than_its_share_where_another_one_waits():
     queue = moving()
     offer(queue, "other", "other")
-    assert taken(queue, 60.0) == LEAST_SHARE
+    assert taken(queue, 60.0) == MIN_KEY_SHARE
 
 
 def test_deadlines_end_the_wait_oldest_first():
@@ -239,7 +241,7 @@ def test_what_does_not_fit_does_not_block_what_is_behind_it():
     queue: AdmissionQueue[str] = AdmissionQueue()
     offer(queue, "large")
     offer(queue, "small")
-    assert queue.wake(0.1, lambda item, keep: item == "small") == 1
+    assert queue.place_waiting(0.1, lambda item, keep: item == "small") == 1
     assert len(queue) == 1
 
 
@@ -253,21 +255,21 @@ def test_room_is_kept_after_eight_overtakes():
             kept.append(keep)
         return item != "large"
 
-    for number in range(MOST_OVERTAKES):
+    for number in range(MAX_OVERTAKES):
         offer(queue, f"small{number}", f"key{number}")
-        queue.wake(0.1, attempt)
+        queue.place_waiting(0.1, attempt)
     assert not any(kept)
-    assert large.overtaken == MOST_OVERTAKES
-    queue.wake(0.1, attempt)
+    assert large.overtaken == MAX_OVERTAKES
+    queue.place_waiting(0.1, attempt)
     assert kept[-1]
 
 
 def test_only_requests_that_came_earlier_are_overtaken():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    waiting = (("oldest", 10), ("small", 10), ("long", 2 * QUANTUM), ("late", 10))
+    waiting = (("oldest", 10), ("small", 10), ("long", 2 * QUANTUM_TOKENS), ("late", 10))
     entries = [offer(queue, item, item, cost) for item, cost in waiting]
     tried: list[str] = []
-    assert queue.wake(0.1, lambda item, keep: tried.append(item) or item in ("small", "long")) == 2
+    assert queue.place_waiting(0.1, lambda item, keep: tried.append(item) or item in ("small", "long")) == 2
     assert tried == ["oldest", "small", "late", "long"]
     assert [entry.overtaken for entry in entries] == [2, 0, 0, 0]
 
@@ -278,18 +280,18 @@ def test_room_is_kept_for_one_request_of_a_key_in_each_round():
         offer(queue, item, item[0])
     for _ in range(2):
         kept: list[str] = []
-        queue.wake(PATIENCE, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
+        queue.place_waiting(HOLD_ROOM_AFTER_SECONDS, lambda item, keep, kept=kept: bool(keep and kept.append(item)))
         assert kept == ["a0", "b0"]
 
 
 def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entry = offer(queue, "large", now=100.0)
-    assert not queue.overdue(entry, 100.0 + PATIENCE - 0.1)
-    assert queue.overdue(entry, 100.0 + PATIENCE)
-    for _ in range(MOST_OVERTAKES):
+    assert not queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS - 0.1)
+    assert queue.overdue(entry, 100.0 + HOLD_ROOM_AFTER_SECONDS)
+    for _ in range(MAX_OVERTAKES):
         assert not queue.overdue(entry, 100.1)
-        queue.overtake()
+        queue.count_overtake()
     assert queue.overdue(entry, 100.1)
 
 
@@ -306,14 +308,14 @@ def drain(queue: AdmissionQueue[str]) -> list[str]:
             order.append(item)
             return True
 
-        assert queue.wake(0.1, attempt) == 1
+        assert queue.place_waiting(0.1, attempt) == 1
     return order
 
 
 ORDERS = [
-    ([("a", QUANTUM, 3), ("b", QUANTUM, 3)], "abbaab"),
-    ([("a", QUANTUM // 4, 8), ("b", QUANTUM, 2)], "aaaabbaaaa"),
-    ([("a", 2 * QUANTUM, 2), ("b", QUANTUM, 4)], "bbabba"),
+    ([("a", QUANTUM_TOKENS, 3), ("b", QUANTUM_TOKENS, 3)], "abbaab"),
+    ([("a", QUANTUM_TOKENS // 4, 8), ("b", QUANTUM_TOKENS, 2)], "aaaabbaaaa"),
+    ([("a", 2 * QUANTUM_TOKENS, 2), ("b", QUANTUM_TOKENS, 4)], "bbabba"),
 ]
 
 
@@ -329,13 +331,13 @@ def test_keys_leave_in_the_order_of_a_deficit_round_robin(waiting: list[tuple[st
 def test_a_key_that_comes_later_does_not_go_first_until_all_are_even():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for _ in range(12):
-        offer(queue, "a", "a", QUANTUM)
-        offer(queue, "b", "b", QUANTUM)
+        offer(queue, "a", "a", QUANTUM_TOKENS)
+        offer(queue, "b", "b", QUANTUM_TOKENS)
     before: list[str] = []
     for _ in range(12):
         place_one(queue, before)
     for _ in range(6):
-        offer(queue, "c", "c", QUANTUM)
+        offer(queue, "c", "c", QUANTUM_TOKENS)
     after: list[str] = []
     for _ in range(12):
         place_one(queue, after)
@@ -344,12 +346,12 @@ def test_a_key_that_comes_later_does_not_go_first_until_all_are_even():
 
 def test_a_key_earns_nothing_while_none_of_its_requests_fits():
     queue: AdmissionQueue[str] = AdmissionQueue()
-    for _ in range(LEAST_SHARE):
-        offer(queue, "a", "a", QUANTUM)
-        offer(queue, "b", "b", QUANTUM)
+    for _ in range(MIN_KEY_SHARE):
+        offer(queue, "a", "a", QUANTUM_TOKENS)
+        offer(queue, "b", "b", QUANTUM_TOKENS)
     for _ in range(8):
         first: list[str] = []
-        queue.wake(0.1, lambda item, keep, first=first: item == "a" and not first and not first.append(item))
+        queue.place_waiting(0.1, lambda item, keep, first=first: item == "a" and not first and not first.append(item))
     order: list[str] = []
     for _ in range(8):
         place_one(queue, order)
@@ -359,12 +361,14 @@ def test_a_key_earns_nothing_while_none_of_its_requests_fits():
 def test_what_a_key_earned_for_a_large_request_takes_nothing_from_the_others():
     queue: AdmissionQueue[str] = AdmissionQueue()
     for item, key, cost in (("a0", "a", 9), ("a1", "a", 9), ("large", "b", 9), ("b0", "b", 1), ("b1", "b", 1)):
-        offer(queue, item, key, cost * QUANTUM)
+        offer(queue, item, key, cost * QUANTUM_TOKENS)
     order: list[str] = []
     for _ in range(2):
         left = len(order)
-        queue.wake(0.1, lambda item, keep, left=left: item != "large" and len(order) == left and not order.append(item))
-    offer(queue, "c0", "c", 9 * QUANTUM)
+        queue.place_waiting(
+            0.1, lambda item, keep, left=left: item != "large" and len(order) == left and not order.append(item)
+        )
+    offer(queue, "c0", "c", 9 * QUANTUM_TOKENS)
     order += drain(queue)
     assert sorted(order[:4]) == ["a0", "b0", "b1", "large"]
     assert order[4:] == ["a1", "c0"], "both wait for nine rounds, and a1 came first"
@@ -373,7 +377,7 @@ def test_what_a_key_earned_for_a_large_request_takes_nothing_from_the_others():
 def test_a_request_that_is_removed_while_it_is_placed_leaves_the_others_in_order():
     queue: AdmissionQueue[str] = AdmissionQueue()
     entries = {item: offer(queue, item, item) for item in "ab"}
-    assert queue.wake(0.1, lambda item, keep: queue.remove(entries[item])) == 2
+    assert queue.place_waiting(0.1, lambda item, keep: queue.remove(entries[item])) == 2
     assert (len(queue), queue.depth("a"), queue.depth("b")) == (0, 0, 0)
 
 
@@ -381,15 +385,15 @@ def test_a_request_that_is_removed_while_it_is_placed_leaves_the_others_in_order
 def test_two_keys_with_equal_requests_take_turns(first: int, second: int):
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(first):
-        offer(queue, f"a{number}", "a", QUANTUM)
+        offer(queue, f"a{number}", "a", QUANTUM_TOKENS)
     for number in range(second):
-        offer(queue, f"b{number}", "b", QUANTUM)
+        offer(queue, f"b{number}", "b", QUANTUM_TOKENS)
     order = [item[0] for item in drain(queue)]
     both = order[: 2 * min(first, second)]
     assert abs(both.count("a") - both.count("b")) <= 1
 
 
-@given(st.lists(st.integers(1, 4 * QUANTUM), min_size=1, max_size=12))
+@given(st.lists(st.integers(1, 4 * QUANTUM_TOKENS), min_size=1, max_size=12))
 def test_a_key_of_long_prompts_gets_no_more_tokens_than_a_key_of_short_ones(costs: list[int]):
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number, cost in enumerate(costs):
@@ -404,7 +408,7 @@ def test_a_key_of_long_prompts_gets_no_more_tokens_than_a_key_of_short_ones(cost
         served[key] += weight.get(item, 256)
         waiting[key] -= 1
         if all(waiting.values()):
-            assert abs(served["long"] - served["short"]) <= max(costs) + 2 * QUANTUM
+            assert abs(served["long"] - served["short"]) <= max(costs) + 2 * QUANTUM_TOKENS
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5000)), max_size=40), st.data())
@@ -412,7 +416,7 @@ def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[s
     queue: AdmissionQueue[str] = AdmissionQueue()
     inside: list[str] = []
     for number, (key, cost) in enumerate(requests):
-        if isinstance(queue.offer(f"{key}{number}", key, cost, 0.0, 30.0, 1), Entry):
+        if isinstance(queue.offer(f"{key}{number}", key, cost, 0.0, 30.0, 1), QueuedRequest):
             inside.append(f"{key}{number}")
     fitting = set(data.draw(st.sets(st.sampled_from(inside)))) if inside else set()
     tried: list[str] = []
@@ -421,7 +425,7 @@ def test_everybody_is_tried_once_and_the_count_stays_true(requests: list[tuple[s
         tried.append(item)
         return item in fitting
 
-    assert queue.wake(0.0, attempt) == len(fitting)
+    assert queue.place_waiting(0.0, attempt) == len(fitting)
     assert sorted(tried) == sorted(inside)
     assert len(queue) == len(inside) - len(fitting) == sum(queue.depth(key) for key in "abc")
 

@@ -7,41 +7,49 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.rate_limits import ANSWER, BYTES_PER_TOKEN, NO_LIMITS, KeyLimits, Quotas, estimate, work
-from router.placement.place import Demand
+from router.admission.rate_limits import (
+    BYTES_PER_TOKEN,
+    DEFAULT_ANSWER_TOKENS,
+    NO_LIMITS,
+    KeyLimits,
+    RateLimits,
+    estimate,
+    probable_tokens,
+)
+from router.placement.place import ResourceDemand
 from router.settings import RouterSettings
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
-ASK = Demand("qwen3-8b", prompt_tokens=100, max_tokens=50)
+ASK = ResourceDemand("qwen3-8b", prompt_tokens=100, max_tokens=50)
 
 
-def quotas(**limits: object) -> Quotas:
+def quotas(**limits: object) -> RateLimits:
     made = KeyLimits(**limits)  # pyright: ignore[reportArgumentType]
-    return Quotas({"k": made}.get)
+    return RateLimits({"k": made}.get)
 
 
-def taken(one: Quotas, now: float = 0.0, ask: Demand = ASK) -> int:
-    charged = one.take("k", ask, now)
+def taken(one: RateLimits, now: float = 0.0, ask: ResourceDemand = ASK) -> int:
+    charged = one.admit("k", ask, now)
     assert isinstance(charged, int), charged
     return charged
 
 
-def refused(one: Quotas, now: float = 0.0, ask: Demand = ASK) -> Refused:
-    answer = one.take("k", ask, now)
+def refused(one: RateLimits, now: float = 0.0, ask: ResourceDemand = ASK) -> Refused:
+    answer = one.admit("k", ask, now)
     assert isinstance(answer, Refused)
     return answer
 
 
 def test_a_key_without_limits_is_never_refused():
-    one = Quotas()
-    assert all(one.take("any", ASK, 0.0) == 0 for _ in range(1000))
+    one = RateLimits()
+    assert all(one.admit("any", ASK, 0.0) == 0 for _ in range(1000))
 
 
 def test_only_the_models_that_match():
     one = quotas(models=("qwen*", "tiny"))
     taken(one)
-    answer = refused(one, ask=Demand("llama"))
-    assert (answer.code, answer.status) == (Code.NOT_ALLOWED, 403)
+    answer = refused(one, ask=ResourceDemand("llama"))
+    assert (answer.code, answer.status) == (RefusalCode.NOT_ALLOWED, 403)
     assert "'llama'" in answer.message
     assert "qwen*, tiny" in answer.message
 
@@ -51,7 +59,7 @@ def test_requests_a_minute():
     for _ in range(3):
         taken(one, 10.0)
     answer = refused(one, 10.0)
-    assert (answer.code, answer.status, answer.retry_after) == (Code.RATE_LIMITED, 429, pytest.approx(20.0))
+    assert (answer.code, answer.status, answer.retry_after) == (RefusalCode.RATE_LIMITED, 429, pytest.approx(20.0))
     assert "3 requests a minute" in answer.message
     refused(one, 29.0)
     taken(one, 30.0)
@@ -64,9 +72,9 @@ def test_tokens_a_minute_are_charged_by_estimate_and_settled_by_what_was_used():
     assert charged == estimate(ASK) == 150
     taken(one)
     assert refused(one).retry_after == pytest.approx(30.0)
-    one.settle("k", ASK, charged, 110, 0.0)
+    one.record_end("k", ASK, charged, 110, 0.0)
     assert refused(one).retry_after == pytest.approx(22.0)
-    one.settle("k", ASK, charged, 0, 0.0)
+    one.record_end("k", ASK, charged, 0, 0.0)
     assert taken(one) == 150
 
 
@@ -81,8 +89,8 @@ def test_requests_at_once():
     one = quotas(concurrency=2)
     charges = [taken(one), taken(one)]
     answer = refused(one)
-    assert (answer.code, answer.retry_after) == (Code.RATE_LIMITED, 1.0)
-    one.settle("k", ASK, charges[0], 0, 1.0)
+    assert (answer.code, answer.retry_after) == (RefusalCode.RATE_LIMITED, 1.0)
+    one.record_end("k", ASK, charges[0], 0, 1.0)
     taken(one, 1.0)
 
 
@@ -91,7 +99,7 @@ def test_a_refused_request_takes_nothing():
     charged = taken(one)
     for _ in range(10):
         refused(one)
-    one.settle("k", ASK, charged, 0, 0.0)
+    one.record_end("k", ASK, charged, 0, 0.0)
     taken(one)
 
 
@@ -103,7 +111,7 @@ def test_a_clock_that_goes_back_gives_nothing():
 
 def test_new_limits_count_at_once():
     limits = {"k": KeyLimits(requests_per_minute=1)}
-    one = Quotas(limits.get)
+    one = RateLimits(limits.get)
     taken(one)
     refused(one)
     limits["k"] = KeyLimits(requests_per_minute=5)
@@ -115,12 +123,12 @@ def test_new_limits_count_at_once():
 
 def test_a_request_that_came_before_its_key_had_limits_takes_nothing_from_those_that_came_after():
     limits: dict[str, KeyLimits] = {}
-    one = Quotas(limits.get)
+    one = RateLimits(limits.get)
     early = taken(one)
     limits["k"] = KeyLimits(concurrency=2)
     taken(one)
     refused(one)
-    one.settle("k", ASK, early, 0, 0.0)
+    one.record_end("k", ASK, early, 0, 0.0)
     taken(one)
     refused(one)
     assert one.running("k") == 2
@@ -131,12 +139,12 @@ def test_no_key_outruns_its_rate(steps: list[tuple[float, int, bool]]):
     one, now, used, running = quotas(tokens_per_minute=600), 0.0, 0, list[int]()
     for gap, tokens, ends in steps:
         now += gap
-        charged = one.take("k", ASK, now)
+        charged = one.admit("k", ASK, now)
         if isinstance(charged, int):
             running.append(charged)
         if ends and running:
             spent = min(tokens, running[-1])
-            one.settle("k", ASK, running.pop(), spent, now)
+            one.record_end("k", ASK, running.pop(), spent, now)
             used += spent
     used += sum(running)
     assert used <= 600 + 600 * now / 60 + 1
@@ -151,66 +159,68 @@ def test_wrong_limits_are_named(wrong: dict[str, object]):
         msgspec.convert(wrong, KeyLimits)
 
 
-def bounded(**settings: Any) -> Quotas:
-    return Quotas(settings=RouterSettings(**settings))
+def bounded(**settings: Any) -> RateLimits:
+    return RateLimits(settings=RouterSettings(**settings))
 
 
 @pytest.mark.parametrize(
     ("settings", "demand", "words"),
     [
-        ({"key_requests": 2}, Demand("m"), "2 requests at once"),
-        ({"key_tokens": 250}, Demand("m", prompt_tokens=100), "250 prompt tokens"),
-        ({"key_bytes": 250}, Demand("m", prompt_bytes=100), "of prompts under way"),
+        ({"key_requests": 2}, ResourceDemand("m"), "2 requests at once"),
+        ({"key_tokens": 250}, ResourceDemand("m", prompt_tokens=100), "250 prompt tokens"),
+        ({"key_bytes": 250}, ResourceDemand("m", prompt_bytes=100), "of prompts under way"),
     ],
 )
-def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(settings: dict[str, int], demand: Demand, words: str):
+def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(
+    settings: dict[str, int], demand: ResourceDemand, words: str
+):
     one = bounded(**settings)
-    assert [one.take("k", demand, 0.0) for _ in range(2)] == [0, 0]
-    answer = one.take("k", demand, 0.0)
+    assert [one.admit("k", demand, 0.0) for _ in range(2)] == [0, 0]
+    answer = one.admit("k", demand, 0.0)
     assert isinstance(answer, Refused)
-    assert (answer.code, words in answer.message) == (Code.RATE_LIMITED, True), answer.message
-    assert one.take("other", demand, 0.0) == 0, "of its own"
-    one.settle("k", demand, 0, 0, 0.0)
-    assert one.take("k", demand, 0.0) == 0
+    assert (answer.code, words in answer.message) == (RefusalCode.RATE_LIMITED, True), answer.message
+    assert one.admit("other", demand, 0.0) == 0, "of its own"
+    one.record_end("k", demand, 0, 0, 0.0)
+    assert one.admit("k", demand, 0.0) == 0
 
 
 def test_a_request_alone_is_as_large_as_it_likes():
     one = bounded(key_tokens=10, key_bytes=10)
-    large = Demand("m", prompt_bytes=1000)
-    assert one.take("k", large, 0.0) == 0
-    assert isinstance(one.take("k", Demand("m", prompt_bytes=1), 0.0), Refused)
+    large = ResourceDemand("m", prompt_bytes=1000)
+    assert one.admit("k", large, 0.0) == 0
+    assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=1), 0.0), Refused)
 
 
 def test_a_key_may_have_exactly_its_prompt_bytes_under_way():
     one = bounded(key_bytes=250)
-    assert [one.take("k", Demand("m", prompt_bytes=size), 0.0) for size in (100, 150)] == [0, 0]
-    assert isinstance(one.take("k", Demand("m", prompt_bytes=1), 0.0), Refused)
+    assert [one.admit("k", ResourceDemand("m", prompt_bytes=size), 0.0) for size in (100, 150)] == [0, 0]
+    assert isinstance(one.admit("k", ResourceDemand("m", prompt_bytes=1), 0.0), Refused)
 
 
 def test_videos_of_a_key_are_bound_by_its_models_and_by_nothing_that_it_has_no_limit_for():
     one = quotas(models=("wan",))
-    assert [one.take_video("k", "wan", 100, 100, 0.0) for _ in range(100)] == [None] * 100
-    answer = one.take_video("k", "ltx", 0, 0, 0.0)
+    assert [one.admit_video("k", "wan", 100, 100, 0.0) for _ in range(100)] == [None] * 100
+    answer = one.admit_video("k", "ltx", 0, 0, 0.0)
     assert isinstance(answer, Refused)
-    assert answer.code is Code.NOT_ALLOWED
-    assert Quotas().take_video("any", "wan", 100, 100, 0.0) is None
+    assert answer.code is RefusalCode.NOT_ALLOWED
+    assert RateLimits().admit_video("any", "wan", 100, 100, 0.0) is None
 
 
 def test_videos_are_counted_apart_and_one_may_always_wait():
     one = quotas(concurrency=2, waiting=0, requests_per_minute=3)
-    assert one.take_video("k", "wan", 0, 0, 0.0) is None
+    assert one.admit_video("k", "wan", 0, 0, 0.0) is None
     for has, queued in ((2, 0), (1, 1)):
-        answer = one.take_video("k", "wan", has, queued, 0.0)
+        answer = one.admit_video("k", "wan", has, queued, 0.0)
         assert isinstance(answer, Refused)
-        assert answer.code is Code.RATE_LIMITED
-    assert [one.take_video("k", "wan", 1, 0, 0.0) for _ in range(2)] == [None, None]
-    answer = one.take_video("k", "wan", 1, 0, 0.0)
+        assert answer.code is RefusalCode.RATE_LIMITED
+    assert [one.admit_video("k", "wan", 1, 0, 0.0) for _ in range(2)] == [None, None]
+    answer = one.admit_video("k", "wan", 1, 0, 0.0)
     assert isinstance(answer, Refused)
     assert "3 requests a minute" in answer.message
     assert one.running("k") == 0
 
 
-def standings(one: Quotas, now: float) -> list[tuple[str, int, int, float]]:
+def standings(one: RateLimits, now: float) -> list[tuple[str, int, int, float]]:
     return [(rate.what, rate.limit, rate.remaining, round(rate.reset, 6)) for rate in one.rates("k", now)]
 
 
@@ -233,7 +243,7 @@ def test_rates_name_both_buckets_and_none_without_limits():
     requests, tokens = one.rates("k", 0.0)
     assert (requests.what, requests.limit, requests.remaining, requests.reset) == ("requests", 10, 9, 6.0)
     assert (tokens.what, tokens.limit, tokens.remaining, tokens.reset) == ("tokens", 600, 450, 15.0)
-    one.settle("k", ASK, charged, 30, 0.0)
+    one.record_end("k", ASK, charged, 30, 0.0)
     assert one.rates("k", 0.0)[1].remaining == 570
     assert one.rates("other", 0.0) == ()
     assert quotas(concurrency=3).rates("k", 0.0) == ()
@@ -250,17 +260,17 @@ def test_a_debt_shows_nothing_left_and_the_time_until_all_is_back():
 def test_settling_gives_back_what_was_not_used_up_to_a_full_bucket_and_takes_what_was_above():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
-    one.settle("k", ASK, charged, 200, 0.0)
+    one.record_end("k", ASK, charged, 200, 0.0)
     assert one.rates("k", 0.0)[0].remaining == 100, "200 used of 150 charged"
     second = taken(one, 20.0)
-    one.settle("k", ASK, second, 0, 60.0)
+    one.record_end("k", ASK, second, 0, 60.0)
     assert one.rates("k", 60.0)[0].remaining == 300, "never more than a minute's worth"
 
 
 def test_settling_fills_a_bucket_before_it_takes_what_was_used_above_the_charge():
     one = quotas(tokens_per_minute=300)
     charged = taken(one)
-    one.settle("k", ASK, charged, 250, 60.0)
+    one.record_end("k", ASK, charged, 250, 60.0)
     assert standings(one, 60.0) == [("tokens", 300, 200, 20.0)]
 
 
@@ -275,38 +285,41 @@ def test_a_request_over_its_tokens_does_not_use_up_a_request_and_the_other_way_r
 
 def test_two_keys_and_their_buckets_are_apart():
     limits = {"a": KeyLimits(requests_per_minute=1), "b": KeyLimits(requests_per_minute=2)}
-    one = Quotas(limits.get)
-    assert isinstance(one.take("a", ASK, 0.0), int)
-    assert isinstance(one.take("a", ASK, 0.0), Refused)
-    assert [isinstance(one.take("b", ASK, 0.0), int) for _ in range(3)] == [True, True, False]
+    one = RateLimits(limits.get)
+    assert isinstance(one.admit("a", ASK, 0.0), int)
+    assert isinstance(one.admit("a", ASK, 0.0), Refused)
+    assert [isinstance(one.admit("b", ASK, 0.0), int) for _ in range(3)] == [True, True, False]
     assert (one.running("a"), one.running("b"), one.running("c")) == (1, 2, 0)
 
 
 def test_the_estimate_is_the_prompt_and_each_choices_longest_answer():
-    assert estimate(Demand("m", prompt_tokens=100, max_tokens=50)) == 150
-    assert estimate(Demand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
-    assert estimate(Demand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
-    assert estimate(Demand("m", prompt_tokens=7)) == 7 + ANSWER
-    assert work(Demand("m", prompt_tokens=100, max_tokens=10 * ANSWER)) == 100 + ANSWER
-    assert work(Demand("m", prompt_tokens=7)) == 7 + ANSWER
-    assert work(Demand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
+    assert estimate(ResourceDemand("m", prompt_tokens=100, max_tokens=50)) == 150
+    assert estimate(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=3)) == 250
+    assert estimate(ResourceDemand("m", prompt_bytes=400, max_tokens=50)) == 400 // BYTES_PER_TOKEN + 50
+    assert estimate(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
+    assert (
+        probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=10 * DEFAULT_ANSWER_TOKENS))
+        == 100 + DEFAULT_ANSWER_TOKENS
+    )
+    assert probable_tokens(ResourceDemand("m", prompt_tokens=7)) == 7 + DEFAULT_ANSWER_TOKENS
+    assert probable_tokens(ResourceDemand("m", prompt_tokens=100, max_tokens=50, choices=2)) == 200
 
 
 def test_what_is_under_way_is_given_back_by_tokens_and_bytes_of_the_request():
     one = bounded(key_tokens=100, key_bytes=1000)
-    first, second = Demand("m", prompt_tokens=60), Demand("m", prompt_tokens=40, prompt_bytes=900)
-    assert one.take("k", first, 0.0) == one.take("k", second, 0.0) == 0
-    assert isinstance(one.take("k", Demand("m", prompt_tokens=1), 0.0), Refused)
-    one.settle("k", first, 0, 0, 0.0)
-    assert one.take("k", Demand("m", prompt_tokens=60), 0.0) == 0
-    assert isinstance(one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0), Refused)
-    one.settle("k", second, 0, 0, 0.0)
-    assert one.take("k", Demand("m", prompt_tokens=0, prompt_bytes=101), 0.0) == 0
+    first, second = ResourceDemand("m", prompt_tokens=60), ResourceDemand("m", prompt_tokens=40, prompt_bytes=900)
+    assert one.admit("k", first, 0.0) == one.admit("k", second, 0.0) == 0
+    assert isinstance(one.admit("k", ResourceDemand("m", prompt_tokens=1), 0.0), Refused)
+    one.record_end("k", first, 0, 0, 0.0)
+    assert one.admit("k", ResourceDemand("m", prompt_tokens=60), 0.0) == 0
+    assert isinstance(one.admit("k", ResourceDemand("m", prompt_tokens=0, prompt_bytes=101), 0.0), Refused)
+    one.record_end("k", second, 0, 0, 0.0)
+    assert one.admit("k", ResourceDemand("m", prompt_tokens=0, prompt_bytes=101), 0.0) == 0
 
 
 def test_a_key_has_its_limits_and_the_weight_of_its_priority():
     high = KeyLimits(priority="high")
-    one = Quotas({"k": high}.get)
+    one = RateLimits({"k": high}.get)
     assert (one.limits("k"), one.limits("other")) == (high, NO_LIMITS)
     weights = [KeyLimits(priority=name).weight for name in ("low", "normal", "high")]
     assert (weights, NO_LIMITS.weight) == ([1, 4, 16], 4)

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from router.admission.request_limits import MAX_KEYS, MAX_TEXTS, MAX_VALUES
-from router.dialects.anthropic.api import Messages
+from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.anthropic.schema import CountBody, MessagesBody
-from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody, Options
+from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaOptions
 from router.dialects.openai.chat_schema import ChatBody
 from router.dialects.openai.completion_schema import CompletionBody
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openai.responses_schema import ResponsesBody
 from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
@@ -24,7 +24,7 @@ BODIES = [
     MessagesBody,
     OllamaChatBody,
     OllamaGenerateBody,
-    Options,
+    OllamaOptions,
     ResponsesBody,
 ]
 
@@ -79,7 +79,7 @@ def test_keys_of_an_object_are_bounded():
 def test_neighbours_of_one_role_are_joined_as_before():
     said = [("user", "a"), ("user", ""), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e")]
     body = {"model": "m", "max_tokens": 1, "messages": [{"role": role, "content": text} for role, text in said]}
-    found = Messages().parse(json.dumps(body).encode(), "k")
+    found = MessagesRoute().parse(json.dumps(body).encode(), "k")
     assert not isinstance(found, Problem)
     assert [(one.role, one.content) for one in found.messages] == [("user", "a\nb"), ("assistant", "cd"), ("user", "e")]
 
@@ -106,7 +106,7 @@ def test_items_of_one_turn_are_joined_as_before():
         calls("h"),
         {"role": "user", "content": "7"},
     ]
-    found = Responses().parse(json.dumps({"model": "m", "input": items}).encode(), "k")
+    found = ResponsesRoute().parse(json.dumps({"model": "m", "input": items}).encode(), "k")
     assert not isinstance(found, Problem)
     messages = [
         (one.role, one.reasoning, one.content, [call.name for call in one.tool_calls]) for one in found.messages

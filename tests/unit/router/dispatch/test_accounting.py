@@ -7,17 +7,17 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from msgspec.structs import replace
 
-from router.admission.rate_limits import KeyLimits, Quotas
-from router.admission.usage import Used
+from router.admission.rate_limits import KeyLimits, RateLimits
+from router.admission.usage import UsageTotals
 from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
-from router.dispatch.request import SLOW, Failure, Job, StreamTicket, Ticket
-from router.placement.place import Demand
-from router.placement.reservations import Unread
+from router.dispatch.request import SLOW, ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
+from router.placement.place import ResourceDemand
+from router.placement.reservations import PendingPrefill
 from tests.support.loopback_cluster import a_memory
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
-from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Message, Params, Refusal, Timings
+from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, GenerationParams, Message, Refusal, Timings
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.units import MIB
 
 TIMINGS = Timings(0.5, 1.0, 2.0)
@@ -39,10 +39,10 @@ async def two() -> AsyncIterator[Cluster]:
     cluster.settled()
 
 
-def ask(cluster: Cluster, *, key: str = "k", stream: bool = True, **params: object) -> Ticket:
-    asked = Params(**params)  # pyright: ignore[reportArgumentType]
-    demand = Demand("tiny", 100, max_tokens=asked.max_tokens, choices=asked.n)
-    return cluster.dispatcher.submit(Job(demand, key, "r1", (Message("user", "hi"),), asked, 0, stream))
+def ask(cluster: Cluster, *, key: str = "k", stream: bool = True, **params: object) -> ActiveRequest:
+    asked = GenerationParams(**params)  # pyright: ignore[reportArgumentType]
+    demand = ResourceDemand("tiny", 100, max_tokens=asked.max_tokens, choices=asked.n)
+    return cluster.dispatcher.submit(RequestSpec(demand, key, "r1", (Message("user", "hi"),), asked, 0, stream))
 
 
 def finish(cluster: Cluster, **changes: object) -> None:
@@ -52,7 +52,7 @@ def finish(cluster: Cluster, **changes: object) -> None:
 
 async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     ticket = ask(one)
-    assert isinstance(ticket, StreamTicket)
+    assert isinstance(ticket, StreamingRequest)
     one.now += 2.0
     one.say(lambda number: Admitted(number, 25, 10))
     one.speak()
@@ -81,7 +81,7 @@ async def test_a_finished_request_is_counted_once_everywhere(one: Cluster):
     )
     assert (model.itl.total, model.e2e.total) == (pytest.approx(3.0), pytest.approx(5.0))
     assert counters.keys == {("k", "tiny"): 28}
-    assert one.dispatcher.usage.drain() == {("k", "tiny"): Used(1, 0, 25, 10, 3)}
+    assert one.dispatcher.usage.drain() == {("k", "tiny"): UsageTotals(1, 0, 25, 10, 3)}
     assert one.dispatcher.usage.drain() == {}, "what was written to the database is not written again"
     story = one.dispatcher.history.stories[-1]
     assert (story.request_id, story.key, story.model, story.stream, story.outcome, story.message) == (
@@ -118,11 +118,13 @@ async def test_of_several_tokens_in_one_step_each_is_counted_for_its_node(one: C
         (lambda cluster, ticket: cluster.say(lambda number: Failed(number, "made_up", "x")), "failed", 1),
         (lambda cluster, ticket: cluster.dispatcher.node_gone(A, "cable"), "node_lost", 1),
         (lambda cluster, ticket: cluster.dispatcher.shutdown(), "shutting_down", 1),
-        (lambda cluster, ticket: cluster.refuse(Code.INVALID), "invalid_request", 1),
+        (lambda cluster, ticket: cluster.refuse(RefusalCode.INVALID), "invalid_request", 1),
         (lambda cluster, ticket: finish(cluster), "ok", 0),
     ],
 )
-async def test_each_end_is_one_outcome(one: Cluster, end: Callable[[Cluster, Ticket], None], outcome: str, failed: int):
+async def test_each_end_is_one_outcome(
+    one: Cluster, end: Callable[[Cluster, ActiveRequest], None], outcome: str, failed: int
+):
     ticket = ask(one)
     one.say(lambda number: Admitted(number, 25, 10))
     end(one, ticket)
@@ -159,7 +161,7 @@ async def test_a_lost_node_and_the_resumed_answer_are_counted_once(two: Cluster)
     two.speak()
     finish(two)
     assert (counters.requests, counters.first_tokens) == ({"ok": 1}, 1)
-    assert two.dispatcher.usage.drain()["k", "tiny"] == Used(1, 0, 25, 10, 3)
+    assert two.dispatcher.usage.drain()["k", "tiny"] == UsageTotals(1, 0, 25, 10, 3)
     assert [what for _, what, _ in two.dispatcher.history.stories[-1].steps][-1] == "resumed"
 
 
@@ -234,7 +236,7 @@ async def test_usage_that_a_node_makes_up_is_bounded_by_what_was_asked(one: Clus
 
 
 async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster):
-    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
     ask(one, max_tokens=900)
     finish(one)
     (rate,) = one.dispatcher.quotas.rates("k", one.now)
@@ -242,7 +244,7 @@ async def test_a_key_gets_back_what_it_was_charged_and_did_not_use(one: Cluster)
 
 
 async def test_a_key_pays_for_what_was_sent_although_its_node_reports_less(one: Cluster):
-    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
     ticket = ask(one, max_tokens=900)
     one.speak()
     one.speak()
@@ -258,13 +260,13 @@ async def test_keys_and_models_are_counted_apart(one: Cluster):
         finish(one)
     assert one.dispatcher.counters.keys == {("k", "tiny"): 56, ("other", "tiny"): 28}
     assert one.dispatcher.usage.drain() == {
-        ("k", "tiny"): Used(2, 0, 50, 20, 6),
-        ("other", "tiny"): Used(1, 0, 25, 10, 3),
+        ("k", "tiny"): UsageTotals(2, 0, 50, 20, 6),
+        ("other", "tiny"): UsageTotals(1, 0, 25, 10, 3),
     }
 
 
 async def test_a_model_that_no_node_has_makes_no_row(one: Cluster):
-    job = Job(Demand("made-up", 100), "k", "r1", (), Params(), 0, False)
+    job = RequestSpec(ResourceDemand("made-up", 100), "k", "r1", (), GenerationParams(), 0, False)
     ticket = one.dispatcher.submit(job)
     assert isinstance(ticket.outcome, Refused)
     assert set(one.dispatcher.usage.drain()) == {("k", "")}
@@ -278,7 +280,7 @@ async def test_a_refusal_that_may_quote_the_request_is_kept_without_its_words(on
         story = one.dispatcher.history.stories[-1]
         assert (story.outcome, story.message) == (code.value, QUOTING[code])
     ask(one)
-    one.say(lambda number: Refusal(number, Refused(Code.NO_MODEL, "not here"), None))
+    one.say(lambda number: Refusal(number, Refused(RefusalCode.NO_MODEL, "not here"), None))
     assert one.dispatcher.history.stories[-1].message == "not here"
 
 
@@ -288,10 +290,10 @@ async def test_after_a_shutdown_nothing_new_is_taken_and_a_drain_waits_for_what_
     draining = asyncio.create_task(cluster.dispatcher.drain(30.0))
     await turn()
     late = ask(cluster)
-    assert isinstance(late.outcome, Failure)
+    assert isinstance(late.outcome, RequestFailure)
     assert late.outcome.code == "shutting_down"
     assert running.outcome is None
-    assert cluster.dispatcher.servable() != ""
+    assert cluster.dispatcher.outage_reason() != ""
     finish(cluster)
     for ticket in (running, late):
         cluster.dispatcher.close(ticket)
@@ -305,11 +307,11 @@ async def test_a_memory_correction_lasts_until_the_node_reports_again(two: Clust
     first, _ = two.last()
     two.refuse(room=0)
     finish(two)
-    assert two.dispatcher.preview(Demand("tiny", 100)).candidates
-    seen = {one.node: one.headroom for one in two.dispatcher.preview(Demand("tiny", 100)).candidates}
+    assert two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates
+    seen = {one.node: one.headroom for one in two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates}
     assert (seen[first], seen[A if first == B else B]) == (0, a_memory().headroom)
     two.report()
-    seen = {one.node: one.headroom for one in two.dispatcher.preview(Demand("tiny", 100)).candidates}
+    seen = {one.node: one.headroom for one in two.dispatcher.preview(ResourceDemand("tiny", 100)).candidates}
     assert set(seen.values()) == {a_memory().headroom}
 
 
@@ -318,7 +320,7 @@ async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are
     one.dispatcher.on_trouble = lambda ticket, code: troubles.append((ticket.job.request_id, code))
     ticket = ask(one)
     one.say(lambda number: Failed(number, "node_stopping", "its Mac is shut down"))
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert (ticket.outcome.code, len(one.generates())) == ("node_lost", 1)
     ask(one)
     one.dispatcher.node_gone(A, "cable")
@@ -326,11 +328,11 @@ async def test_a_node_that_stops_gets_the_request_no_more_and_administrators_are
 
 
 async def test_a_prompt_counts_as_unread_in_tokens_and_seconds_until_its_first_token(one: Cluster):
-    demand = Demand("tiny", 100, prompt_tokens=500)
-    one.dispatcher.submit(Job(demand, "k", "r1", (Message("user", "hi"),), Params(), 0, True))
+    demand = ResourceDemand("tiny", 100, prompt_tokens=500)
+    one.dispatcher.submit(RequestSpec(demand, "k", "r1", (Message("user", "hi"),), GenerationParams(), 0, True))
     _, request = one.last()
     account = one.dispatcher.ledger.account(A)
-    assert account.unread == {request: Unread(500, 0.5)}, "at 1,000 tokens per second"
+    assert account.unread == {request: PendingPrefill(500, 0.5)}, "at 1,000 tokens per second"
     assert (account.unread_tokens, account.rows) == (500, 1)
     one.say(lambda number: Admitted(number, 500))
     assert account.unread_tokens == 500, "a prompt that was admitted is not read yet"

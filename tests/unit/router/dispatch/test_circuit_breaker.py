@@ -3,150 +3,163 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.circuit_breaker import FAULTS, LONG, LONGEST, SHORTEST, TOGETHER, WITHIN, Breakers, Standing
+from router.dispatch.circuit_breaker import (
+    FAULT_WINDOW_SECONDS,
+    MAX_FAULTS,
+    MAX_OPEN_SECONDS,
+    MIN_OPEN_SECONDS,
+    PROBE_SUCCESS_SECONDS,
+    SAME_FAULT_SECONDS,
+    BreakerState,
+    CircuitBreakers,
+)
 
 NODE = "a"
 
 
-def failing(times: int = FAULTS, begin: float = 0.0) -> tuple[Breakers[str], float]:
-    breakers: Breakers[str] = Breakers()
+def failing(times: int = MAX_FAULTS, begin: float = 0.0) -> tuple[CircuitBreakers[str], float]:
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now = begin
     for request in range(times):
-        breakers.tried(NODE, request, now)
-        breakers.fault(NODE, request, now)
-        now += 2 * TOGETHER
-    return breakers, now - 2 * TOGETHER
+        breakers.record_attempt(NODE, request, now)
+        breakers.record_fault(NODE, request, now)
+        now += 2 * SAME_FAULT_SECONDS
+    return breakers, now - 2 * SAME_FAULT_SECONDS
 
 
 def test_faults_in_a_row_open_it_for_a_while():
-    breakers, now = failing(FAULTS - 1)
-    assert breakers.barred(now) == []
+    breakers, now = failing(MAX_FAULTS - 1)
+    assert breakers.barred_nodes(now) == []
     breakers, now = failing()
-    assert breakers.barred(now + SHORTEST - 0.1) == [NODE]
-    assert breakers.barred(now + SHORTEST) == []
+    assert breakers.barred_nodes(now + MIN_OPEN_SECONDS - 0.1) == [NODE]
+    assert breakers.barred_nodes(now + MIN_OPEN_SECONDS) == []
     assert breakers.opened == 1
 
 
 def test_it_says_how_it_stands_and_why():
-    breakers: Breakers[str] = Breakers()
-    assert breakers.standing(NODE, 0.0) is None
-    for at in range(FAULTS):
-        breakers.fault(NODE, at, 2.0 * at * TOGETHER, f"signal {at}")
-        assert (breakers.standing(NODE, 2.0 * at * TOGETHER) is None) == (at < FAULTS - 1)
-    last = 2.0 * (FAULTS - 1) * TOGETHER
-    until = last + SHORTEST
-    assert breakers.standing(NODE, last) == Standing("open", f"signal {FAULTS - 1}", until, 1)
-    assert breakers.standing(NODE, until) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
-    assert breakers.standing(NODE, until + 10 * LONG) == Standing("half open", f"signal {FAULTS - 1}", until, 1)
-    breakers.tried(NODE, 9, until)
-    assert breakers.standing(NODE, until) == Standing("probing", f"signal {FAULTS - 1}", until, 1)
-    breakers.fault(NODE, 9, until + 1, "signal 9")
-    assert breakers.standing(NODE, until + 1) == Standing("open", "signal 9", until + 1 + 2 * SHORTEST, 2)
-    breakers.tried(NODE, 10, until + 1 + 2 * SHORTEST)
-    breakers.good(NODE, 10)
-    assert breakers.standing(NODE, until + 1 + 2 * SHORTEST) is None
+    breakers: CircuitBreakers[str] = CircuitBreakers()
+    assert breakers.state_of(NODE, 0.0) is None
+    for at in range(MAX_FAULTS):
+        breakers.record_fault(NODE, at, 2.0 * at * SAME_FAULT_SECONDS, f"signal {at}")
+        assert (breakers.state_of(NODE, 2.0 * at * SAME_FAULT_SECONDS) is None) == (at < MAX_FAULTS - 1)
+    last = 2.0 * (MAX_FAULTS - 1) * SAME_FAULT_SECONDS
+    until = last + MIN_OPEN_SECONDS
+    assert breakers.state_of(NODE, last) == BreakerState("open", f"signal {MAX_FAULTS - 1}", until, 1)
+    assert breakers.state_of(NODE, until) == BreakerState("half open", f"signal {MAX_FAULTS - 1}", until, 1)
+    assert breakers.state_of(NODE, until + 10 * PROBE_SUCCESS_SECONDS) == BreakerState(
+        "half open", f"signal {MAX_FAULTS - 1}", until, 1
+    )
+    breakers.record_attempt(NODE, 9, until)
+    assert breakers.state_of(NODE, until) == BreakerState("probing", f"signal {MAX_FAULTS - 1}", until, 1)
+    breakers.record_fault(NODE, 9, until + 1, "signal 9")
+    assert breakers.state_of(NODE, until + 1) == BreakerState("open", "signal 9", until + 1 + 2 * MIN_OPEN_SECONDS, 2)
+    breakers.record_attempt(NODE, 10, until + 1 + 2 * MIN_OPEN_SECONDS)
+    breakers.record_success(NODE, 10)
+    assert breakers.state_of(NODE, until + 1 + 2 * MIN_OPEN_SECONDS) is None
 
 
 def test_a_dead_engine_fails_all_that_it_had_at_once():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     for request in range(100):
-        breakers.fault(NODE, request, 5.0 + request * TOGETHER / 200)
-    assert breakers.barred(6.0) == []
+        breakers.record_fault(NODE, request, 5.0 + request * SAME_FAULT_SECONDS / 200)
+    assert breakers.barred_nodes(6.0) == []
 
 
 def test_a_good_answer_or_a_time_of_peace_begins_anew():
-    breakers, now = failing(FAULTS - 1)
-    breakers.good(NODE, 77)
-    breakers.fault(NODE, 78, now + 10)
-    assert breakers.barred(now + 10) == []
-    breakers, now = failing(FAULTS - 1)
-    breakers.fault(NODE, 78, now + WITHIN + 1)
-    assert breakers.barred(now + WITHIN + 1) == []
+    breakers, now = failing(MAX_FAULTS - 1)
+    breakers.record_success(NODE, 77)
+    breakers.record_fault(NODE, 78, now + 10)
+    assert breakers.barred_nodes(now + 10) == []
+    breakers, now = failing(MAX_FAULTS - 1)
+    breakers.record_fault(NODE, 78, now + FAULT_WINDOW_SECONDS + 1)
+    assert breakers.barred_nodes(now + FAULT_WINDOW_SECONDS + 1) == []
 
 
 def test_one_probe_at_a_time_closes_it_or_opens_it_for_longer():
     breakers, now = failing()
-    now += SHORTEST
-    assert breakers.barred(now) == []
-    breakers.tried(NODE, 50, now)
-    assert breakers.barred(now) == [NODE]
-    breakers.fault(NODE, 2, now)
-    breakers.good(NODE, 1)
-    assert breakers.barred(now) == [NODE], "what was begun before says nothing"
-    breakers.fault(NODE, 50, now)
-    assert breakers.barred(now + 2 * SHORTEST - 0.1) == [NODE]
-    now += 2 * SHORTEST
-    breakers.tried(NODE, 51, now)
-    breakers.good(NODE, 51)
-    breakers.fault(NODE, 52, now)
-    assert breakers.barred(now) == []
+    now += MIN_OPEN_SECONDS
+    assert breakers.barred_nodes(now) == []
+    breakers.record_attempt(NODE, 50, now)
+    assert breakers.barred_nodes(now) == [NODE]
+    breakers.record_fault(NODE, 2, now)
+    breakers.record_success(NODE, 1)
+    assert breakers.barred_nodes(now) == [NODE], "what was begun before says nothing"
+    breakers.record_fault(NODE, 50, now)
+    assert breakers.barred_nodes(now + 2 * MIN_OPEN_SECONDS - 0.1) == [NODE]
+    now += 2 * MIN_OPEN_SECONDS
+    breakers.record_attempt(NODE, 51, now)
+    breakers.record_success(NODE, 51)
+    breakers.record_fault(NODE, 52, now)
+    assert breakers.barred_nodes(now) == []
 
 
 def test_a_probe_that_shows_nothing_leaves_it_to_the_next_and_a_long_one_is_well():
     breakers, now = failing()
-    now += SHORTEST
-    breakers.tried(NODE, 50, now)
-    breakers.let_go(NODE, 50)
-    assert breakers.barred(now) == []
-    breakers.tried(NODE, 51, now)
-    assert breakers.barred(now + LONG - 0.1) == [NODE]
-    assert breakers.barred(now + LONG) == []
+    now += MIN_OPEN_SECONDS
+    breakers.record_attempt(NODE, 50, now)
+    breakers.record_departure(NODE, 50)
+    assert breakers.barred_nodes(now) == []
+    breakers.record_attempt(NODE, 51, now)
+    assert breakers.barred_nodes(now + PROBE_SUCCESS_SECONDS - 0.1) == [NODE]
+    assert breakers.barred_nodes(now + PROBE_SUCCESS_SECONDS) == []
 
 
 def test_a_long_probe_closes_it_as_if_there_had_been_no_fault():
     breakers, now = failing()
-    breakers.tried(NODE, 50, now + SHORTEST)
-    now += SHORTEST + LONG
-    assert breakers.barred(now) == []
-    for number in range(FAULTS):
-        assert breakers.standing(NODE, now + number * TOGETHER) is None
-        breakers.fault(NODE, 60 + number, now + number * TOGETHER, "again")
-    now += (FAULTS - 1) * TOGETHER
-    assert breakers.standing(NODE, now) == Standing("open", "again", now + SHORTEST, 1)
+    breakers.record_attempt(NODE, 50, now + MIN_OPEN_SECONDS)
+    now += MIN_OPEN_SECONDS + PROBE_SUCCESS_SECONDS
+    assert breakers.barred_nodes(now) == []
+    for number in range(MAX_FAULTS):
+        assert breakers.state_of(NODE, now + number * SAME_FAULT_SECONDS) is None
+        breakers.record_fault(NODE, 60 + number, now + number * SAME_FAULT_SECONDS, "again")
+    now += (MAX_FAULTS - 1) * SAME_FAULT_SECONDS
+    assert breakers.state_of(NODE, now) == BreakerState("open", "again", now + MIN_OPEN_SECONDS, 1)
 
 
 def test_each_failed_probe_opens_it_for_twice_as_long_up_to_two_minutes():
     breakers, now = failing()
     lasted = list[float]()
     for number in range(7):
-        standing = breakers.standing(NODE, now)
+        standing = breakers.state_of(NODE, now)
         assert standing is not None
         assert standing.opened == breakers.opened == number + 1
         lasted.append(standing.until - now)
         now = standing.until
-        breakers.tried(NODE, 100 + number, now)
-        breakers.fault(NODE, 100 + number, now)
+        breakers.record_attempt(NODE, 100 + number, now)
+        breakers.record_fault(NODE, 100 + number, now)
     assert lasted == [5, 10, 20, 40, 80, 120, 120]
 
 
 def test_only_the_first_request_sent_is_the_probe_and_no_other_moves_it():
     breakers, now = failing()
-    now += SHORTEST
-    probing = Standing("probing", "", now, 1)
-    breakers.tried(NODE, 50, now)
-    breakers.tried(NODE, 51, now)
-    breakers.good(NODE, 51)
-    breakers.let_go(NODE, 51)
-    breakers.fault(NODE, 51, now)
-    assert breakers.standing(NODE, now) == probing
-    breakers.good(NODE, 50)
-    assert breakers.standing(NODE, now) is None
+    now += MIN_OPEN_SECONDS
+    probing = BreakerState("probing", "", now, 1)
+    breakers.record_attempt(NODE, 50, now)
+    breakers.record_attempt(NODE, 51, now)
+    breakers.record_success(NODE, 51)
+    breakers.record_departure(NODE, 51)
+    breakers.record_fault(NODE, 51, now)
+    assert breakers.state_of(NODE, now) == probing
+    breakers.record_success(NODE, 50)
+    assert breakers.state_of(NODE, now) is None
 
 
 def test_a_fault_that_says_nothing_keeps_what_the_one_before_said():
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     for at, why in enumerate(("it ended by SIGKILL", "", "")):
-        breakers.fault(NODE, at, at * TOGETHER, why)
-    assert breakers.standing(NODE, 2 * TOGETHER) == Standing("open", "it ended by SIGKILL", 2 * TOGETHER + SHORTEST, 1)
+        breakers.record_fault(NODE, at, at * SAME_FAULT_SECONDS, why)
+    assert breakers.state_of(NODE, 2 * SAME_FAULT_SECONDS) == BreakerState(
+        "open", "it ended by SIGKILL", 2 * SAME_FAULT_SECONDS + MIN_OPEN_SECONDS, 1
+    )
 
 
 def test_faults_count_apart_after_a_second_and_in_a_row_up_to_a_minute():
-    breakers: Breakers[str] = Breakers()
-    for at in (0.0, WITHIN, WITHIN + TOGETHER - 0.001):
-        breakers.fault(NODE, 0, at)
-        assert breakers.standing(NODE, at) is None
-    breakers.fault(NODE, 0, WITHIN + TOGETHER)
-    assert breakers.standing(NODE, WITHIN + TOGETHER) is not None
+    breakers: CircuitBreakers[str] = CircuitBreakers()
+    for at in (0.0, FAULT_WINDOW_SECONDS, FAULT_WINDOW_SECONDS + SAME_FAULT_SECONDS - 0.001):
+        breakers.record_fault(NODE, 0, at)
+        assert breakers.state_of(NODE, at) is None
+    breakers.record_fault(NODE, 0, FAULT_WINDOW_SECONDS + SAME_FAULT_SECONDS)
+    assert breakers.state_of(NODE, FAULT_WINDOW_SECONDS + SAME_FAULT_SECONDS) is not None
 
 
 EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.integers(0, 5), st.floats(0, 20))
@@ -154,40 +167,40 @@ EVENTS = st.tuples(st.sampled_from(("tried", "fault", "good", "let_go")), st.int
 
 @given(st.lists(EVENTS, max_size=80))
 def test_it_never_bars_for_ever_and_never_without_faults(events: list[tuple[str, int, float]]):
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now, faults = 0.0, 0
     for kind, request, later in events:
         now += later
-        barred = breakers.barred(now)
+        barred = breakers.barred_nodes(now)
         if kind == "tried":
             if barred:
                 continue
-            breakers.tried(NODE, request, now)
+            breakers.record_attempt(NODE, request, now)
         elif kind == "fault":
             faults += 1
-            breakers.fault(NODE, request, now)
+            breakers.record_fault(NODE, request, now)
         elif kind == "good":
-            breakers.good(NODE, request)
+            breakers.record_success(NODE, request)
         else:
-            breakers.let_go(NODE, request)
-        assert not breakers.barred(now) or faults >= FAULTS
-        assert breakers.barred(now + LONGEST + LONG) == []
+            breakers.record_departure(NODE, request)
+        assert not breakers.barred_nodes(now) or faults >= MAX_FAULTS
+        assert breakers.barred_nodes(now + MAX_OPEN_SECONDS + PROBE_SUCCESS_SECONDS) == []
     breakers.forget(NODE)
-    assert breakers.barred(now) == []
+    assert breakers.barred_nodes(now) == []
 
 
 @given(
     st.lists(st.tuples(st.sampled_from(("tried", "good", "let_go")), st.integers(0, 5), st.floats(0, 20)), max_size=50)
 )
 def test_refusals_cancels_and_answers_never_open_it(events: list[tuple[str, int, float]]):
-    breakers: Breakers[str] = Breakers()
+    breakers: CircuitBreakers[str] = CircuitBreakers()
     now = 0.0
     for kind, request, later in events:
         now += later
         if kind == "tried":
-            breakers.tried(NODE, request, now)
+            breakers.record_attempt(NODE, request, now)
         elif kind == "good":
-            breakers.good(NODE, request)
+            breakers.record_success(NODE, request)
         else:
-            breakers.let_go(NODE, request)
-        assert breakers.barred(now) == []
+            breakers.record_departure(NODE, request)
+        assert breakers.barred_nodes(now) == []

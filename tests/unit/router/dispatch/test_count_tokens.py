@@ -3,18 +3,18 @@
 import asyncio
 
 from router.dispatch.count_tokens import count
-from router.dispatch.node_commands import MAX_COUNTS_OF_A_KEY
+from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
 from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
-from wire.frames import Count, Frame, Message
+from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 
-ASKED = Count(0, "tiny", (Message("user", "x" * 40),), 0)
+ASKED = CountTokens(0, "tiny", (Message("user", "x" * 40),), 0)
 
 
 def counted(node: LoopbackNode) -> int:
-    return sum(isinstance(frame, Count) for frame in node.heard)
+    return sum(isinstance(frame, CountTokens) for frame in node.heard)
 
 
 async def test_a_node_that_has_the_model_loaded_is_asked_first():
@@ -26,7 +26,7 @@ async def test_a_node_that_has_the_model_loaded_is_asked_first():
 
 
 async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
-    broken = LoopbackNode("a", refusal=Refused(Code.LOAD_FAILED, "its files are broken"))
+    broken = LoopbackNode("a", refusal=Refused(RefusalCode.LOAD_FAILED, "its files are broken"))
     cold = LoopbackNode("b", models=(a_model(loaded=False),))
     cluster = LoopbackCluster(broken, cold)
     assert await count(cluster.dispatcher, ASKED, "k") == 11
@@ -34,7 +34,7 @@ async def test_a_node_that_cannot_load_it_is_followed_by_the_next():
 
 
 async def test_a_prompt_that_cannot_be_made_is_asked_for_once():
-    nodes = [LoopbackNode(name, refusal=Refused(Code.TEMPLATE, "no such role")) for name in ("a", "b")]
+    nodes = [LoopbackNode(name, refusal=Refused(RefusalCode.TEMPLATE, "no such role")) for name in ("a", "b")]
     found = await count(LoopbackCluster(*nodes).dispatcher, ASKED, "k")
     assert isinstance(found, Problem)
     assert (found.status, found.code) == (400, "template_failed")
@@ -81,13 +81,13 @@ async def test_a_node_that_is_lost_while_it_counts_is_a_failure():
 async def test_a_node_is_asked_in_the_name_of_the_key():
     node = LoopbackNode("a")
     await count(LoopbackCluster(node).dispatcher, ASKED, "k")
-    assert [frame.owner.name for frame in node.heard if isinstance(frame, Count)] == ["k"]
+    assert [frame.owner.name for frame in node.heard if isinstance(frame, CountTokens)] == ["k"]
 
 
 async def test_one_key_does_not_take_all_counts():
     node = LoopbackNode("a")
     cluster = Silent(node)
-    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_OF_A_KEY + 1)]
+    counts = [asyncio.ensure_future(count(cluster.dispatcher, ASKED, "k")) for _ in range(MAX_COUNTS_PER_KEY + 1)]
     other = asyncio.ensure_future(count(cluster.dispatcher, ASKED, "other"))
     await asyncio.sleep(0.01)
     found = [one.result() for one in counts if one.done()]

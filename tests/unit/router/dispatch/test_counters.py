@@ -4,8 +4,8 @@ rows."""
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MOST_MODELS, OTHER, Counters
-from wire.histogram import Buckets
+from router.dispatch.counters import ITL_BOUNDS, MAX_KEY_MODELS, MAX_MODELS, OTHER, Counters
+from wire.histogram import Histogram
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
@@ -13,7 +13,7 @@ A, B = NodeId("a"), NodeId("b")
 
 @given(st.lists(st.floats(0, 10), max_size=50))
 def test_each_value_falls_into_the_first_bucket_that_holds_it(values: list[float]):
-    buckets = Buckets((0.5, 1.0, 5.0))
+    buckets = Histogram((0.5, 1.0, 5.0))
     for value in values:
         buckets.observe(value)
     for bound, upto in ((0.5, 1), (1.0, 2), (5.0, 3)):
@@ -62,11 +62,11 @@ def test_a_node_that_is_forgotten_leaves_nothing():
 
 def test_names_beyond_the_bound_are_one_row():
     counters = Counters()
-    for number in range(MOST_MODELS + 100):
+    for number in range(MAX_MODELS + 100):
         counters.first(NodeId("a"), f"m{number}", 1, 0.1)
-    assert len(counters.models) <= MOST_MODELS + 1
+    assert len(counters.models) <= MAX_MODELS + 1
     assert sum(counters.models[OTHER].ttft.counts) == 100
-    assert sum(sum(one.ttft.counts) for one in counters.models.values()) == MOST_MODELS + 100
+    assert sum(sum(one.ttft.counts) for one in counters.models.values()) == MAX_MODELS + 100
 
 
 def test_model_returns_one_row_for_names_that_no_node_has():
@@ -75,7 +75,7 @@ def test_model_returns_one_row_for_names_that_no_node_has():
     assert counters.models == {OTHER: other, "tiny": tiny}
     assert counters.model("") is counters.model(OTHER) is other
     assert counters.model("tiny") is tiny
-    for number in range(MOST_MODELS):
+    for number in range(MAX_MODELS):
         counters.model(f"m{number}")
     assert counters.model("tiny") is tiny
     assert counters.model("one more") is other
@@ -137,7 +137,7 @@ def test_first_tokens_waits_refusals_answers_and_swaps_are_counted_one_by_one():
     counters = Counters()
     for seconds in (0.25, 0.5):
         counters.first(A, "m", 30, seconds)
-        counters.left_line(seconds)
+        counters.count_queue_exit(seconds)
         counters.placed(A)
         counters.refused("no_headroom")
         counters.answered(200)

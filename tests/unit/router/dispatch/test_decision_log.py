@@ -4,20 +4,28 @@ from random import Random
 
 import pytest
 
-from router.dispatch.decision_log import DECISIONS_KEPT, ROWS_KEPT, STORIES_KEPT, Decision, History, read_line, replay
-from router.dispatch.request import MOST_STEPS, Failure, StreamTicket, Ticket
+from router.dispatch.decision_log import (
+    MAX_CANDIDATES_KEPT,
+    MAX_DECISIONS_KEPT,
+    MAX_REQUESTS_KEPT,
+    DecisionLog,
+    PlacementDecision,
+    read_line,
+    replay,
+)
+from router.dispatch.request import MAX_STEPS, ActiveRequest, RequestFailure, StreamingRequest
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import POLICIES, Demand, NoPlacement, Placement, place
-from router.placement.reservations import Ledger
+from router.placement.place import POLICIES, NoPlacement, Placement, ResourceDemand, place
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.frames import Admitted
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import EngineState, Memory
 from wire.units import GIB
 
-ASK = Demand("tiny", 0, 1000)
+ASK = ResourceDemand("tiny", 0, 1000)
 
 
 def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
@@ -32,14 +40,14 @@ def a_node(name: str, memory: Memory, speed: float = 1000.0) -> NodeView:
     )
 
 
-def decided(*nodes: NodeView, policy: str = "balanced", ask: Demand = ASK) -> Placement | NoPlacement:
-    return place(ClusterView(nodes), ask, Ledger(), now=0.0, draw=lambda: 0.5, policy=POLICIES[policy])
+def decided(*nodes: NodeView, policy: str = "balanced", ask: ResourceDemand = ASK) -> Placement | NoPlacement:
+    return place(ClusterView(nodes), ask, ReservationLedger(), now=0.0, draw=lambda: 0.5, policy=POLICIES[policy])
 
 
-def kept(*results: Placement | NoPlacement) -> list[Decision]:
-    history = History()
+def kept(*results: Placement | NoPlacement) -> list[PlacementDecision]:
+    history = DecisionLog()
     for number, result in enumerate(results):
-        history.decided(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
+        history.record_decision(float(number), f"r{number}", "k", ASK, result, len(result.candidates))
     return list(history.decisions)
 
 
@@ -48,14 +56,14 @@ SLOW_AND_BIG, FAST_AND_SMALL = a_node("big", a_memory(64 * GIB, cap=96 * GIB), 1
 
 def test_a_decision_comes_back_from_its_line():
     placed, full = decided(SLOW_AND_BIG, FAST_AND_SMALL), decided(a_node("full", a_memory(0)))
-    history = History()
+    history = DecisionLog()
     for result in (placed, full):
-        history.decided(1.0, "r", "k", ASK, result, 2)
+        history.record_decision(1.0, "r", "k", ASK, result, 2)
     read = [read_line(line) for line in history.lines()]
     assert read == list(history.decisions)
     assert read[0].chosen == "fast"
     assert read[1].refused is not None
-    assert read[1].refused.code is Code.NO_ROOM
+    assert read[1].refused.code is RefusalCode.NO_ROOM
 
 
 @pytest.mark.parametrize("line", [b"", b"{", b"[]", b'{"at": 1}', b"\xff", b"x" * (5 * 2**20)])
@@ -79,24 +87,24 @@ def test_of_a_large_cluster_the_chosen_node_is_kept():
     nodes = [a_node(str(number), a_memory(2 * GIB), 100.0) for number in range(40)]
     nodes[30] = FAST_AND_SMALL
     (decision,) = kept(decided(*nodes))
-    assert len(decision.candidates) == ROWS_KEPT + 1
+    assert len(decision.candidates) == MAX_CANDIDATES_KEPT + 1
     assert decision.nodes == 40
     assert [row["name"] for row in decision.rows() if row["chosen"]] == ["fast"]
 
 
 def test_the_rings_are_bounded():
-    history, result = History(), decided(FAST_AND_SMALL)
-    for number in range(DECISIONS_KEPT + 10):
-        history.decided(0.0, f"r{number}", "k", ASK, result, 1)
-    assert len(history.decisions) == DECISIONS_KEPT
-    assert history.decided_on("r0") == []
-    assert history.stories.maxlen == STORIES_KEPT
+    history, result = DecisionLog(), decided(FAST_AND_SMALL)
+    for number in range(MAX_DECISIONS_KEPT + 10):
+        history.record_decision(0.0, f"r{number}", "k", ASK, result, 1)
+    assert len(history.decisions) == MAX_DECISIONS_KEPT
+    assert history.decisions_about("r0") == []
+    assert history.stories.maxlen == MAX_REQUESTS_KEPT
 
 
 # Steps of a request
 
 
-def way(ticket: Ticket) -> list[tuple[str, str]]:
+def way(ticket: ActiveRequest) -> list[tuple[str, str]]:
     return [(what, node) for _, what, node in ticket.steps]
 
 
@@ -117,7 +125,7 @@ async def test_a_request_tells_its_way():
         ("sent", f"node-{second}"),
         ("first token", f"node-{second}"),
     ]
-    (story,) = two.dispatcher.history.told("r0")
+    (story,) = two.dispatcher.history.requests_by_id("r0")
     assert (story.key, story.model, story.outcome, story.prompt_tokens) == ("ada", "tiny", "ok", 25)
     assert story.seconds == pytest.approx(3.0)
     assert story.steps[-1][0] == pytest.approx(1.0)
@@ -129,16 +137,16 @@ async def test_a_refused_and_a_waiting_request_have_a_story_too():
     one.report()
     ticket = one.submit()
     one.dispatcher.shutdown("bye")
-    (story,) = one.dispatcher.history.told("r0")
+    (story,) = one.dispatcher.history.requests_by_id("r0")
     assert (story.outcome, story.message) == ("shutting_down", "bye")
     assert way(ticket) == [("queued", "")]
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
 
 
 async def test_what_goes_on_elsewhere_says_so():
     two = Cluster(A, B)
     ticket = two.submit()
-    assert isinstance(ticket, StreamTicket)
+    assert isinstance(ticket, StreamingRequest)
     lost, _ = two.last()
     two.speak()
     two.dispatcher.node_gone(lost, "its power went")
@@ -152,6 +160,6 @@ async def test_a_story_is_bounded():
     one = Cluster(A)
     ticket = one.submit()
     for number in range(200):
-        ticket.mark(one.now, f"step {number}")
-    assert len(ticket.steps) == MOST_STEPS
+        ticket.add_step(one.now, f"step {number}")
+    assert len(ticket.steps) == MAX_STEPS
     assert (ticket.steps[0][1], ticket.steps[-1][1]) == ("sent", "step 199")

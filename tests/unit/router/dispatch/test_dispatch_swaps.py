@@ -6,24 +6,24 @@ from collections.abc import AsyncIterator
 import pytest
 from msgspec.structs import replace
 
-from router.dispatch.dispatcher import SWEEP_SECONDS
-from router.dispatch.model_swaps import LEAST_SLICE
-from router.dispatch.request import Job, StreamTicket, Ticket
-from router.placement.place import Demand
+from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS
+from router.dispatch.model_swaps import MIN_SLICE_SECONDS
+from router.dispatch.request import ActiveRequest, RequestSpec, StreamingRequest
+from router.placement.place import ResourceDemand
 from tests.support.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
-from wire.frames import Delta, Deltas, Finished, Message, Params, Refusal
-from wire.refusals import Code, Refused
+from wire.frames import Delta, Deltas, Finished, GenerationParams, Message, Refusal
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB
 
 LONGEST = 100.0
 SLOWEST = 1000.0
 
 
-def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) -> Ticket:
-    demand = Demand(model, 100)
+def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) -> ActiveRequest:
+    demand = ResourceDemand(model, 100)
     return cluster.dispatcher.submit(
-        Job(demand, key, f"r{cluster.count}", (Message("user", "hi"),), Params(), 0, stream)
+        RequestSpec(demand, key, f"r{cluster.count}", (Message("user", "hi"),), GenerationParams(), 0, stream)
     )
 
 
@@ -39,8 +39,8 @@ def has(cluster: Cluster, *names: str, loading: str = "") -> None:
 
 def passes(cluster: Cluster, seconds: float) -> None:
     """Advance the time, with reports and sweeps."""
-    for _ in range(int(seconds / SWEEP_SECONDS)):
-        cluster.now += SWEEP_SECONDS
+    for _ in range(int(seconds / SWEEP_INTERVAL_SECONDS)):
+        cluster.now += SWEEP_INTERVAL_SECONDS
         cluster.report()
         cluster.dispatcher.sweep()
 
@@ -62,18 +62,18 @@ async def mac() -> AsyncIterator[Cluster]:
     cluster.settled()
 
 
-def finish(cluster: Cluster, ticket: Ticket) -> None:
+def finish(cluster: Cluster, ticket: ActiveRequest) -> None:
     assert ticket.node is not None
     cluster.dispatcher.receive(ticket.node, Finished(ticket.request, ("stop",), 25, 3))
 
 
-def running(cluster: Cluster) -> Ticket:
-    return cluster.dispatcher.under_way()[0]
+def running(cluster: Cluster) -> ActiveRequest:
+    return cluster.dispatcher.open_requests()[0]
 
 
 async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_comes_next(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     assert other.swap == "waiting for a model swap on node-a (one -> two)"
     later = ask(mac, "one")
     assert later.node is None
@@ -88,7 +88,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     assert not mac.dispatcher.ledger.turns
     assert later.node is None
     has(mac, "two")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     assert later.swap == "waiting for a model swap on node-a (two -> one)"
     finish(mac, other)
     await asyncio.sleep(0)
@@ -109,7 +109,7 @@ async def test_a_wait_for_a_swap_is_no_503_after_the_queue_time_and_one_after_th
     passes(mac, LONGEST)
     for ticket in (other, whole):
         assert isinstance(ticket.outcome, Refused)
-        assert ticket.outcome.code is Code.NO_ROOM
+        assert ticket.outcome.code is RefusalCode.NO_ROOM
     passes(mac, 1)
     assert not mac.dispatcher.ledger.turns, "nobody waits for it any more"
     assert mac.dispatcher.counters.swaps == {"done": 0, "dropped": 1}
@@ -134,7 +134,7 @@ async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster
     slow = mac.settings.swap_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
-    for _ in range(int(2 * LEAST_SLICE)):
+    for _ in range(int(2 * MIN_SLICE_SECONDS)):
         passes(mac, 1)
         await asyncio.sleep(0)
     assert mac.dispatcher.ledger.held_on(other.number) is None
@@ -152,7 +152,7 @@ async def test_who_waits_for_rows_only_has_the_queue_time(mac: Cluster):
 
 async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster):
     other = ask(mac, "two", "bob")
-    assert isinstance(other, StreamTicket)
+    assert isinstance(other, StreamingRequest)
     passes(mac, mac.settings.keepalive_seconds - 1)
     assert not other.ready
     passes(mac, 2)
@@ -161,7 +161,7 @@ async def test_a_stream_that_waits_for_a_swap_shows_a_sign_of_life(mac: Cluster)
 
 async def test_a_turn_ends_at_once_when_its_client_leaves(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     later = ask(mac, "one")
     mac.dispatcher.close(other)
     await asyncio.sleep(0)
@@ -176,7 +176,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     for ticket in (first, first, second):  # the first is closer to its end
         cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
     ask(cluster, "two", "bob")
-    passes(cluster, LEAST_SLICE + 1)
+    passes(cluster, MIN_SLICE_SECONDS + 1)
     assert list(cluster.dispatcher.ledger.turns) == [A]
     cluster.state[B] = "lost"
     cluster.report()
@@ -188,10 +188,10 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
 
 async def test_a_node_that_refuses_is_asked_again_with_its_next_report(mac: Cluster):
     other = ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))
     await asyncio.sleep(0)
-    mac.dispatcher.receive(A, Refusal(other.request, Refused(Code.NO_ROOM, "its rows are not gone yet"), 25))
+    mac.dispatcher.receive(A, Refusal(other.request, Refused(RefusalCode.NO_ROOM, "its rows are not gone yet"), 25))
     await asyncio.sleep(0)
     assert other.node is None
     assert ask(mac, "one").node is None, "the turn goes on"
@@ -204,7 +204,7 @@ async def test_no_third_model_takes_the_room_that_is_made(mac: Cluster):
     mac.models += (third,)
     mac.report()
     ask(mac, "two", "bob")
-    passes(mac, LEAST_SLICE + 1)
+    passes(mac, MIN_SLICE_SECONDS + 1)
     finish(mac, running(mac))
     assert ask(mac, "three", "eve").node is None
     await asyncio.sleep(0)

@@ -5,14 +5,22 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from router.admission.rate_limits import KeyLimits, Quotas
-from router.dispatch.dispatcher import SWEEP_SECONDS, Dispatcher
-from router.dispatch.request import CANCELLED, SLOW, Failure, Job, StreamTicket, Ticket, WholeTicket
+from router.admission.rate_limits import KeyLimits, RateLimits
+from router.dispatch.dispatcher import SWEEP_INTERVAL_SECONDS, Dispatcher
+from router.dispatch.request import (
+    CANCELLED,
+    SLOW,
+    ActiveRequest,
+    BufferedRequest,
+    RequestFailure,
+    RequestSpec,
+    StreamingRequest,
+)
 from router.placement.cluster_view import ClusterView, NodeView, view_of
-from router.placement.place import Demand, NoPlacement, Placement
+from router.placement.place import NoPlacement, Placement, ResourceDemand
 from router.settings import RouterSettings
 from tests.support.loopback_cluster import a_memory, a_model
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,
     Cancel,
@@ -23,17 +31,17 @@ from wire.frames import (
     Finished,
     Frame,
     Generate,
-    Load,
+    GenerationParams,
+    LoadModel,
     Logprob,
     Message,
-    Params,
     Ping,
     Refusal,
     Report,
-    Unload,
+    UnloadModel,
 )
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import EngineState, Memory, Model
 from wire.units import GIB, MIB
 
@@ -92,9 +100,9 @@ class Cluster:
             labels=self.labels.get(node, frozenset()),
         )
 
-    def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> Ticket:
-        asked = Demand("tiny", 100, **demand)  # pyright: ignore
-        job = Job(asked, key, f"r{self.count}", (Message("user", "hi"),), Params(), 0, stream)
+    def submit(self, *, stream: bool = True, key: str = "k", **demand: object) -> ActiveRequest:
+        asked = ResourceDemand("tiny", 100, **demand)  # pyright: ignore
+        job = RequestSpec(asked, key, f"r{self.count}", (Message("user", "hi"),), GenerationParams(), 0, stream)
         return self.dispatcher.submit(job)
 
     def generates(self) -> list[tuple[NodeId, Generate]]:
@@ -108,8 +116,8 @@ class Cluster:
         where, number = self.last()
         self.dispatcher.receive(node or where, frame(request or number))
 
-    def refuse(self, code: Code = Code.NO_ROOM, *, room: int = 0, tokens: int | None = 25) -> None:
-        numbers = Numbers(headroom=room) if code is Code.NO_ROOM else None
+    def refuse(self, code: RefusalCode = RefusalCode.NO_ROOM, *, room: int = 0, tokens: int | None = 25) -> None:
+        numbers = MemoryNumbers(headroom=room) if code is RefusalCode.NO_ROOM else None
         self.say(lambda number: Refusal(number, Refused(code, "no", numbers), tokens))
 
     def speak(self, text: str = "hi", choice: int = 0) -> None:
@@ -158,8 +166,8 @@ async def turn() -> None:
     await asyncio.sleep(0)
 
 
-def taken(ticket: Ticket) -> list[str]:
-    assert isinstance(ticket, StreamTicket)
+def taken(ticket: ActiveRequest) -> list[str]:
+    assert isinstance(ticket, StreamingRequest)
     return [text for delta in ticket.take() for _, text in delta.pieces]
 
 
@@ -185,7 +193,7 @@ async def test_a_request_is_placed_reserved_answered_and_freed(one: Cluster):
 
 async def test_a_whole_answer_is_collected(one: Cluster):
     ticket = one.submit(stream=False)
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     waiting = asyncio.create_task(ticket.outcome_of())
     one.speak("he")
     one.speak("llo")
@@ -198,12 +206,23 @@ async def test_a_whole_answer_is_collected(one: Cluster):
 
 
 async def test_tools_and_template_go_to_the_engine(one: Cluster):
-    job = Job(Demand("tiny", 100), "k", "r", (), Params(top_k=4), 7, True, '[{"type":"function"}]', '{"a":1}', True)
+    job = RequestSpec(
+        ResourceDemand("tiny", 100),
+        "k",
+        "r",
+        (),
+        GenerationParams(top_k=4),
+        7,
+        True,
+        '[{"type":"function"}]',
+        '{"a":1}',
+        True,
+    )
     one.dispatcher.submit(job)
     _, frame = one.generates()[-1]
     assert (frame.tools, frame.template, frame.created) == (job.tools, job.template, 7)
     assert frame.params.seed is not None, "the router gives one, so that the answer can be resumed"
-    assert frame.params == Params(top_k=4, seed=frame.params.seed)
+    assert frame.params == GenerationParams(top_k=4, seed=frame.params.seed)
     one.finish()
 
 
@@ -215,9 +234,9 @@ async def test_tools_and_template_go_to_the_engine(one: Cluster):
     ],
 )
 async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int, str], logprobs: tuple[Logprob, ...]):
-    job = Job(Demand("tiny"), "k", "r", (), Params(logprobs=True), 0, stream=False)
+    job = RequestSpec(ResourceDemand("tiny"), "k", "r", (), GenerationParams(logprobs=True), 0, stream=False)
     delta = Delta(1, 0, (1,), (piece,), logprobs)
-    whole, stream = WholeTicket(job, Owner(), 1, 0.0), StreamTicket(job, Owner(), 1, 0.0)
+    whole, stream = BufferedRequest(job, WeightedKey(), 1, 0.0), StreamingRequest(job, WeightedKey(), 1, 0.0)
     whole.add(delta)
     stream.add(delta)
     assert 1000 < whole.held <= 2000
@@ -228,7 +247,7 @@ async def test_everything_of_an_answer_counts_towards_its_bound(piece: tuple[int
 
 async def test_what_nobody_asked_for_is_not_kept(one: Cluster):
     ticket = one.submit(stream=False)
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     ticket.add(Delta(1, 0, (1,), tuple((channel, "") for channel in range(3, 99)), (Logprob(b"x", -1.0),)))
     assert (ticket.answer().texts, ticket.answer().logprobs, ticket.held) == ({}, {}, 0)
     one.finish()
@@ -239,7 +258,7 @@ async def test_an_answer_that_never_ends_is_ended_by_its_calls_too(one: Cluster)
     mebibyte = Delta(one.last()[1], 0, (), ((Channel.TOOL_CALL, "x" * MIB),))
     for _ in range(40):
         one.say(lambda _: Deltas((mebibyte,)))
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "answer_too_long"
 
 
@@ -262,7 +281,7 @@ async def test_a_refusal_corrects_the_headroom_for_others_until_the_next_report(
     two.submit()
     assert two.last()[0] != first
     two.report()
-    preview = two.dispatcher.preview(Demand("tiny", 100))
+    preview = two.dispatcher.preview(ResourceDemand("tiny", 100))
     assert all(candidate.feasible for candidate in preview.candidates)
 
 
@@ -292,8 +311,8 @@ async def test_a_request_asks_four_nodes_in_a_row_at_most():
     cluster.settled()
 
 
-@pytest.mark.parametrize("code", [Code.UNSUPPORTED, Code.INVALID, Code.TEMPLATE])
-async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Cluster, code: Code):
+@pytest.mark.parametrize("code", [RefusalCode.UNSUPPORTED, RefusalCode.INVALID, RefusalCode.TEMPLATE])
+async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Cluster, code: RefusalCode):
     ticket = two.submit()
     two.refuse(code)
     assert isinstance(ticket.outcome, Refused)
@@ -303,32 +322,32 @@ async def test_a_refusal_of_the_request_itself_is_not_tried_elsewhere(two: Clust
 
 async def test_too_large_for_one_node_is_tried_on_the_others_then_final(two: Cluster):
     ticket = two.submit()
-    two.refuse(Code.TOO_LARGE, tokens=4000)
+    two.refuse(RefusalCode.TOO_LARGE, tokens=4000)
     assert ticket.outcome is None
-    two.refuse(Code.TOO_LARGE, tokens=4000)
+    two.refuse(RefusalCode.TOO_LARGE, tokens=4000)
     assert isinstance(ticket.outcome, Refused)
     assert ticket.outcome.status == 400
 
 
 async def test_an_unknown_model_never_waits(one: Cluster):
-    job = Job(Demand("tinny", 10), "k", "r", (), Params(), 0, stream=False)
+    job = RequestSpec(ResourceDemand("tinny", 10), "k", "r", (), GenerationParams(), 0, stream=False)
     ticket = one.dispatcher.submit(job)
     assert isinstance(ticket.outcome, Refused)
-    assert ticket.outcome.code is Code.NO_MODEL
+    assert ticket.outcome.code is RefusalCode.NO_MODEL
 
 
 async def test_the_deadline_answers_with_fresh_numbers():
     cluster = Cluster(A, queue_seconds=0.05)
     full(cluster, A)
     ticket = cluster.submit(stream=False)
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert len(cluster.dispatcher.queue) == 1
     cluster.now += 1
     cluster.memory[A] = a_memory(2 * MIB)
     cluster.report()
     outcome = await ticket.outcome_of()
     assert isinstance(outcome, Refused)
-    assert outcome.code is Code.NO_ROOM
+    assert outcome.code is RefusalCode.NO_ROOM
     assert outcome.numbers is not None
     assert outcome.numbers.headroom == 2 * MIB
     assert "waited 1 s in the queue" in outcome.message
@@ -340,12 +359,12 @@ async def test_a_full_line_and_a_greedy_key_are_told_so():
     full(cluster, A)
     tickets = [cluster.submit(key="greedy") for _ in range(17)]
     assert isinstance(tickets[-1].outcome, Refused)
-    assert tickets[-1].outcome.code is Code.OVER_SHARE
+    assert tickets[-1].outcome.code is RefusalCode.OVER_SHARE
     assert tickets[-1].outcome.numbers is not None
     others = [cluster.submit(key=f"k{number}") for number in range(5)]
     assert isinstance(others[-1].outcome, Refused)
-    assert others[-1].outcome.code is Code.QUEUE_FULL
-    assert "wait already" in cluster.dispatcher.servable()
+    assert others[-1].outcome.code is RefusalCode.QUEUE_FULL
+    assert "wait already" in cluster.dispatcher.outage_reason()
     cluster.dispatcher.shutdown()
     cluster.settled()
 
@@ -410,7 +429,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     one.report()
     one.dispatcher.sweep()
     assert isinstance(early.outcome, Refused)
-    assert early.outcome.code is Code.DEADLINE
+    assert early.outcome.code is RefusalCode.DEADLINE
     assert "others need" in early.outcome.message
     for ticket in (*others, *greedy[:5]):
         one.dispatcher.close(ticket)
@@ -439,7 +458,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the
     assert over
     for outcome in over:
         assert isinstance(outcome, Refused)
-        assert outcome.code is Code.OVER_SHARE
+        assert outcome.code is RefusalCode.OVER_SHARE
         assert outcome.retry_after
     assert one.submit(prompt_tokens=4000, key="ada").node == A, "there is room for others"
 
@@ -447,7 +466,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_when_its_part_of_the
 async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
     one.submit(key="ada")
     ((_, frame),) = one.generates()
-    assert frame.owner == Owner("ada", 4)
+    assert frame.owner == WeightedKey("ada", 4)
     assert (frame.cache_scope, frame.shared) == ("", False), "its cached prefixes are its key's own"
 
 
@@ -507,7 +526,7 @@ async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
     assert second != first
     two.speak("hello")
     two.finish()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert ticket.answer().texts == {(0, 0): "hello"}
     assert (ticket.attempts, two.dispatcher.counters.nodes_lost) == (2, 1)
 
@@ -515,7 +534,7 @@ async def test_a_lost_node_gives_back_what_has_not_begun(two: Cluster):
 async def test_the_last_node_lost_is_a_failure_and_not_a_long_wait(one: Cluster):
     ticket = one.submit()
     one.dispatcher.node_gone(A, "connection ended")
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
 
 
@@ -525,7 +544,7 @@ async def test_a_request_survives_three_lost_nodes_and_no_more():
     for _ in range(4):
         assert ticket.outcome is None
         cluster.dispatcher.node_gone(cluster.last()[0], "gone")
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert len(cluster.generates()) == 4
     cluster.dispatcher.shutdown()
     cluster.settled()
@@ -534,7 +553,7 @@ async def test_a_request_survives_three_lost_nodes_and_no_more():
 async def test_a_crashed_engine_is_not_given_the_request_again(two: Cluster):
     ticket = two.submit()
     two.say(lambda number: Failed(number, "engine_crashed", "signal 6"))
-    assert ticket.outcome == Failure("engine_crashed", "signal 6")
+    assert ticket.outcome == RequestFailure("engine_crashed", "signal 6")
     assert len(two.generates()) == 1
 
 
@@ -552,7 +571,7 @@ async def test_what_an_engine_s_death_only_hit_is_placed_once_more(two: Cluster,
     two.speak("hello")
     two.finish()
     assert isinstance(ticket.outcome, Finished)
-    if isinstance(ticket, WholeTicket):
+    if isinstance(ticket, BufferedRequest):
         assert ticket.answer().texts == {(0, 0): "hello"}
 
 
@@ -560,7 +579,7 @@ async def test_no_request_survives_a_second_crash(two: Cluster):
     ticket = two.submit()
     engine_lost(two)
     engine_lost(two)
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert ticket.outcome == RequestFailure("engine_crashed", "it ended by SIGKILL")
     assert len(two.generates()) == 2
 
 
@@ -585,12 +604,12 @@ async def test_a_request_leaves_the_node_whose_engine_died(two: Cluster):
 
 async def test_a_model_that_one_node_cannot_load_is_tried_on_the_others_then_refused(two: Cluster):
     ticket = two.submit()
-    two.refuse(Code.LOAD_FAILED)
+    two.refuse(RefusalCode.LOAD_FAILED)
     assert ticket.outcome is None
     assert {node for node, _ in two.generates()} == {A, B}
-    two.refuse(Code.LOAD_FAILED)
+    two.refuse(RefusalCode.LOAD_FAILED)
     assert isinstance(ticket.outcome, Refused)
-    assert (ticket.outcome.code, ticket.outcome.status) == (Code.LOAD_FAILED, 500)
+    assert (ticket.outcome.code, ticket.outcome.status) == (RefusalCode.LOAD_FAILED, 500)
     assert ticket.outcome.message == "no node can load tiny: node-a: no; node-b: no"
 
 
@@ -599,7 +618,7 @@ async def test_a_model_that_no_node_can_load_never_waits(two: Cluster):
     two.report()
     ticket = two.submit()
     assert isinstance(ticket.outcome, Refused)
-    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert ticket.outcome.code is RefusalCode.LOAD_FAILED
     assert "a truncated file" in ticket.outcome.message
     assert two.generates() == []
 
@@ -615,7 +634,7 @@ async def test_who_waits_for_a_model_learns_at_once_that_it_will_not_come(two: C
     two.report(B)
     await turn()
     assert isinstance(ticket.outcome, Refused)
-    assert ticket.outcome.code is Code.LOAD_FAILED
+    assert ticket.outcome.code is RefusalCode.LOAD_FAILED
     assert len(two.dispatcher.queue) == 0
 
 
@@ -639,7 +658,9 @@ async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node
     one.models = (a_model(loaded=False, weights=9 * GIB), a_model("other"))
     one.memory[A] = a_memory(2 * GIB)
     one.report()
-    busy = one.dispatcher.submit(Job(Demand("other", 100), "k", "r", (), Params(), 0, stream=True))
+    busy = one.dispatcher.submit(
+        RequestSpec(ResourceDemand("other", 100), "k", "r", (), GenerationParams(), 0, stream=True)
+    )
     ticket = one.submit()
     assert ticket.entry is not None, "another model is in use there"
     one.finish()
@@ -657,16 +678,16 @@ async def test_a_model_for_which_others_must_go_is_asked_for_as_soon_as_its_node
 
 async def test_orders_are_heard_beside_requests(one: Cluster):
     ticket = one.submit()
-    asking = asyncio.create_task(one.dispatcher.orders.give(Load, A, "node-a", "tiny"))
+    asking = asyncio.create_task(one.dispatcher.orders.send(LoadModel, A, "node-a", "tiny"))
     await turn()
-    assert one.sent[-1] == (A, Load(1002, "tiny"))
+    assert one.sent[-1] == (A, LoadModel(1002, "tiny"))
     one.dispatcher.receive(A, Finished(1002, (), 0, 0))
     assert isinstance(await asking, Finished)
-    lost = asyncio.create_task(one.dispatcher.orders.give(Unload, A, "node-a", "tiny"))
+    lost = asyncio.create_task(one.dispatcher.orders.send(UnloadModel, A, "node-a", "tiny"))
     await turn()
     one.dispatcher.node_gone(A, "gone")
-    assert isinstance(await lost, Failure)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(await lost, RequestFailure)
+    assert isinstance(ticket.outcome, RequestFailure)
 
 
 async def test_a_link_that_is_gone_before_the_view_says_so_is_passed_over(two: Cluster):
@@ -721,7 +742,7 @@ async def test_text_for_a_reader_that_is_stuck_is_bounded():
     assert slow.outcome is SLOW
     assert quick.outcome is None
     assert (A, Cancel(first)) in cluster.sent
-    assert isinstance(slow, StreamTicket)
+    assert isinstance(slow, StreamingRequest)
     assert slow.pending == []
     assert cluster.dispatcher.counters.slow_clients == 1
     cluster.dispatcher.shutdown()
@@ -743,7 +764,7 @@ async def test_a_reader_without_progress_is_let_go():
 async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
     cluster = Cluster(A, keepalive_seconds=0.05, queue_seconds=0.3)
     ticket = cluster.submit()
-    assert isinstance(ticket, StreamTicket)
+    assert isinstance(ticket, StreamingRequest)
     async with asyncio.timeout(30):
         await ticket.wait()
     assert ticket.nudged
@@ -763,7 +784,7 @@ async def test_a_silent_stream_is_nudged_but_not_while_it_waits_in_line():
 async def test_one_frame_wakes_a_reader_once(one: Cluster):
     ticket = one.submit()
     woken: list[int] = []
-    assert isinstance(ticket, StreamTicket)
+    assert isinstance(ticket, StreamingRequest)
     ticket.sink = lambda: woken.append(len(ticket.pending))
     _, request = one.last()
     one.dispatcher.receive(A, Deltas(tuple(Delta(request, choice, (1,), ((0, "x"),)) for choice in range(3))))
@@ -776,7 +797,7 @@ async def test_shutdown_tells_everybody(two: Cluster):
     waiting = two.submit()
     two.dispatcher.shutdown()
     for ticket in (running, waiting):
-        assert isinstance(ticket.outcome, Failure)
+        assert isinstance(ticket.outcome, RequestFailure)
         assert ticket.outcome.code == "shutting_down"
     assert [frame for _, frame in two.sent if isinstance(frame, Cancel)] == [Cancel(1001)]
 
@@ -784,25 +805,25 @@ async def test_shutdown_tells_everybody(two: Cluster):
 async def test_decisions_are_kept_and_can_be_explained(two: Cluster):
     two.submit()
     two.refuse()
-    decisions = two.dispatcher.history.decided_on("r0")
+    decisions = two.dispatcher.history.decisions_about("r0")
     assert len(decisions) == 2
     assert [row["chosen"] for row in decisions[0].rows()].count(True) == 1
     assert "refused this request" in str(decisions[1].rows())
 
 
 async def test_servable_says_why_not(one: Cluster):
-    assert one.dispatcher.servable() == ""
+    assert one.dispatcher.outage_reason() == ""
     full(one, A)
-    assert "best node node-a has" in one.dispatcher.servable()
+    assert "best node node-a has" in one.dispatcher.outage_reason()
     one.state[A] = "asleep"
     one.report()
-    assert "node-a is asleep" in one.dispatcher.servable()
-    assert Cluster().dispatcher.servable() == "no node of the cluster has reported a model"
+    assert "node-a is asleep" in one.dispatcher.outage_reason()
+    assert Cluster().dispatcher.outage_reason() == "no node of the cluster has reported a model"
 
 
 async def test_preview_decides_without_acting(one: Cluster):
-    assert isinstance(one.dispatcher.preview(Demand("tiny", 100)), Placement)
-    assert isinstance(one.dispatcher.preview(Demand("tiny", 0, 10**6)), NoPlacement)
+    assert isinstance(one.dispatcher.preview(ResourceDemand("tiny", 100)), Placement)
+    assert isinstance(one.dispatcher.preview(ResourceDemand("tiny", 0, 10**6)), NoPlacement)
     assert one.sent == []
     one.settled()
 
@@ -813,15 +834,17 @@ async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_a
     ticket = one.submit(choices=16, max_tokens=64)
     assert ticket.outcome is None
     one.dispatcher.close(ticket)
-    job = Job(Demand("tiny", 4 * 4096, None, None, 16), "k", "r", (), Params(n=16), 0, stream=True)
+    job = RequestSpec(
+        ResourceDemand("tiny", 4 * 4096, None, None, 16), "k", "r", (), GenerationParams(n=16), 0, stream=True
+    )
     counted = one.dispatcher.submit(job)
     node, frame = one.sent[-1]
     assert isinstance(frame, Generate)
     assert one.dispatcher.ledger.unacknowledged(node) == 0
-    too_large = Refused(Code.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
+    too_large = Refused(RefusalCode.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
     one.dispatcher.receive(node, Refusal(frame.request, too_large, 4000))
     assert isinstance(counted.outcome, Refused)
-    assert (counted.outcome.code, counted.outcome.status) == (Code.TOO_LARGE, 400)
+    assert (counted.outcome.code, counted.outcome.status) == (RefusalCode.TOO_LARGE, 400)
     assert "the most that any member can give" in counted.outcome.message
 
 
@@ -845,7 +868,7 @@ async def test_a_short_prompt_goes_anywhere(two: Cluster):
 
 def served_by(cluster: Cluster, *texts: str, session: str = "") -> NodeId:
     messages = tuple(Message("assistant" if number % 2 else "user", text) for number, text in enumerate(texts))
-    job = Job(Demand("tiny", 100_000), "k", "r", messages, Params(), 0, True, session=session)
+    job = RequestSpec(ResourceDemand("tiny", 100_000), "k", "r", messages, GenerationParams(), 0, True, session=session)
     cluster.dispatcher.submit(job)
     cluster.say(lambda number: Admitted(number, 25_000, 0, b"hash"))
     cluster.finish()
@@ -880,11 +903,11 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
 
 async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
     limits = {"k": KeyLimits(concurrency=1, waiting=0)}
-    two.dispatcher.quotas = Quotas(limits.get)
+    two.dispatcher.quotas = RateLimits(limits.get)
     first = two.submit()
     second = two.submit()
     assert isinstance(second.outcome, Refused)
-    assert second.outcome.code is Code.RATE_LIMITED
+    assert second.outcome.code is RefusalCode.RATE_LIMITED
     two.dispatcher.close(first)
     assert two.dispatcher.quotas.running("k") == 0
     third = two.submit()
@@ -895,7 +918,7 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
     two.report()
     full = two.submit()
     assert isinstance(full.outcome, Refused)
-    assert full.outcome.code is Code.OVER_SHARE, "it may not wait"
+    assert full.outcome.code is RefusalCode.OVER_SHARE, "it may not wait"
     assert two.dispatcher.quotas.running("k") == 0
     used = two.dispatcher.usage.drain()["k", "tiny"]
     assert (used.requests, used.failed, used.prompt_tokens, used.completion_tokens) == (3, 2, 25, 3)
@@ -905,16 +928,16 @@ async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
 @pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
 @pytest.mark.parametrize("end", ["left", "slow", "lost", "engine", "stopped"])
 async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, end: str, stream: bool):
-    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
     ticket = one.submit(stream=stream, max_tokens=500)
     one.say(lambda number: Admitted(number, 200, 50))
     for _ in range(30):
         one.speak()
     if end == "left":
         one.dispatcher.close(ticket)
-    elif end == "slow" and isinstance(ticket, StreamTicket):
+    elif end == "slow" and isinstance(ticket, StreamingRequest):
         ticket.opened = ticket.blocked = True
-        for _ in range(int(one.settings.slow_client_seconds / SWEEP_SECONDS) + 2):
+        for _ in range(int(one.settings.slow_client_seconds / SWEEP_INTERVAL_SECONDS) + 2):
             one.dispatcher.sweep()
     elif end == "lost":
         one.dispatcher.node_gone(A, "the link ended")
@@ -940,12 +963,14 @@ async def test_who_ends_early_pays_for_what_was_read_and_written(one: Cluster, e
 
 
 async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
-    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(max_tokens=4), 0, True)
+    job = RequestSpec(
+        ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(max_tokens=4), 0, True
+    )
     ticket = one.dispatcher.submit(job)
     one.say(lambda number: Admitted(number, 20))
     for _ in range(6):
         one.speak()
-    ticket.bound()
+    ticket.discard_excess()
     one.speak()
     one.speak(choice=7)
     one.dispatcher.close(ticket)
@@ -953,17 +978,17 @@ async def test_ids_that_are_not_remembered_are_counted(one: Cluster):
 
 
 async def test_who_leaves_before_anything_was_done_pays_nothing(one: Cluster):
-    one.dispatcher.quotas = Quotas({"k": KeyLimits(tokens_per_minute=1000)}.get)
+    one.dispatcher.quotas = RateLimits({"k": KeyLimits(tokens_per_minute=1000)}.get)
     one.dispatcher.close(one.submit(max_tokens=900))
     assert one.dispatcher.usage.drain()["k", "tiny"].prompt_tokens == 0
     assert one.submit(max_tokens=1000).outcome is None
 
 
 async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two: Cluster):
-    two.dispatcher.quotas = Quotas({"k": KeyLimits(labels=("lab",))}.get)
+    two.dispatcher.quotas = RateLimits({"k": KeyLimits(labels=("lab",))}.get)
     ticket = two.submit()
     assert isinstance(ticket.outcome, Refused)
-    assert ticket.outcome.code is Code.NOT_ALLOWED
+    assert ticket.outcome.code is RefusalCode.NOT_ALLOWED
     assert "labels that this API key is bound to (lab)" in ticket.outcome.message
     two.labels = {B: frozenset({"lab", "home"})}
     two.report()
@@ -979,7 +1004,7 @@ async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Clus
     ticket = two.submit()
     where, _ = two.last()
     two.speak("hello")
-    emptied = asyncio.create_task(two.dispatcher.emptied(where, 5.0))
+    emptied = asyncio.create_task(two.dispatcher.wait_drained(where, 5.0))
     await turn()
     other, _ = two.last()
     assert other != where
@@ -998,8 +1023,8 @@ async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
     other = B if where == A else A
     two.memory[other] = a_memory(0)
     two.report()
-    assert await two.dispatcher.emptied(where, 0.01) == 1, "it runs on where it is"
-    first, second = (asyncio.create_task(two.dispatcher.emptied(where, 5.0)) for _ in range(2))
+    assert await two.dispatcher.wait_drained(where, 0.01) == 1, "it runs on where it is"
+    first, second = (asyncio.create_task(two.dispatcher.wait_drained(where, 5.0)) for _ in range(2))
     await turn()
     two.memory[other] = a_memory()
     two.report()
@@ -1009,11 +1034,11 @@ async def test_what_cannot_be_moved_is_moved_when_there_is_room(two: Cluster):
 
 async def test_what_ends_by_itself_empties_the_node_too(one: Cluster):
     one.submit()
-    waits = asyncio.create_task(one.dispatcher.emptied(A, 5.0))
+    waits = asyncio.create_task(one.dispatcher.wait_drained(A, 5.0))
     await turn()
     one.finish()
     assert await waits == 0
-    assert await one.dispatcher.emptied(A, 5.0) == 0
+    assert await one.dispatcher.wait_drained(A, 5.0) == 0
 
 
 # counters
@@ -1065,7 +1090,7 @@ async def test_reservations_and_room_of_no_request_are_leaks():
     cluster = Cluster(A)
     cluster.submit()
     assert cluster.dispatcher.leaks() == 0
-    cluster.dispatcher.ledger.claim(A, 77, 77, MIB, 1, 0, 0.0, 1)
+    cluster.dispatcher.ledger.reserve(A, 77, 77, MIB, 1, 0, 0.0, 1)
     assert cluster.dispatcher.leaks() == 1
     cluster.dispatcher.ledger.hold(88, A, MIB)
     assert cluster.dispatcher.leaks() == 2
@@ -1091,7 +1116,9 @@ async def test_the_time_of_a_decision_is_measured():
     ticks = iter(range(1000, 10_000))
     dispatcher = Dispatcher(lambda *_: True, RouterSettings(), numbers=lambda: (1, 1), clock=lambda: float(next(ticks)))
     before = dispatcher.counters.placement.tally()
-    ticket = dispatcher.submit(Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True))
+    ticket = dispatcher.submit(
+        RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+    )
     after = dispatcher.counters.placement.tally()
     taken = sum(after.counts) - sum(before.counts)
     assert taken == 1

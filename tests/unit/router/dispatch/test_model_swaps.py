@@ -9,25 +9,25 @@ from hypothesis import strategies as st
 
 from router.dispatch import model_swaps
 from router.dispatch.model_swaps import (
-    KEYS,
-    LEAST_SLICE,
-    MAX_LOOKS,
-    PATIENCE,
-    SLICE_LOADS,
-    SLICES,
-    Ask,
-    Begun,
-    Ended,
-    Picture,
-    Swaps,
-    Use,
+    MAX_REQUESTS_EXAMINED,
+    MAX_SLICE_KEYS,
+    MIN_SLICE_SECONDS,
+    SLICE_LOAD_FACTOR,
+    SWAP_AFTER_SECONDS,
+    WAIT_SLICES,
+    BeginTurn,
+    EndTurn,
+    ModelUse,
+    SendRequest,
+    SwapInput,
+    SwapPlanner,
 )
-from router.dispatch.request import Job, Ticket
+from router.dispatch.request import ActiveRequest, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import FIRST, Candidate, Demand, consider
-from router.placement.reservations import Ledger, Turn
-from wire.capacity.fairness import Owner
-from wire.frames import Params
+from router.placement.place import FIRST, Candidate, ResourceDemand, consider
+from router.placement.reservations import ReservationLedger, SwapTurn
+from wire.capacity.fairness import WeightedKey
+from wire.frames import GenerationParams
 from wire.identity import NodeId
 from wire.report import ROW_COST, EngineState, Memory, Model
 from wire.units import GIB, MIB
@@ -35,7 +35,7 @@ from wire.units import GIB, MIB
 LONGEST = 300.0
 N1, N2, N3 = NodeId("n1"), NodeId("n2"), NodeId("n3")
 LOAD = 2.0
-SLICE = LEAST_SLICE + SLICE_LOADS * LOAD
+SLICE = MIN_SLICE_SECONDS + SLICE_LOAD_FACTOR * LOAD
 START = 1000.0
 
 
@@ -63,10 +63,10 @@ class World:
         self.loaded: dict[NodeId, set[str]] = {}
         self.loading: dict[NodeId, set[str]] = {}
         self.states: dict[NodeId, str] = {}
-        self.waiting: list[tuple[int, Owner, str, float]] = []
-        self.running: dict[NodeId, dict[str, list[Use]]] = {}
-        self.ledger = Ledger()
-        self.swaps = Swaps(LONGEST)
+        self.waiting: list[tuple[int, WeightedKey, str, float]] = []
+        self.running: dict[NodeId, dict[str, list[ModelUse]]] = {}
+        self.ledger = ReservationLedger()
+        self.swaps = SwapPlanner(LONGEST)
         self.count = 0
 
     def node(self, node: NodeId, *loaded: str) -> None:
@@ -74,12 +74,12 @@ class World:
 
     def waits(self, name: str, key: str = "bob", since: float | None = None, weight: int = 4) -> int:
         self.count += 1
-        self.waiting.append((self.count, Owner(key, weight), name, self.now if since is None else since))
+        self.waiting.append((self.count, WeightedKey(key, weight), name, self.now if since is None else since))
         return self.count
 
     def runs(self, node: NodeId, name: str, key: str = "ada", seconds: float = 5.0, ticket: int = 0) -> None:
         self.count += 1
-        use = Use(ticket or self.count, Owner(key, 4), seconds)
+        use = ModelUse(ticket or self.count, WeightedKey(key, 4), seconds)
         self.running.setdefault(node, {}).setdefault(name, []).append(use)
 
     def view(self, node: NodeId) -> NodeView:
@@ -100,18 +100,18 @@ class World:
             models=models,
         )
 
-    def picture(self) -> Picture:
+    def picture(self) -> SwapInput:
         nodes = {node: self.view(node) for node in self.loaded}
-        self.swaps.follow(nodes.values(), self.now)
-        waiting: list[model_swaps.Waiting] = []
+        self.swaps.update_loaded(nodes.values(), self.now)
+        waiting: list[model_swaps.SwapCandidate] = []
         keys: dict[str, dict[str, int]] = {}
         for ticket, owner, name, since in sorted(self.waiting, key=lambda one: one[3]):
-            demand = Demand(name, 400, 100)
+            demand = ResourceDemand(name, 400, 100)
             trials = msgspec.structs.replace(FIRST, waiting=ticket)
             seen = tuple(consider(node, demand, self.ledger, self.now, {}, trials, {}) for node in nodes.values())
-            waiting.append(model_swaps.Waiting(ticket, owner, name, since, seen))
+            waiting.append(model_swaps.SwapCandidate(ticket, owner, name, since, seen))
             keys.setdefault(name, {})[owner.name] = owner.weight
-        return Picture(nodes, waiting, keys, self.running, self.ledger.turns)
+        return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
 
     def step(self, seconds: float = 0.0) -> list[model_swaps.Action]:
         """Advance the time, take a step and carry out its actions."""
@@ -120,11 +120,11 @@ class World:
         self.now += seconds
         actions = self.swaps.step(self.picture(), self.now).actions
         for action in actions:
-            if isinstance(action, Ended):
+            if isinstance(action, EndTurn):
                 del self.ledger.turns[action.turn.node]
             else:
                 self.ledger.turns[action.turn.node] = action.turn
-            if isinstance(action, Ask):
+            if isinstance(action, SendRequest):
                 ticket = action.turn.ticket
                 self.waiting = [one for one in self.waiting if one[0] != ticket]
                 self.runs(action.turn.node, action.turn.model, ticket=ticket)
@@ -132,7 +132,7 @@ class World:
 
     def begun(self, seconds: float = 0.0) -> list[tuple[NodeId, str, set[str]]]:
         actions = self.step(seconds)
-        return [(one.turn.node, one.turn.model, set(one.turn.leaving)) for one in actions if isinstance(one, Begun)]
+        return [(one.turn.node, one.turn.model, set(one.turn.leaving)) for one in actions if isinstance(one, BeginTurn)]
 
 
 def busy() -> World:
@@ -146,15 +146,15 @@ def busy() -> World:
 
 def test_a_model_in_use_leaves_after_its_slice_and_the_patience_of_who_waits():
     world = busy()
-    assert world.begun(PATIENCE) == [], "model a has been there for five seconds only"
-    assert world.begun(SLICE - PATIENCE) == [(N1, "b", {"a"})]
+    assert world.begun(SWAP_AFTER_SECONDS) == [], "model a has been there for five seconds only"
+    assert world.begun(SLICE - SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
     world = World("a", "b")
     world.node(N1, "a")
     world.step(10 * SLICE)
     world.runs(N1, "a")
     world.waits("b")
     assert world.begun() == []
-    assert world.begun(PATIENCE) == [(N1, "b", {"a"})]
+    assert world.begun(SWAP_AFTER_SECONDS) == [(N1, "b", {"a"})]
 
 
 def test_an_idle_model_leaves_at_once_also_beside_one_in_use():
@@ -163,9 +163,9 @@ def test_an_idle_model_leaves_at_once_also_beside_one_in_use():
     world.runs(N1, "a")
     world.waits("b")
     began, asked = world.step()
-    assert isinstance(began, Begun)
+    assert isinstance(began, BeginTurn)
     assert began.turn.leaving == {"c"}
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 def test_nothing_is_sent_before_the_last_answer_has_ended():
@@ -176,12 +176,12 @@ def test_nothing_is_sent_before_the_last_answer_has_ended():
         assert world.step(1.0) == []
         world.running[N1]["a"].pop()
     (asked,) = world.step(1.0)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
     assert (asked.turn.ticket, asked.candidate.node) == (2, N1)
     assert world.step(0.1) == [], "its report does not show the model yet"
     world.loaded[N1], world.loading[N1] = set(), {"b"}
     (ended,) = world.step(0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert not ended.why
 
 
@@ -190,11 +190,11 @@ def test_a_report_from_before_a_request_was_sent_does_not_end_its_turn():
     world.step(SLICE)
     world.running.clear()
     (asked,) = world.step(0.1)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
     world.loaded[N1] = {"b"}
     assert world.step() == []
     (ended,) = world.step(0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert not ended.why
 
 
@@ -207,7 +207,9 @@ def test_keys_that_wait_for_a_model_lose_it_as_those_do_that_use_it():
     world.waits("b")
     for key in ("eve", "fay"):
         world.waits("a", key)
-    assert world.begun(KEYS * SLICE) == [(N2, "b", {"c"})], "node 1 is free sooner, but three keys would lose it"
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N2, "b", {"c"})], (
+        "node 1 is free sooner, but three keys would lose it"
+    )
 
 
 def test_the_model_that_left_gets_its_turn_by_the_same_rule():
@@ -234,7 +236,7 @@ def test_what_fits_beside_all_models_waits_for_rows_in_the_ordinary_way():
     world.node(N1, "a")
     world.runs(N1, "a")
     world.waits("b")
-    world.ledger.claim(N1, 7, 7, 9 * GIB)
+    world.ledger.reserve(N1, 7, 7, 9 * GIB)
     plan = world.swaps.step(world.picture(), world.now + LONGEST)
     assert not plan.actions
     assert not plan.waits
@@ -272,7 +274,9 @@ def test_the_node_turns_that_the_fewest_keys_lose_and_that_is_free_soonest():
         world.runs(N1, "a", key, seconds=1.0)
     world.runs(N2, "c", "ada", seconds=90.0)
     world.waits("b")
-    assert world.begun(KEYS * SLICE) == [(N2, "b", {"c"})], "two keys would lose the last model a, one key model c"
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N2, "b", {"c"})], (
+        "two keys would lose the last model a, one key model c"
+    )
     world = World("a", "b")
     for node, seconds in ((N1, 60.0), (N2, 20.0)):
         world.node(node, "a")
@@ -299,13 +303,13 @@ def test_a_model_that_more_keys_use_stays_longer():
     world = busy()
     for number in range(20):
         world.runs(N1, "a", f"key {number}")
-    assert world.begun(KEYS * SLICE) == [(N1, "b", {"a"})]
+    assert world.begun(MAX_SLICE_KEYS * SLICE) == [(N1, "b", {"a"})]
 
 
 def test_a_slice_ends_before_who_waits_gives_up():
     world = busy()
     world.models = {name: msgspec.structs.replace(one, load_seconds=500.0) for name, one in world.models.items()}
-    assert world.begun(LONGEST / SLICES - 0.1) == []
+    assert world.begun(LONGEST / WAIT_SLICES - 0.1) == []
     assert world.begun(0.2) == [(N1, "b", {"a"})]
 
 
@@ -323,7 +327,7 @@ def test_a_turn_is_dropped_when_nobody_waits_or_the_node_goes_or_room_is_elsewhe
         else:
             world.room = 9 * GIB
         (ended,) = world.step(0.1)
-        assert isinstance(ended, Ended), case
+        assert isinstance(ended, EndTurn), case
         assert ended.why, case
         assert not world.ledger.turns
 
@@ -334,7 +338,7 @@ def test_a_turn_goes_on_for_the_next_request_when_the_first_leaves():
     world.step(SLICE)
     del world.waiting[0]
     (changed,) = world.step(0.1)
-    assert isinstance(changed, Begun)
+    assert isinstance(changed, BeginTurn)
     assert changed.turn.ticket == second
     assert changed.turn.began == world.now - 0.1
 
@@ -347,14 +351,14 @@ def test_a_request_that_comes_back_refused_is_sent_again():
     world.running.clear()
     world.waits("b", since=START)
     actions = world.step(0.6)
-    assert [type(action) for action in actions] == [Begun, Ask]
+    assert [type(action) for action in actions] == [BeginTurn, SendRequest]
 
 
 def test_a_turn_that_takes_too_long_ends_and_the_models_begin_another_slice():
     world = busy()
     assert world.begun(SLICE)
     (ended,) = world.step(LONGEST + 0.1)
-    assert isinstance(ended, Ended)
+    assert isinstance(ended, EndTurn)
     assert "300 s" in ended.why
     assert world.begun(SLICE - 1.0) == []
     assert world.begun(1.1)
@@ -364,27 +368,27 @@ def test_a_large_request_makes_idle_models_leave_although_its_own_is_loaded():
     world = World("a", "b", room=21 * GIB)
     world.node(N1, "a", "b")
     picture = world.picture()
-    demand = Demand("b", 0, 16000)
+    demand = ResourceDemand("b", 0, 16000)
     world.waiting.clear()
     candidate = consider(picture.nodes[N1], demand, world.ledger, world.now, {}, FIRST, {})
-    one = model_swaps.Waiting(1, Owner("bob", 4), "b", world.now, (candidate,))
+    one = model_swaps.SwapCandidate(1, WeightedKey("bob", 4), "b", world.now, (candidate,))
     begun, asked = world.swaps.step(msgspec.structs.replace(picture, waiting=(one,)), world.now).actions
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.turn.leaving == {"a"}
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 def test_what_is_held_for_a_request_is_its_need_less_what_the_leaving_models_give_back():
     world = busy()
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     (one,) = world.picture().waiting
     assert begun.hold == one.candidates[0].need - 10 * GIB > 0
     world.models["a"] = model("a", weights=13 * GIB)
     world.models["b"] = model("b", weights=GIB)
     world.ledger.turns.clear()
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.hold == 0, "it needs less than that"
 
 
@@ -395,24 +399,26 @@ def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
     world.runs(N1, "a")
     world.waits("b")
     (begun,) = world.step(SLICE)
-    assert isinstance(begun, Begun)
+    assert isinstance(begun, BeginTurn)
     assert begun.turn.leaving == {"a"}
     assert world.step(1.0) == [], "model a is in use, and the pinned one stays"
     world.running.clear()
     (asked,) = world.step(1.0)
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, SendRequest)
 
 
 # views
 
 
-def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> Ticket:
-    job = Job(Demand(name, 400, 100), key, "r", (), Params(), 0, stream=False)
-    return Ticket(job, Owner(key, weight), number, START + number)
+def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveRequest:
+    job = RequestSpec(ResourceDemand(name, 400, 100), key, "r", (), GenerationParams(), 0, stream=False)
+    return ActiveRequest(job, WeightedKey(key, weight), number, START + number)
 
 
-def judged(view: ClusterView, queued: list[Ticket], ledger: Ledger, live: Iterable[Ticket] = ()) -> Picture:
-    return model_swaps.picture_of(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
+def judged(
+    view: ClusterView, queued: list[ActiveRequest], ledger: ReservationLedger, live: Iterable[ActiveRequest] = ()
+) -> SwapInput:
+    return model_swaps.swap_input(view, queued, live, ledger, lambda _, node: Candidate(node.id, node.name, node.state))
 
 
 def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypatch: pytest.MonkeyPatch):
@@ -421,28 +427,28 @@ def test_a_picture_has_the_oldest_requests_of_each_model_and_every_key(monkeypat
         world.node(node)
     world.node(N2, "b")
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
-    queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_LOOKS + 3)]
+    queued = [ticket(number, "b", f"key {number}", number) for number in range(1, MAX_REQUESTS_EXAMINED + 3)]
     queued += [ticket(9, "a"), ticket(10, "gone")]
     queued[0].refused = {N2: START, N1: START - 1.0}
-    world.ledger.claim(N1, 1, 1, GIB)
-    monkeypatch.setattr(model_swaps, "MAX_NODES", 2)
+    world.ledger.reserve(N1, 1, 1, GIB)
+    monkeypatch.setattr(model_swaps, "MAX_NODES_EXAMINED", 2)
     picture = judged(view, queued, world.ledger)
     assert [one.ticket for one in picture.waiting] == [1, 2, 3, 4, 9, 10]
     assert [[at.node for at in one.candidates] for one in picture.waiting] == [[N2, N3]] * 4 + [[N2, N3], []]
     assert picture.keys == {
-        "b": {f"key {number}": number for number in range(1, MAX_LOOKS + 3)},
+        "b": {f"key {number}": number for number in range(1, MAX_REQUESTS_EXAMINED + 3)},
         "a": {"bob": 4},
         "gone": {"bob": 4},
     }
     assert [set(one.refused) for one in picture.waiting[:2]] == [{N2}, set()], "since its newest report"
-    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, Owner("key 1", 1))
+    assert (picture.waiting[0].since, picture.waiting[0].owner) == (START + 1, WeightedKey("key 1", 1))
     world.loading[N3] = {"b"}
-    world.ledger.turns[N1] = Turn(N1, "n1", "b", frozenset(), 1, START)
+    world.ledger.turns[N1] = SwapTurn(N1, "n1", "b", frozenset(), 1, START)
     view = ClusterView(tuple(world.view(node) for node in world.loaded))
     turned = judged(view, queued[:1], world.ledger).waiting[0]
     assert [at.node for at in turned.candidates] == [N1, N2], "a node with a turn is looked at first"
     world.ledger.turns.clear()
-    world.ledger.claim(N2, 2, 2, GIB)
+    world.ledger.reserve(N2, 2, 2, GIB)
     loading = judged(view, queued[:1], world.ledger).waiting[0]
     assert [at.node for at in loading.candidates] == [N3, N2], "one that loads the model has it"
 
@@ -454,15 +460,15 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     live = [ticket(number, name) for number, name in ((1, "a"), (2, "a"), (3, "slow"), (4, "a"), (5, "a"))]
     for number, one in enumerate(live[:4], 1):
         one.node, one.request = N1, 10 + number
-        world.ledger.claim(N1, one.request, number, GIB, 400, seconds=2.0)
+        world.ledger.reserve(N1, one.request, number, GIB, 400, seconds=2.0)
     live[3].node = N2
     world.ledger.read(12)
     picture = judged(ClusterView((world.view(N1),)), [], world.ledger, live)
     answer = 200 / 20.0 * (1 + 4 * ROW_COST)
     assert picture.running == {
         N1: {
-            "a": [Use(1, Owner("bob", 4), answer + 2.0), Use(2, Owner("bob", 4), answer)],
-            "slow": [Use(3, Owner("bob", 4), 0.0)],
+            "a": [ModelUse(1, WeightedKey("bob", 4), answer + 2.0), ModelUse(2, WeightedKey("bob", 4), answer)],
+            "slow": [ModelUse(3, WeightedKey("bob", 4), 0.0)],
         }
     }
 
@@ -494,7 +500,7 @@ def drawn(
         node = present[at % len(present)]
         if name in world.loaded[node]:
             world.runs(node, name, key)
-    world.step(KEYS * LONGEST)
+    world.step(MAX_SLICE_KEYS * LONGEST)
     for name, key, ago in waits:
         world.waits(name, key, since=world.now - ago)
     return world
@@ -511,7 +517,7 @@ def test_every_turn_keeps_the_rules(
     world = drawn(nodes, uses, waits, room, pinned)
     wanted = {name for _, _, name, _ in world.waiting}
     actions = world.step()
-    turns = [action.turn for action in actions if isinstance(action, Begun)]
+    turns = [action.turn for action in actions if isinstance(action, BeginTurn)]
     assert len({turn.node for turn in turns}) == len(turns), "one for each node"
     assert len({turn.model for turn in turns}) == len(turns), "one for each model"
     for turn in turns:
@@ -522,7 +528,7 @@ def test_every_turn_keeps_the_rules(
         assert stays + world.models[turn.model].weights <= room * GIB, "it fits when they have left"
         assert turn.model in wanted
     for action in actions:
-        if isinstance(action, Ask):
+        if isinstance(action, SendRequest):
             in_use = {name for name, here in world.running.get(action.turn.node, {}).items() if here}
             assert not action.turn.leaving & in_use, "nothing that runs is cut"
 

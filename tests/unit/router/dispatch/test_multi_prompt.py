@@ -5,25 +5,25 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.admission.rate_limits import Rate
+from router.admission.rate_limits import RateState
 from router.dispatch import multi_prompt
-from router.dispatch.request import Failure, Job, StreamTicket, WholeTicket
-from router.placement.place import Demand
-from wire.capacity.fairness import Owner
-from wire.frames import Delta, Finished, Logprob, Params
+from router.dispatch.request import BufferedRequest, RequestFailure, RequestSpec, StreamingRequest
+from router.placement.place import ResourceDemand
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Delta, Finished, GenerationParams, Logprob
 
-BROKEN = Failure("node_lost", "gone")
-
-
-def a_job(stream: bool, n: int = 2) -> Job:
-    return Job(Demand("m"), "k", "r", (), Params(n=n, logprobs=True), 0, stream=stream)
+BROKEN = RequestFailure("node_lost", "gone")
 
 
-def streams(count: int) -> list[StreamTicket]:
-    return [StreamTicket(a_job(True), Owner(), number, 0.0) for number in range(count)]
+def a_job(stream: bool, n: int = 2) -> RequestSpec:
+    return RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(n=n, logprobs=True), 0, stream=stream)
 
 
-def say(ticket: StreamTicket | WholeTicket, choice: int, text: str) -> None:
+def streams(count: int) -> list[StreamingRequest]:
+    return [StreamingRequest(a_job(True), WeightedKey(), number, 0.0) for number in range(count)]
+
+
+def say(ticket: StreamingRequest | BufferedRequest, choice: int, text: str) -> None:
     if ticket.add(Delta(1, choice, (), ((0, text),), (Logprob(text.encode(), -1.0),))):
         ticket.flush()
 
@@ -35,9 +35,9 @@ def end(number: int, *reasons: str, stops: tuple[str, ...] = ()) -> Finished:
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(-1, 2), st.text("abc", min_size=1, max_size=3)), max_size=20))
 def test_choices_are_counted_through_and_nothing_is_lost_or_mixed(said: list[tuple[int, int, str]]):
     tickets = streams(3)
-    joined = multi_prompt.Stream(tickets)
-    wholes = [WholeTicket(a_job(False), Owner(), number, 0.0) for number in range(3)]
-    whole = multi_prompt.Whole(wholes)
+    joined = multi_prompt.MergedStream(tickets)
+    wholes = [BufferedRequest(a_job(False), WeightedKey(), number, 0.0) for number in range(3)]
+    whole = multi_prompt.MergedResponse(wholes)
     expected: dict[int, str] = {}
     found: dict[int, str] = {}
     for at, choice, text in said:
@@ -60,7 +60,7 @@ def test_choices_are_counted_through_and_nothing_is_lost_or_mixed(said: list[tup
 
 def test_it_ends_when_all_have_with_everything_added_up():
     tickets = streams(2)
-    joined = multi_prompt.Stream(tickets)
+    joined = multi_prompt.MergedStream(tickets)
     tickets[1].end(end(2, "length", stops=("", "x")))
     assert joined.outcome is None
     assert not joined.ready
@@ -75,7 +75,7 @@ def test_it_ends_when_all_have_with_everything_added_up():
 
 def test_the_first_that_fails_ends_it():
     tickets = streams(3)
-    joined = multi_prompt.Stream(tickets)
+    joined = multi_prompt.MergedStream(tickets)
     tickets[2].end(BROKEN)
     assert joined.outcome is BROKEN
     assert joined.ready
@@ -83,7 +83,7 @@ def test_the_first_that_fails_ends_it():
 
 async def test_who_waits_is_woken_by_any_of_them():
     tickets = streams(2)
-    joined = multi_prompt.Stream(tickets)
+    joined = multi_prompt.MergedStream(tickets)
     waiting = joined.wait()
     say(tickets[1], 0, "x")
     await asyncio.wait_for(waiting, 30)
@@ -97,7 +97,7 @@ async def test_who_waits_is_woken_by_any_of_them():
 
 def test_being_read_or_blocked_or_open_is_said_to_all():
     tickets = streams(2)
-    joined = multi_prompt.Stream(tickets)
+    joined = multi_prompt.MergedStream(tickets)
     joined.blocked = False
     joined.opened = True
     tickets[1].nudged = True
@@ -112,8 +112,8 @@ def test_being_read_or_blocked_or_open_is_said_to_all():
 
 
 async def test_a_whole_answer_is_waited_for():
-    tickets = [WholeTicket(a_job(False), Owner(), number, 0.0) for number in range(2)]
-    joined = multi_prompt.Whole(tickets)
+    tickets = [BufferedRequest(a_job(False), WeightedKey(), number, 0.0) for number in range(2)]
+    joined = multi_prompt.MergedResponse(tickets)
     waiting = asyncio.create_task(joined.outcome_of())
     await asyncio.sleep(0)
     for number, ticket in enumerate(tickets):
@@ -126,10 +126,10 @@ async def test_a_whole_answer_is_waited_for():
 
 def test_the_headers_are_of_all_of_them_and_the_rates_of_the_last():
     tickets = streams(3)
-    joined = multi_prompt.Stream(tickets)
+    joined = multi_prompt.MergedStream(tickets)
     for number, (ticket, node) in enumerate(zip(tickets, ("studio", "mini", "studio"), strict=True)):
         ticket.node_name, ticket.attempts, ticket.fingerprint = node, number + 1, f"tiny-{number}"
-        ticket.rates = (Rate("tokens", 1000, 900 - 100 * number, 6.0),)
+        ticket.rates = (RateState("tokens", 1000, 900 - 100 * number, 6.0),)
     assert (joined.node_name, joined.attempts, joined.fingerprint) == ("studio,mini", 6, "tiny-0")
-    assert joined.rates == (Rate("tokens", 1000, 700, 6.0),)
+    assert joined.rates == (RateState("tokens", 1000, 700, 6.0),)
     assert joined.demand is tickets[0].demand

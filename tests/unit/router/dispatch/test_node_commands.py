@@ -6,12 +6,24 @@ from collections.abc import Callable
 import pytest
 
 from router.dispatch import node_commands as module
-from router.dispatch.node_commands import MAX_COUNTS_OF_A_KEY, MOST_OPEN, Ended, Kind, Orders
-from router.dispatch.request import Failure
-from wire.capacity.fairness import Owner
-from wire.frames import Admitted, Cancel, Count, Failed, Finished, Frame, Load, Message, Profile, Refusal, Unload
+from router.dispatch.node_commands import MAX_COUNTS_PER_KEY, MAX_OPEN_COMMANDS, Ended, Kind, NodeCommands
+from router.dispatch.request import RequestFailure
+from wire.capacity.fairness import WeightedKey
+from wire.frames import (
+    Admitted,
+    Cancel,
+    CountTokens,
+    Failed,
+    Finished,
+    Frame,
+    LoadModel,
+    Message,
+    ProfileModel,
+    Refusal,
+    UnloadModel,
+)
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -23,7 +35,7 @@ class Nodes:
         self.sent: list[tuple[NodeId, Frame]] = []
         self.up = True
         self.number = 0
-        self.orders = Orders(self._send, self._next)
+        self.orders = NodeCommands(self._send, self._next)
 
     def _send(self, node: NodeId, frame: Frame) -> bool:
         if self.up:
@@ -34,13 +46,13 @@ class Nodes:
         self.number += 1
         return self.number
 
-    async def give(self, kind: Kind = Load, node: NodeId = A) -> asyncio.Task[Ended]:
-        task = asyncio.create_task(self.orders.give(kind, node, f"node-{node}", "tiny"))
+    async def give(self, kind: Kind = LoadModel, node: NodeId = A) -> asyncio.Task[Ended]:
+        task = asyncio.create_task(self.orders.send(kind, node, f"node-{node}", "tiny"))
         await asyncio.sleep(0)
         return task
 
     async def count(self, key: str) -> asyncio.Task[Ended]:
-        asked = Count(0, "tiny", (Message("user", "x"),), 5, owner=Owner(key))
+        asked = CountTokens(0, "tiny", (Message("user", "x"),), 5, owner=WeightedKey(key))
         task = asyncio.create_task(self.orders.count(A, "node-a", asked))
         await asyncio.sleep(0)
         return task
@@ -51,14 +63,14 @@ def nodes() -> Nodes:
     return Nodes()
 
 
-@pytest.mark.parametrize("kind", [Load, Unload, Profile])
+@pytest.mark.parametrize("kind", [LoadModel, UnloadModel, ProfileModel])
 async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
     task = await nodes.give(kind)
     assert nodes.sent == [(A, kind(1, "tiny"))]
     assert len(nodes.orders) == 1
     finished = Finished(1, (), 0, 0)
     nodes.orders.receive(A, finished)
-    nodes.orders.receive(A, Refusal(1, Refused(Code.IN_USE, "too late to matter")))
+    nodes.orders.receive(A, Refusal(1, Refused(RefusalCode.IN_USE, "too late to matter")))
     assert await task == finished
     assert len(nodes.orders) == 0
     assert nodes.sent == [(A, kind(1, "tiny"))], "what has ended is not cancelled"
@@ -66,30 +78,34 @@ async def test_an_order_is_sent_and_its_end_is_heard(nodes: Nodes, kind: Kind):
 
 async def test_a_refusal_keeps_its_numbers_and_says_whose_it_is(nodes: Nodes):
     task = await nodes.give()
-    nodes.orders.receive(A, Refusal(1, Refused(Code.NO_ROOM, "needs 5 GiB, headroom is 1 GiB", Numbers(headroom=1))))
+    nodes.orders.receive(
+        A, Refusal(1, Refused(RefusalCode.NO_ROOM, "needs 5 GiB, headroom is 1 GiB", MemoryNumbers(headroom=1)))
+    )
     ended = await task
-    assert ended == Refused(Code.NO_ROOM, "node-a: needs 5 GiB, headroom is 1 GiB", Numbers(headroom=1), None, "node-a")
+    assert ended == Refused(
+        RefusalCode.NO_ROOM, "node-a: needs 5 GiB, headroom is 1 GiB", MemoryNumbers(headroom=1), None, "node-a"
+    )
 
 
-ENDS: list[tuple[Callable[[Orders], None], Failure]] = [
+ENDS: list[tuple[Callable[[NodeCommands], None], RequestFailure]] = [
     (
         lambda orders: orders.receive(A, Failed(1, "engine_lost", "it ended by SIGKILL")),
-        Failure("engine_crashed", "the engine of node-a died while it loaded tiny: it ended by SIGKILL"),
+        RequestFailure("engine_crashed", "the engine of node-a died while it loaded tiny: it ended by SIGKILL"),
     ),
     (
         lambda orders: orders.receive(A, Failed(1, "link_lost", "older link")),
-        Failure("link_lost", "node-a failed while it loaded tiny: older link"),
+        RequestFailure("link_lost", "node-a failed while it loaded tiny: older link"),
     ),
     (
         lambda orders: orders.node_gone(A, "connection ended"),
-        Failure("node_lost", "node-a was lost while it loaded tiny (connection ended)"),
+        RequestFailure("node_lost", "node-a was lost while it loaded tiny (connection ended)"),
     ),
-    (lambda orders: orders.shutdown("stopping"), Failure("shutting_down", "stopping")),
+    (lambda orders: orders.shutdown("stopping"), RequestFailure("shutting_down", "stopping")),
 ]
 
 
 @pytest.mark.parametrize(("happen", "ended"), ENDS)
-async def test_whatever_goes_wrong_is_told(nodes: Nodes, happen: Callable[[Orders], None], ended: Failure):
+async def test_whatever_goes_wrong_is_told(nodes: Nodes, happen: Callable[[NodeCommands], None], ended: RequestFailure):
     task = await nodes.give()
     happen(nodes.orders)
     assert await task == ended
@@ -111,25 +127,25 @@ async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: 
 async def test_a_node_without_a_link_is_a_refusal(nodes: Nodes):
     nodes.up = False
     ended = await (await nodes.give())
-    assert ended == Refused(Code.NOT_READY, "node-a is not linked", None, 2.0, "node-a")
+    assert ended == Refused(RefusalCode.NOT_READY, "node-a is not linked", None, 2.0, "node-a")
 
 
 async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
-    tasks = [await nodes.give() for _ in range(MOST_OPEN)]
+    tasks = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
     ended = await (await nodes.give())
-    assert ended == Refused(Code.QUEUE_FULL, "64 loads are under way already: wait for one to end")
-    assert len(nodes.sent) == MOST_OPEN
+    assert ended == Refused(RefusalCode.QUEUE_FULL, "64 loads are under way already: wait for one to end")
+    assert len(nodes.sent) == MAX_OPEN_COMMANDS
     nodes.orders.shutdown("stopping")
-    assert {await task for task in tasks} == {Failure("shutting_down", "stopping")}
-    assert await (await nodes.give()) == Failure("shutting_down", "stopping")
+    assert {await task for task in tasks} == {RequestFailure("shutting_down", "stopping")}
+    assert await (await nodes.give()) == RequestFailure("shutting_down", "stopping")
 
 
 async def test_counts_have_places_of_their_own(nodes: Nodes):
-    loads = [await nodes.give() for _ in range(MOST_OPEN)]
-    count = asyncio.create_task(nodes.orders.count(A, "node-a", Count(0, "tiny", (Message("user", "x"),), 5)))
+    loads = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
+    count = asyncio.create_task(nodes.orders.count(A, "node-a", CountTokens(0, "tiny", (Message("user", "x"),), 5)))
     await asyncio.sleep(0)
-    number = MOST_OPEN + 1
-    assert nodes.sent[-1] == (A, Count(number, "tiny", (Message("user", "x"),), 5))
+    number = MAX_OPEN_COMMANDS + 1
+    assert nodes.sent[-1] == (A, CountTokens(number, "tiny", (Message("user", "x"),), 5))
     nodes.orders.receive(A, Finished(number, (), 12, 0))
     assert await count == Finished(number, (), 12, 0)
     nodes.orders.shutdown("stopping")
@@ -137,15 +153,15 @@ async def test_counts_have_places_of_their_own(nodes: Nodes):
 
 
 async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
-    keys = MOST_OPEN // MAX_COUNTS_OF_A_KEY
-    counts = [await nodes.count(f"key-{number % keys}") for number in range(MOST_OPEN - 1)]
+    keys = MAX_OPEN_COMMANDS // MAX_COUNTS_PER_KEY
+    counts = [await nodes.count(f"key-{number % keys}") for number in range(MAX_OPEN_COMMANDS - 1)]
     full = await nodes.count("key-0")
     text = "16 counts of this API key are under way already: wait for one to end"
-    assert await full == Refused(Code.OVER_SHARE, text, None, 1.0)
+    assert await full == Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
     counts.append(await nodes.count("another"))
     assert not counts[-1].done(), "others find room beside it"
     last = await nodes.count("yet another")
-    assert await last == Refused(Code.QUEUE_FULL, "64 counts are under way already: wait for one to end")
+    assert await last == Refused(RefusalCode.QUEUE_FULL, "64 counts are under way already: wait for one to end")
     nodes.orders.shutdown("stopping")
     await asyncio.gather(*counts)
 
@@ -159,8 +175,8 @@ async def test_who_waits_no_longer_leaves_nothing_open(nodes: Nodes):
 
 
 async def test_an_engine_that_says_nothing_is_not_waited_for_for_ever(nodes: Nodes, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "LONGEST", 0.01)
+    monkeypatch.setattr(module, "COMMAND_TIMEOUT_SECONDS", 0.01)
     ended = await (await nodes.give())
-    assert isinstance(ended, Failure)
+    assert isinstance(ended, RequestFailure)
     assert ended.code == "order_timeout"
     assert nodes.sent[-1] == (A, Cancel(1))

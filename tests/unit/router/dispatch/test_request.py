@@ -1,15 +1,17 @@
 """Content and counts that a request without a stream collects."""
 
-from router.dispatch.request import DELTA_BYTES, Answer, Job, WholeTicket
-from router.placement.place import Demand
-from wire.capacity.fairness import Owner
-from wire.frames import Channel, Delta, Logprob, Message, Params
+from router.dispatch.request import DELTA_BYTES, BufferedRequest, CompleteAnswer, RequestSpec
+from router.placement.place import ResourceDemand
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Channel, Delta, GenerationParams, Logprob, Message
 
 
-def ticket(**params: object) -> WholeTicket:
-    asked = Params(**params)  # pyright: ignore[reportArgumentType]
-    job = Job(Demand("tiny", 10, None, 10), "key", "r", (Message("user", "hello"),), asked, 0, stream=False)
-    return WholeTicket(job, Owner("key"), 1, 0.0)
+def ticket(**params: object) -> BufferedRequest:
+    asked = GenerationParams(**params)  # pyright: ignore[reportArgumentType]
+    job = RequestSpec(
+        ResourceDemand("tiny", 10, None, 10), "key", "r", (Message("user", "hello"),), asked, 0, stream=False
+    )
+    return BufferedRequest(job, WeightedKey("key"), 1, 0.0)
 
 
 def delta(channel: Channel, text: str, **more: object) -> Delta:
@@ -24,7 +26,7 @@ def test_add_collects_texts_and_calls_and_counts_them():
     for call in ("{}", "[]"):
         whole.add(delta(Channel.TOOL_CALL, call))
     assert whole.held == 5 + 2 * (2 + DELTA_BYTES)
-    assert whole.answer() == Answer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, whole.fingerprint)
+    assert whole.answer() == CompleteAnswer({(0, Channel.CONTENT): "Hello"}, {0: ["{}", "[]"]}, {}, whole.fingerprint)
 
 
 def test_add_keeps_log_probabilities_only_where_they_were_asked_for():

@@ -6,16 +6,16 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.dispatch import work_stealing
-from router.dispatch.request import Job, Ticket
+from router.dispatch.request import ActiveRequest, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Candidate, Demand
-from router.placement.reservations import Ledger
+from router.placement.place import Candidate, ResourceDemand
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
-from wire.capacity.fairness import Owner
-from wire.frames import Cancel, Message, Params
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Cancel, GenerationParams, Message
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import EngineState
 
 ROWS = 2
@@ -36,13 +36,13 @@ async def joining() -> AsyncIterator[Cluster]:
     cluster.settled()
 
 
-def batch(cluster: Cluster, count: int = 10) -> list[Ticket]:
-    tickets: list[Ticket] = []
+def batch(cluster: Cluster, count: int = 10) -> list[ActiveRequest]:
+    tickets: list[ActiveRequest] = []
     for number in range(count):
         tickets.append(cluster.submit())
         if number < ROWS:
             cluster.speak()
-    cluster.now += 2 * work_stealing.SOONER
+    cluster.now += 2 * work_stealing.MIN_GAIN_SECONDS
     cluster.report()
     assert {ticket.node for ticket in tickets} == {A}
     return tickets
@@ -55,7 +55,7 @@ def comes(cluster: Cluster, node: NodeId = B) -> None:
     cluster.dispatcher.sweep()
 
 
-def on(cluster: Cluster, tickets: list[Ticket], node: NodeId) -> list[int]:
+def on(cluster: Cluster, tickets: list[ActiveRequest], node: NodeId) -> list[int]:
     return [number for number, ticket in enumerate(tickets) if ticket.node == node]
 
 
@@ -78,7 +78,7 @@ async def test_what_was_taken_over_stays_there_and_what_is_left_stays_where_it_i
     comes(joining)
     moved = on(joining, tickets, B)
     for _ in range(3):
-        joining.now += 2 * work_stealing.SOONER
+        joining.now += 2 * work_stealing.MIN_GAIN_SECONDS
         joining.report()
         joining.dispatcher.sweep()
         assert on(joining, tickets, B) == moved, "it has prompts to read itself"
@@ -90,7 +90,7 @@ async def test_a_request_is_taken_over_once(joining: Cluster):
     moved = on(joining, tickets, B)
     for number in on(joining, tickets, A):
         joining.dispatcher.close(tickets[number])
-    joining.now += 10 * work_stealing.SOONER
+    joining.now += 10 * work_stealing.MIN_GAIN_SECONDS
     joining.models = (a_model(decode_speed=1.0),)
     comes(joining, A)
     assert on(joining, tickets, B) == moved
@@ -104,16 +104,16 @@ async def test_nobody_is_moved_to_gain_little(joining: Cluster):
 
 def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
     here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them are its own
-    assert work_stealing.behind(here) == pytest.approx(10)
-    assert work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.6))
-    assert not work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.7))
+    assert work_stealing.queue_wait(here) == pytest.approx(10)
+    assert work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.6))
+    assert not work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.7))
 
 
 def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
     model = a_model(prefill_speed=1000.0)
     here = Candidate(A, "a", "ready", expected_ttft=8.0, reading=0, model=model)
-    assert not work_stealing.worth(here, Candidate(B, "b", "ready", expected_ttft=1.0))
-    assert work_stealing.behind(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, "it has no model there"
+    assert not work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.0))
+    assert work_stealing.queue_wait(Candidate(A, "a", "ready", expected_ttft=8.0)) == 0.0, "it has no model there"
 
 
 @pytest.mark.parametrize(
@@ -131,29 +131,34 @@ def test_it_is_not_worth_it_to_gain_exactly_five_seconds():
 def test_a_node_takes_requests_over_when_it_has_read_all_and_has_a_row(
     state: str, engine: EngineState, taken: int, unread: bool, free: bool
 ):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number in range(taken):
-        ledger.claim(A, number, number, 0)
+        ledger.reserve(A, number, number, 0)
         if not unread:
             ledger.read(number)
     node = NodeView(A, "a", state, engine=engine, models={"tiny": a_model(), "other": a_model("other")})
     view = ClusterView((node,))
-    assert work_stealing.helpers(view, ledger) == ({"tiny": view, "other": view} if free else {})
+    assert work_stealing.idle_nodes(view, ledger) == ({"tiny": view, "other": view} if free else {})
 
 
 def test_requests_that_wait_for_their_first_word_are_listed_oldest_first():
-    job = Job(Demand("tiny", 100), "k", "r", (Message("user", "hi"),), Params(), 0, True)
-    tickets = [Ticket(job, Owner("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
+    job = RequestSpec(ResourceDemand("tiny", 100), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, True)
+    tickets = [ActiveRequest(job, WeightedKey("k"), number, 100.0 if number else 99.0) for number in (3, 1, 2, 0)]
     for ticket in tickets:
         ticket.attempts = 1
-    assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.SOONER)] == [0], (
+    assert [one.number for one in work_stealing.waiting(tickets, 100.0 + work_stealing.MIN_GAIN_SECONDS)] == [0], (
         "they waited no longer"
     )
-    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.SOONER)] == [0, 1, 2, 3]
+    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.MIN_GAIN_SECONDS)] == [
+        0,
+        1,
+        2,
+        3,
+    ]
     tickets[0].first_at = 101.0
     tickets[1].attempts = 2
     tickets[2].attempts = 0
-    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.SOONER)] == [0]
+    assert [one.number for one in work_stealing.waiting(tickets, 100.1 + work_stealing.MIN_GAIN_SECONDS)] == [0]
 
 
 @pytest.mark.parametrize(
@@ -201,9 +206,9 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
     comes(joining)
     moved = on(joining, tickets, B)
     assert joining.last()[0] == B
-    joining.refuse(Code.NO_ROOM)
+    joining.refuse(RefusalCode.NO_ROOM)
     assert tickets[moved[-1]].node == A, "it goes back, to wait there"
-    joining.now += 2 * work_stealing.SOONER
+    joining.now += 2 * work_stealing.MIN_GAIN_SECONDS
     joining.report()
     joining.dispatcher.sweep()
     assert tickets[moved[-1]].node == A
@@ -224,8 +229,12 @@ async def test_who_waits_for_a_model_that_is_nowhere_else_holds_up_nobody():
     cluster.state[B] = "lost"
     cluster.report()
     rare = [
-        cluster.dispatcher.submit(Job(Demand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), Params(), 0, True))
-        for n in range(work_stealing.MOST)
+        cluster.dispatcher.submit(
+            RequestSpec(
+                ResourceDemand("rare", 100), "k", f"r{n}", (Message("user", "hi"),), GenerationParams(), 0, True
+            )
+        )
+        for n in range(work_stealing.MAX_JUDGED)
     ]
     tickets = batch(cluster)
     comes(cluster)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from router.dialects.openai.chat_response import ChatChunks
-from router.dispatch.request import SLOW, Failure, Job, StreamTicket
-from router.http.coroutine_driver import Stepper
-from router.http.sse import EventStream, Message, Pump
-from router.placement.place import Demand
-from wire.capacity.fairness import Owner
-from wire.frames import Delta, Finished, Params
+from router.dispatch.request import SLOW, RequestFailure, RequestSpec, StreamingRequest
+from router.http.coroutine_driver import CoroutineDriver
+from router.http.sse import EventStream, Message, StreamPump
+from router.placement.place import ResourceDemand
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Delta, Finished, GenerationParams
 
 FINISHED = Finished(1, ("stop",), 1, 1)
 
@@ -35,18 +35,20 @@ class Transport:
             self.ended = not message["more_body"]
 
 
-def a_ticket() -> StreamTicket:
-    return StreamTicket(Job(Demand("m"), "k", "r", (), Params(), 0, stream=True), Owner(), 1, 0.0)
+def a_ticket() -> StreamingRequest:
+    return StreamingRequest(
+        RequestSpec(ResourceDemand("m"), "k", "r", (), GenerationParams(), 0, stream=True), WeightedKey(), 1, 0.0
+    )
 
 
-def pumped(transport: Transport) -> tuple[StreamTicket, EventStream]:
+def pumped(transport: Transport) -> tuple[StreamingRequest, EventStream]:
     ticket, stream = a_ticket(), EventStream(transport.send)
     ticket.opened = True
-    Pump(ticket, ChatChunks(ticket.job), stream)
+    StreamPump(ticket, ChatChunks(ticket.job), stream)
     return ticket, stream
 
 
-def say(ticket: StreamTicket, text: str) -> None:
+def say(ticket: StreamingRequest, text: str) -> None:
     ticket.add(Delta(1, 0, (), ((0, text),)))
     ticket.flush()
 
@@ -71,7 +73,7 @@ async def test_an_answer_that_is_ready_at_once_is_one_write():
     ticket, stream = a_ticket(), EventStream(transport.send)
     ticket.add(Delta(1, 0, (), ((0, "all"),)))
     ticket.end(FINISHED)
-    Pump(ticket, ChatChunks(ticket.job), stream)
+    StreamPump(ticket, ChatChunks(ticket.job), stream)
     assert len(transport.bodies) == 1
     assert transport.bodies[0].count(b"data: ") == 4
 
@@ -116,7 +118,7 @@ async def test_a_stream_that_breaks_says_so_and_has_no_done():
     transport = Transport()
     ticket, _ = pumped(transport)
     say(ticket, "one")
-    ticket.end(Failure("node_lost", "studio was lost"))
+    ticket.end(RequestFailure("node_lost", "studio was lost"))
     assert b'"code":"node_lost"' in transport.bodies[-1]
     assert b"[DONE]" not in b"".join(transport.bodies)
     assert transport.ended
@@ -152,7 +154,7 @@ async def test_a_coroutine_that_never_waits_ends_at_once():
     async def seven() -> int:
         return 7
 
-    Stepper(ended.append).run(seven())
+    CoroutineDriver(ended.append).run(seven())
     assert ended == [7]
 
 
@@ -164,7 +166,7 @@ async def test_a_coroutine_goes_on_when_its_future_is_done():
         await asyncio.sleep(0)
         return await future + 1
 
-    Stepper(ended.append).run(work())
+    CoroutineDriver(ended.append).run(work())
     await asyncio.sleep(0)
     assert ended == []
     future.set_result(1)
@@ -182,7 +184,7 @@ async def test_what_is_given_up_is_cleaned_up_and_not_reported():
         finally:
             cleaned.append(True)
 
-    stepper = Stepper(ended.append)
+    stepper = CoroutineDriver(ended.append)
     stepper.run(work())
     stepper.close()
     stepper.close()
@@ -199,7 +201,7 @@ async def test_an_exception_is_told_to_the_loop():
         await asyncio.sleep(0)
         raise ValueError("broken")
 
-    Stepper(ended.append).run(work())
+    CoroutineDriver(ended.append).run(work())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert ended == [None]

@@ -7,20 +7,20 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from router.placement.cluster_view import (
-    LONGEST_CONTEXT,
-    LONGEST_TEXT,
-    MOST_BYTES,
-    MOST_EXPECTED,
-    MOST_STEP,
+    MAX_BYTES,
+    MAX_CONTEXT,
+    MAX_EXPECTED_OUTPUT,
+    MAX_KV_STEP,
+    MAX_TEXT_CHARS,
     UNMEASURED_PREFILL,
     NodeView,
-    honest_memory,
+    sanitize_memory,
     view_of,
 )
 from wire.capacity.arithmetic import Fits, judge, request_need
 from wire.frames import Report
 from wire.identity import NodeId
-from wire.report import Enforcement, EngineState, Group, Level, Memory, Model, System, Transient
+from wire.report import BatchGroup, Enforcement, EngineState, Memory, MemoryLevel, Model, SystemMemory, TransientModel
 
 wild_ints = st.integers(-(2**63), 2**63 - 1)
 wild_floats = st.floats(allow_nan=True, allow_infinity=True)
@@ -50,7 +50,7 @@ models = st.builds(
     expected_output=wild_ints,
     loading=st.booleans(),
     progress=wild_floats,
-    groups=st.lists(st.builds(Group, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
+    groups=st.lists(st.builds(BatchGroup, rows=wild_ints, longest=wild_ints), max_size=3).map(tuple),
 )
 reports = st.builds(
     Report,
@@ -59,7 +59,9 @@ reports = st.builds(
     acked_seq=wild_ints,
     models=st.lists(models, max_size=4).map(tuple),
     engine=st.builds(EngineState, running=wild_ints, waiting=wild_ints, queued_tokens=wild_ints),
-    system=st.builds(System, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()),
+    system=st.builds(
+        SystemMemory, available=st.none() | wild_ints, worker=wild_ints, age=wild_floats, source=st.text()
+    ),
     enforcement=st.builds(
         Enforcement,
         level=wild_ints,
@@ -91,7 +93,7 @@ def test_no_lie_reaches_the_arithmetic(report: Report):
     assert min(system.worker, held.polls, held.over_caps, held.kills, memory.cache, memory.peak) >= 0
     assert all(size is None or size >= 0 for size in (system.available, held.phys, held.highest, held.interval))
     assert math.isfinite(system.age)
-    assert held.level in tuple(Level)
+    assert held.level in tuple(MemoryLevel)
     texts = (system.source, held.remedy, held.cap_bound_by, *held.warnings)
     assert all(text.isprintable() and len(text) <= 300 for text in texts)
     assert len(held.warnings) <= 8
@@ -139,11 +141,11 @@ POSITIVE: dict[str, Any] = {name: 9 + place for place, name in enumerate(SIZES)}
         (Memory(age=0.5), Memory(age=0.5)),
         (Memory(active=8, reusable=9, age=600.1), Memory(active=8, reusable=8)),
         (Memory(age=math.nan, bound_by="a\nb\x9b"), Memory(bound_by="a?b?")),
-        (Memory(source="x" * LONGEST_TEXT + "y"), Memory(source="x" * LONGEST_TEXT)),
+        (Memory(source="x" * MAX_TEXT_CHARS + "y"), Memory(source="x" * MAX_TEXT_CHARS)),
     ],
 )
 def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory):
-    assert honest_memory(memory) == honest
+    assert sanitize_memory(memory) == honest
 
 
 @pytest.mark.parametrize(
@@ -151,13 +153,13 @@ def test_a_reading_is_kept_but_for_what_cannot_be(memory: Memory, honest: Memory
     [
         ({}, True),
         ({"name": "a\x1b[2J"}, False),
-        ({"weights": MOST_BYTES, "kv_per_token": 0, "kv_step": MOST_STEP}, True),
-        ({"kv_window_per_token": MOST_BYTES + 1}, False),
+        ({"weights": MAX_BYTES, "kv_per_token": 0, "kv_step": MAX_KV_STEP}, True),
+        ({"kv_window_per_token": MAX_BYTES + 1}, False),
         ({"transient": -1}, False),
-        ({"forward": Transient(fixed=-1)}, False),
+        ({"forward": TransientModel(fixed=-1)}, False),
         ({"kv_step": 0}, False),
         ({"kv_step": 1}, True),
-        ({"kv_step": MOST_STEP + 1}, False),
+        ({"kv_step": MAX_KV_STEP + 1}, False),
     ],
 )
 def test_a_model_is_seen_when_its_name_and_sizes_are_possible(change: dict[str, object], possible: bool):
@@ -177,7 +179,7 @@ def test_a_lie_about_memory_never_makes_room(memory: Memory):
 
 
 def test_an_honest_report_is_kept_as_it_is():
-    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (Group(2, 100, 150),), 128)
+    model = Model("m", "f", True, 1, 2, 3, 4096, 1.5, 800.0, 40.0, 3.9, ("tools",), (BatchGroup(2, 100, 150),), 128)
     memory = Memory(cap=10, ceiling=9, margin=1, phys=3, active=2, recent=1, reserved=1)
     view = seen(Report(1, memory, EngineState("mlx", "ready"), (model,), 7, True))
     assert (view.memory, view.models["m"], view.acked_seq, view.draining) == (memory, model, 7, True)
@@ -197,7 +199,7 @@ HONEST = Model(
     bytes_per_token=0.25,
     loading=True,
     progress=0.5,
-    groups=(Group(1, 0, 0),),
+    groups=(BatchGroup(1, 0, 0),),
     expected_output=1,
 )
 
@@ -214,10 +216,10 @@ HONEST = Model(
         ({"progress": 1.1}, {"progress": 0.0}),
         ({"progress": math.nan, "load_seconds": math.inf}, {"progress": 0.0, "load_seconds": 0.0}),
         ({"context": -1, "load_seconds": -1.0}, {"context": 0, "load_seconds": 0.0}),
-        ({"context": LONGEST_CONTEXT + 1}, {"context": LONGEST_CONTEXT}),
+        ({"context": MAX_CONTEXT + 1}, {"context": MAX_CONTEXT}),
         ({"expected_output": 0}, {"expected_output": 256}),
-        ({"expected_output": MOST_EXPECTED + 1}, {"expected_output": MOST_EXPECTED}),
-        ({"groups": (Group(0, 5, 0), Group(1, -1, 0), Group(1, 0, 0))}, {}),
+        ({"expected_output": MAX_EXPECTED_OUTPUT + 1}, {"expected_output": MAX_EXPECTED_OUTPUT}),
+        ({"groups": (BatchGroup(0, 5, 0), BatchGroup(1, -1, 0), BatchGroup(1, 0, 0))}, {}),
     ],
 )
 def test_a_model_is_kept_but_for_what_cannot_be(said: dict[str, object], honest: dict[str, object]):

@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.dialects.openai import models as openai
-from router.dispatch.request import Failure, Job, Ticket
+from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.model_load import Choice
-from router.placement.place import Demand, Placement
+from router.placement.model_load import LoadPlacement
+from router.placement.place import Placement, ResourceDemand
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
-from wire.frames import Admitted, Message, Params
+from wire.frames import Admitted, GenerationParams, Message
 from wire.identity import NodeId
 from wire.report import EngineState, Model
 
@@ -89,7 +89,7 @@ async def two():
 async def test_new_requests_go_to_one_model_only(three: Cluster):
     tickets = [three.submit() for _ in range(20)]
     assert {node for node, _ in three.generates()} == {A, C}, "however fast the other one is"
-    placement = three.dispatcher.preview(Demand("tiny", prompt_bytes=64))
+    placement = three.dispatcher.preview(ResourceDemand("tiny", prompt_bytes=64))
     assert isinstance(placement, Placement)
     (other,) = (one for one in placement.candidates if one.node == B)
     assert other.why == "its tiny is another model: fingerprint another, not fingerprint tiny-1"
@@ -107,7 +107,7 @@ async def test_an_order_to_load_goes_to_the_model_that_is_served():
     )
     for _ in range(10):
         choice = three.dispatcher.choose_load("tiny", {})
-        assert isinstance(choice, Choice)
+        assert isinstance(choice, LoadPlacement)
         assert choice.node != B
     three.dispatcher.shutdown()
 
@@ -121,15 +121,17 @@ async def test_a_stream_does_not_continue_with_the_other_model_and_says_why(thre
     say(three, 2)
     taken(ticket)
     lose(three)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert "another model under the name tiny (`cluster models`)" in ticket.outcome.message
     assert B not in {node for node, _ in three.generates()}
 
 
 async def test_what_one_model_has_read_is_not_known_of_the_other(two: Cluster):
-    def ask() -> Ticket:
-        job = Job(Demand("tiny", len(LONG)), "k", "r", (Message("user", LONG),), Params(), 0, stream=True)
+    def ask() -> ActiveRequest:
+        job = RequestSpec(
+            ResourceDemand("tiny", len(LONG)), "k", "r", (Message("user", LONG),), GenerationParams(), 0, stream=True
+        )
         return two.dispatcher.submit(job)
 
     first = ask()

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.model_load import Choice, choose
+from router.placement.model_load import LoadPlacement, choose
 from router.placement.place import POLICIES
-from router.placement.reservations import Ledger
+from router.placement.reservations import ReservationLedger
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
+from wire.refusals import RefusalCode, Refused
 from wire.report import EngineState, Memory, Model
 from wire.units import GIB
 
@@ -34,11 +34,11 @@ def known(**changes: Any) -> Model:
     return a_model(**facts | changes)
 
 
-def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Choice | Refused:
+def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> LoadPlacement | Refused:
     return choose(
         ClusterView(nodes),
         "tiny",
-        Ledger(),
+        ReservationLedger(),
         now=NOW,
         draw=lambda: 0.5,
         policy=POLICIES["balanced"],
@@ -47,8 +47,8 @@ def pick(*nodes: NodeView, tried: Mapping[NodeId, Refused] | None = None) -> Cho
     )
 
 
-def name(choice: Choice | Refused) -> str:
-    assert isinstance(choice, Choice), choice
+def name(choice: LoadPlacement | Refused) -> str:
+    assert isinstance(choice, LoadPlacement), choice
     return choice.name
 
 
@@ -64,11 +64,11 @@ def test_of_two_that_can_the_one_that_loads_faster_is_asked():
 
 def test_a_node_that_has_it_will_do_when_no_other_can_hold_it():
     small = node("small", known(), a_memory(3 * GIB))
-    assert pick(small, node("has", a_model(), a_memory(0))) == Choice(NodeId("has"), "has", loaded=True)
+    assert pick(small, node("has", a_model(), a_memory(0))) == LoadPlacement(NodeId("has"), "has", loaded=True)
 
 
 def test_a_load_under_way_is_waited_for():
-    assert pick(node("at-it", known(loading=True), a_memory(0))) == Choice(NodeId("at-it"), "at-it")
+    assert pick(node("at-it", known(loading=True), a_memory(0))) == LoadPlacement(NodeId("at-it"), "at-it")
 
 
 def test_a_full_node_that_is_large_enough_may_give_idle_models_back():
@@ -78,7 +78,7 @@ def test_a_full_node_that_is_large_enough_may_give_idle_models_back():
 def test_a_node_whose_cap_is_too_small_for_the_weights_is_never_asked():
     answer = pick(node("mini", known(weights=30 * GIB)))
     assert isinstance(answer, Refused)
-    assert (answer.code, answer.status) == (Code.TOO_LARGE, 400)
+    assert (answer.code, answer.status) == (RefusalCode.TOO_LARGE, 400)
     assert "mini can give 24.0 GiB at most" in answer.message
     assert "prompt" not in answer.message
     assert answer.numbers is not None
@@ -99,12 +99,12 @@ def test_who_asks_by_name_asks_a_node_again_that_failed_to_load_it():
 def test_a_node_that_takes_nothing_is_not_asked_whatever_it_has(change: dict[str, Any], model: Model):
     answer = pick(node("a", model, **change))
     assert isinstance(answer, Refused)
-    assert answer.code in (Code.NOT_READY, Code.DRAINING, Code.LOAD_FAILED)
+    assert answer.code in (RefusalCode.NOT_READY, RefusalCode.DRAINING, RefusalCode.LOAD_FAILED)
 
 
 def test_who_has_refused_is_not_asked_again():
     first, second = node("first", known(load_seconds=1.0)), node("second", known(load_seconds=9.0))
-    told = Refused(Code.NO_ROOM, "a spike")
+    told = Refused(RefusalCode.NO_ROOM, "a spike")
     assert name(pick(first, second, tried={NodeId("first"): told})) == "second"
     assert isinstance(pick(first, second, tried={NodeId("first"): told, NodeId("second"): told}), Refused)
 
@@ -112,4 +112,4 @@ def test_who_has_refused_is_not_asked_again():
 def test_an_unknown_model_is_a_404():
     answer = pick(node("a", a_model("other")))
     assert isinstance(answer, Refused)
-    assert answer.code is Code.NO_MODEL
+    assert answer.code is RefusalCode.NO_MODEL

@@ -9,29 +9,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.place import (
     POLICIES,
+    AttemptHistory,
     Candidate,
-    Correction,
-    Demand,
+    HeadroomCorrection,
     NoPlacement,
     Placement,
     Policy,
-    Trials,
+    ResourceDemand,
     explain,
     place,
+    prefill_wait,
     retry_after,
-    turns,
 )
-from router.placement.recovery import GROWTH
-from router.placement.reservations import Account, Ledger, Turn, Unread
-from router.placement.vectorized import Columns
+from router.placement.recovery import KV_GROWTH_TOKENS
+from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
+from router.placement.vectorized import VectorIndex
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
 from wire.identity import NodeId
-from wire.refusals import Code, Refused
-from wire.report import EngineState, Group, Memory, Model, Sharing
+from wire.refusals import RefusalCode, Refused
+from wire.report import BatchGroup, EngineState, Memory, Model, Sharing
 from wire.units import GIB, MIB
 from wire.video import VideoPackage, VideoState
 
@@ -52,8 +52,8 @@ def node(name: str, memory: Memory | None = None, *models: Model, **changes: Any
 
 def decide(
     *nodes: NodeView,
-    ask: Demand | None = None,
-    ledger: Ledger | None = None,
+    ask: ResourceDemand | None = None,
+    ledger: ReservationLedger | None = None,
     policy: str = "balanced",
     seed: int = 0,
     **more: Any,
@@ -61,8 +61,8 @@ def decide(
     draw: Callable[[], float] = random.Random(seed).random
     return place(
         ClusterView(nodes),
-        ask or Demand("tiny", 400),
-        ledger or Ledger(),
+        ask or ResourceDemand("tiny", 400),
+        ledger or ReservationLedger(),
         now=NOW,
         draw=draw,
         policy=POLICIES[policy],
@@ -90,7 +90,7 @@ def why(result: Placement | NoPlacement, name: str) -> str:
 
 # Cached prompts
 
-LONG = Demand("tiny", 0, 4_000)
+LONG = ResourceDemand("tiny", 0, 4_000)
 
 
 def test_a_prompt_goes_back_to_where_it_was_read():
@@ -110,18 +110,24 @@ def test_a_queue_that_costs_more_than_the_cache_saves_sends_it_elsewhere():
 
 def test_an_answer_is_expected_to_be_as_long_as_usual_or_as_asked_within_the_context():
     model = a_model(expected_output=64, context=4096)
-    assert Demand("tiny").output_on(model, 100) == 64
-    assert Demand("tiny", max_tokens=10).output_on(model, 100) == 10
-    assert Demand("tiny", max_tokens=1000).output_on(model, 100) == 64
-    assert [Demand("tiny").output_on(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)] == [64, 63, 6, 1, 1]
-    assert Demand("tiny").output_on(a_model(expected_output=64, context=0), 9000) == 64
-    assert Demand("tiny").output_on(a_model(expected_output=1), 100) == 1
-    assert Demand("tiny", 400).tokens_on(a_model(context=0)) == 100
+    assert ResourceDemand("tiny").output_on(model, 100) == 64
+    assert ResourceDemand("tiny", max_tokens=10).output_on(model, 100) == 10
+    assert ResourceDemand("tiny", max_tokens=1000).output_on(model, 100) == 64
+    assert [ResourceDemand("tiny").output_on(model, tokens) for tokens in (4032, 4033, 4090, 4096, 9000)] == [
+        64,
+        63,
+        6,
+        1,
+        1,
+    ]
+    assert ResourceDemand("tiny").output_on(a_model(expected_output=64, context=0), 9000) == 64
+    assert ResourceDemand("tiny").output_on(a_model(expected_output=1), 100) == 1
+    assert ResourceDemand("tiny", 400).tokens_on(a_model(context=0)) == 100
 
 
 def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
-    ledger, memory = Ledger(), a_memory(reserved=1 * GIB)
-    ledger.claim(NodeId("a"), 1, 1, 3 * GIB)
+    ledger, memory = ReservationLedger(), a_memory(reserved=1 * GIB)
+    ledger.reserve(NodeId("a"), 1, 1, 3 * GIB)
     (found,), _ = told(decide(node("a", memory), ledger=ledger))
     numbers = found.numbers()
     assert (numbers.reserved, numbers.estimate, numbers.margin) == (4 * GIB, found.need, memory.margin)
@@ -130,14 +136,14 @@ def test_the_numbers_of_a_candidate_count_what_was_reserved_since_its_report():
 
 
 def test_what_was_written_elsewhere_is_read_again_and_never_known():
-    asked = Demand("tiny", 400, prompt_tokens=1000, written=500)
+    asked = ResourceDemand("tiny", 400, prompt_tokens=1000, written=500)
     (alone,), _ = told(decide(node("a"), ask=asked))
-    assert (alone.reading, alone.output_tokens) == (1500, 500 + GROWTH)
+    assert (alone.reading, alone.output_tokens) == (1500, 500 + KV_GROWTH_TOKENS)
     assert alone.expected_ttft == pytest.approx(1.5), "at 1,000 tokens per second"
     (warm,), _ = told(decide(node("a"), ask=asked, warm={NodeId("a"): 0.75}))
     assert (warm.reading, warm.expected_ttft, warm.warm) == (250 + 500, pytest.approx(0.75), 0.75)
     usual = node("a", None, a_model(expected_output=256))
-    (short,), _ = told(decide(usual, ask=Demand("tiny", 400, prompt_tokens=1000, written=3)))
+    (short,), _ = told(decide(usual, ask=ResourceDemand("tiny", 400, prompt_tokens=1000, written=3)))
     assert short.output_tokens == 256, "no less than is usual"
 
 
@@ -169,7 +175,7 @@ REASONS = [
     ({"state": "paused", "sharing": Sharing(paused=True, why="somebody plays")}, "is paused: somebody plays"),
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
-    ({"heard_at": NOW - FRESH_SECONDS - 0.1}, "was last heard 3.1 s ago"),
+    ({"heard_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "was last heard 3.1 s ago"),
     ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
     ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
     (
@@ -203,49 +209,49 @@ def test_a_node_that_may_not_be_picked_says_why(change: dict[str, Any], reason: 
 def test_where_no_memory_can_be_read_the_answer_says_so(memory: Memory):
     result = decide(node("blind", memory), node("too", memory))
     assert isinstance(result, NoPlacement)
-    assert result.refused.code is Code.UNREADABLE
+    assert result.refused.code is RefusalCode.UNREADABLE
     assert result.refused.message.startswith("the memory of blind cannot be read")
     assert result.refused.retry_after == 2.0
     full = decide(node("blind", memory), node("full", a_memory(1 * MIB)))
     assert isinstance(full, NoPlacement)
-    assert full.refused.code is Code.NO_ROOM
+    assert full.refused.code is RefusalCode.NO_ROOM
     assert "best node full" in full.refused.message
 
 
 def test_an_exact_prompt_longer_than_the_context_does_not_go_there():
     small, large = node("small", None, a_model(context=100)), node("large", None, a_model(context=1000))
-    result = decide(small, large, ask=Demand("tiny", 0, 500))
+    result = decide(small, large, ask=ResourceDemand("tiny", 0, 500))
     assert chosen(result) == "large"
     assert why(result, "small") == "its context is 100 tokens, the prompt has 500"
-    assert isinstance(decide(small, ask=Demand("tiny", 0, 100)), NoPlacement), "no token is left for an answer"
-    assert chosen(decide(small, ask=Demand("tiny", 0, 99))) == "small"
-    assert chosen(decide(node("unknown", None, a_model(context=0)), ask=Demand("tiny", 0, 500))) == "unknown"
+    assert isinstance(decide(small, ask=ResourceDemand("tiny", 0, 100)), NoPlacement), "no token is left for an answer"
+    assert chosen(decide(small, ask=ResourceDemand("tiny", 0, 99))) == "small"
+    assert chosen(decide(node("unknown", None, a_model(context=0)), ask=ResourceDemand("tiny", 0, 500))) == "unknown"
 
 
 def test_an_estimated_prompt_is_never_longer_than_the_context():
-    assert chosen(decide(node("a"), ask=Demand("tiny", 10**7))) == "a"
+    assert chosen(decide(node("a"), ask=ResourceDemand("tiny", 10**7))) == "a"
 
 
 def test_a_report_that_is_just_fresh_counts():
-    assert chosen(decide(node("a", heard_at=NOW - FRESH_SECONDS))) == "a"
+    assert chosen(decide(node("a", heard_at=NOW - MAX_REPORT_AGE_SECONDS))) == "a"
 
 
-MAKES_ROOM = Turn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
+MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
 
 
 @pytest.mark.parametrize(
     ("ask", "change", "reason", "code"),
     [
-        (Demand("tiny"), {}, "makes room for large: no new requests for tiny until then", Code.NO_ROOM),
-        (Demand("large"), {}, "", None),
-        (Demand("tiny", written=1), {}, "", None),
-        (Demand("tiny"), {"state": "asleep"}, "is asleep", Code.NOT_READY),
+        (ResourceDemand("tiny"), {}, "makes room for large: no new requests for tiny until then", RefusalCode.NO_ROOM),
+        (ResourceDemand("large"), {}, "", None),
+        (ResourceDemand("tiny", written=1), {}, "", None),
+        (ResourceDemand("tiny"), {"state": "asleep"}, "is asleep", RefusalCode.NOT_READY),
     ],
 )
 def test_a_node_that_makes_room_takes_no_new_request_for_what_is_in_the_way(
-    ask: Demand, change: dict[str, object], reason: str, code: Code | None
+    ask: ResourceDemand, change: dict[str, object], reason: str, code: RefusalCode | None
 ):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     ledger.turns[NodeId("a")] = MAKES_ROOM
     nodes = node("a", None, a_model(), a_model("large"), **change), node("b", None, a_model(), a_model("large"))
     found, other = decide(*nodes, ask=ask, ledger=ledger).candidates
@@ -253,32 +259,36 @@ def test_a_node_that_makes_room_takes_no_new_request_for_what_is_in_the_way(
 
 
 TRIED = [
-    (Trials(fingerprint="tiny-1"), "", None),
+    (AttemptHistory(fingerprint="tiny-1"), "", None),
     (
-        Trials(fingerprint="another one"),
+        AttemptHistory(fingerprint="another one"),
         "its tiny is another model: fingerprint tiny-1, not fingerprint another ",
-        Code.NOT_READY,
+        RefusalCode.NOT_READY,
     ),
-    (Trials(lost=[NodeId("a")]), "was lost with this request", Code.NOT_READY),
+    (AttemptHistory(lost=[NodeId("a")]), "was lost with this request", RefusalCode.NOT_READY),
     (
-        Trials(never={NodeId("a"): Refused(Code.TOO_LARGE, "needs 9 GiB")}),
+        AttemptHistory(never={NodeId("a"): Refused(RefusalCode.TOO_LARGE, "needs 9 GiB")}),
         "refused for good: needs 9 GiB",
-        Code.TOO_LARGE,
+        RefusalCode.TOO_LARGE,
     ),
-    (Trials(refused={NodeId("a"): NOW}), "refused this request and has not reported since", Code.NO_ROOM),
-    (Trials(refused={NodeId("a"): NOW - 1}), "", None),
+    (
+        AttemptHistory(refused={NodeId("a"): NOW}),
+        "refused this request and has not reported since",
+        RefusalCode.NO_ROOM,
+    ),
+    (AttemptHistory(refused={NodeId("a"): NOW - 1}), "", None),
 ]
 
 
 @pytest.mark.parametrize(("trials", "reason", "code"), TRIED)
-def test_what_a_request_has_met_rules_a_node_out(trials: Trials, reason: str, code: Code | None):
+def test_what_a_request_has_met_rules_a_node_out(trials: AttemptHistory, reason: str, code: RefusalCode | None):
     (found,) = decide(node("a"), trials=trials).candidates
     assert (found.why, found.code) == (reason, code)
 
 
 def test_a_model_without_a_fingerprint_is_not_the_one_that_began_an_answer():
     unknown = node("a", None, a_model(fingerprint=""))
-    found = decide(unknown, trials=Trials(fingerprint="tiny-1"))
+    found = decide(unknown, trials=AttemptHistory(fingerprint="tiny-1"))
     assert why(found, "a") == "its tiny is another model: fingerprint unknown, not fingerprint tiny-1"
 
 
@@ -293,33 +303,33 @@ def test_a_model_without_a_fingerprint_is_not_the_one_that_began_an_answer():
     ],
 )
 def test_a_node_needs_all_labels_of_the_key(labels: tuple[str, ...], wanted: tuple[str, ...], reason: str):
-    result = decide(node("a", labels=frozenset(labels)), ask=Demand("tiny", labels=frozenset(wanted)))
+    result = decide(node("a", labels=frozenset(labels)), ask=ResourceDemand("tiny", labels=frozenset(wanted)))
     assert why(result, "a") == reason
     if reason:
         assert refused(result) == Refused(
-            Code.NOT_ALLOWED,
+            RefusalCode.NOT_ALLOWED,
             "no node with the labels that this API key is bound to (big, fast, lab) serves tiny",
         )
 
 
 def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
-    bound = Demand("other", labels=frozenset({"lab"}))
-    assert refused(decide(node("a"), ask=bound)).code is Code.NO_MODEL
+    bound = ResourceDemand("other", labels=frozenset({"lab"}))
+    assert refused(decide(node("a"), ask=bound)).code is RefusalCode.NO_MODEL
     elsewhere = node("b", None, a_model("other"), labels=frozenset({"lab"}), state="asleep")
     answer = refused(decide(node("a", None, a_model("other")), elsewhere, ask=bound))
-    assert answer == Refused(Code.NOT_READY, "no node can take other now: b is asleep", None, 2.0)
+    assert answer == Refused(RefusalCode.NOT_READY, "no node can take other now: b is asleep", None, 2.0)
 
 
 def test_what_was_promised_since_the_report_counts():
-    ledger = Ledger()
-    ledger.claim(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("a"), 1, 1, 8 * GIB - 10 * MIB)
     result = decide(node("a"), node("b", a_memory(2 * GIB)), ledger=ledger)
     assert chosen(result) == "b"
     assert why(result, "a").startswith("needs 74.2 MiB, headroom is 10.0 MiB (of 24.0 GiB, ")
 
 
 def test_a_refusal_corrects_the_headroom_until_the_next_report():
-    corrections = {NodeId("a"): Correction(NOW, 20 * MIB)}
+    corrections = {NodeId("a"): HeadroomCorrection(NOW, 20 * MIB)}
     assert isinstance(decide(node("a"), corrections=corrections), NoPlacement)
     assert chosen(decide(node("a", heard_at=NOW + 0.1), corrections=corrections)) == "a"
 
@@ -327,55 +337,55 @@ def test_a_refusal_corrects_the_headroom_until_the_next_report():
 @pytest.mark.parametrize(
     ("memory", "correction", "withheld", "headroom"),
     [
-        (a_memory(reserved=1 * GIB), Correction(NOW, 1 * GIB), 6 * GIB, 1 * GIB),
-        (a_memory(reserved=1 * GIB), Correction(NOW, 7 * GIB), 2 * GIB, 5 * GIB),
-        (a_memory(reserved=1 * GIB), Correction(NOW - 1, 1 * GIB), 2 * GIB, 5 * GIB),
-        (a_memory(phys=None, current=None, headroom=None), Correction(NOW, 1 * GIB), 2 * GIB, None),
+        (a_memory(reserved=1 * GIB), HeadroomCorrection(NOW, 1 * GIB), 6 * GIB, 1 * GIB),
+        (a_memory(reserved=1 * GIB), HeadroomCorrection(NOW, 7 * GIB), 2 * GIB, 5 * GIB),
+        (a_memory(reserved=1 * GIB), HeadroomCorrection(NOW - 1, 1 * GIB), 2 * GIB, 5 * GIB),
+        (a_memory(phys=None, current=None, headroom=None), HeadroomCorrection(NOW, 1 * GIB), 2 * GIB, None),
     ],
 )
 def test_a_correction_withholds_what_the_view_overstates(
-    memory: Memory, correction: Correction, withheld: int, headroom: int | None
+    memory: Memory, correction: HeadroomCorrection, withheld: int, headroom: int | None
 ):
-    ledger = Ledger()
-    ledger.claim(NodeId("a"), 1, 1, 2 * GIB)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("a"), 1, 1, 2 * GIB)
     (found,) = decide(node("a", memory), ledger=ledger, corrections={NodeId("a"): correction}).candidates
     assert (found.withheld, found.headroom) == (withheld, headroom)
 
 
 def test_a_node_that_refused_this_request_is_asked_again_after_its_next_report():
-    trials = Trials(refused={NodeId("a"): NOW})
+    trials = AttemptHistory(refused={NodeId("a"): NOW})
     assert why(decide(node("a"), trials=trials), "a") == "refused this request and has not reported since"
     assert chosen(decide(node("a", heard_at=NOW + 0.1), trials=trials)) == "a"
 
 
 def test_a_hold_keeps_others_out_and_its_owner_in():
-    ledger = Ledger()
+    ledger = ReservationLedger()
     ledger.hold(5, NodeId("a"), 8 * GIB - 10 * MIB)
     assert isinstance(decide(node("a"), ledger=ledger), NoPlacement)
-    assert chosen(decide(node("a"), ledger=ledger, trials=Trials(waiting=5))) == "a"
+    assert chosen(decide(node("a"), ledger=ledger, trials=AttemptHistory(waiting=5))) == "a"
 
 
 def test_a_feature_that_the_model_lacks_rules_the_node_out():
     able = node("able", None, a_model(features=("tools",)))
-    ask = Demand("tiny", 400, features=frozenset({"tools"}))
+    ask = ResourceDemand("tiny", 400, features=frozenset({"tools"}))
     assert chosen(decide(node("plain"), able, ask=ask)) == "able"
     refusal = refused(decide(node("plain"), ask=ask))
-    assert (refusal.code, refusal.message) == (Code.UNSUPPORTED, "no node offers tools with tiny")
+    assert (refusal.code, refusal.message) == (RefusalCode.UNSUPPORTED, "no node offers tools with tiny")
 
 
 def test_what_no_node_offers_is_said_whatever_the_state_of_the_nodes():
-    ask = Demand("tiny", 400, features=frozenset({"tools", "sampling"}))
+    ask = ResourceDemand("tiny", 400, features=frozenset({"tools", "sampling"}))
     lost = node("lost", None, a_model(features=("tools",)), state="lost")
     refusal = refused(decide(lost, node("plain"), ask=ask))
     assert refusal.message == "no node offers top_k, min_p, penalties or logit_bias with tiny"
     other = node("other", None, a_model(features=("sampling",)))
-    assert refused(decide(lost, other, ask=ask)).code is Code.UNSUPPORTED, "neither offers both"
+    assert refused(decide(lost, other, ask=ask)).code is RefusalCode.UNSUPPORTED, "neither offers both"
 
 
 def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
-    ask = Demand("tiny", 400, features=frozenset({"tools"}))
+    ask = ResourceDemand("tiny", 400, features=frozenset({"tools"}))
     away = node("away", None, a_model(features=("tools",)), state="lost")
-    assert refused(decide(away, node("plain"), ask=ask)).code is Code.NOT_READY
+    assert refused(decide(away, node("plain"), ask=ask)).code is RefusalCode.NOT_READY
 
 
 # models that are not loaded
@@ -383,11 +393,11 @@ def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
 
 def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever():
     small = node("small", None, a_model(loaded=False, weights=23 * GIB))
-    result = decide(small, ask=Demand("tiny", 0, 1, 1))
-    assert (refused(result).code, refused(result).status) == (Code.TOO_LARGE, 400)
+    result = decide(small, ask=ResourceDemand("tiny", 0, 1, 1))
+    assert (refused(result).code, refused(result).status) == (RefusalCode.TOO_LARGE, 400)
     assert "the most that any member can give is 22.0 GiB" in refused(result).message
     large = node("large", a_memory(90 * GIB, cap=96 * GIB), a_model(loaded=False, weights=23 * GIB))
-    assert chosen(decide(small, large, ask=Demand("tiny", 0, 1, 1))) == "large"
+    assert chosen(decide(small, large, ask=ResourceDemand("tiny", 0, 1, 1))) == "large"
 
 
 def test_weights_count_where_a_model_is_not_loaded():
@@ -435,7 +445,7 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
 ):
     """Nodes of one kind, one request after the other. The warm one has just enough memory, the cold ones have much
     more."""
-    ask = Demand("tiny", 0, tokens)
+    ask = ResourceDemand("tiny", 0, tokens)
     model = a_model(prefill_speed=prefill, decode_speed=decode)
     need = request_need(model, tokens, ask.output_on(model, tokens))
     warm = node("warm", a_memory(need + spare * MIB, cap=96 * GIB), model)
@@ -443,8 +453,8 @@ def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     colds = [node(f"cold-{one}", a_memory(40 * GIB, cap=96 * GIB), unloaded) for one in range(1 + extra)]
     assert chosen(decide(*colds, warm, ask=ask, seed=seed)) == "warm"
     view = ClusterView((*colds, warm))
-    columns = Columns(Ledger())
-    columns.follow(view)
+    columns = VectorIndex(ReservationLedger())
+    columns.apply_view(view)
     result = columns.place(view, ask, now=NOW, draw=random.Random(seed).random)
     assert chosen(result) == "warm", "the arrays agree"
     assert len(result.candidates) == 1, "and it leads at the first look"
@@ -467,10 +477,10 @@ def test_a_node_that_cannot_load_it_says_why_and_is_not_picked(policy: str):
 def test_when_no_node_can_load_it_the_causes_are_the_answer():
     broken = a_model(loaded=False, cause="a truncated file")
     answer = refused(decide(node("a", None, broken), node("b", None, broken, state="lost"), node("c", models={})))
-    assert (answer.code, answer.status, answer.final) == (Code.LOAD_FAILED, 500, True)
-    assert answer == Refused(Code.LOAD_FAILED, "no node can load tiny: a: a truncated file; b: a truncated file")
+    assert (answer.code, answer.status, answer.final) == (RefusalCode.LOAD_FAILED, 500, True)
+    assert answer == Refused(RefusalCode.LOAD_FAILED, "no node can load tiny: a: a truncated file; b: a truncated file")
     alone = refused(decide(node("a", None, broken)))
-    assert alone == Refused(Code.LOAD_FAILED, "no node can load tiny: a: a truncated file", None, None, "a")
+    assert alone == Refused(RefusalCode.LOAD_FAILED, "no node can load tiny: a: a truncated file", None, None, "a")
     many = [node(name, None, a_model(loaded=False, cause=f"no {name}")) for name in "abcdef"]
     text = "no node can load tiny: a: no a; b: no b; c: no c; d: no d"
     assert refused(decide(*many[:4])).message == text
@@ -481,20 +491,20 @@ def test_when_no_node_can_load_it_the_causes_are_the_answer():
 
 def test_a_node_that_cannot_load_it_is_no_hope_for_those_who_wait():
     broken = node("broken", None, a_model(loaded=False, cause="a truncated file"))
-    assert refused(decide(broken, node("away", state="asleep"))).code is Code.NOT_READY
-    assert refused(decide(broken, node("small"), ask=Demand("tiny", 0, 5000))).code is Code.CONTEXT
+    assert refused(decide(broken, node("away", state="asleep"))).code is RefusalCode.NOT_READY
+    assert refused(decide(broken, node("small"), ask=ResourceDemand("tiny", 0, 5000))).code is RefusalCode.CONTEXT
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
     roomy = node("roomy", a_memory(500 * GIB, cap=512 * GIB), a_model(loaded=False, cause="x", context=100_000))
-    answer = refused(decide(roomy, node("small", None, model), ask=Demand("tiny", 0, 4000)))
-    assert (answer.code, answer.node) == (Code.TOO_LARGE, "small")
+    answer = refused(decide(roomy, node("small", None, model), ask=ResourceDemand("tiny", 0, 4000)))
+    assert (answer.code, answer.node) == (RefusalCode.TOO_LARGE, "small")
 
 
 def test_a_node_that_answered_that_it_cannot_load_it_counts_as_one():
-    told = Refused(Code.LOAD_FAILED, "tiny cannot be loaded: a truncated file")
-    trials = Trials(never={NodeId("a"): told})
+    told = Refused(RefusalCode.LOAD_FAILED, "tiny cannot be loaded: a truncated file")
+    trials = AttemptHistory(never={NodeId("a"): told})
     assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
     answer = refused(decide(node("a"), trials=trials))
-    assert (answer.code, answer.message) == (Code.LOAD_FAILED, "no node can load tiny: a: a truncated file")
+    assert (answer.code, answer.message) == (RefusalCode.LOAD_FAILED, "no node can load tiny: a: a truncated file")
 
 
 def idle(name: str, room: int, *models: Model, **changes: Any) -> NodeView:
@@ -524,7 +534,7 @@ def test_an_idle_node_that_could_give_other_models_back_is_asked():
 
 
 def test_a_node_is_asked_to_give_models_back_only_where_the_request_then_fits():
-    ask = Demand("tiny", 400, max_tokens=64)
+    ask = ResourceDemand("tiny", 400, max_tokens=64)
     need = request_need(a_model(), 100, 64)
     for over, name in ((0, "a"), (1, None)):
         weights = 22 * GIB - need + over
@@ -538,17 +548,17 @@ def test_no_node_is_asked_to_give_models_back_while_another_has_the_model_or_it_
     assert asked(idle("a", 1 * GIB), node("has", a_memory(0), state="lost")) == "a"
     loading = a_model(loaded=False, loading=True, weights=9 * GIB)
     assert asked(idle("a", 1 * GIB), node("loads", a_memory(0), loading)) is None
-    trials = Trials(refused={NodeId("a"): NOW - 9})
+    trials = AttemptHistory(refused={NodeId("a"): NOW - 9})
     assert asked(idle("a", 1 * GIB), trials=trials) is None
-    ledger = Ledger()
-    ledger.claim(NodeId("a"), 1, 1, 0)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("a"), 1, 1, 0)
     assert asked(idle("a", 1 * GIB), ledger=ledger) is None
 
 
 # the arithmetic of one node
 
 NAME = NodeId("a")
-ASK = Demand("tiny", 400)
+ASK = ResourceDemand("tiny", 400)
 NEED = request_need(a_model(), 100, 64)
 
 
@@ -605,9 +615,9 @@ def test_a_load_costs_its_weights_once_and_the_time_that_is_left(change: dict[st
 def test_time_counts_rows_that_decode_and_rows_that_are_taken(
     engine: EngineState, taken: int, ttft: float, answer: float, delay: float
 ):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number in range(taken):
-        ledger.claim(NAME, number, number, 0)
+        ledger.reserve(NAME, number, number, 0)
     (found,) = decide(node("a", engine=engine), ledger=ledger).candidates
     expected = (ttft, answer, delay)
     assert (found.expected_ttft, found.expected_answer, found.delay) == pytest.approx(expected)
@@ -617,7 +627,7 @@ def test_time_counts_rows_that_decode_and_rows_that_are_taken(
 def test_a_text_that_takes_more_to_tokenize_than_to_decode_needs_that():
     text = 4 * 100_000
     small = a_model(kv_per_token=1, transient=0, context=100_000)
-    (found,) = decide(node("a", None, small), ask=Demand("tiny", text)).candidates
+    (found,) = decide(node("a", None, small), ask=ResourceDemand("tiny", text)).candidates
     assert found.need == reading_bytes(text, context=100_000) > request_need(small, 100_000, 1)
 
 
@@ -707,44 +717,56 @@ def test_the_shortest_expected_time_counts_queue_load_and_speed():
     cold = node("cold", None, a_model(prefill_speed=2000.0, loaded=False, load_seconds=5.0))
     slow = node("slow", None, a_model(prefill_speed=100.0))
     assert chosen(decide(busy, cold, slow)) == "slow"
-    ledger = Ledger()
-    ledger.claim(NodeId("slow"), 1, 1, 1, tokens=5000, seconds=50.0)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("slow"), 1, 1, 1, tokens=5000, seconds=50.0)
     assert chosen(decide(busy, cold, slow, ledger=ledger)) == "slow", "prompts take turns, and this one is the shortest"
-    ledger.claim(NodeId("slow"), 2, 2, 1, tokens=90, seconds=0.9)
-    ledger.claim(NodeId("slow"), 3, 3, 1, tokens=90, seconds=0.9)
+    ledger.reserve(NodeId("slow"), 2, 2, 1, tokens=90, seconds=0.9)
+    ledger.reserve(NodeId("slow"), 3, 3, 1, tokens=90, seconds=0.9)
     assert chosen(decide(busy, cold, slow, ledger=ledger)) == "busy"
 
 
 LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 
-def waiting(*prompts: Unread) -> Account:
+def waiting(*prompts: PendingPrefill) -> NodeReservations:
     """Return the account of a node that has still to prefill these prompts."""
-    return Account(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
+    return NodeReservations(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
 
 
 @given(lengths=LENGTHS, mine=st.integers(1, 20_000), share=st.floats(0, 2))
 def test_prompts_in_turns_wait_for_no_more_than_all_and_for_no_less_than_themselves(
     lengths: list[int], mine: int, share: float
 ):
-    unread = waiting(*(Unread(tokens, tokens / 1000) for tokens in lengths))
+    unread = waiting(*(PendingPrefill(tokens, tokens / 1000) for tokens in lengths))
     ahead = round(share * sum(lengths))
-    wait, delay = turns(unread, ahead, mine, 1000.0)
+    wait, delay = prefill_wait(unread, ahead, mine, 1000.0)
     assert mine / 1000 <= wait <= (mine + ahead) / 1000 + 1e-6
     assert 0 <= delay <= len(lengths) * mine / 1000 + 1e-6
-    longer, _ = turns(unread, ahead, mine + 1000, 1000.0)
+    longer, _ = prefill_wait(unread, ahead, mine + 1000, 1000.0)
     assert longer > wait, "a longer prompt is never sooner"
 
 
 def test_a_short_prompt_waits_for_the_shorter_ones_and_shares_with_the_oldest():
-    unread = waiting(Unread(10_000, 10.0), Unread(500, 0.5), Unread(2000, 2.0))
-    assert turns(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), "0.5 and its own 1, as much of the oldest; two are behind"
-    assert turns(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), "half of all is read: one that is as long is before it now"
-    assert turns(Account(), 4000, 1000, 1000.0) == (5.0, 0.0), "of others' prompts only the sum is known"
-    assert turns(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
-    assert turns(waiting(Unread(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), "others' are taken as long ones"
-    assert turns(waiting(Unread(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), "it takes turns with the long one"
-    assert turns(waiting(Unread(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), "the order of less decides nothing"
+    unread = waiting(PendingPrefill(10_000, 10.0), PendingPrefill(500, 0.5), PendingPrefill(2000, 2.0))
+    assert prefill_wait(unread, 12_500, 1000, 1000.0) == (3.0, 2.0), (
+        "0.5 and its own 1, as much of the oldest; two are behind"
+    )
+    assert prefill_wait(unread, 6_250, 1000, 1000.0) == (4.5, 1.0), (
+        "half of all is read: one that is as long is before it now"
+    )
+    assert prefill_wait(NodeReservations(), 4000, 1000, 1000.0) == (5.0, 0.0), (
+        "of others' prompts only the sum is known"
+    )
+    assert prefill_wait(unread, 0, 1000, 1000.0) == (1.0, 0.0), "all is read"
+    assert prefill_wait(waiting(PendingPrefill(50, 0.05)), 1000, 2000, 1000.0) == (3.0, 0.0), (
+        "others' are taken as long ones"
+    )
+    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 25, 10, 1000.0) == (0.02, 0.01), (
+        "it takes turns with the long one"
+    )
+    assert prefill_wait(waiting(PendingPrefill(200, 0.2)), 24, 10, 1000.0) == (0.034, 0.0), (
+        "the order of less decides nothing"
+    )
 
 
 def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
@@ -753,7 +775,7 @@ def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
     assert {chosen(decide(quick, slow, seed=seed)) for seed in range(9)} == {"quick"}
     writing = EngineState("x", "ready", running=8)
     busy, idle = node("busy", engine=writing), node("idle")
-    long = Demand("tiny", 8000)
+    long = ResourceDemand("tiny", 8000)
     assert {chosen(decide(busy, idle, ask=long, seed=seed)) for seed in range(9)} == {"idle"}
     of = {one.name: one for one in decide(busy, idle, ask=long).candidates}
     assert of["busy"].expected_ttft == pytest.approx(1.6 * of["idle"].expected_ttft)
@@ -762,19 +784,19 @@ def test_time_counts_the_answer_too_and_those_whose_answers_stand_still():
 
 def test_many_at_once_are_shared_though_one_node_was_measured_as_faster():
     quick, other = node("quick", None, a_model(decode_speed=100.0)), node("other", None, a_model(decode_speed=70.0))
-    ledger, taken = Ledger(), Counter[str]()
+    ledger, taken = ReservationLedger(), Counter[str]()
     for number in range(32):
         name = chosen(decide(quick, other, ledger=ledger, seed=number))
-        ledger.claim(NodeId(name), number, number, 1)
+        ledger.reserve(NodeId(name), number, number, 1)
         taken[name] += 1
     assert 4 <= taken["other"] < taken["quick"]
 
 
 def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
     full, free = (node(name, engine=EngineState("x", "ready", rows=rows)) for name, rows in (("full", 4), ("free", 16)))
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number in range(10):
-        ledger.claim(NodeId("full" if number < 5 else "free"), number, number, 1)
+        ledger.reserve(NodeId("full" if number < 5 else "free"), number, number, 1)
     of = {one.name: one for one in decide(full, free, ledger=ledger).candidates}
     assert of["full"].expected_answer == of["free"].expected_answer > 0
     waits = 2 * of["full"].expected_answer / 4  # the fifth has to begin and another to end
@@ -788,28 +810,31 @@ def test_where_all_rows_are_taken_a_request_waits_until_some_have_ended():
 
 def test_each_answer_of_a_request_takes_a_row():
     full, free = (node(name, engine=EngineState("x", "ready", rows=8)) for name in ("full", "free"))
-    ledger = Ledger()
-    ledger.claim(NodeId("full"), 1, 1, 1, rows=6)
-    ledger.claim(NodeId("free"), 2, 2, 1)
-    of = {one.name: one for one in decide(full, free, ask=Demand("tiny", 0, 100, choices=4), ledger=ledger).candidates}
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("full"), 1, 1, 1, rows=6)
+    ledger.reserve(NodeId("free"), 2, 2, 1)
+    of = {
+        one.name: one
+        for one in decide(full, free, ask=ResourceDemand("tiny", 0, 100, choices=4), ledger=ledger).candidates
+    }
     waits = 2 * of["full"].expected_answer / 8
     assert of["full"].expected_ttft == pytest.approx(of["free"].expected_ttft + waits), "two of the four have no row"
     assert of["full"].in_flight == of["free"].in_flight == 1
 
 
 def test_a_burst_of_small_requests_is_shared_though_one_node_has_read_their_beginning():
-    ledger, taken = Ledger(), Counter[str]()
+    ledger, taken = ReservationLedger(), Counter[str]()
     both = [node(name, None, a_model(prefill_speed=10_000.0)) for name in ("a", "b")]
     for number in range(20):
         name = chosen(decide(*both, ledger=ledger, warm={NodeId("a"): 0.9}))
-        ledger.claim(NodeId(name), number, number, 0)
+        ledger.reserve(NodeId(name), number, number, 0)
         taken[name] += 1
     assert taken == {"a": 10, "b": 10}
 
 
 def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
-    ledger = Ledger()
-    ledger.claim(NodeId("a"), 1, 1, 0)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("a"), 1, 1, 0)
     assert chosen(decide(node("a"), node("b"), ledger=ledger)) == "b"
     picks = {chosen(decide(node("a"), node("b"), seed=seed)) for seed in range(20)}
     assert picks == {"a", "b"}
@@ -819,8 +844,8 @@ def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
 
 
 def test_an_unknown_model_is_a_404_that_names_near_ones():
-    answer = refused(decide(node("a", None, a_model("qwen3-4b"), a_model("llama-8b")), ask=Demand("qwen3-4")))
-    assert answer == Refused(Code.NO_MODEL, "no node serves the model 'qwen3-4'; the nearest names are qwen3-4b")
+    answer = refused(decide(node("a", None, a_model("qwen3-4b"), a_model("llama-8b")), ask=ResourceDemand("qwen3-4")))
+    assert answer == Refused(RefusalCode.NO_MODEL, "no node serves the model 'qwen3-4'; the nearest names are qwen3-4b")
     assert answer.status == 404
 
 
@@ -834,33 +859,35 @@ def test_an_unknown_model_is_a_404_that_names_near_ones():
 )
 def test_the_names_that_are_offered_are_three_at_most_and_near_where_any_is(name: str, near: str):
     models = [a_model(one) for one in ("mixtral-b", "llama-14", "llama-13", "llama-12", "llama-11")]
-    listed = refused(decide(node("a", None, *models), ask=Demand(name))).message.partition("nearest names are ")[2]
+    listed = refused(decide(node("a", None, *models), ask=ResourceDemand(name))).message.partition(
+        "nearest names are "
+    )[2]
     assert listed == near
 
 
 def test_a_chat_for_a_video_model_names_the_route_for_videos():
     films = VideoState(packages=(VideoPackage("other"), VideoPackage("wan")))
-    answer = refused(decide(node("a"), node("b", video=films), ask=Demand("wan")))
-    assert answer == Refused(Code.INVALID, "the model 'wan' makes videos and does not chat: POST /v1/videos")
-    assert refused(decide(node("b", video=films), ask=Demand("tin"))).code is Code.NO_MODEL
+    answer = refused(decide(node("a"), node("b", video=films), ask=ResourceDemand("wan")))
+    assert answer == Refused(RefusalCode.INVALID, "the model 'wan' makes videos and does not chat: POST /v1/videos")
+    assert refused(decide(node("b", video=films), ask=ResourceDemand("tin"))).code is RefusalCode.NO_MODEL
 
 
 def test_a_cluster_without_a_model_is_not_ready_rather_than_wrong():
     for nodes in ((), (node("a", None, models={}),)):
         answer = refused(decide(*nodes))
-        assert (answer.code, answer.retry_after) == (Code.NOT_READY, 2.0)
+        assert (answer.code, answer.retry_after) == (RefusalCode.NOT_READY, 2.0)
 
 
 def test_no_room_says_the_best_node_its_numbers_and_the_next_step():
     answer = refused(decide(node("mini", a_memory(10 * MIB)), node("studio-a", a_memory(50 * MIB))))
-    assert (answer.code, answer.status, answer.node) == (Code.NO_ROOM, 503, "studio-a")
+    assert (answer.code, answer.status, answer.node) == (RefusalCode.NO_ROOM, 503, "studio-a")
     assert answer.message.startswith("needs 74.2 MiB by estimate, best node studio-a has 50.0 MiB: retry, shorten")
     assert answer.numbers is not None
     assert (answer.numbers.headroom, answer.numbers.margin, answer.numbers.bound_by) == (50 * MIB, 2 * GIB, "static")
     assert answer.numbers.predicted == 24 * GIB - 50 * MIB + answer.numbers.estimate
     assert answer.retry_after is not None
     assert 1 <= answer.retry_after <= 60
-    exact = refused(decide(node("mini", a_memory(10 * MIB)), ask=Demand("tiny", 0, 100)))
+    exact = refused(decide(node("mini", a_memory(10 * MIB)), ask=ResourceDemand("tiny", 0, 100)))
     assert exact.message.startswith("needs 74.2 MiB, best node mini has 10.0 MiB: retry")
 
 
@@ -879,26 +906,26 @@ def test_a_candidate_without_a_model_is_tried_again_soon():
     [(0, 256, 50.0, 2.0), (1, 256, 64.0, 4.0), (4, 256, 16.0, 4.0), (4, 256, 6400.0, 1.0), (1, 256, 0.5, 60.0)],
 )
 def test_retry_after_is_when_the_next_answer_should_end(in_flight: int, answer: int, speed: float, seconds: float):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number in range(in_flight):
-        ledger.claim(NodeId("a"), number, number, GIB, 10)
+        ledger.reserve(NodeId("a"), number, number, GIB, 10)
     model = a_model(expected_output=answer, decode_speed=speed)
     result = refused(decide(node("a", a_memory(MIB), model), ledger=ledger))
-    assert result.code is Code.NO_ROOM
+    assert result.code is RefusalCode.NO_ROOM
     assert result.retry_after == seconds
 
 
 def test_can_never_fit_is_said_only_with_an_exact_count():
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
-    guess = decide(node("a", None, model), ask=Demand("tiny", 4 * 40_000))
+    guess = decide(node("a", None, model), ask=ResourceDemand("tiny", 4 * 40_000))
     assert isinstance(guess, NoPlacement)
-    assert guess.refused.code is Code.NO_ROOM
+    assert guess.refused.code is RefusalCode.NO_ROOM
     assert guess.ask is not None, "so it does not wait in line, and somebody counts"
     assert guess.ask.node == "a"
     small = node("small", a_memory(cap=16 * GIB), model)
     for nodes in ((node("a", None, model), small), (small, node("a", None, model))):
-        answer = refused(decide(*nodes, ask=Demand("tiny", 0, 40_000)))
-        assert (answer.code, answer.status, answer.node) == (Code.TOO_LARGE, 400, "a")
+        answer = refused(decide(*nodes, ask=ResourceDemand("tiny", 0, 40_000)))
+        assert (answer.code, answer.status, answer.node) == (RefusalCode.TOO_LARGE, 400, "a")
         alone = alone_bytes(model, 40_000, 64) / GIB
         assert answer.message.startswith(
             f"needs {alone:.1f} GiB alone, the most that any member can give is 22.0 GiB (a): shorten the prompt"
@@ -908,53 +935,53 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
 
 def test_a_prompt_that_fits_nowhere_by_the_estimate_is_counted_by_the_roomiest_node():
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
-    ask = Demand("tiny", 4 * 40_000)
+    ask = ResourceDemand("tiny", 4 * 40_000)
     large = node("large", a_memory(8 * GIB, cap=32 * GIB), model)
     small = node("small", None, model)
     assert asked(small, large, ask=ask) == "large"
     assert asked(large, small, ask=ask) == "large"
     assert asked(small, replace(large, state="asleep"), ask=ask) == "small", "it is not here"
-    trials = Trials(refused={NodeId("large"): NOW - 1})
+    trials = AttemptHistory(refused={NodeId("large"): NOW - 1})
     assert asked(small, large, ask=ask, trials=trials) == "small", "it has refused before"
     huge = node("huge", a_memory(8 * GIB, cap=999 * GIB), model)
     assert asked(small, huge, ask=ask) is None, "it fits on one of them once that is empty"
-    final = Trials(never={NodeId("small"): Refused(Code.TOO_LARGE, "needs 400 GiB")})
-    assert refused(decide(small, large, ask=ask, trials=final)).code is Code.NO_ROOM
+    final = AttemptHistory(never={NodeId("small"): Refused(RefusalCode.TOO_LARGE, "needs 400 GiB")})
+    assert refused(decide(small, large, ask=ask, trials=final)).code is RefusalCode.NO_ROOM
 
 
 @pytest.mark.parametrize("absent", ["asleep", "lost", "draining", "suspect"])
 def test_a_member_that_is_absent_but_large_enough_makes_it_a_503(absent: str):
     model = a_model(kv_per_token=10 * GIB // 1000, context=100_000)
     large = node("large", a_memory(80 * GIB, cap=512 * GIB), model, state=absent)
-    result = decide(node("small", None, model), large, ask=Demand("tiny", 0, 4000))
-    assert refused(result).code is Code.NO_ROOM
+    result = decide(node("small", None, model), large, ask=ResourceDemand("tiny", 0, 4000))
+    assert refused(result).code is RefusalCode.NO_ROOM
     assert refused(result).status == 503
 
 
 def test_a_prompt_longer_than_every_context_is_a_400():
-    answer = refused(decide(node("a"), ask=Demand("tiny", 0, 5000)))
-    assert (answer.code, answer.status) == (Code.CONTEXT, 400)
+    answer = refused(decide(node("a"), ask=ResourceDemand("tiny", 0, 5000)))
+    assert (answer.code, answer.status) == (RefusalCode.CONTEXT, 400)
     assert answer == Refused(
-        Code.CONTEXT,
+        RefusalCode.CONTEXT,
         "the prompt has 5000 tokens, the longest context of tiny in this cluster is 4096: shorten the prompt",
     )
     short = node("short", None, a_model(context=100))
     for nodes in ((node("a"), short), (short, node("a"))):
-        answer = refused(decide(*nodes, ask=Demand("tiny", 0, 4096)))
+        answer = refused(decide(*nodes, ask=ResourceDemand("tiny", 0, 4096)))
         assert answer.message.startswith(
             "the prompt has 4096 tokens, the longest context of tiny in this cluster is 4096"
         )
     unknown = node("a", None, a_model(context=0, kv_per_token=1 * GIB))
-    assert refused(decide(unknown, ask=Demand("tiny", 0, 4096))).code is Code.TOO_LARGE
+    assert refused(decide(unknown, ask=ResourceDemand("tiny", 0, 4096))).code is RefusalCode.TOO_LARGE
 
 
 def test_a_final_refusal_of_every_serving_node_is_final():
-    trials = Trials(never={NodeId("a"): Refused(Code.CONTEXT, "too long")})
-    assert refused(decide(node("a"), trials=trials)).code is Code.CONTEXT
+    trials = AttemptHistory(never={NodeId("a"): Refused(RefusalCode.CONTEXT, "too long")})
+    assert refused(decide(node("a"), trials=trials)).code is RefusalCode.CONTEXT
     assert chosen(decide(node("a"), node("b"), trials=trials)) == "b"
-    trials = Trials(never={NodeId("a"): Refused(Code.TOO_LARGE, "the node's own words")})
+    trials = AttemptHistory(never={NodeId("a"): Refused(RefusalCode.TOO_LARGE, "the node's own words")})
     answer = refused(decide(node("a"), trials=trials))
-    assert answer.code is Code.TOO_LARGE
+    assert answer.code is RefusalCode.TOO_LARGE
     assert answer.message.startswith("needs 1.1 GiB alone, the most that any member can give is 22.0 GiB (a)")
 
 
@@ -968,9 +995,9 @@ def test_nodes_that_are_all_away_are_named():
     away = [node(name, **change) for name, change in names.items()]
     text = "no node can take tiny now: a is asleep; b is cordoned; c is draining; d is lost"
     for nodes in (away, [*away, node("e", state="lost")]):
-        assert refused(decide(*nodes)) == Refused(Code.NOT_READY, text, None, 2.0), "four of them are named"
+        assert refused(decide(*nodes)) == Refused(RefusalCode.NOT_READY, text, None, 2.0), "four of them are named"
     answer = refused(decide(node("a", draining=True)))
-    assert answer == Refused(Code.DRAINING, "no node can take tiny now: a is draining", None, 2.0)
+    assert answer == Refused(RefusalCode.DRAINING, "no node can take tiny now: a is draining", None, 2.0)
 
 
 def test_a_row_of_a_decision_is_the_whole_arithmetic():
@@ -979,7 +1006,7 @@ def test_a_row_of_a_decision_is_the_whole_arithmetic():
         "mac",
         "ready",
         "is full",
-        Code.NO_ROOM,
+        RefusalCode.NO_ROOM,
         100,
         90,
         8,
@@ -1038,7 +1065,7 @@ def test_explain_shows_every_node_with_its_arithmetic():
 # for every policy, over all clusters
 
 sizes = st.integers(0, 64 * GIB)
-some_groups = st.builds(Group, st.integers(1, 8), st.integers(0, 9000), st.integers(0, 9000))
+some_groups = st.builds(BatchGroup, st.integers(1, 8), st.integers(0, 9000), st.integers(0, 9000))
 some_models = st.builds(
     Model,
     name=st.just("tiny"),
@@ -1078,7 +1105,7 @@ some_nodes = st.builds(
     draining=st.booleans(),
 )
 demands = st.builds(
-    Demand,
+    ResourceDemand,
     model=st.just("tiny"),
     prompt_bytes=st.integers(0, 40_000),
     prompt_tokens=st.none() | st.integers(0, 12_000),
@@ -1091,11 +1118,11 @@ demands = st.builds(
     st.lists(some_nodes, max_size=6), demands, st.sampled_from(list(POLICIES)), st.integers(0, 4 * GIB), st.integers()
 )
 def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
-    nodes: list[NodeView], ask: Demand, policy: str, promised: int, seed: int
+    nodes: list[NodeView], ask: ResourceDemand, policy: str, promised: int, seed: int
 ):
-    ledger = Ledger()
+    ledger = ReservationLedger()
     for number, one in enumerate(nodes):
-        ledger.claim(one.id, number, number, promised)
+        ledger.reserve(one.id, number, number, promised)
     result = decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed)
     assert result == decide(*nodes, ask=ask, ledger=ledger, policy=policy, seed=seed), "same seed, same decision"
     fits = {one.id for one in nodes if gate(one, ask, promised)}
@@ -1111,12 +1138,12 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
             assert 1 <= result.refused.retry_after <= 60
 
 
-def gate(one: NodeView, ask: Demand, promised: int) -> bool:
+def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
     """Return the node's decision: the same arithmetic on its own reading, with requests on the way already
     committed."""
     model = one.models.get("tiny")
     usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
-    if model is None or not usable or NOW - one.heard_at > FRESH_SECONDS:
+    if model is None or not usable or NOW - one.heard_at > MAX_REPORT_AGE_SECONDS:
         return False
     if ask.prompt_tokens is not None and model.context and ask.prompt_tokens >= model.context:
         return False
@@ -1134,8 +1161,8 @@ class Worst:
 
 
 @given(st.lists(some_nodes, max_size=6), demands)
-def test_a_foreign_policy_cannot_override_the_filter(nodes: list[NodeView], ask: Demand):
+def test_a_foreign_policy_cannot_override_the_filter(nodes: list[NodeView], ask: ResourceDemand):
     worst: Policy = Worst()
-    result = place(ClusterView(tuple(nodes)), ask, Ledger(), now=NOW, draw=lambda: 0.5, policy=worst)
+    result = place(ClusterView(tuple(nodes)), ask, ReservationLedger(), now=NOW, draw=lambda: 0.5, policy=worst)
     if isinstance(result, Placement):
         assert gate(next(one for one in nodes if one.id == result.chosen.node), ask, 0)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.placement.prefix_affinity import BLOCK, MOST_LINKS, NOWHERE, Affinity, Chain, chain_of
+from router.placement.prefix_affinity import BLOCK_CHARS, MAX_HASHES, NOWHERE, PrefixAffinity, PrefixHashChain, chain_of
 from wire.frames import Message, ToolCall
 from wire.identity import NodeId
 
@@ -19,16 +19,16 @@ def said(text: str) -> Message:
     return Message("assistant", text)
 
 
-def chain(*messages: Message, session: str = "", root: object = "tiny") -> Chain:
+def chain(*messages: Message, session: str = "", root: object = "tiny") -> PrefixHashChain:
     return chain_of(root, messages, session)
 
 
-def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> Chain:
+def of_key(key: str, *messages: Message, session: str = "", shared: bool = False) -> PrefixHashChain:
     return chain_of("tiny", messages, session, key, shared=shared)
 
 
-def known(*prompts: tuple[NodeId, Chain, bytes]) -> Affinity:
-    index = Affinity()
+def known(*prompts: tuple[NodeId, PrefixHashChain, bytes]) -> PrefixAffinity:
+    index = PrefixAffinity()
     for node, prompt, name in prompts:
         index.read(prompt, node, name, 100, 0)
     return index
@@ -74,7 +74,7 @@ def test_of_a_system_prompt_of_all_keys_nothing_behind_it_is_known_to_others():
 
 
 def test_a_long_document_is_known_up_to_the_block_where_the_question_differs():
-    document = "d" * (10 * BLOCK)
+    document = "d" * (10 * BLOCK_CHARS)
     index = known((A, chain(user(document + "first question")), HASH))
     share = index.shares(chain(user(document + "second question")))[A]
     assert 0.89 < share < 1.0
@@ -102,33 +102,33 @@ def test_a_node_that_keeps_nothing_is_not_credited():
 def test_an_eviction_is_followed_once():
     old, new = chain(user("old")), chain(user("new"))
     index = known((A, old, b"old"), (A, new, b"new"))
-    index.heard(A, 1, 1, (b"old",))
+    index.apply_report(A, 1, 1, (b"old",))
     assert index.shares(old) is NOWHERE
     assert index.shares(new) == {A: 1.0}
     index.read(old, A, b"old", 100, 0)
-    index.heard(A, 1, 1, (b"old",))
+    index.apply_report(A, 1, 1, (b"old",))
     assert index.shares(old) == {A: 1.0}, "the report tells of the same eviction again"
 
 
 def test_more_evictions_than_are_told_by_name_forget_all_of_the_node():
     index = known((A, chain(user("hello")), HASH), (B, chain(user("hello")), HASH))
-    index.heard(A, 1, 0, ())
-    index.heard(A, 1, 5, (b"x", b"y"))
+    index.apply_report(A, 1, 0, ())
+    index.apply_report(A, 1, 5, (b"x", b"y"))
     assert index.shares(chain(user("hello"))) == {B: 1.0}
 
 
 def test_a_new_engine_knows_nothing():
     index = known((A, chain(user("hello")), HASH))
-    index.heard(A, 1, 0, ())
+    index.apply_report(A, 1, 0, ())
     assert index.shares(chain(user("hello"))) == {A: 1.0}
-    index.heard(A, 2, 0, ())
+    index.apply_report(A, 2, 0, ())
     assert index.shares(chain(user("hello"))) is NOWHERE
     index.read(chain(user("hello")), A, HASH, 10, 0)
     assert index.shares(chain(user("hello"))) == {A: 1.0}
 
 
 def test_a_named_session_is_believed_where_the_text_tells_nothing():
-    index = Affinity()
+    index = PrefixAffinity()
     index.read(chain(user("summary one" * 50), session="s"), A, HASH, 100, 0)
     other = chain(user("quite other text, as long" * 50), session="s")
     assert 0.4 < index.shares(other)[A] <= 1.0
@@ -136,21 +136,21 @@ def test_a_named_session_is_believed_where_the_text_tells_nothing():
 
 
 def test_a_name_that_is_used_for_everything_loses_its_credit():
-    index = Affinity()
+    index = PrefixAffinity()
     for number in range(8):
         index.read(chain(user(f"{number} " * 99), session="app"), A, bytes([number]), 100, 0)
     assert index.shares(chain(user("and another" * 20), session="app")) is NOWHERE
 
 
 def test_a_name_whose_answers_came_from_the_cache_keeps_it():
-    index = Affinity()
+    index = PrefixAffinity()
     for number in range(8):
         index.read(chain(user(f"{number} " * 99), session="s"), A, bytes([number]), 100, 90)
     assert index.shares(chain(user("9 " * 99), session="s"))[A] > 0.8
 
 
 def test_the_index_is_bounded():
-    index = Affinity(entries=10)
+    index = PrefixAffinity(entries=10)
     for number in range(100):
         index.read(chain(user(f"text {number}"), session=str(number)), A, b"%d" % number, 10, 0)
     assert len(index) <= 30
@@ -171,10 +171,10 @@ def sizes(*messages: Message) -> list[int]:
 
 
 def test_links_end_at_messages_and_at_whole_blocks_inside_long_ones():
-    assert sizes(user("x" * BLOCK)) == [BLOCK + 1]
-    assert sizes(user("x" * (BLOCK + 1))) == [BLOCK, BLOCK + 2]
-    assert sizes(user("x" * 2 * BLOCK)) == [BLOCK, 2 * BLOCK + 1]
-    assert sizes(user("ab"), user("x" * 5000), user("c")) == [3, 3 + BLOCK, 3 + 2 * BLOCK, 5004, 5006]
+    assert sizes(user("x" * BLOCK_CHARS)) == [BLOCK_CHARS + 1]
+    assert sizes(user("x" * (BLOCK_CHARS + 1))) == [BLOCK_CHARS, BLOCK_CHARS + 2]
+    assert sizes(user("x" * 2 * BLOCK_CHARS)) == [BLOCK_CHARS, 2 * BLOCK_CHARS + 1]
+    assert sizes(user("ab"), user("x" * 5000), user("c")) == [3, 3 + BLOCK_CHARS, 3 + 2 * BLOCK_CHARS, 5004, 5006]
     call = ToolCall("1", "look", '{"a": 1}')
     assert sizes(Message("assistant", "ab", tool_calls=(call, call)), user("c")) == [3 + 8 + 8, 21]
     assert sizes() == []
@@ -184,18 +184,18 @@ def test_links_end_at_messages_and_at_whole_blocks_inside_long_ones():
 
 
 def test_every_block_and_the_role_of_a_message_belong_to_the_prompt():
-    text = "x" * 3 * BLOCK + "end"
+    text = "x" * 3 * BLOCK_CHARS + "end"
     index = known((A, chain(user(text)), HASH))
-    assert index.shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK / (3 * BLOCK + 4)}
-    changed = text[:BLOCK] + "y" + text[BLOCK + 1 :]
-    assert index.shares(chain(user(changed))) == {A: BLOCK / (3 * BLOCK + 4)}
-    assert index.shares(chain(said(text))) == {A: 3 * BLOCK / (3 * BLOCK + 4)}
-    index = known((A, chain(user("x" * 2 * BLOCK)), HASH))
-    assert index.shares(chain(user("x" * (2 * BLOCK - 1) + "y"))) == {A: BLOCK / (2 * BLOCK + 1)}
+    assert index.shares(chain(user(text[:-3] + "and"))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    changed = text[:BLOCK_CHARS] + "y" + text[BLOCK_CHARS + 1 :]
+    assert index.shares(chain(user(changed))) == {A: BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    assert index.shares(chain(said(text))) == {A: 3 * BLOCK_CHARS / (3 * BLOCK_CHARS + 4)}
+    index = known((A, chain(user("x" * 2 * BLOCK_CHARS)), HASH))
+    assert index.shares(chain(user("x" * (2 * BLOCK_CHARS - 1) + "y"))) == {A: BLOCK_CHARS / (2 * BLOCK_CHARS + 1)}
 
 
 def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_proved():
-    index = Affinity()
+    index = PrefixAffinity()
 
     def share(size: int) -> float:
         return index.shares(chain(user("?" * (size - 1)), session="s")).get(A, 0.0)
@@ -215,7 +215,7 @@ def test_a_session_is_worth_its_share_of_the_prompt_times_what_its_answers_prove
 
 
 def test_a_session_counts_only_where_it_knows_more_than_the_text():
-    index = Affinity()
+    index = PrefixAffinity()
     for _ in range(3):
         index.read(chain(user("a" * 99), said("b" * 99), session="s"), A, HASH, 100, 0)
     assert index.shares(chain(user("a" * 99), said("c" * 99), session="s")) == {A: 0.5}
@@ -228,10 +228,10 @@ def test_a_session_counts_only_where_it_knows_more_than_the_text():
 
 
 def test_a_session_of_an_engine_that_is_gone_is_not_believed():
-    index = Affinity()
-    index.heard(A, 1, 0, ())
+    index = PrefixAffinity()
+    index.apply_report(A, 1, 0, ())
     index.read(chain(user("a" * 99), session="s"), A, HASH, 100, 0)
-    index.heard(A, 2, 0, ())
+    index.apply_report(A, 2, 0, ())
     assert index.shares(chain(user("?"), session="s")) is NOWHERE
 
 
@@ -247,75 +247,75 @@ def test_only_the_newest_evictions_are_followed_and_a_new_engine_counts_from_not
     def left() -> list[bytes]:
         return [name for name, prompt in prompts.items() if index.shares(prompt)]
 
-    index.heard(A, 1, 7, (b"x",) * 7)
-    index.heard(A, 1, 8, (b"two", b"one"))
+    index.apply_report(A, 1, 7, (b"x",) * 7)
+    index.apply_report(A, 1, 8, (b"two", b"one"))
     assert left() == [b"two", b"three"]
-    index.heard(A, 1, 10, (b"x", b"two"))
+    index.apply_report(A, 1, 10, (b"x", b"two"))
     assert left() == [b"three"]
-    index.heard(A, 1, 13, (b"x", b"x"))
+    index.apply_report(A, 1, 13, (b"x", b"x"))
     assert left() == [], "one of three evictions is not named"
     index.read(prompts[b"one"], A, b"one", 10, 0)
     index.read(prompts[b"two"], A, b"two", 10, 0)
-    index.heard(A, 2, 0, ())
+    index.apply_report(A, 2, 0, ())
     index.read(prompts[b"one"], A, b"one", 10, 0)
     index.read(prompts[b"two"], A, b"two", 10, 0)
-    index.heard(A, 2, 1, (b"one",))
+    index.apply_report(A, 2, 1, (b"one",))
     assert left() == [b"two"]
 
 
 def test_an_eviction_forgets_a_beginning_that_no_later_prompt_has():
     short, long = chain(user("a" * 9)), chain(user("a" * 9), said("b" * 9))
     index = known((A, long, b"long"), (A, short, b"short"), (B, short, b"short"))
-    index.heard(A, 1, 1, (b"long",))
+    index.apply_report(A, 1, 1, (b"long",))
     assert index.shares(long) == {A: 0.5, B: 0.5}
-    index.heard(A, 1, 2, (b"short",))
+    index.apply_report(A, 1, 2, (b"short",))
     assert index.shares(long) == {B: 0.5}
-    index.heard(B, 1, 1, (b"short",))
+    index.apply_report(B, 1, 1, (b"short",))
     assert len(index) == 0
 
 
 def test_what_was_used_last_stays_in_a_full_index():
-    index = Affinity(entries=3)
+    index = PrefixAffinity(entries=3)
     for text in ("one", "two", "three", "one", "four", "five"):
         index.read(chain(user(text), session=text), A, text.encode(), 10, 0)
     assert len(index) == 9
     seen = [text for text in ("one", "two", "three", "four", "five") if index.shares(chain(user(text)))]
     named = [text for text in ("one", "two", "three") if index.shares(chain(user("?"), session=text))]
     assert (seen, named) == (["one", "four", "five"], ["one"])
-    index.heard(A, 1, 2, (b"five", b"one"))
+    index.apply_report(A, 1, 2, (b"five", b"one"))
     assert [index.shares(chain(user(text))) for text in ("one", "four", "five")] == [NOWHERE, {A: 1.0}, NOWHERE]
 
 
 def test_an_eviction_of_what_is_forgotten_in_part_changes_nothing_else():
-    index = Affinity(entries=1)
+    index = PrefixAffinity(entries=1)
     index.read(chain(user("one"), said("two")), A, b"long", 10, 0)
-    index.heard(A, 1, 1, (b"long",))
+    index.apply_report(A, 1, 1, (b"long",))
     assert len(index) == 0
     prompt = chain(user("one"))
     index = known((A, prompt, b"1"), (A, prompt, b"2"), (B, prompt, b"3"))
-    index.heard(A, 1, 2, (b"2", b"1"))
+    index.apply_report(A, 1, 2, (b"2", b"1"))
     assert index.shares(prompt) == {B: 1.0}
 
 
 def test_of_the_other_nodes_nothing_is_forgotten_and_a_node_that_returns_begins_anew():
     one, two = chain(user("one"), session="a"), chain(user("two"), session="b")
     index = known((A, one, b"1"), (B, two, b"2"))
-    index.heard(A, 1, 5, (b"x",) * 5)
+    index.apply_report(A, 1, 5, (b"x",) * 5)
     index.forget(A)
     assert index.shares(chain(user("?"), session="a")) is NOWHERE
     assert index.shares(chain(user("????"), session="b")) == {B: 0.8}
-    index.heard(B, 1, 1, (b"2",))
+    index.apply_report(B, 1, 1, (b"2",))
     assert index.shares(chain(user("two"))) is NOWHERE
     index.read(one, A, b"1", 10, 0)
-    index.heard(A, 1, 1, (b"1",))
+    index.apply_report(A, 1, 1, (b"1",))
     assert index.shares(chain(user("one"))) is NOWHERE
 
 
-@given(st.lists(st.text(max_size=3 * BLOCK), min_size=1, max_size=100))
+@given(st.lists(st.text(max_size=3 * BLOCK_CHARS), min_size=1, max_size=100))
 def test_a_chain_is_short_and_grows(texts: list[str]):
     links = chain(*map(user, texts)).links
     sizes = [size for _, size in links]
-    assert len(links) <= MOST_LINKS
+    assert len(links) <= MAX_HASHES
     assert sizes == sorted(sizes)
     assert sizes[-1] == chain(*map(user, texts)).size
 

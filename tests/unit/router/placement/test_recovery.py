@@ -7,13 +7,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from router.dispatch.request import Failure, StreamTicket, Ticket, WholeTicket
-from router.placement.recovery import GROWTH, LATE, MOST_LOSSES, SOON, Fall, fall_of, is_fault, patience, survives
+from router.dispatch.request import ActiveRequest, BufferedRequest, RequestFailure, StreamingRequest
+from router.placement.recovery import (
+    KV_GROWTH_TOKENS,
+    MAX_LOSSES,
+    MAX_SILENCE_SECONDS,
+    MIN_SILENCE_SECONDS,
+    LossKind,
+    is_fault,
+    loss_kind,
+    may_recover,
+    resume_after_seconds,
+)
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal
 from wire.identity import NodeId
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model
 
 
@@ -59,15 +69,15 @@ def resumes(cluster: Cluster) -> list[tuple[tuple[int, ...], ...]]:
 
 
 def test_the_rules():
-    assert fall_of("engine_crashed") is Fall.FORWARD
-    assert fall_of("engine_lost") is Fall.ENGINE
-    assert fall_of("node_stopping") is Fall.NODE
-    assert fall_of("no_headroom") is fall_of("memory_pressure") is Fall.MEMORY
-    assert fall_of("engine_error") is None
-    assert [survives(Fall.MEMORY, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
-    assert not survives(Fall.FORWARD, 0, 1)
-    assert [survives(Fall.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
-    assert [survives(Fall.NODE, losses, 1) for losses in (MOST_LOSSES, MOST_LOSSES + 1)] == [True, False]
+    assert loss_kind("engine_crashed") is LossKind.FORWARD
+    assert loss_kind("engine_lost") is LossKind.ENGINE
+    assert loss_kind("node_stopping") is LossKind.NODE
+    assert loss_kind("no_headroom") is loss_kind("memory_pressure") is LossKind.MEMORY
+    assert loss_kind("engine_error") is None
+    assert [may_recover(LossKind.MEMORY, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
+    assert not may_recover(LossKind.FORWARD, 0, 1)
+    assert [may_recover(LossKind.ENGINE, 0, crashes) for crashes in (1, 2)] == [True, False]
+    assert [may_recover(LossKind.NODE, losses, 1) for losses in (MAX_LOSSES, MAX_LOSSES + 1)] == [True, False]
     assert [is_fault(code) for code in ("engine_lost", "engine_error", "no_headroom", "node_stopping")] == [
         True,
         True,
@@ -75,7 +85,11 @@ def test_the_rules():
         False,
     ]
     assert not is_fault("grammar_failed"), "the client sent it"
-    assert [patience(expected) for expected in (0.0, 5.0, 99.0)] == [SOON, 5.0, LATE]
+    assert [resume_after_seconds(expected) for expected in (0.0, 5.0, 99.0)] == [
+        MIN_SILENCE_SECONDS,
+        5.0,
+        MAX_SILENCE_SECONDS,
+    ]
 
 
 # Requests that resume
@@ -109,7 +123,7 @@ async def test_a_whole_answer_goes_on_too(two: Cluster):
     assert generate(two).resume == ((1, 2),)
     say(two, 3)
     two.finish()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert ticket.answer().texts == {(0, 0): "1 2 3 "}
 
 
@@ -129,7 +143,7 @@ async def test_what_is_known_counts_where_it_goes_on(two: Cluster):
     two.say(lambda number: Admitted(number, 25))
     say(two, *range(200))
     lose(two)
-    assert generate(two).expected == 200 + GROWTH
+    assert generate(two).expected == 200 + KV_GROWTH_TOKENS
     assert ticket.demand.written == 200
 
 
@@ -173,7 +187,7 @@ async def test_it_goes_on_only_with_the_model_that_began_it():
     assert cluster.last()[0] == C, "however slow it is"
     assert [frame.fingerprint for _, frame in cluster.generates()] == ["", "tiny-1"]
     lose(cluster)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert len(cluster.generates()) == 2
     cluster.settled()
@@ -187,7 +201,7 @@ async def test_what_nobody_has_read_may_begin_anew_with_another_model(two: Clust
     assert resumes(two) == [(), ()]
     say(two, 7)
     two.finish()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     assert ticket.answer().texts == {(0, 0): "7 "}
 
 
@@ -198,7 +212,7 @@ async def test_a_model_without_a_fingerprint_cannot_be_told_from_others(two: Clu
     say(two, 1)
     taken(ticket)
     lose(two)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert len(two.generates()) == 1
 
 
@@ -208,14 +222,14 @@ async def test_a_node_that_says_what_nobody_asked_for_cannot_be_followed(two: Cl
     say(two, 2, choice=5)
     taken(ticket)
     lose(two)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
 
 
 async def test_no_more_is_remembered_than_was_asked_for(two: Cluster):
     ticket = two.submit(max_tokens=4)
     ticket.params = type(ticket.params)(max_tokens=4)
     say(two, *range(6))
-    ticket.bound()
+    ticket.discard_excess()
     assert ticket.heard == []
     assert not ticket.resumable
 
@@ -228,14 +242,14 @@ async def test_the_request_in_the_forward_ends_and_the_others_go_on(two: Cluster
     say(two, 1)
     taken(ticket)
     two.say(lambda number: Failed(number, "engine_crashed", "it ended by SIGABRT"))
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGABRT")
+    assert ticket.outcome == RequestFailure("engine_crashed", "it ended by SIGABRT")
     assert len(two.generates()) == 1
 
 
 async def test_a_request_that_broke_by_itself_is_not_placed_again(two: Cluster):
     ticket = two.submit()
     two.say(lambda number: Failed(number, "engine_error", "its sampling failed"))
-    assert ticket.outcome == Failure("engine_error", "its sampling failed")
+    assert ticket.outcome == RequestFailure("engine_error", "its sampling failed")
     assert len(two.generates()) == 1
 
 
@@ -246,7 +260,7 @@ async def test_a_begun_request_survives_one_crash_only(two: Cluster):
     engine_lost(two)
     say(two, 2)
     engine_lost(two)
-    assert ticket.outcome == Failure("engine_crashed", "it ended by SIGKILL")
+    assert ticket.outcome == RequestFailure("engine_crashed", "it ended by SIGKILL")
     assert len(two.generates()) == 2
 
 
@@ -258,7 +272,7 @@ async def test_a_begun_request_survives_three_lost_nodes_and_no_more():
         say(cluster, token)
         taken(ticket)
         lose(cluster)
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert [len(one[0]) if one else 0 for one in resumes(cluster)] == [0, 1, 2, 3]
     cluster.settled()
 
@@ -301,13 +315,13 @@ async def test_an_answer_whose_node_ran_out_of_room_goes_on_there_when_there_is_
 
 async def test_an_answer_that_never_has_room_ends_with_the_node_s_own_reason(two: Cluster):
     ticket = two.submit()
-    for token in range(MOST_LOSSES + 1):
+    for token in range(MAX_LOSSES + 1):
         say(two, token)
         taken(ticket)
         two.report()
         two.say(lambda number: Failed(number, "no_headroom", "needs 2 GiB, headroom is 1 GiB"))
-    assert ticket.outcome == Failure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
-    assert two.dispatcher.breakers.barred(two.now) == []
+    assert ticket.outcome == RequestFailure("no_headroom", "needs 2 GiB, headroom is 1 GiB")
+    assert two.dispatcher.breakers.barred_nodes(two.now) == []
 
 
 async def test_a_full_line_does_not_refuse_what_was_begun():
@@ -337,7 +351,7 @@ async def test_the_deadline_ends_it_honestly():
     async with asyncio.timeout(30):
         while ticket.outcome is None:
             await ticket.wait()
-    assert isinstance(ticket.outcome, Failure)
+    assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
     assert "was lost while it answered" in ticket.outcome.message
     assert "nobody could go on with it: needs" in ticket.outcome.message
@@ -352,10 +366,10 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
     lose(cluster)
     cluster.now += 1
     cluster.report()
-    assert isinstance(ticket, WholeTicket)
+    assert isinstance(ticket, BufferedRequest)
     outcome = await ticket.outcome_of()
     assert isinstance(outcome, Refused)
-    assert outcome.code is Code.NO_ROOM
+    assert outcome.code is RefusalCode.NO_ROOM
     cluster.settled()
 
 
@@ -406,9 +420,9 @@ async def test_what_fits_nowhere_else_runs_on_where_it_is_and_is_moved_later(two
 
 async def test_moves_count_as_losses(two: Cluster):
     ticket = two.submit()
-    for _ in range(MOST_LOSSES):
+    for _ in range(MAX_LOSSES):
         two.dispatcher.move(two.last()[0])
-    assert ticket.attempts == 1 + MOST_LOSSES
+    assert ticket.attempts == 1 + MAX_LOSSES
     assert two.dispatcher.move(two.last()[0]) == 1
     assert ticket.outcome is None
 
@@ -519,7 +533,7 @@ async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_w
         two.report()
     waiting = two.submit()
     assert waiting.entry is not None
-    assert "node-a is failing" in two.dispatcher.servable() or two.dispatcher.servable()
+    assert "node-a is failing" in two.dispatcher.outage_reason() or two.dispatcher.outage_reason()
     two.now += 5
     two.report()
     await turn()
@@ -553,7 +567,7 @@ class Story:
     def __init__(self) -> None:
         self.cluster = Cluster(A, B, C)
         self.ids = [A, B, C]
-        self.tickets: list[Ticket] = []
+        self.tickets: list[ActiveRequest] = []
         self.read: dict[int, list[str]] = {}
         self.old: list[tuple[NodeId, int]] = []
         self.said: dict[int, int] = {}
@@ -596,7 +610,7 @@ class Story:
         dispatcher.ledger.check()
         self.check()
 
-    def node_says(self, action: str, ticket: Ticket, node: NodeId) -> None:
+    def node_says(self, action: str, ticket: ActiveRequest, node: NodeId) -> None:
         dispatcher, number = self.cluster.dispatcher, ticket.request
         if action == "say":
             frame = next(frame for _, frame in self.cluster.generates() if frame.request == number)
@@ -608,12 +622,12 @@ class Story:
         elif action == "engine":
             dispatcher.receive(node, Failed(number, "engine_lost", "it died"))
         elif action == "refuse" and number not in self.said:
-            refused = Refused(Code.NO_ROOM, "no", Numbers(headroom=0))
+            refused = Refused(RefusalCode.NO_ROOM, "no", MemoryNumbers(headroom=0))
             dispatcher.receive(node, Refusal(number, refused, 25))
 
     def take(self) -> None:
         for ticket in self.tickets:
-            if isinstance(ticket, StreamTicket):
+            if isinstance(ticket, StreamingRequest):
                 self.read[ticket.number] += taken(ticket)
 
     def check(self) -> None:
@@ -624,13 +638,13 @@ class Story:
             if isinstance(ticket.outcome, Finished):
                 assert got + self.pending(ticket) == "".join(whole)
 
-    def got(self, ticket: Ticket) -> str:
-        if isinstance(ticket, WholeTicket):
+    def got(self, ticket: ActiveRequest) -> str:
+        if isinstance(ticket, BufferedRequest):
             return ticket.answer().texts.get((0, 0), "")
         return "".join(self.read[ticket.number])
 
-    def pending(self, ticket: Ticket) -> str:
-        if isinstance(ticket, StreamTicket):
+    def pending(self, ticket: ActiveRequest) -> str:
+        if isinstance(ticket, StreamingRequest):
             return "".join(text for delta in ticket.pending for _, text in delta.pieces)
         return ""
 
@@ -658,7 +672,7 @@ def test_whatever_happens_each_token_is_read_once_and_in_order(streams: list[boo
         told.check()
         for ticket in told.tickets:
             assert ticket.attempts <= 40
-            assert ticket.losses <= MOST_LOSSES + 1
+            assert ticket.losses <= MAX_LOSSES + 1
             assert ticket.crashes <= 2
             told.cluster.dispatcher.close(ticket)
         told.cluster.dispatcher.shutdown()

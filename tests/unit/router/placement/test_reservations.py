@@ -5,15 +5,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from router.placement.reservations import Account, Ledger, LedgerError, Turn, Unread
+from router.placement.reservations import LedgerError, NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from wire.identity import NodeId
 
 A, B = NodeId("a"), NodeId("b")
 
 
 def test_a_promise_counts_until_the_report_contains_it():
-    ledger = Ledger()
-    ledger.claim(A, 1, seq=10, need=100, tokens=7)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, seq=10, need=100, tokens=7)
     assert (ledger.unacknowledged(A), ledger.unacknowledged_tokens(A), ledger.in_flight(A)) == (100, 7, 1)
     ledger.acknowledge(A, 10)
     assert ledger.unacknowledged(A) == 100, "not admitted yet: a later seq may have been committed first"
@@ -28,9 +28,9 @@ def test_a_promise_counts_until_the_report_contains_it():
 
 
 def test_a_promise_is_freed_exactly_once():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
-    ledger.claim(A, 2, 2, 50)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
+    ledger.reserve(A, 2, 2, 50)
     assert ledger.release(1)
     assert not ledger.release(1)
     assert not ledger.release(99)
@@ -38,15 +38,15 @@ def test_a_promise_is_freed_exactly_once():
 
 
 def test_two_promises_for_one_request_are_a_bug():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
     with pytest.raises(LedgerError):
-        ledger.claim(B, 1, 2, 100)
+        ledger.reserve(B, 1, 2, 100)
 
 
 def test_every_node_whose_account_changed_is_told_once():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
     assert ledger.take_touched() == {A}
     assert ledger.take_touched() == set()
     ledger.hold(7, A, 300)
@@ -60,8 +60,8 @@ def test_every_node_whose_account_changed_is_told_once():
 
 
 def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
     ledger.hold(7, A, 300)
     ledger.hold(8, B, 200)
     ledger.release(1)
@@ -72,7 +72,7 @@ def test_of_a_node_that_is_no_member_any_more_nothing_is_kept():
 
 
 def test_a_hold_counts_for_all_but_its_owner():
-    ledger = Ledger()
+    ledger = ReservationLedger()
     ledger.hold(7, A, 300)
     assert (ledger.unacknowledged(A), ledger.unacknowledged(A, 7), ledger.unacknowledged(B)) == (300, 0, 0)
     ledger.hold(7, B, 200)
@@ -88,13 +88,13 @@ class AllOrders(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.ledger = Ledger()
+        self.ledger = ReservationLedger()
         self.open: dict[int, NodeId] = {}
         self.next = 1
 
     @rule(node=st.sampled_from([A, B]), need=st.integers(0, 10**12), tokens=st.integers(0, 10**6))
     def claim(self, node, need, tokens):
-        self.ledger.claim(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
+        self.ledger.reserve(node, self.next, self.next, need, tokens, seconds=tokens / 100, rows=1 + need % 3)
         self.open[self.next] = node
         self.next += 1
 
@@ -147,8 +147,8 @@ TestAllOrders = AllOrders.TestCase
 
 @given(st.permutations(["admitted", "acknowledged", "released"]))
 def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
-    ledger = Ledger()
-    ledger.claim(A, 1, 5, 100, 10)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 5, 100, 10)
     steps = {
         "admitted": lambda: ledger.admitted(1),
         "acknowledged": lambda: ledger.acknowledge(A, 5),
@@ -161,8 +161,8 @@ def test_whatever_comes_first_the_ledger_returns_to_zero(order: list[str]):
 
 
 def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
-    ledger = Ledger()
-    ledger.claim(NodeId("a"), 1, 1, 100, weights=60)
+    ledger = ReservationLedger()
+    ledger.reserve(NodeId("a"), 1, 1, 100, weights=60)
     ledger.read_in(1)
     ledger.read_in(1)
     ledger.read_in(2)
@@ -172,7 +172,7 @@ def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
     ledger.read_in(1)
     ledger.check()
     assert ledger.release(1)
-    ledger.claim(NodeId("a"), 3, 2, 100, weights=60)
+    ledger.reserve(NodeId("a"), 3, 2, 100, weights=60)
     ledger.admitted(3)
     ledger.acknowledge(NodeId("a"), 2)
     ledger.read_in(3)
@@ -183,10 +183,10 @@ def test_weights_are_taken_off_a_promise_once_and_never_after_it_is_settled():
 
 
 def test_every_change_of_an_account_is_reported_once():
-    ledger = Ledger()
+    ledger = ReservationLedger()
     assert ledger.take_touched() == set()
     steps: list[tuple[Callable[[], object], set[NodeId]]] = [
-        (lambda: ledger.claim(A, 1, 5, 100, weights=40), {A}),
+        (lambda: ledger.reserve(A, 1, 5, 100, weights=40), {A}),
         (lambda: ledger.admitted(1), set()),
         (lambda: ledger.read_in(1), {A}),
         (lambda: ledger.acknowledge(A, 4), set()),
@@ -206,17 +206,17 @@ def test_every_change_of_an_account_is_reported_once():
 
 
 def test_promises_and_holds_are_listed():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
-    ledger.claim(B, 2, 2, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
+    ledger.reserve(B, 2, 2, 100)
     ledger.hold(7, A, 10)
     assert (ledger.promised(), ledger.holders()) == ({1, 2}, {7})
     assert (ledger.held_on(7), ledger.held_on(8)) == (A, None)
     assert ledger.unacknowledged(A) == 110
 
 
-def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({"old", "idle"})) -> Turn:
-    return Turn(node, "studio", model, leaving, ticket=1, began=0.0)
+def turn(node: NodeId, model: str = "new", leaving: frozenset[str] = frozenset({"old", "idle"})) -> SwapTurn:
+    return SwapTurn(node, "studio", model, leaving, ticket=1, began=0.0)
 
 
 @pytest.mark.parametrize(
@@ -240,8 +240,8 @@ def test_a_swap_names_the_models_that_go_and_the_one_that_comes():
 
 
 def test_a_forgotten_node_leaves_no_account_hold_or_swap():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
     ledger.release(1)
     kept = ledger.account(A)
     ledger.hold(7, A, 10)
@@ -255,8 +255,8 @@ def test_a_forgotten_node_leaves_no_account_hold_or_swap():
 
 
 def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100)
     ledger.forget(A)
     assert (ledger.in_flight(A), ledger.unacknowledged(A)) == (1, 100)
     assert ledger.release(1)
@@ -264,7 +264,7 @@ def test_a_node_with_requests_under_way_keeps_its_account_until_they_end():
 
 
 def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
-    ledger = Ledger()
+    ledger = ReservationLedger()
     assert ledger.empty
     ledger.turns[A] = turn(A)
     assert not ledger.empty
@@ -272,7 +272,7 @@ def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
     ledger.hold(7, A, 0)
     assert not ledger.empty
     ledger.drop_hold(7)
-    ledger.claim(A, 1, 1, 0)
+    ledger.reserve(A, 1, 1, 0)
     assert not ledger.empty
     ledger.release(1)
     assert ledger.empty
@@ -280,28 +280,28 @@ def test_a_ledger_is_empty_only_without_promises_holds_and_swaps():
 
 @pytest.mark.parametrize("field", ["need", "tokens"])
 def test_an_account_with_a_remainder_is_not_empty(field: str):
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 5)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 5)
     ledger.release(1)
     setattr(ledger.account(A), field, 1)
     assert not ledger.empty
     setattr(ledger.account(A), field, 0)
-    ledger.account(A).unread[9] = Unread(0, 0.0)
+    ledger.account(A).unread[9] = PendingPrefill(0, 0.0)
     assert not ledger.empty
 
 
-def _swap(account: Account) -> None:
+def _swap(account: NodeReservations) -> None:
     account.requests.symmetric_difference_update({1, 9})
 
 
-DAMAGES: dict[str, Callable[[Account], object]] = {
+DAMAGES: dict[str, Callable[[NodeReservations], object]] = {
     "a request too many": lambda account: account.requests.add(9),
     "a request too few": lambda account: account.requests.discard(1),
     "another request": _swap,
     "a promise too many": lambda account: account.promised.add(9),
     "a promise too few": lambda account: account.promised.discard(1),
     "a row": lambda account: setattr(account, "rows", account.rows + 1),
-    "a prompt of another request": lambda account: account.unread.update({9: Unread(0, 0.0)}),
+    "a prompt of another request": lambda account: account.unread.update({9: PendingPrefill(0, 0.0)}),
     "a token of a prompt": lambda account: setattr(account, "unread_tokens", account.unread_tokens + 1),
     "a byte": lambda account: setattr(account, "need", account.need + 1),
     "a token": lambda account: setattr(account, "tokens", account.tokens + 1),
@@ -310,9 +310,9 @@ DAMAGES: dict[str, Callable[[Account], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_check_finds_every_difference_between_an_account_and_its_promises(damage: str):
-    ledger = Ledger()
-    ledger.claim(A, 1, 1, 100, tokens=7)
-    ledger.claim(B, 2, 2, 100, tokens=7)
+    ledger = ReservationLedger()
+    ledger.reserve(A, 1, 1, 100, tokens=7)
+    ledger.reserve(B, 2, 2, 100, tokens=7)
     ledger.check()
     DAMAGES[damage](ledger.account(A))
     with pytest.raises(LedgerError, match="a:"):

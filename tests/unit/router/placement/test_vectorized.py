@@ -7,23 +7,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.dispatch.dispatcher import LARGE
-from router.placement.cluster_view import FRESH_SECONDS, ClusterView, NodeView
-from router.placement.place import POLICIES, Candidate, Correction, Demand, NoPlacement, Placement, place
-from router.placement.reservations import Ledger
-from router.placement.vectorized import RANKS, Columns
+from router.dispatch.dispatcher import LARGE_CLUSTER_NODES
+from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
+from router.placement.place import (
+    POLICIES,
+    Candidate,
+    HeadroomCorrection,
+    NoPlacement,
+    Placement,
+    ResourceDemand,
+    place,
+)
+from router.placement.reservations import ReservationLedger
+from router.placement.vectorized import RANKS, VectorIndex
 from tests.support.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
-from wire.report import EngineState, Group
+from wire.report import BatchGroup, EngineState
 from wire.units import GIB, MIB
 
 NOW = 1000.0
-COUNT = LARGE + 8
+COUNT = LARGE_CLUSTER_NODES + 8
 seeds = st.integers(0, 2**32 - 1)
 
 
 def a_node(number: int, random: Random, most: int) -> NodeView:
-    groups = (Group(random.randint(1, 8), random.randint(10, 4000), 500),) if random.random() < 0.5 else ()
+    groups = (BatchGroup(random.randint(1, 8), random.randint(10, 4000), 500),) if random.random() < 0.5 else ()
     loaded = random.random() < 0.7
     model = a_model(
         loaded=loaded,
@@ -41,7 +49,7 @@ def a_node(number: int, random: Random, most: int) -> NodeView:
         NodeId(f"n{number}"),
         f"n{number}",
         random.choice(("ready", "ready", "ready", "asleep")),
-        heard_at=NOW - random.choice((0.0, 0.0, 0.5, FRESH_SECONDS + 1)),
+        heard_at=NOW - random.choice((0.0, 0.0, 0.5, MAX_REPORT_AGE_SECONDS + 1)),
         memory=memory,
         engine=EngineState("mlx", "ready", queued_tokens=random.choice((0, 0, 5000)), rows=random.choice((0, 1, 32))),
         models={model.name: model} if random.random() < 0.9 else {},
@@ -53,24 +61,28 @@ def a_view(random: Random, count: int = COUNT) -> ClusterView:
     return ClusterView(tuple(a_node(number, random, most) for number in range(count)))
 
 
-def promised(view: ClusterView, random: Random) -> Ledger:
-    ledger = Ledger()
+def promised(view: ClusterView, random: Random) -> ReservationLedger:
+    ledger = ReservationLedger()
     for number in range(random.randint(0, 60)):
-        ledger.claim(random.choice(view.nodes).id, number, number, random.randint(0, 2048) * MIB, 100)
+        ledger.reserve(random.choice(view.nodes).id, number, number, random.randint(0, 2048) * MIB, 100)
     return ledger
 
 
 def both(
-    view: ClusterView, request: Demand, ledger: Ledger, columns: Columns | None = None, **more: object
+    view: ClusterView,
+    request: ResourceDemand,
+    ledger: ReservationLedger,
+    columns: VectorIndex | None = None,
+    **more: object,
 ) -> tuple[Placement | NoPlacement, Placement | NoPlacement]:
     if columns is None:
-        columns = Columns(ledger)
-        columns.follow(view)
+        columns = VectorIndex(ledger)
+        columns.apply_view(view)
     exact = place(view, request, ledger, now=NOW, draw=lambda: 0.5, **more)  # pyright: ignore
     return exact, columns.place(view, request, now=NOW, draw=lambda: 0.5, **more)  # pyright: ignore
 
 
-def as_good(exact: Placement | NoPlacement, quick: Placement | NoPlacement, request: Demand) -> None:
+def as_good(exact: Placement | NoPlacement, quick: Placement | NoPlacement, request: ResourceDemand) -> None:
     if isinstance(exact, NoPlacement):
         assert quick == exact
         return
@@ -86,7 +98,7 @@ def as_good(exact: Placement | NoPlacement, quick: Placement | NoPlacement, requ
 def test_it_finds_a_node_exactly_where_there_is_one(seed: int, tokens: int):
     random = Random(seed)
     view = a_view(random)
-    request = Demand("tiny", 0, tokens, random.choice((None, 5, 2000)))
+    request = ResourceDemand("tiny", 0, tokens, random.choice((None, 5, 2000)))
     exact, quick = both(view, request, promised(view, random))
     assert type(exact) is type(quick)
     if isinstance(quick, Placement):
@@ -109,7 +121,7 @@ def test_where_needs_are_straight_lines_it_is_as_good_as_the_exact_rule(seed: in
         )
         for number in range(COUNT)
     )
-    request = Demand("tiny", 0, random.randint(1, 4000))
+    request = ResourceDemand("tiny", 0, random.randint(1, 4000))
     view = ClusterView(nodes)
     as_good(*both(view, request, promised(view, random)), request)
 
@@ -134,12 +146,12 @@ def equal_nodes(count: int = COUNT) -> tuple[NodeView, ...]:
 
 
 def test_it_follows_reports_and_promises():
-    ledger, view = Ledger(), ClusterView(equal_nodes())
-    columns = Columns(ledger)
-    columns.follow(view)
-    request = Demand("tiny", 0, 100)
+    ledger, view = ReservationLedger(), ClusterView(equal_nodes())
+    columns = VectorIndex(ledger)
+    columns.apply_view(view)
+    request = ResourceDemand("tiny", 0, 100)
     for number, node in enumerate(view.nodes[:-1]):
-        ledger.claim(node.id, number, number, 9 * GIB)
+        ledger.reserve(node.id, number, number, 9 * GIB)
     last = str(COUNT - 1)
     for _ in range(3):
         result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
@@ -147,7 +159,7 @@ def test_it_follows_reports_and_promises():
         assert result.chosen.name == last
         assert len(result.candidates) == 1, "nobody else was even examined"
     ledger.release(3)
-    ledger.claim(NodeId(last), 1000, 1000, 9 * GIB)
+    ledger.reserve(NodeId(last), 1000, 1000, 9 * GIB)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
     assert isinstance(result, Placement)
     assert result.chosen.name == "3"
@@ -161,21 +173,21 @@ def test_it_follows_reports_and_promises():
         models={"tiny": a_model(prefill_speed=1e5)},
     )
     view = ClusterView((*view.nodes[:7], roomy, *view.nodes[8:]))
-    columns.follow(view)
+    columns.apply_view(view)
     result = columns.place(view, request, now=NOW, draw=lambda: 0.0)
     assert isinstance(result, Placement)
     assert result.chosen.name == "7"
 
 
 def test_members_that_come_and_go_are_followed():
-    ledger, nodes = Ledger(), equal_nodes()
-    columns = Columns(ledger)
+    ledger, nodes = ReservationLedger(), equal_nodes()
+    columns = VectorIndex(ledger)
     for view in (ClusterView(nodes), ClusterView(nodes[3:]), ClusterView(nodes[::-1]), ClusterView(nodes)):
-        columns.follow(view)
+        columns.apply_view(view)
         first = view.nodes[0]
         for number, node in enumerate(view.nodes[1:]):
-            ledger.claim(node.id, number, number, 9 * GIB)
-        result = columns.place(view, Demand("tiny", 0, 100), now=NOW, draw=lambda: 0.9)
+            ledger.reserve(node.id, number, number, 9 * GIB)
+        result = columns.place(view, ResourceDemand("tiny", 0, 100), now=NOW, draw=lambda: 0.9)
         assert isinstance(result, Placement)
         assert result.chosen.node == first.id
         for number in range(len(view.nodes)):
@@ -183,22 +195,22 @@ def test_members_that_come_and_go_are_followed():
 
 
 def test_equal_nodes_share_the_work():
-    ledger, view = Ledger(), ClusterView(equal_nodes())
-    columns, random = Columns(ledger), Random(1)
-    columns.follow(view)
+    ledger, view = ReservationLedger(), ClusterView(equal_nodes())
+    columns, random = VectorIndex(ledger), Random(1)
+    columns.apply_view(view)
     chosen = set[str]()
     for _ in range(200):
-        result = columns.place(view, Demand("tiny", 0, 100), now=NOW, draw=random.random)
+        result = columns.place(view, ResourceDemand("tiny", 0, 100), now=NOW, draw=random.random)
         assert isinstance(result, Placement)
         chosen.add(result.chosen.name)
     assert len(chosen) > COUNT / 4
 
 
 def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
-    request = Demand("tiny", 0, 4000)
+    request = ResourceDemand("tiny", 0, 4000)
     warm = {NodeId("5"): 0.9}
     nodes = list(equal_nodes())
-    quick = both(ClusterView(tuple(nodes)), request, Ledger(), warm=warm)[1]
+    quick = both(ClusterView(tuple(nodes)), request, ReservationLedger(), warm=warm)[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name == "5"
     assert quick.chosen.expected_ttft == pytest.approx(0.4)
@@ -211,7 +223,7 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
         engine=EngineState("mlx", "ready", queued_tokens=4000),
         models={"tiny": a_model()},
     )
-    quick = both(ClusterView(tuple(nodes)), request, Ledger(), warm=warm)[1]
+    quick = both(ClusterView(tuple(nodes)), request, ReservationLedger(), warm=warm)[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name != "5"
 
@@ -219,14 +231,14 @@ def test_a_node_that_has_read_the_prompt_leads_until_its_queue_is_longer():
 def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_some():
     *full, free = (replace(node, engine=EngineState("mlx", "ready", rows=2)) for node in equal_nodes())
     free = replace(free, engine=EngineState("mlx", "ready", rows=32))
-    ledger, view = Ledger(), ClusterView((*full, free))
-    columns = Columns(ledger)
-    columns.follow(view)
+    ledger, view = ReservationLedger(), ClusterView((*full, free))
+    columns = VectorIndex(ledger)
+    columns.apply_view(view)
     for number, node in enumerate((*full, *full, free, free, free)):
-        ledger.claim(node.id, number, number, 0)
+        ledger.reserve(node.id, number, number, 0)
     quick = None
     for _ in range(3):
-        exact, quick = both(view, Demand("tiny", 0, 10), ledger, columns)
+        exact, quick = both(view, ResourceDemand("tiny", 0, 10), ledger, columns)
         for result in (exact, quick):
             assert isinstance(result, Placement)
             assert result.chosen.node == free.id, "it has one more, and room for many"
@@ -235,11 +247,11 @@ def test_a_node_whose_rows_are_all_taken_leads_nobody_as_long_as_others_have_som
 
 
 def test_what_a_node_refused_since_its_report_is_not_offered_again():
-    view, ledger = ClusterView(equal_nodes()), Ledger()
-    leader = both(view, Demand("tiny", 0, 100), ledger)[1]
+    view, ledger = ClusterView(equal_nodes()), ReservationLedger()
+    leader = both(view, ResourceDemand("tiny", 0, 100), ledger)[1]
     assert isinstance(leader, Placement)
-    corrections = {leader.chosen.node: Correction(NOW, 0)}
-    other = both(view, Demand("tiny", 0, 100), ledger, corrections=corrections)[1]
+    corrections = {leader.chosen.node: HeadroomCorrection(NOW, 0)}
+    other = both(view, ResourceDemand("tiny", 0, 100), ledger, corrections=corrections)[1]
     assert isinstance(other, Placement)
     assert other.chosen.node != leader.chosen.node
     assert the(other.candidates, leader.chosen.name).why.startswith("needs")
@@ -259,7 +271,10 @@ def test_every_policy_ranks_by_arrays(policy: str):
     )
     nodes = equal_nodes()
     exact, quick = both(
-        ClusterView((*nodes[:9], big, *nodes[10:])), Demand("tiny", 0, 100), Ledger(), policy=POLICIES[policy]
+        ClusterView((*nodes[:9], big, *nodes[10:])),
+        ResourceDemand("tiny", 0, 100),
+        ReservationLedger(),
+        policy=POLICIES[policy],
     )
     assert isinstance(exact, Placement)
     assert isinstance(quick, Placement)
@@ -267,14 +282,14 @@ def test_every_policy_ranks_by_arrays(policy: str):
 
 
 class Smallest:
-    def score(self, candidate: Candidate, request: Demand) -> tuple[float, ...]:
+    def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         return (candidate.headroom or 0,)
 
 
 def test_a_policy_without_arrays_is_asked_about_every_node():
-    view, ledger = ClusterView(equal_nodes()), Ledger()
-    ledger.claim(NodeId("4"), 1, 1, 4 * GIB)
-    quick = both(view, Demand("tiny", 0, 100), ledger, policy=Smallest())[1]
+    view, ledger = ClusterView(equal_nodes()), ReservationLedger()
+    ledger.reserve(NodeId("4"), 1, 1, 4 * GIB)
+    quick = both(view, ResourceDemand("tiny", 0, 100), ledger, policy=Smallest())[1]
     assert isinstance(quick, Placement)
     assert quick.chosen.name == "4"
     assert len(quick.candidates) == COUNT
@@ -295,9 +310,9 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
         )
         for name, model in (("quick", quick), ("other", other))
     )
-    view, ledger, request = ClusterView(nodes), Ledger(), Demand("tiny", 0, 20)
-    columns = Columns(ledger)
-    columns.follow(view)
+    view, ledger, request = ClusterView(nodes), ReservationLedger(), ResourceDemand("tiny", 0, 20)
+    columns = VectorIndex(ledger)
+    columns.apply_view(view)
 
     def first() -> str:
         result = columns.place(view, request, now=NOW, draw=lambda: 0.5)
@@ -306,7 +321,7 @@ def test_answers_slow_each_other_here_too_until_they_have_ended():
 
     assert first() == "quick"
     for number in range(40):
-        ledger.claim(NodeId("quick"), number, number, 0)
+        ledger.reserve(NodeId("quick"), number, number, 0)
         ledger.admitted(number)
         ledger.read(number)
     ledger.acknowledge(NodeId("quick"), 40)

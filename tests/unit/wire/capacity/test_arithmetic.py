@@ -6,20 +6,21 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from wire.capacity.arithmetic import (
-    READ_CODE,
-    READ_FREE,
-    READ_GUIDE,
-    READ_LOAD,
-    READ_SLACK,
-    READ_SLICE,
-    READ_TEXT,
-    READ_TOKEN,
+    TOKENIZE_BYTES_PER_TEXT_BYTE,
+    TOKENIZE_BYTES_PER_TOKEN,
+    TOKENIZE_SLACK,
+    TOKENIZE_SLICE_CHARS,
+    TOKENIZER_CODE_BYTES,
+    TOKENIZER_GUIDE_FACTOR,
+    TOKENIZER_LOAD_FACTOR,
+    UNCHECKED_TOKENIZE_BYTES,
     UNREADABLE,
     Fits,
     alone_bytes,
     can_ever_fit,
     current,
     default_margin,
+    exceeds_headroom,
     excess,
     hard_line,
     headroom,
@@ -27,7 +28,6 @@ from wire.capacity.arithmetic import (
     joinable,
     judge,
     judge_load,
-    lacks,
     level,
     max_batch,
     max_context,
@@ -44,15 +44,15 @@ from wire.capacity.arithmetic import (
     shed,
     step_transient,
     tail,
-    waste_under,
+    waste_bytes,
 )
-from wire.refusals import STATUS, Code, Numbers, Refused
-from wire.report import Group, Kv, Level, Memory, Model, Transient
+from wire.refusals import STATUS, MemoryNumbers, RefusalCode, Refused
+from wire.report import BatchGroup, KvParameters, Memory, MemoryLevel, Model, TransientModel
 from wire.units import GIB, MIB
 
 SIZE = st.integers(0, 2**40)
 MEMORY = st.builds(Memory, cap=SIZE, ceiling=SIZE, margin=SIZE, phys=SIZE, active=SIZE, recent=SIZE, reserved=SIZE)
-GROUPS = st.lists(st.builds(Group, rows=st.integers(1, 64), longest=st.integers(1, 100_000)), max_size=4)
+GROUPS = st.lists(st.builds(BatchGroup, rows=st.integers(1, 64), longest=st.integers(1, 100_000)), max_size=4)
 
 
 @given(MEMORY, SIZE, SIZE)
@@ -68,52 +68,52 @@ def test_the_level_is_ok_exactly_where_headroom_is_not_negative(memory: Memory, 
     memory = replace(memory, leases=leases)
     room = headroom(memory.ceiling, memory.margin, current(memory.active, memory.phys, memory.recent), memory.reserved)
     assert room is not None
-    assert (level(memory) is Level.OK) == (room >= 0)
-    assert (level(memory) is Level.OK) == isinstance(judge(memory, 0), Fits), "what is over a line admits nothing"
-    if level(memory) is Level.OVER_HARD:
+    assert (level(memory) is MemoryLevel.OK) == (room >= 0)
+    assert (level(memory) is MemoryLevel.OK) == isinstance(judge(memory, 0), Fits), "what is over a line admits nothing"
+    if level(memory) is MemoryLevel.OVER_HARD:
         assert max(memory.active, memory.phys or 0) > max(1, memory.cap - leases)
 
 
 @pytest.mark.parametrize(
     ("phys", "expected"),
     [
-        (80, Level.OK),
-        (84, Level.OK),
-        (85, Level.OK),
-        (86, Level.OVER_SOFT),
-        (96, Level.OVER_SOFT),
-        (100, Level.OVER_SOFT),
-        (101, Level.OVER_HARD),
+        (80, MemoryLevel.OK),
+        (84, MemoryLevel.OK),
+        (85, MemoryLevel.OK),
+        (86, MemoryLevel.OVER_SOFT),
+        (96, MemoryLevel.OVER_SOFT),
+        (100, MemoryLevel.OVER_SOFT),
+        (101, MemoryLevel.OVER_HARD),
     ],
 )
-def test_levels_follow_from_margin_and_cap(phys: int, expected: Level) -> None:
+def test_levels_follow_from_margin_and_cap(phys: int, expected: MemoryLevel) -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=phys * GIB)
     assert level(memory) is expected
-    assert level(replace(memory, phys=None)) is Level.UNKNOWN
+    assert level(replace(memory, phys=None)) is MemoryLevel.UNKNOWN
 
 
 def test_a_ceiling_that_could_not_be_read_makes_no_level_below_the_hard_line():
     memory = Memory(cap=100 * GIB, ceiling=1, margin=GIB, phys=50 * GIB, bound_by=UNREADABLE)
-    assert level(memory) is Level.UNKNOWN
-    assert level(replace(memory, phys=101 * GIB)) is Level.OVER_HARD, "the cap was read, and so was the footprint"
-    assert level(replace(memory, bound_by="dynamic")) is Level.OVER_SOFT
+    assert level(memory) is MemoryLevel.UNKNOWN
+    assert level(replace(memory, phys=101 * GIB)) is MemoryLevel.OVER_HARD, "the cap was read, and so was the footprint"
+    assert level(replace(memory, bound_by="dynamic")) is MemoryLevel.OVER_SOFT
 
 
 def test_room_is_lacking_only_where_the_memory_was_read():
     memory = Memory(cap=100, ceiling=100, margin=10, phys=80)
-    assert not lacks(memory, 10)
-    assert lacks(memory, 11)
-    assert not lacks(replace(memory, phys=None), 11)
-    assert not lacks(replace(memory, ceiling=1, bound_by=UNREADABLE), 11)
-    assert not lacks(replace(memory, guard=False), 11)
+    assert not exceeds_headroom(memory, 10)
+    assert exceeds_headroom(memory, 11)
+    assert not exceeds_headroom(replace(memory, phys=None), 11)
+    assert not exceeds_headroom(replace(memory, ceiling=1, bound_by=UNREADABLE), 11)
+    assert not exceeds_headroom(replace(memory, guard=False), 11)
 
 
 def test_one_byte_makes_a_level():
     memory = Memory(cap=100, ceiling=100, margin=15, phys=85)
-    assert level(memory) is Level.OK
-    assert level(replace(memory, phys=86)) is Level.OVER_SOFT
-    assert level(replace(memory, phys=100)) is Level.OVER_SOFT
-    assert level(replace(memory, phys=101)) is Level.OVER_HARD
+    assert level(memory) is MemoryLevel.OK
+    assert level(replace(memory, phys=86)) is MemoryLevel.OVER_SOFT
+    assert level(replace(memory, phys=100)) is MemoryLevel.OVER_SOFT
+    assert level(replace(memory, phys=101)) is MemoryLevel.OVER_HARD
 
 
 def test_the_excess_is_over_the_cap_less_leases_which_is_never_less_than_a_byte():
@@ -141,11 +141,11 @@ def test_what_is_given_back_at_once_is_not_in_the_way_of_whoever_asks():
 def test_what_was_promised_or_squeezed_or_has_passed_makes_soft_and_never_hard() -> None:
     memory = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
     for change in ({"reserved": 40 * GIB}, {"ceiling": 1}, {"recent": 120 * GIB}):
-        assert level(replace(memory, **change)) is Level.OVER_SOFT
-    assert level(replace(memory, leases=40 * GIB, ceiling=60 * GIB)) is Level.OVER_SOFT
-    assert level(replace(memory, leases=60 * GIB, ceiling=40 * GIB)) is Level.OVER_HARD
+        assert level(replace(memory, **change)) is MemoryLevel.OVER_SOFT
+    assert level(replace(memory, leases=40 * GIB, ceiling=60 * GIB)) is MemoryLevel.OVER_SOFT
+    assert level(replace(memory, leases=60 * GIB, ceiling=40 * GIB)) is MemoryLevel.OVER_HARD
     assert excess(replace(memory, leases=60 * GIB)) == 10 * GIB
-    assert level(replace(memory, active=101 * GIB)) is Level.OVER_HARD
+    assert level(replace(memory, active=101 * GIB)) is MemoryLevel.OVER_HARD
 
 
 def test_a_shed_carries_numbers_that_add_up() -> None:
@@ -164,9 +164,9 @@ def test_a_verdict_carries_every_number():
     assert judge(memory, 25) == Fits(95, 5)
     assert judge(memory, 25, unacknowledged=4) == Fits(99, 1)
     refused = judge(memory, 2 * GIB, unacknowledged=4, node="studio")
-    numbers = Numbers(2 * GIB + 74, 100, 40, 24, 2 * GIB, 10, 120, 26, "dynamic")
+    numbers = MemoryNumbers(2 * GIB + 74, 100, 40, 24, 2 * GIB, 10, 120, 26, "dynamic")
     assert isinstance(refused, Refused)
-    assert refused == Refused(Code.NO_ROOM, refused.message, numbers, None, "studio")
+    assert refused == Refused(RefusalCode.NO_ROOM, refused.message, numbers, None, "studio")
     assert refused.message.startswith("needs 2.0 GiB, headroom is 0.0 KiB (of 0.1 KiB, ")
 
 
@@ -180,7 +180,7 @@ def test_an_unreadable_footprint_says_so_and_what_of_the_numbers_is_known():
     refused = judge(memory, 25, node="studio")
     assert isinstance(refused, Refused)
     assert "the footprint of the engine cannot be read" in refused.message
-    assert refused.numbers == Numbers(None, 100, None, 20, 25, 10, 120, None, "static")
+    assert refused.numbers == MemoryNumbers(None, 100, None, 20, 25, 10, 120, None, "static")
     assert (refused.retry_after, refused.node) == (2.0, "studio")
     assert judge(memory, 25).node == "", "the node itself gives no name"  # type: ignore[union-attr]
     refused = judge(replace(memory, phys=40, ceiling=1, bound_by=UNREADABLE), 25)
@@ -197,10 +197,10 @@ def test_with_the_guard_off_by_name_everything_fits_and_nothing_is_spare():
 
 def test_a_shed_of_an_unreadable_node_says_what_is_known():
     memory = Memory(cap=8 * GIB, ceiling=7 * GIB, margin=GIB, phys=9 * GIB, reserved=MIB, bound_by="setting")
-    known = Numbers(10 * GIB + MIB, 7 * GIB, 9 * GIB, MIB, 0, GIB, 8 * GIB, -3 * GIB - MIB, "setting")
+    known = MemoryNumbers(10 * GIB + MIB, 7 * GIB, 9 * GIB, MIB, 0, GIB, 8 * GIB, -3 * GIB - MIB, "setting")
     assert shed(memory, GIB).numbers == known
-    assert shed(memory, GIB).code is Code.NO_ROOM
-    blind = Numbers(None, 7 * GIB, None, MIB, 0, GIB, 8 * GIB, None, "setting")
+    assert shed(memory, GIB).code is RefusalCode.NO_ROOM
+    blind = MemoryNumbers(None, 7 * GIB, None, MIB, 0, GIB, 8 * GIB, None, "setting")
     assert shed(replace(memory, phys=None), GIB).numbers == blind
 
 
@@ -208,7 +208,7 @@ def test_a_system_that_cannot_be_read_refuses_as_unreadable() -> None:
     memory = Memory(cap=8 * GIB, ceiling=1, phys=GIB, bound_by=UNREADABLE)
     refused = judge(memory, 0)
     assert isinstance(refused, Refused)
-    assert refused.code is Code.UNREADABLE
+    assert refused.code is RefusalCode.UNREADABLE
     assert refused.retry_after
 
 
@@ -252,7 +252,7 @@ def test_every_term_takes_from_the_headroom() -> None:
 def test_an_unreadable_footprint_refuses_everything(estimate: int) -> None:
     verdict = judge(Memory(cap=2**50, ceiling=2**50, phys=None), estimate)
     assert isinstance(verdict, Refused)
-    assert verdict.code is Code.UNREADABLE
+    assert verdict.code is RefusalCode.UNREADABLE
 
 
 @given(MEMORY, SIZE)
@@ -282,35 +282,35 @@ def test_the_margin_of_a_profile_is_the_measured_share_of_its_residual_and_at_le
 
 
 def test_a_padded_batch_costs_rows_times_its_longest_row() -> None:
-    assert padded(Group(8, 6000), Kv(2)) == 8 * 6000 * 2
+    assert padded(BatchGroup(8, 6000), KvParameters(2)) == 8 * 6000 * 2
 
 
 def test_a_short_row_does_not_join_where_padding_wastes_more_than_its_worth() -> None:
-    kv = Kv(131_072)
-    short, long = Group(7, 20, 140), Group(7, 6000, 42_000)
+    kv = KvParameters(131_072)
+    short, long = BatchGroup(7, 20, 140), BatchGroup(7, 6000, 42_000)
     assert not joinable(short, 6000, kv)
     assert join_bytes([short], 6000, kv) == 6000 * kv.per_token
     assert joinable(long, 5000, kv)
     assert join_bytes([long], 5000, kv) == 6000 * kv.per_token
     assert joinable(short, 200, kv), "256 MiB of padding or less is not worth a second batch"
     assert not joinable(short, 200, replace(kv, waste=MIB)), "less under a small cap"
-    assert waste_under(96 * GIB) == 256 * MIB
-    assert waste_under(GIB) == GIB // 100
+    assert waste_bytes(96 * GIB) == 256 * MIB
+    assert waste_bytes(GIB) == GIB // 100
     assert join_bytes([short], 200, kv) == (8 * 200 - 7 * 20) * kv.per_token
 
 
 def test_padding_may_waste_a_quarter_or_256_mib_to_the_token():
-    assert joinable(Group(1, 100, 100), 50, Kv(GIB))
-    assert not joinable(Group(1, 100, 100), 49, Kv(GIB))
-    assert joinable(Group(1, 400, 400), 144, Kv(MIB))
-    assert not joinable(Group(1, 400, 400), 143, Kv(MIB))
-    assert joinable(Group(2, 100, 200), 134, Kv(GIB)), "whoever is longer pads the others"
-    assert joinable(Group(1, 50, 50), 100, Kv(GIB))
-    assert not joinable(Group(1, 49, 49), 100, Kv(GIB))
+    assert joinable(BatchGroup(1, 100, 100), 50, KvParameters(GIB))
+    assert not joinable(BatchGroup(1, 100, 100), 49, KvParameters(GIB))
+    assert joinable(BatchGroup(1, 400, 400), 144, KvParameters(MIB))
+    assert not joinable(BatchGroup(1, 400, 400), 143, KvParameters(MIB))
+    assert joinable(BatchGroup(2, 100, 200), 134, KvParameters(GIB)), "whoever is longer pads the others"
+    assert joinable(BatchGroup(1, 50, 50), 100, KvParameters(GIB))
+    assert not joinable(BatchGroup(1, 49, 49), 100, KvParameters(GIB))
 
 
 def test_a_row_joins_where_it_adds_least():
-    kv, near, far = Kv(1000), Group(1, 100, 100), Group(1, 140, 140)
+    kv, near, far = KvParameters(1000), BatchGroup(1, 100, 100), BatchGroup(1, 140, 140)
     assert join_bytes([near, far], 100, kv) == join_bytes([far, near], 100, kv) == 100 * 1000
     assert join_bytes([near], 120, kv) == (2 * 120 - 100) * 1000
     assert join_bytes([near, far], 120, kv) == join_bytes([far, near], 120, kv) == 140 * 1000
@@ -319,23 +319,26 @@ def test_a_row_joins_where_it_adds_least():
 
 @given(GROUPS, st.integers(1, 100_000), st.integers(1, 10**6))
 def test_joining_never_costs_more_than_a_batch_of_its_own_unless_nothing_else_is_allowed(
-    groups: list[Group], length: int, per_token: int
+    groups: list[BatchGroup], length: int, per_token: int
 ) -> None:
-    kv = Kv(per_token)
+    kv = KvParameters(per_token)
     cost = join_bytes(groups, length, kv)
     assert cost == length * per_token or any(joinable(group, length, kv) for group in groups)
     assert cost >= length * per_token
 
 
 def test_a_row_takes_its_tokens_what_its_cache_grew_ahead_its_window_and_its_fixed_state() -> None:
-    kv = Kv(per_token=10, step=256, fixed=1000, window=512, window_per_token=3)
+    kv = KvParameters(per_token=10, step=256, fixed=1000, window=512, window_per_token=3)
     assert row_bytes(kv, 0) == row_bytes(kv, -1) == 0
     assert row_bytes(kv, 1) == 1000 + 256 * 10 + 256 * 3
     assert row_bytes(kv, 6000) == 1000 + 6255 * 10 + 512 * 3
 
 
-@given(st.builds(Kv, st.integers(0, 10**6), st.integers(1, 512), st.integers(0, 10**6), st.integers(0, 4096)), SIZE)
-def test_a_longer_row_never_takes_less(kv: Kv, tokens: int) -> None:
+@given(
+    st.builds(KvParameters, st.integers(0, 10**6), st.integers(1, 512), st.integers(0, 10**6), st.integers(0, 4096)),
+    SIZE,
+)
+def test_a_longer_row_never_takes_less(kv: KvParameters, tokens: int) -> None:
     assert row_bytes(kv, tokens) <= row_bytes(kv, tokens + 1)
 
 
@@ -362,7 +365,7 @@ def test_what_the_engine_takes_before_any_model_is_nobodys_to_have() -> None:
     assert not can_ever_fit(memory, model, 31, 10)
 
 
-TRANSIENT = Transient(
+TRANSIENT = TransientModel(
     fixed=1000, token=20, pair=0.5, seen=3, least=30, logits=400, step_fixed=50, step_row=7, step_seen=3, floor=256
 )
 
@@ -371,7 +374,7 @@ def test_a_chunk_takes_more_the_further_it_sees_and_a_window_sees_no_further():
     assert prefill_transient(TRANSIENT, 100, 0) == 1000 + 2000 + 5000 + 300
     assert prefill_transient(TRANSIENT, 100, 900) == 1000 + 2000 + 50_000 + 3000
     assert prefill_transient(TRANSIENT, 100, 0, last=True) == 1000 + 40_000
-    assert prefill_transient(Transient(least=30, pair=0.01), 100, 0) == 3000, "layers without attention take more"
+    assert prefill_transient(TransientModel(least=30, pair=0.01), 100, 0) == 3000, "layers without attention take more"
     windowed = replace(TRANSIENT, window=64)
     assert prefill_transient(windowed, 100, 900) == prefill_transient(windowed, 100, 64)
     assert prefill_transient(TRANSIENT, 100, 900, grows=False) == 1000 + 2000 + 50_000
@@ -387,7 +390,7 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
     assert request_transient(model, 10_000, 1) == end
     assert request_need(model, 10_000, 1) == 10_001 * 10 + end
     assert request_transient(model, 100, 1) == prefill_transient(TRANSIENT, 100, 0, last=True), "a short prompt is one"
-    many = replace(model, groups=(Group(64, 10_000, 640_000),))
+    many = replace(model, groups=(BatchGroup(64, 10_000, 640_000),))
     assert request_transient(many, 10_000, 1) == step_transient(TRANSIENT, 65, 10_001)
     assert request_transient(many, 1, 1) == step_transient(TRANSIENT, 65, 10_000), "its step is that of all"
     assert alone_bytes(many, 10_000, 1) == alone_bytes(model, 10_000, 1), "alone there is nobody to step with"
@@ -396,26 +399,26 @@ def test_a_request_needs_the_smallest_chunk_at_its_end_or_the_step_that_it_joins
 
 def test_a_batch_wider_than_measured_is_charged_with_what_the_margin_was_narrowed_by():
     model = Model("m", loaded=True, kv_per_token=10, forward=TRANSIENT, covered_rows=4, uncovered=GIB)
-    model = replace(model, groups=(Group(3, 100, 300),))
+    model = replace(model, groups=(BatchGroup(3, 100, 300),))
     plain = replace(model, uncovered=0)
     assert request_transient(model, 50, 50) == request_transient(plain, 50, 50), "the fourth row is covered"
-    wider = replace(model, groups=(Group(4, 100, 400),))
+    wider = replace(model, groups=(BatchGroup(4, 100, 400),))
     assert request_transient(wider, 50, 50) == request_transient(replace(wider, uncovered=0), 50, 50) + GIB
     assert request_transient(model, 50, 50, 6) == request_transient(plain, 50, 50, 6) + GIB, "five in a batch of theirs"
     assert request_need(wider, 50, 50) - request_need(replace(wider, uncovered=0), 50, 50) == GIB
 
 
 def test_a_part_of_a_byte_is_a_byte():
-    assert prefill_transient(Transient(fixed=0.25), 1, 0) == 1
-    assert prefill_transient(Transient(logits=0.25), 1, 0, last=True) == 1
-    assert step_transient(Transient(step_fixed=0.25), 1, 1) == 1
+    assert prefill_transient(TransientModel(fixed=0.25), 1, 0) == 1
+    assert prefill_transient(TransientModel(logits=0.25), 1, 0, last=True) == 1
+    assert step_transient(TransientModel(step_fixed=0.25), 1, 1) == 1
 
 
 def test_only_so_many_tokens_share_the_last_forward_that_their_logits_take_16_mib():
-    assert tail(Transient(logits=16 * 1024)) == 1024
-    assert tail(Transient(logits=3 * MIB)) == 5
-    assert tail(Transient(logits=64 * MIB)) == 1, "the last token needs its logits whatever they take"
-    assert tail(Transient()) == tail(Transient(logits=0.5)) == 16 * MIB
+    assert tail(TransientModel(logits=16 * 1024)) == 1024
+    assert tail(TransientModel(logits=3 * MIB)) == 5
+    assert tail(TransientModel(logits=64 * MIB)) == 1, "the last token needs its logits whatever they take"
+    assert tail(TransientModel()) == tail(TransientModel(logits=0.5)) == 16 * MIB
     costly = replace(TRANSIENT, logits=2 * MIB)
     model = Model("m", loaded=True, forward=costly)
     assert request_transient(model, 100, 1) == prefill_transient(costly, 8, 92, last=True) == 1000 + 16 * MIB
@@ -433,13 +436,15 @@ def test_a_request_without_a_prompt_or_without_chunks_takes_a_step():
 
 
 def test_the_rows_of_a_request_step_in_the_batch_that_one_joins_and_in_one_of_their_own():
-    forward = Transient(step_row=1000, step_seen=1)
-    busy = Model("m", loaded=True, kv_per_token=GIB, forward=forward, groups=(Group(2, 1000, 2000), Group(3, 50, 150)))
+    forward = TransientModel(step_row=1000, step_seen=1)
+    busy = Model(
+        "m", loaded=True, kv_per_token=GIB, forward=forward, groups=(BatchGroup(2, 1000, 2000), BatchGroup(3, 50, 150))
+    )
     assert request_transient(busy, 0, 40) == 4 * (1000 + 50), "it joins the shorter rows"
     assert request_transient(busy, 0, 40, 5) == 4 * (1000 + 50), "four of its own step by themselves"
     assert request_transient(busy, 0, 40, 7) == 6 * (1000 + 40)
     assert request_transient(busy, 0, 60) == 4 * (1000 + 60)
-    equal = (Group(2, 100, 200), Group(3, 100, 300))
+    equal = (BatchGroup(2, 100, 200), BatchGroup(3, 100, 300))
     assert request_transient(replace(busy, groups=equal), 0, 100) == 3 * (1000 + 100), "of equals the first"
     assert request_transient(replace(busy, groups=equal[::-1]), 0, 100) == 4 * (1000 + 100)
     alone = replace(busy, groups=())
@@ -470,7 +475,7 @@ def test_the_longest_row_that_fits_is_prompt_and_answer_up_to_the_models_context
     assert max_context(memory, replace(model, weights=850)) == 0
     assert max_context(memory, replace(model, weights=2000)) == 0
     assert max_context(memory, replace(model, weights=848)) == 1
-    forward = Transient(token=3, floor=8)
+    forward = TransientModel(token=3, floor=8)
     assert max_context(memory, replace(model, forward=forward)) == 288, "a chunk of 8 takes 24 for a moment"
 
 
@@ -482,7 +487,7 @@ def test_a_batch_is_counted_in_rows_of_2048_tokens_or_of_the_models_context():
     assert max_batch(memory, model, 2) == 2
     assert max_batch(memory, replace(model, context=1024), 8) == 6
     assert max_batch(Memory(cap=500), model, 8) == 0
-    forward = Transient(token=3, floor=4096)
+    forward = TransientModel(token=3, floor=4096)
     assert max_batch(Memory(cap=500 + 2048 + 3 * 2047), replace(model, forward=forward), 8) == 1, (
         "the prompt is shorter"
     )
@@ -494,10 +499,10 @@ def test_what_an_older_node_says_of_its_chunks_still_counts():
 
 
 def test_every_code_has_a_status() -> None:
-    assert set(STATUS) == set(Code)
-    assert Refused(Code.OVER_SHARE, "").status == 429
-    assert Refused(Code.TOO_LARGE, "").final
-    assert not Refused(Code.NO_ROOM, "").final
+    assert set(STATUS) == set(RefusalCode)
+    assert Refused(RefusalCode.OVER_SHARE, "").status == 429
+    assert Refused(RefusalCode.TOO_LARGE, "").final
+    assert not Refused(RefusalCode.NO_ROOM, "").final
 
 
 def test_a_load_is_judged_without_the_margin():
@@ -505,7 +510,7 @@ def test_a_load_is_judged_without_the_margin():
     assert isinstance(judge_load(memory, 75), Fits)
     refused = judge_load(memory, 76)
     assert isinstance(refused, Refused)
-    assert refused.code is Code.NO_ROOM
+    assert refused.code is RefusalCode.NO_ROOM
     assert isinstance(judge(memory, 75), Refused)
 
 
@@ -514,34 +519,46 @@ def test_weights_may_take_the_cap_without_the_engines_own_base():
 
 
 def test_reading_bytes_count_every_byte_of_a_text_as_a_token_and_the_tokenizers_files():
-    assert reading_bytes(10_000) == READ_TOKEN * 10_000
-    assert reading_bytes(10_000, 5_000) == READ_TOKEN * 10_000
-    assert reading_bytes(10_000, 5_000, loads=True) == READ_TOKEN * 10_000 + READ_LOAD * 5_000 + READ_CODE
-    assert reading_bytes(10_000, 5_000, guides=True) == READ_TOKEN * 10_000 + READ_GUIDE * 5_000
+    assert reading_bytes(10_000) == TOKENIZE_BYTES_PER_TOKEN * 10_000
+    assert reading_bytes(10_000, 5_000) == TOKENIZE_BYTES_PER_TOKEN * 10_000
+    assert (
+        reading_bytes(10_000, 5_000, loads=True)
+        == TOKENIZE_BYTES_PER_TOKEN * 10_000 + TOKENIZER_LOAD_FACTOR * 5_000 + TOKENIZER_CODE_BYTES
+    )
+    assert (
+        reading_bytes(10_000, 5_000, guides=True) == TOKENIZE_BYTES_PER_TOKEN * 10_000 + TOKENIZER_GUIDE_FACTOR * 5_000
+    )
     both = reading_bytes(10_000, 5_000, loads=True, guides=True)
-    assert both == READ_TOKEN * 10_000 + (READ_LOAD + READ_GUIDE) * 5_000 + READ_CODE
+    assert (
+        both
+        == TOKENIZE_BYTES_PER_TOKEN * 10_000
+        + (TOKENIZER_LOAD_FACTOR + TOKENIZER_GUIDE_FACTOR) * 5_000
+        + TOKENIZER_CODE_BYTES
+    )
 
 
 def test_reading_bytes_beyond_the_context_count_as_rendered_text():
     context, text = 100_000, 2_000_000
-    most = int(context * READ_SLACK) + READ_SLICE
-    assert reading_bytes(text, context=context) == READ_TOKEN * most + READ_TEXT * (text - most)
-    assert reading_bytes(most, context=context) == READ_TOKEN * most
-    assert reading_bytes(text) == READ_TOKEN * text
+    most = int(context * TOKENIZE_SLACK) + TOKENIZE_SLICE_CHARS
+    assert reading_bytes(text, context=context) == TOKENIZE_BYTES_PER_TOKEN * most + TOKENIZE_BYTES_PER_TEXT_BYTE * (
+        text - most
+    )
+    assert reading_bytes(most, context=context) == TOKENIZE_BYTES_PER_TOKEN * most
+    assert reading_bytes(text) == TOKENIZE_BYTES_PER_TOKEN * text
 
 
 def test_reading_bytes_are_zero_where_there_is_too_little_to_ask_for():
-    files = READ_FREE // READ_GUIDE
+    files = UNCHECKED_TOKENIZE_BYTES // TOKENIZER_GUIDE_FACTOR
     assert reading_bytes(0, files, guides=True) == 0
-    assert reading_bytes(0, files + 1, guides=True) == READ_FREE + READ_GUIDE
-    assert reading_bytes(READ_FREE // READ_TOKEN) == 0
+    assert reading_bytes(0, files + 1, guides=True) == UNCHECKED_TOKENIZE_BYTES + TOKENIZER_GUIDE_FACTOR
+    assert reading_bytes(UNCHECKED_TOKENIZE_BYTES // TOKENIZE_BYTES_PER_TOKEN) == 0
 
 
 def test_rows_beyond_those_profiled_are_charged_with_what_the_margin_was_narrowed_by():
     model = Model("m", "f", True, GIB, 10, transient=100, covered_rows=2, uncovered=1000)
     assert request_transient(model, 10, 10, choices=2) == 100
     assert request_transient(model, 10, 10, choices=3) == 1100
-    joins = replace(model, groups=(Group(rows=2, longest=20),))
+    joins = replace(model, groups=(BatchGroup(rows=2, longest=20),))
     assert request_transient(joins, 10, 10, choices=1) == 1100
     assert request_transient(replace(joins, covered_rows=3), 10, 10, choices=1) == 100
 
@@ -553,7 +570,7 @@ def test_one_choice_adds_one_row():
 
 
 def test_a_window_is_seen_only_as_far_as_tokens_were_written():
-    transient = Transient(seen=1.0, step_seen=1.0, window=100)
+    transient = TransientModel(seen=1.0, step_seen=1.0, window=100)
     assert prefill_transient(transient, 10, 30) == 10 + 30
     assert prefill_transient(transient, 10, 300) == 10 + 100
     assert step_transient(transient, 2, 30, grows=False) == 2 * 30
@@ -561,11 +578,11 @@ def test_a_window_is_seen_only_as_far_as_tokens_were_written():
 
 
 def test_layers_count_where_they_take_more_than_the_logits():
-    assert prefill_transient(Transient(token=10.0, logits=1.0), 5, 0, last=True) == 50
-    assert prefill_transient(Transient(token=1.0, logits=10.0), 5, 0, last=True) == 50
-    assert prefill_transient(Transient(token=1.0, logits=10.0), 5, 0) == 5
+    assert prefill_transient(TransientModel(token=10.0, logits=1.0), 5, 0, last=True) == 50
+    assert prefill_transient(TransientModel(token=1.0, logits=10.0), 5, 0, last=True) == 50
+    assert prefill_transient(TransientModel(token=1.0, logits=10.0), 5, 0) == 5
 
 
 def test_a_known_transient_counts_where_no_forward_takes_more():
-    model = Model("m", "f", True, GIB, 10, transient=5000, forward=Transient(token=1.0, floor=16))
+    model = Model("m", "f", True, GIB, 10, transient=5000, forward=TransientModel(token=1.0, floor=16))
     assert request_transient(model, 64, 8) == 5000

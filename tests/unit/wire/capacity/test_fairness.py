@@ -5,13 +5,21 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from wire.capacity.fairness import CROWD, Holding, Owner, Reading, Waiting, giving_way, in_turn
+from wire.capacity.fairness import (
+    CROWDED_PROMPTS,
+    PrefillFairness,
+    RunningRequest,
+    WaitingRequest,
+    WeightedKey,
+    preemption_order,
+    service_order,
+)
 
-ADA, BOB = Owner("ada"), Owner("bob")
+ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
 WAITING = st.lists(
     st.builds(
-        Waiting,
-        st.builds(Owner, st.sampled_from("abcd"), st.integers(-1, 16)),
+        WaitingRequest,
+        st.builds(WeightedKey, st.sampled_from("abcd"), st.integers(-1, 16)),
         st.integers(1, 4),
         st.booleans(),
     ),
@@ -19,33 +27,40 @@ WAITING = st.lists(
 )
 
 
-def order(*waiting: Waiting, **taken: int) -> list[int]:
-    return list(in_turn(waiting, taken))
+def order(*waiting: WaitingRequest, **taken: int) -> list[int]:
+    return list(service_order(waiting, taken))
 
 
 def test_everybodys_first_comes_before_anybodys_second():
-    assert order(*[Waiting(ADA)] * 3, Waiting(BOB)) == [0, 3, 1, 2]
+    assert order(*[WaitingRequest(ADA)] * 3, WaitingRequest(BOB)) == [0, 3, 1, 2]
 
 
 def test_a_row_goes_to_who_has_fewest():
-    assert order(Waiting(ADA), Waiting(BOB), ada=1, bob=2) == [0, 1]
-    assert order(Waiting(ADA), Waiting(BOB), ada=2, bob=1) == [1, 0]
-    assert order(Waiting(ADA, rows=3), Waiting(ADA), Waiting(BOB), Waiting(BOB)) == [0, 2, 3, 1]
-    assert order(Waiting(ADA), Waiting(BOB), Waiting(BOB), Waiting(ADA)) == [0, 1, 2, 3], "of equals the older request"
+    assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=1, bob=2) == [0, 1]
+    assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=2, bob=1) == [1, 0]
+    assert order(WaitingRequest(ADA, rows=3), WaitingRequest(ADA), WaitingRequest(BOB), WaitingRequest(BOB)) == [
+        0,
+        2,
+        3,
+        1,
+    ]
+    assert order(WaitingRequest(ADA), WaitingRequest(BOB), WaitingRequest(BOB), WaitingRequest(ADA)) == [0, 1, 2, 3], (
+        "of equals the older request"
+    )
 
 
 def test_of_weight_four_one_has_four_times_as_many():
-    heavy = Owner("heavy", 4)
-    waiting = [Waiting(ADA)] * 10 + [Waiting(heavy)] * 10
+    heavy = WeightedKey("heavy", 4)
+    waiting = [WaitingRequest(ADA)] * 10 + [WaitingRequest(heavy)] * 10
     assert sum(place >= 10 for place in order(*waiting)[:5]) == 4
 
 
 def test_answers_that_were_begun_come_first():
-    assert order(Waiting(ADA), Waiting(BOB, begun=True), Waiting(ADA, begun=True)) == [1, 2, 0]
+    assert order(WaitingRequest(ADA), WaitingRequest(BOB, begun=True), WaitingRequest(ADA, begun=True)) == [1, 2, 0]
 
 
 @given(WAITING)
-def test_everybody_gets_a_turn_and_the_first_of_an_owner_first(waiting: list[Waiting]):
+def test_everybody_gets_a_turn_and_the_first_of_an_owner_first(waiting: list[WaitingRequest]):
     places = order(*waiting)
     assert sorted(places) == list(range(len(waiting)))
     for name in "abcd":
@@ -54,9 +69,9 @@ def test_everybody_gets_a_turn_and_the_first_of_an_owner_first(waiting: list[Wai
 
 
 @given(st.lists(st.sampled_from([ADA, BOB]), max_size=24))
-def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[Owner]):
+def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[WeightedKey]):
     had, left = Counter[str](), Counter(owner.name for owner in owners)
-    for place in order(*map(Waiting, owners)):
+    for place in order(*map(WaitingRequest, owners)):
         name = owners[place].name
         had[name] += 1
         left[name] -= 1
@@ -64,7 +79,7 @@ def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[Owner]):
             assert abs(had["ada"] - had["bob"]) <= 1
 
 
-def read(reading: Reading, waiting: list[Owner], turns: int, tokens: int = 100) -> Counter[str]:
+def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, tokens: int = 100) -> Counter[str]:
     """Run `turns` turns of endless prompts, and return the number of turns of each key."""
     had = Counter[str]()
     for _ in range(turns):
@@ -75,90 +90,95 @@ def read(reading: Reading, waiting: list[Owner], turns: int, tokens: int = 100) 
 
 
 def test_where_nobody_has_a_crowd_the_oldest_prompt_is_read():
-    assert read(Reading(), [ADA] * CROWD + [BOB], 8) == {"ada": 8}
+    assert read(PrefillFairness(), [ADA] * CROWDED_PROMPTS + [BOB], 8) == {"ada": 8}
 
 
 def test_beside_a_crowd_everybody_has_as_much_read():
-    assert read(Reading(), [ADA] * (CROWD + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
+    assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB], 8) == {"ada": 4, "bob": 4}
 
 
 def test_what_is_read_in_other_turns_counts_too():
-    reading, waiting = Reading(), [ADA] * (CROWD + 1) + [BOB]
+    reading, waiting = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [BOB]
     reading.next(waiting)
     reading.has_read(ADA, 400)
     assert read(reading, waiting, 4) == {"bob": 4}
 
 
 def test_of_weight_four_one_has_four_times_as_much_read():
-    assert read(Reading(), [ADA] * (CROWD + 1) + [Owner("heavy", 4)], 10) == {"ada": 2, "heavy": 8}
+    assert read(PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1) + [WeightedKey("heavy", 4)], 10) == {
+        "ada": 2,
+        "heavy": 8,
+    }
 
 
 def test_who_was_away_saves_nothing_up():
-    reading, crowd = Reading(), [ADA] * (CROWD + 1)
+    reading, crowd = PrefillFairness(), [ADA] * (CROWDED_PROMPTS + 1)
     read(reading, [*crowd, BOB], 4)
     read(reading, crowd, 50)
     assert read(reading, [*crowd, BOB], 8) == {"ada": 4, "bob": 4}
 
 
-@given(st.lists(st.sampled_from([ADA, BOB, Owner("heavy", 4)]), min_size=1, max_size=24), st.data())
-def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(owners: list[Owner], data: st.DataObject):
-    reading, had = Reading(), Counter[str]()
+@given(st.lists(st.sampled_from([ADA, BOB, WeightedKey("heavy", 4)]), min_size=1, max_size=24), st.data())
+def test_a_prompt_that_waits_is_chosen_and_no_owner_is_passed_over_for_ever(
+    owners: list[WeightedKey], data: st.DataObject
+):
+    reading, had = PrefillFairness(), Counter[str]()
     for _ in range(60):
         owner = owners[reading.next(owners)]
         reading.has_read(owner, data.draw(st.integers(1, 100)))
         had[owner.name] += 1
-    if max(Counter(one.name for one in owners).values()) > CROWD:
+    if max(Counter(one.name for one in owners).values()) > CROWDED_PROMPTS:
         assert set(had) == {one.name for one in owners}
     else:
         assert set(had) == {owners[0].name}
 
 
 def test_the_youngest_of_the_key_that_holds_most_gives_way_as_long_as_it_holds_no_less_then():
-    a, b = Owner("a", 4), Owner("b", 4)
-    assert giving_way(b, 1, 1, [Holding(a, 1)] * 4) == [3]
-    assert giving_way(b, 1, 1, [Holding(a, 1)] * 3 + [Holding(b, 1)]) == [2]
-    assert giving_way(b, 1, 1, [Holding(a, 1)] * 2 + [Holding(b, 1)] * 2) == []
-    assert giving_way(a, 1, 1, [Holding(a, 1)] * 4) == [], "nothing of its own"
-    assert giving_way(b, 1, 1, [Holding(a, 1)]) == [], "a lone request gives nothing up"
-    assert giving_way(b, 2, 2, [Holding(a, 1)] * 4) == [3, 2]
-    assert giving_way(b, 3, 3, [Holding(a, 1)] * 4) == [], "in part it would be of no use"
-    assert giving_way(Owner("b", 16), 3, 3, [Holding(a, 1)] * 4) == [3, 2, 1]
+    a, b = WeightedKey("a", 4), WeightedKey("b", 4)
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 4) == [3]
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 3 + [RunningRequest(b, 1)]) == [2]
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)] * 2 + [RunningRequest(b, 1)] * 2) == []
+    assert preemption_order(a, 1, 1, [RunningRequest(a, 1)] * 4) == [], "nothing of its own"
+    assert preemption_order(b, 1, 1, [RunningRequest(a, 1)]) == [], "a lone request gives nothing up"
+    assert preemption_order(b, 2, 2, [RunningRequest(a, 1)] * 4) == [3, 2]
+    assert preemption_order(b, 3, 3, [RunningRequest(a, 1)] * 4) == [], "in part it would be of no use"
+    assert preemption_order(WeightedKey("b", 16), 3, 3, [RunningRequest(a, 1)] * 4) == [3, 2, 1]
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 5)), max_size=12), st.integers(1, 5))
 def test_an_exchange_is_never_taken_back(holding: list[tuple[str, int]], need: int):
-    held = [Holding(Owner(name, 4), size) for name, size in holding]
-    places = giving_way(Owner("x", 4), need, need, held)
-    left = [one for place, one in enumerate(held) if place not in places] + [Holding(Owner("x", 4), need)]
+    held = [RunningRequest(WeightedKey(name, 4), size) for name, size in holding]
+    places = preemption_order(WeightedKey("x", 4), need, need, held)
+    left = [one for place, one in enumerate(held) if place not in places] + [RunningRequest(WeightedKey("x", 4), need)]
     for place in places:
-        back = giving_way(held[place].owner, held[place].size, held[place].size, left)
+        back = preemption_order(held[place].owner, held[place].size, held[place].size, left)
         assert not any(left[one].owner.name == "x" for one in back)
 
 
 def test_a_key_without_rows_goes_before_one_with_a_row():
-    assert order(Waiting(ADA), Waiting(BOB), ada=1) == [1, 0]
+    assert order(WaitingRequest(ADA), WaitingRequest(BOB), ada=1) == [1, 0]
 
 
 def test_the_key_that_holds_most_is_preempted():
-    eve = Owner("eve")
-    holding = [Holding(BOB, 5), Holding(eve, 2), Holding(BOB, 5), Holding(eve, 2)]
-    assert giving_way(ADA, 1, 5, holding) == [2]
-    assert giving_way(ADA, 1, 6, holding) == []
+    eve = WeightedKey("eve")
+    holding = [RunningRequest(BOB, 5), RunningRequest(eve, 2), RunningRequest(BOB, 5), RunningRequest(eve, 2)]
+    assert preemption_order(ADA, 1, 5, holding) == [2]
+    assert preemption_order(ADA, 1, 6, holding) == []
 
 
 def test_no_request_is_preempted_where_all_of_them_are_too_few():
-    assert giving_way(ADA, 0, 6, [Holding(BOB, 5)]) == []
-    assert giving_way(ADA, 0, 5, [Holding(BOB, 5)]) == [0]
+    assert preemption_order(ADA, 0, 6, [RunningRequest(BOB, 5)]) == []
+    assert preemption_order(ADA, 0, 5, [RunningRequest(BOB, 5)]) == [0]
 
 
 def test_a_key_that_comes_begins_with_the_least_that_another_has_prefilled():
-    eve, reading = Owner("eve"), Reading()
+    eve, reading = WeightedKey("eve"), PrefillFairness()
     reading.has_read(ADA, 1000)
-    waiting = [*[ADA] * (CROWD + 1), BOB]
+    waiting = [*[ADA] * (CROWDED_PROMPTS + 1), BOB]
     assert reading.next(waiting) == 0
     reading.has_read(ADA, 100)
-    assert reading.next(waiting) == CROWD + 1
+    assert reading.next(waiting) == CROWDED_PROMPTS + 1
     reading.has_read(BOB, 10)
-    assert reading.next([*waiting, eve]) == CROWD + 1
+    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 1
     reading.has_read(BOB, 5)
-    assert reading.next([*waiting, eve]) == CROWD + 2
+    assert reading.next([*waiting, eve]) == CROWDED_PROMPTS + 2

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from wire.codec import Splitter, decode, encode
-from wire.frames import Cancel, Generate, Message, Params, Ping
+from wire.frames import Cancel, Generate, GenerationParams, Message, Ping
 from wire.link import endpoint
-from wire.link.endpoint import AT_ONCE, GATHER, PATIENCE, Endpoint
+from wire.link.endpoint import ACCOMPANY_SECONDS, COALESCE_SECONDS, IMMEDIATE_WRITES, LinkEndpoint
 
 
 class Line:
@@ -54,13 +54,13 @@ class Line:
         return self.closing
 
     def set_write_buffer_limits(self, high: int | None = None, low: int | None = None) -> None:
-        assert high == endpoint.MOST_BUFFERED
+        assert high == endpoint.MAX_BUFFERED_BYTES
 
     def get_extra_info(self, name: str, default: object = None) -> Any:
         return default
 
 
-class End(Endpoint):
+class End(LinkEndpoint):
     def __init__(self, line: Line) -> None:
         super().__init__(line)
         self.frames: list[object] = []
@@ -94,18 +94,18 @@ def test_a_breach_ends_the_connection_with_its_reason() -> None:
 def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() -> None:
     line = Line()
     end = End(line)
-    for number in range(AT_ONCE - 1):
+    for number in range(IMMEDIATE_WRITES - 1):
         end.send(Ping(number))
         line.run()
         assert len(line.written) == number + 1, "nobody waits as long as there are few"
     for number in range(50):
         end.send(Ping(number))
-        line.run(GATHER / 10)
-    assert AT_ONCE - 1 + 5 <= len(line.written) <= AT_ONCE + 5, "ten frames are one write"
-    line.run(GATHER)
+        line.run(COALESCE_SECONDS / 10)
+    assert IMMEDIATE_WRITES - 1 + 5 <= len(line.written) <= IMMEDIATE_WRITES + 5, "ten frames are one write"
+    line.run(COALESCE_SECONDS)
     sent = [frame for each in line.written for frame in (decode(*pair) for pair in Splitter().feed(each))]
-    assert sent == [Ping(number) for number in (*range(AT_ONCE - 1), *range(50))]
-    line.run(GATHER * (AT_ONCE + 1))
+    assert sent == [Ping(number) for number in (*range(IMMEDIATE_WRITES - 1), *range(50))]
+    line.run(COALESCE_SECONDS * (IMMEDIATE_WRITES + 1))
     before = len(line.written)
     end.send(Ping(9))
     line.run()
@@ -115,36 +115,36 @@ def test_a_few_frames_leave_in_their_turn_and_a_rush_in_one_write_of_a_moment() 
 def test_what_nobody_waits_for_leaves_with_the_next_frame_in_its_place() -> None:
     line = Line()
     end = End(line)
-    end.accompany(encode(Ping(1)))
-    line.run(PATIENCE / 2)
+    end.send_with_next(encode(Ping(1)))
+    line.run(ACCOMPANY_SECONDS / 2)
     assert not line.written
-    end.accompany(encode(Ping(2)))
+    end.send_with_next(encode(Ping(2)))
     end.send(Ping(3))
     line.run()
     assert line.written == [encode(Ping(1)) + encode(Ping(2)) + encode(Ping(3))]
-    line.run(PATIENCE)
+    line.run(ACCOMPANY_SECONDS)
     assert len(line.written) == 1, "it left once"
 
 
 def test_what_nobody_waits_for_leaves_in_a_moment_when_nothing_follows() -> None:
     line = Line()
     end = End(line)
-    end.accompany(encode(Ping(1)))
-    end.accompany(encode(Ping(2)))
-    line.run(PATIENCE)
+    end.send_with_next(encode(Ping(1)))
+    end.send_with_next(encode(Ping(2)))
+    line.run(ACCOMPANY_SECONDS)
     assert line.written == [encode(Ping(1)) + encode(Ping(2))]
     end.send(Ping(3))
     end.close("done")
     assert line.written[1:] == [encode(Ping(3))]
-    end.accompany(encode(Ping(4)))
+    end.send_with_next(encode(Ping(4)))
     assert len(line.written) == 2, "the connection is closing"
 
 
 def test_a_long_frame_does_not_overtake_what_waits_to_go_with_it() -> None:
     line = Line()
     end = End(line)
-    end.accompany(encode(Ping(1)))
-    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), Params(), 0))
+    end.send_with_next(encode(Ping(1)))
+    end.send(Generate(1, 1, "r", "m", (Message("user", "x" * 100_000),), GenerationParams(), 0))
     line.run()
     assert line.written[0] == encode(Ping(1))
     assert len(line.written) > 1
@@ -162,33 +162,33 @@ def test_a_peer_that_does_not_read_is_given_up_before_it_fills_the_memory() -> N
     line = Line()
     end = End(line)
     end.pause_writing()
-    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), Params(), 0)
+    frame = Generate(1, 1, "r", "m", (Message("user", "x" * 60_000),), GenerationParams(), 0)
     sent = 0
     while not line.closing:
         assert end.send(frame)
-        line.run(GATHER)
+        line.run(COALESCE_SECONDS)
         sent += len(encode(frame))
-        assert sent < 2 * endpoint.MOST_UNSENT
-    assert sent >= endpoint.MOST_UNSENT
+        assert sent < 2 * endpoint.MAX_UNSENT_BYTES
+    assert sent >= endpoint.MAX_UNSENT_BYTES
     end.connection_lost(None)
     assert "does not read" in end.reasons[0]
 
 
 def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = encode(Ping(1))
-    monkeypatch.setattr(endpoint, "MOST_UNSENT", 2 * len(frame))
+    monkeypatch.setattr(endpoint, "MAX_UNSENT_BYTES", 2 * len(frame))
     line = Line()
     end = End(line)
     for _ in range(3):  # frames to a peer that reads do not count
         assert end.send(Ping(1))
-        line.run(GATHER)
+        line.run(COALESCE_SECONDS)
     end.pause_writing()
     for _ in range(2):
         assert end.send(Ping(1))
-        line.run(GATHER)
+        line.run(COALESCE_SECONDS)
     assert (len(line.written), line.closing) == (5, False)
     end.send(Ping(1))
-    line.run(GATHER)
+    line.run(COALESCE_SECONDS)
     assert (len(line.written), line.closing) == (5, True)
 
 
@@ -212,6 +212,6 @@ def test_a_peer_that_reads_again_starts_anew() -> None:
         end.pause_writing()
         for number in range(1000):
             end.send(Ping(number))
-        line.run(GATHER)
+        line.run(COALESCE_SECONDS)
         end.resume_writing()
     assert not line.closing

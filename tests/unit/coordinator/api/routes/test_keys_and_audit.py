@@ -10,18 +10,18 @@ import httpx
 import pytest
 
 from coordinator.api.routes.requests import WallClock, summary
-from coordinator.observe.load_history import NodeLoad, Reading
+from coordinator.observe.load_history import LoadReading, NodeLoad
 from coordinator.state.database import MemberRow
 from router.admission.api_keys import nobody_known
 from router.admission.rate_limits import KeyLimits
-from router.admission.usage import Used
-from router.dispatch.decision_log import Story, read_line
-from router.dispatch.request import Job
+from router.admission.usage import UsageTotals
+from router.dispatch.decision_log import RequestRecord, read_line
+from router.dispatch.request import RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
-from router.placement.place import Demand
+from router.placement.place import ResourceDemand
 from tests.support.application import Application, application
 from tests.support.loopback_cluster import a_model
-from wire.frames import Message, Params, Timings
+from wire.frames import GenerationParams, Message, Timings
 from wire.identity import NodeId
 from wire.report import Hardware
 
@@ -138,7 +138,7 @@ async def test_what_was_used_is_summed_up_by_key_and_model(built: Application, a
 async def test_usage_is_listed_by_day_too(built: Application, admin: httpx.AsyncClient):
     made = await make(admin)
     for day, tokens in (("2026-01-31", 3), ("2026-02-01", 4), ("2026-02-01", 5)):
-        built.store.count(made["id"], "tiny", day, Used(1, completion_tokens=tokens))
+        built.store.count(made["id"], "tiny", day, UsageTotals(1, completion_tokens=tokens))
     path = "/api/v1/keys/usage?since=2026-01-01"
     assert [row["completion_tokens"] for row in (await admin.get(path)).json()["usage"]] == [12]
     daily = (await admin.get(f"{path}&daily=true")).json()["usage"]
@@ -194,7 +194,7 @@ async def test_when_a_key_expires_is_changed(built: Application, admin: httpx.As
 async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: httpx.AsyncClient):
     assert (await admin.get("/api/v1/history")).json()["number"] == -1
     for at in (0.0, 10.0):
-        built.load.take(Reading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
+        built.load.add_reading(LoadReading(at, {A: NodeLoad(generated_tokens=int(at), memory=5, cap=10)}, queued=2))
     found = (await admin.get("/api/v1/history")).json()
     assert found["pool"]["queued"] == [2]
     assert found["nodes"] == {
@@ -212,7 +212,9 @@ async def test_the_load_of_the_last_hour_is_shown(built: Application, admin: htt
 
 
 async def test_a_request_that_failed_is_counted_as_such(built: Application):
-    job = Job(Demand("tiny", 10), "k", "r", (Message("user", "hi"),), Params(), 0, stream=False)
+    job = RequestSpec(
+        ResourceDemand("tiny", 10), "k", "r", (Message("user", "hi"),), GenerationParams(), 0, stream=False
+    )
     built.dispatcher.close(built.dispatcher.submit(job))
     used = built.dispatcher.usage.of("k", "")
     assert (used.requests, used.failed) == (1, 1)
@@ -228,7 +230,7 @@ async def test_names_that_clients_make_up_make_no_rows(built: Application, admin
 
 
 async def test_old_usage_is_dropped(built: Application):
-    built.store.count("k", "tiny", "2020-01-01", Used(1))
+    built.store.count("k", "tiny", "2020-01-01", UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests = 1
     built.admin.count(built.dispatcher.usage)
@@ -300,14 +302,16 @@ def test_a_requests_row_has_its_time_mac_and_speed(seconds: float, decode: float
         (0.3, "sent", "studio"),
         (0.5, "first token", "studio"),
     )
-    story = Story("r", "k", "tiny", True, 100.0, seconds, "ok", "", steps, 5, 0, tokens, Timings(decode=decode))
+    story = RequestRecord("r", "k", "tiny", True, 100.0, seconds, "ok", "", steps, 5, 0, tokens, Timings(decode=decode))
     row = summary(story, WallClock(lambda: 110.0))
     assert (row["node"], row["ttft_seconds"], row["tokens_per_second"]) == ("studio", 0.5, rate)
     assert abs(row["at"] - (time.time() - 10)) < 1
 
 
 async def test_a_request_under_way_is_explained_by_its_phase_and_steps(built: Application, admin: httpx.AsyncClient):
-    job = Job(Demand("tiny", 100), "k", "mine-2", (Message("user", "hi"),), Params(), 0, stream=True)
+    job = RequestSpec(
+        ResourceDemand("tiny", 100), "k", "mine-2", (Message("user", "hi"),), GenerationParams(), 0, stream=True
+    )
     ticket = built.dispatcher.submit(job)
     for phase, swap in (("queued", ""), ("waiting for a model swap on studio (one -> two)",) * 2):
         ticket.swap = swap
@@ -399,14 +403,14 @@ async def test_usage_is_kept_for_400_days_and_counted_once(built: Application):
     today = datetime.now(UTC).date()
     kept, old = (today - timedelta(days=days) for days in (400, 401))
     for day in (kept, old):
-        built.store.count("k", "tiny", day.isoformat(), Used(1))
+        built.store.count("k", "tiny", day.isoformat(), UsageTotals(1))
     used = built.dispatcher.usage.of("k", "tiny")
     used.requests, used.failed, used.prompt_tokens, used.cached_tokens, used.completion_tokens = 2, 1, 30, 4, 5
     for _ in range(2):
         built.admin.count(built.dispatcher.usage)
     assert [(row.key, row.model, row.day, row.used) for row in built.store.usage] == [
-        ("k", "tiny", kept.isoformat(), Used(1)),
-        ("k", "tiny", today.isoformat(), Used(2, 1, 30, 4, 5)),
+        ("k", "tiny", kept.isoformat(), UsageTotals(1)),
+        ("k", "tiny", today.isoformat(), UsageTotals(2, 1, 30, 4, 5)),
     ]
 
 

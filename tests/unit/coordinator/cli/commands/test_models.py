@@ -16,7 +16,7 @@ from coordinator.cli import cluster
 from coordinator.client.errors import NOT_FOUND, REFUSED, TIMED_OUT
 from router.errors import Problem, failed, from_refused
 from tests.support.processes import CLI, environment
-from wire.refusals import Code, Numbers, Refused
+from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.units import GIB
 
 
@@ -148,11 +148,14 @@ def test_profile_says_what_was_found_and_models_shows_it(server: Server):
 
 
 ENDS = [
-    (from_refused(Refused(Code.NO_ROOM, "needs 5 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
-    (from_refused(Refused(Code.TOO_LARGE, "needs 50 GiB", Numbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
-    (from_refused(Refused(Code.IN_USE, "2 requests")), REFUSED),
-    (from_refused(Refused(Code.NO_MODEL, "no such model")), NOT_FOUND),
-    (from_refused(Refused(Code.LOAD_FAILED, "truncated")), 1),
+    (from_refused(Refused(RefusalCode.NO_ROOM, "needs 5 GiB", MemoryNumbers(headroom=GIB, estimate=5 * GIB))), REFUSED),
+    (
+        from_refused(Refused(RefusalCode.TOO_LARGE, "needs 50 GiB", MemoryNumbers(headroom=GIB, estimate=5 * GIB))),
+        REFUSED,
+    ),
+    (from_refused(Refused(RefusalCode.IN_USE, "2 requests")), REFUSED),
+    (from_refused(Refused(RefusalCode.NO_MODEL, "no such model")), NOT_FOUND),
+    (from_refused(Refused(RefusalCode.LOAD_FAILED, "truncated")), 1),
     (failed("node_lost", "studio was lost"), 1),
     (failed("order_timeout", "nothing for 3600 s"), TIMED_OUT),
 ]

@@ -10,41 +10,51 @@ from hypothesis import strategies as st
 from coordinator.video.state.events import (
     ACKNOWLEDGED,
     Action,
-    Ask,
-    Cancelled,
-    Deleted,
-    Drop,
+    AskForLease,
+    CoordinatorRestarted,
     Event,
-    Expire,
-    Fetch,
-    Fetched,
-    GiveBack,
-    Measured,
+    ExpireFiles,
+    FetchFiles,
+    FilesFetched,
+    FilesLost,
+    ForgetJob,
+    GiveBackLease,
+    JobCancelled,
+    JobDeleted,
+    JobPlaced,
+    JobSubmitted,
+    JobTick,
+    JobWaits,
+    LeaseAnswered,
+    LeasesReported,
     NodeAway,
     NodeRemoved,
-    NotFetched,
-    Placed,
-    Reported,
-    Restarted,
-    Said,
-    Save,
-    Submitted,
-    Tick,
-    Waits,
+    PeakMeasured,
+    SaveJob,
 )
-from coordinator.video.state.job_table import Board, Rules
-from coordinator.video.state.jobs import MOVES, Fault, IllegalMoveError, Job, Kept, State, Wanted, moved, shown
+from coordinator.video.state.job_table import JobRules, JobTable
+from coordinator.video.state.jobs import (
+    MOVES,
+    IllegalMoveError,
+    JobFault,
+    JobState,
+    RequestedClip,
+    StoredFile,
+    VideoJob,
+    to_row,
+    with_state,
+)
 from coordinator.video.state.transitions import advance
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.video import Artifact, LeaseState
 
-FILES = (Kept("video.mp4", 100, "ab"),)
+FILES = (StoredFile("video.mp4", 100, "ab"),)
 ARTIFACTS = (Artifact("video.mp4", 100, b"\xab"),)
 
 
-def a_job(number: int, **changes: Any) -> Job:
-    wanted = Wanted("wan", "a fox", 384, 224, 49, 16, 20, 336)
-    job = Job(id=f"video_{number}", sequence=number, key="k", created=0.0, wanted=wanted, size=36)
+def a_job(number: int, **changes: Any) -> VideoJob:
+    wanted = RequestedClip("wan", "a fox", 384, 224, 49, 16, 20, 336)
+    job = VideoJob(id=f"video_{number}", sequence=number, key="k", created=0.0, wanted=wanted, size=36)
     return msgspec.structs.replace(job, **changes)
 
 
@@ -52,7 +62,7 @@ class Story:
     """A board, with its events and actions one by one."""
 
     def __init__(self, **rules: Any) -> None:
-        self.board = Board(Rules(**rules))
+        self.board = JobTable(JobRules(**rules))
         self.now = 1000.0
         self.actions: list[Action] = []
         self.leases = 0
@@ -60,40 +70,40 @@ class Story:
     def tell(self, event: Event) -> list[Action]:
         self.board, actions = advance(self.board, event, self.now)
         self.actions += actions
-        return [action for action in actions if not isinstance(action, Save)]
+        return [action for action in actions if not isinstance(action, SaveJob)]
 
     def submit(self, *numbers: int) -> None:
         for number in numbers:
-            self.tell(Submitted(a_job(number)))
+            self.tell(JobSubmitted(a_job(number)))
 
-    def job(self, number: int) -> Job:
+    def job(self, number: int) -> VideoJob:
         return self.board.jobs[f"video_{number}"]
 
-    def place(self, node: str = "a") -> Job:
+    def place(self, node: str = "a") -> VideoJob:
         head = self.board.head
         assert head is not None
         self.leases += 1
-        self.tell(Placed(head.id, node, f"lease_{self.leases}"))
+        self.tell(JobPlaced(head.id, node, f"lease_{self.leases}"))
         return self.board.jobs[head.id]
 
-    def grant(self, job: Job) -> list[Action]:
-        return self.tell(Said(job.node, LeaseGranted(job.lease, job.generation, "/f")))
+    def grant(self, job: VideoJob) -> list[Action]:
+        return self.tell(LeaseAnswered(job.node, LeaseGranted(job.lease, job.generation, "/f")))
 
-    def end(self, job: Job, code: str = "completed", **more: Any) -> list[Action]:
+    def end(self, job: VideoJob, code: str = "completed", **more: Any) -> list[Action]:
         files = ARTIFACTS if code == "completed" else ()
-        return self.tell(Said(job.node, LeaseEnded(job.lease, job.generation, code, code, files, **more)))
+        return self.tell(LeaseAnswered(job.node, LeaseEnded(job.lease, job.generation, code, code, files, **more)))
 
-    def running(self, number: int = 1, node: str = "a") -> Job:
+    def running(self, number: int = 1, node: str = "a") -> VideoJob:
         self.submit(number)
         job = self.place(node)
         self.grant(job)
         return self.board.jobs[job.id]
 
     def report(self, node: str, *leases: LeaseState) -> list[Action]:
-        return self.tell(Reported(node, leases))
+        return self.tell(LeasesReported(node, leases))
 
 
-def state_of(job: Job, phase: str = "denoising", **more: Any) -> LeaseState:
+def state_of(job: VideoJob, phase: str = "denoising", **more: Any) -> LeaseState:
     return LeaseState(job.lease, job.generation, job.id, 36, phase, **more)
 
 
@@ -101,17 +111,17 @@ def test_a_job_from_the_line_to_its_files():
     story = Story()
     story.submit(1)
     job = story.place()
-    assert story.actions[-1] == Ask(job)
+    assert story.actions[-1] == AskForLease(job)
     story.grant(job)
-    assert story.job(1).state == State.IN_PROGRESS
+    assert story.job(1).state == JobState.IN_PROGRESS
     story.report("a", state_of(job, progress=40, step=8, peak=77))
     assert (story.job(1).progress, story.job(1).phase, story.job(1).due) == (40, "denoising", None)
     actions = story.end(job, peak=80, seconds=9.0, made=b'{"frames":49}')
-    assert [type(one) for one in actions] == [Measured, Fetch]
-    assert shown(story.job(1))["status"] == "in_progress"
+    assert [type(one) for one in actions] == [PeakMeasured, FetchFiles]
+    assert to_row(story.job(1))["status"] == "in_progress"
     assert story.board.holds == {}, "its memory is back before its files are fetched"
-    assert story.tell(Fetched("video_1", 1, FILES)) == [GiveBack("a", job.lease, 1, ACKNOWLEDGED)]
-    told = shown(story.job(1))
+    assert story.tell(FilesFetched("video_1", 1, FILES)) == [GiveBackLease("a", job.lease, 1, ACKNOWLEDGED)]
+    told = to_row(story.job(1))
     assert (told["status"], told["progress"], told["peak"], told["made"]) == ("completed", 100, 80, {"frames": 49})
     assert told["expires_at"] == int(story.now + 86400)
 
@@ -137,11 +147,11 @@ def test_only_reports_in_a_row_without_a_lease_lose_a_job(finalizing: bool):
         story.end(job)
     for told in (False, True, False, True):
         story.report("a", *([state_of(job, "ended" if finalizing else "denoising")] if told else []))
-        assert story.job(1).state == (State.FINALIZING if finalizing else State.IN_PROGRESS), "one may be late"
+        assert story.job(1).state == (JobState.FINALIZING if finalizing else JobState.IN_PROGRESS), "one may be late"
     story.report("a")
     story.report("a")
-    assert story.job(1).state == State.FAILED
-    assert (story.job(1).fault or Fault("", "")).code == ("artifact_lost" if finalizing else "worker_lost")
+    assert story.job(1).state == JobState.FAILED
+    assert (story.job(1).fault or JobFault("", "")).code == ("artifact_lost" if finalizing else "worker_lost")
 
 
 def test_first_come_first_served_and_one_question_at_a_time():
@@ -150,16 +160,20 @@ def test_first_come_first_served_and_one_question_at_a_time():
     first = story.place("a")
     assert first.id == "video_1"
     assert story.board.head is None, "nobody is placed while a node has yet to answer"
-    story.tell(Said("a", LeaseRefused(first.lease, 1, "no_headroom", "no", retry_after=5, waiting_for="waiting for x")))
+    story.tell(
+        LeaseAnswered(
+            "a", LeaseRefused(first.lease, 1, "no_headroom", "no", retry_after=5, waiting_for="waiting for x")
+        )
+    )
     assert story.board.head is not None
     assert story.board.head.id == "video_1", "it keeps its place"
     assert story.board.head.phase == "waiting for x"
     assert story.board.pauses == {"a": story.now + 5}
     with pytest.raises(ValueError, match="not to be placed"):
-        story.tell(Placed("video_2", "a", "lease_x"))
+        story.tell(JobPlaced("video_2", "a", "lease_x"))
     story.grant(story.place("a"))
     with pytest.raises(ValueError, match="not to be placed"):
-        story.tell(Placed("video_2", "a", "lease_x"))
+        story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.place("b").id == "video_2"
 
 
@@ -168,30 +182,32 @@ def test_what_is_said_of_an_older_lease_changes_nothing_and_is_given_back():
     old = story.running()
     story.tell(NodeAway("a"))
     story.now += 61
-    story.tell(Tick())
-    assert story.job(1).state == State.QUEUED
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.QUEUED
     new = story.place("b")
     story.grant(new)
     before = story.board
-    assert story.report("a", state_of(old, progress=90)) == [GiveBack("a", old.lease, old.generation, "superseded")]
-    assert story.end(old)[-1] == GiveBack("a", old.lease, old.generation, ACKNOWLEDGED)
-    assert story.tell(Said("a", LeaseGranted(old.lease, old.generation)))[-1].cause == "superseded"  # pyright: ignore
-    story.tell(Said("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
-    story.tell(Fetched("video_1", old.generation, FILES))
+    assert story.report("a", state_of(old, progress=90)) == [
+        GiveBackLease("a", old.lease, old.generation, "superseded")
+    ]
+    assert story.end(old)[-1] == GiveBackLease("a", old.lease, old.generation, ACKNOWLEDGED)
+    assert story.tell(LeaseAnswered("a", LeaseGranted(old.lease, old.generation)))[-1].cause == "superseded"  # pyright: ignore
+    story.tell(LeaseAnswered("a", LeaseEnded(new.lease, new.generation, "worker_crashed")))  # another node's lease
+    story.tell(FilesFetched("video_1", old.generation, FILES))
     assert story.board.jobs == before.jobs
 
 
-@pytest.mark.parametrize(("rule", "state"), [("fail", State.FAILED), ("requeue", State.QUEUED)])
-def test_a_node_that_stays_away_ends_its_job_as_the_settings_say(rule: Any, state: State):
+@pytest.mark.parametrize(("rule", "state"), [("fail", JobState.FAILED), ("requeue", JobState.QUEUED)])
+def test_a_node_that_stays_away_ends_its_job_as_the_settings_say(rule: Any, state: JobState):
     story = Story(on_node_loss=rule)
     story.running()
     story.tell(NodeAway("a"))
-    assert (story.job(1).state, len(story.board.holds)) == (State.IN_PROGRESS, 1)
+    assert (story.job(1).state, len(story.board.holds)) == (JobState.IN_PROGRESS, 1)
     story.now += 61
-    story.tell(Tick())
+    story.tell(JobTick())
     assert story.job(1).state == state
     assert story.board.holds == {}
-    assert (story.job(1).fault or Fault("node_lost", "")).code == "node_lost"
+    assert (story.job(1).fault or JobFault("node_lost", "")).code == "node_lost"
 
 
 @pytest.mark.parametrize("how", ["worker", "away"])
@@ -206,10 +222,10 @@ def test_a_job_that_is_lost_again_and_again_is_requeued_so_many_times_and_then_f
         else:
             story.tell(NodeAway("a"))
             story.now += 61
-            story.tell(Tick())
+            story.tell(JobTick())
         assert story.board.holds == {}
-        assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED), attempt
-    assert (story.job(1).fault or Fault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
+        assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED), attempt
+    assert (story.job(1).fault or JobFault("", "")).code == ("worker_lost" if how == "worker" else "node_lost")
     assert story.job(1).attempts == 2
 
 
@@ -220,10 +236,10 @@ def test_a_node_that_comes_back_in_time_goes_on():
     story.now += 30
     story.report("a", state_of(job, progress=50))
     story.now += 300
-    story.tell(Tick())
-    assert (story.job(1).state, story.job(1).progress) == (State.IN_PROGRESS, 50)
+    story.tell(JobTick())
+    assert (story.job(1).state, story.job(1).progress) == (JobState.IN_PROGRESS, 50)
     story.end(job)
-    assert story.job(1).state == State.FINALIZING
+    assert story.job(1).state == JobState.FINALIZING
 
 
 def test_a_node_that_comes_back_without_it_has_lost_it():
@@ -231,9 +247,9 @@ def test_a_node_that_comes_back_without_it_has_lost_it():
     story.running()
     story.tell(NodeAway("a"))
     story.report("a")
-    assert story.job(1).state == State.IN_PROGRESS, "one report may have crossed the lease"
+    assert story.job(1).state == JobState.IN_PROGRESS, "one report may have crossed the lease"
     story.report("a")
-    assert (story.job(1).fault or Fault("", "")).code == "worker_lost"
+    assert (story.job(1).fault or JobFault("", "")).code == "worker_lost"
     assert story.board.holds == {}
 
 
@@ -242,18 +258,18 @@ def test_this_process_began_again():
     running = story.running(1, "a")
     story.submit(2, 3)
     asked = story.place("b")
-    story.tell(Restarted())
-    assert [story.job(n).state for n in (1, 2, 3)] == [State.IN_PROGRESS, State.QUEUED, State.QUEUED]
-    hold = story.board.held("a")
+    story.tell(CoordinatorRestarted())
+    assert [story.job(n).state for n in (1, 2, 3)] == [JobState.IN_PROGRESS, JobState.QUEUED, JobState.QUEUED]
+    hold = story.board.hold_of("a")
     assert hold is not None
     assert (hold.granted, hold.job, hold.size, hold.since) == (True, "video_1", 36, story.job(1).started)
-    assert story.board.held("b") is None
+    assert story.board.hold_of("b") is None
     assert story.report("b", state_of(asked, "granted"))[-1].cause == "superseded"  # pyright: ignore
     story.report("a", state_of(running, progress=60))
     assert story.job(1).progress == 60
     story.now += 61
-    story.tell(Tick())
-    assert story.job(1).state == State.IN_PROGRESS
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.IN_PROGRESS
 
 
 def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
@@ -261,33 +277,33 @@ def test_files_are_asked_for_again_when_their_node_tells_of_them_again():
     job = story.running()
     story.end(job)
     assert story.report("a", state_of(job, "ended")) == []
-    assert isinstance(story.end(job)[-1], Fetch)
-    story.tell(Fetched("video_1", 1, FILES))
-    assert story.end(job)[-1] == GiveBack("a", job.lease, 1, ACKNOWLEDGED)
+    assert isinstance(story.end(job)[-1], FetchFiles)
+    story.tell(FilesFetched("video_1", 1, FILES))
+    assert story.end(job)[-1] == GiveBackLease("a", job.lease, 1, ACKNOWLEDGED)
 
 
 def test_a_cancelled_job_has_ended_at_once_and_its_memory_when_the_node_says_so():
     story = Story()
     job = story.running()
-    actions = story.tell(Cancelled("video_1"))
-    assert GiveBack("a", job.lease, job.generation, "cancelled") in actions
-    assert (story.job(1).fault or Fault("", "")).code == "cancelled"
+    actions = story.tell(JobCancelled("video_1"))
+    assert GiveBackLease("a", job.lease, job.generation, "cancelled") in actions
+    assert (story.job(1).fault or JobFault("", "")).code == "cancelled"
     assert story.job(1).generation == job.generation + 1, "what its worker still says is late"
     story.submit(2)
     with pytest.raises(ValueError, match="not to be placed"):
-        story.tell(Placed("video_2", "a", "lease_x"))
+        story.tell(JobPlaced("video_2", "a", "lease_x"))
     assert story.report("a", state_of(job)) == [], "it was told already"
-    assert story.end(job, "cancelled")[-1] == GiveBack("a", job.lease, job.generation, ACKNOWLEDGED)
+    assert story.end(job, "cancelled")[-1] == GiveBackLease("a", job.lease, job.generation, ACKNOWLEDGED)
     assert story.place("a").id == "video_2"
-    assert story.job(1).state == State.FAILED
+    assert story.job(1).state == JobState.FAILED
 
 
 def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
     story = Story()
     job = story.running()
-    assert Drop("video_1") in story.tell(Deleted("video_1"))
+    assert ForgetJob("video_1") in story.tell(JobDeleted("video_1"))
     assert story.board.jobs == {}
-    assert story.board.held("a") is not None
+    assert story.board.hold_of("a") is not None
     story.end(job, "cancelled")
     assert story.board.holds == {}
 
@@ -295,8 +311,8 @@ def test_a_deleted_job_leaves_its_hold_until_the_node_says_so():
 def test_a_deleted_job_whose_files_come_late_leaves_none():
     story = Story()
     story.end(story.running())
-    story.tell(Deleted("video_1"))
-    assert Drop("video_1") in story.tell(Fetched("video_1", 1, FILES))
+    story.tell(JobDeleted("video_1"))
+    assert ForgetJob("video_1") in story.tell(FilesFetched("video_1", 1, FILES))
 
 
 @pytest.mark.parametrize("event", ["late", "node"])
@@ -305,30 +321,30 @@ def test_a_worker_that_does_not_start_is_tried_again_so_many_times(event: str):
     story.submit(1)
     for attempt in range(3):
         story.now += 100
-        story.tell(Tick())
+        story.tell(JobTick())
         job = story.place()
         story.grant(job)
         if event == "late":
             story.now += 91
-            actions = story.tell(Tick())
+            actions = story.tell(JobTick())
         else:
             actions = story.end(job, "start_failed")
-            assert story.board.held("a") is None, "the node has said that it ended"
+            assert story.board.hold_of("a") is None, "the node has said that it ended"
             story.grant(job)
             assert story.board.holds == {}
-        assert any(isinstance(one, GiveBack) and one.lease == job.lease for one in actions)
-        assert story.job(1).state == (State.FAILED if attempt == 2 else State.QUEUED)
-        assert event == "node" or story.board.held("a") is not None, "until the node says that it ended"
+        assert any(isinstance(one, GiveBackLease) and one.lease == job.lease for one in actions)
+        assert story.job(1).state == (JobState.FAILED if attempt == 2 else JobState.QUEUED)
+        assert event == "node" or story.board.hold_of("a") is not None, "until the node says that it ended"
         story.end(job, "start_failed")
-    assert (story.job(1).fault or Fault("", "")).code == "start_failed"
+    assert (story.job(1).fault or JobFault("", "")).code == "start_failed"
 
 
 def test_a_refusal_after_the_grant_takes_nothing_from_a_running_job():
     story = Story()
     job = story.running()
-    story.tell(Said("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
-    assert story.job(1).state == State.IN_PROGRESS
-    assert story.board.held("a") is not None
+    story.tell(LeaseAnswered("a", LeaseRefused(job.lease, job.generation, "lease_held", "asked twice")))
+    assert story.job(1).state == JobState.IN_PROGRESS
+    assert story.board.hold_of("a") is not None
 
 
 def test_a_node_that_does_not_answer_is_left_alone():
@@ -336,44 +352,44 @@ def test_a_node_that_does_not_answer_is_left_alone():
     story.submit(1)
     job = story.place()
     story.now += 31
-    assert GiveBack("a", job.lease, 1, "lease_timeout") in story.tell(Tick())
-    assert story.job(1).state == State.QUEUED
+    assert GiveBackLease("a", job.lease, 1, "lease_timeout") in story.tell(JobTick())
+    assert story.job(1).state == JobState.QUEUED
     assert "a" in story.board.pauses
-    assert story.tell(Said("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
+    assert story.tell(LeaseAnswered("a", LeaseGranted(job.lease, 1)))[-1].cause == "superseded"  # pyright: ignore
 
 
 def test_a_head_without_room_gives_up_only_when_nobody_runs():
     story = Story()
     story.submit(1)
-    story.tell(Waits("video_1", "waiting: b makes another video", True))
+    story.tell(JobWaits("video_1", "waiting: b makes another video", True))
     story.now += 4000
-    story.tell(Tick())
-    assert story.job(1).state == State.QUEUED
-    story.tell(Waits("video_1", "waiting: a has too little", False))
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.QUEUED
+    story.tell(JobWaits("video_1", "waiting: a has too little", False))
     story.now += 3599
-    story.tell(Waits("video_1", "waiting: a has still too little", False))
-    story.tell(Tick())
-    assert story.job(1).state == State.QUEUED
+    story.tell(JobWaits("video_1", "waiting: a has still too little", False))
+    story.tell(JobTick())
+    assert story.job(1).state == JobState.QUEUED
     story.now += 2
-    story.tell(Tick())
-    assert (story.job(1).fault or Fault("", "")).code == "no_headroom"
-    assert "a has still too little" in (story.job(1).fault or Fault("", "")).message
+    story.tell(JobTick())
+    assert (story.job(1).fault or JobFault("", "")).code == "no_headroom"
+    assert "a has still too little" in (story.job(1).fault or JobFault("", "")).message
 
 
-def refused(story: Story, job: Job) -> None:
-    story.tell(Said(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
+def refused(story: Story, job: VideoJob) -> None:
+    story.tell(LeaseAnswered(job.node, LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=5)))
 
 
 def test_a_node_that_keeps_refusing_is_no_room_and_what_is_behind_it_gets_its_turn():
     story = Story(room_seconds=60.0)
     story.submit(1, 2)
     began = story.now
-    while story.job(1).state == State.QUEUED:
+    while story.job(1).state == JobState.QUEUED:
         assert story.now < began + 70
         refused(story, story.place())
         story.now += 5
-        story.tell(Tick())
-    fault = story.job(1).fault or Fault("", "")
+        story.tell(JobTick())
+    fault = story.job(1).fault or JobFault("", "")
     assert (fault.code, story.now) == ("no_headroom", began + 60)
     assert "within 60 s" in fault.message
     assert story.place().id == "video_2"
@@ -384,7 +400,7 @@ def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
     story.submit(1)
     refused(story, story.place())
     assert story.job(1).room_by == story.now + 60
-    story.tell(Restarted())
+    story.tell(CoordinatorRestarted())
     assert story.job(1).room_by is None
     refused(story, story.place())
     story.grant(story.place())
@@ -393,7 +409,7 @@ def test_memory_that_is_granted_or_a_restart_gives_a_job_its_whole_time_again():
 
 def completed(story: Story, number: int, size: int = 100) -> None:
     story.end(story.running(number))
-    story.tell(Fetched(f"video_{number}", 1, (Kept("video.mp4", size, ""),)))
+    story.tell(FilesFetched(f"video_{number}", 1, (StoredFile("video.mp4", size, ""),)))
 
 
 def test_files_go_by_count_bytes_and_age_oldest_first_and_the_record_stays():
@@ -402,21 +418,21 @@ def test_files_go_by_count_bytes_and_age_oldest_first_and_the_record_stays():
         completed(story, number)
         story.now += 1
     assert [story.job(n).expired for n in (1, 2, 3)] == [True, False, False]
-    assert Expire("video_1") in story.actions
+    assert ExpireFiles("video_1") in story.actions
     completed(story, 4, 200)
     assert [story.job(n).expired for n in (2, 3, 4)] == [True, True, False]
     story.now += 101
-    story.tell(Tick())
+    story.tell(JobTick())
     assert story.job(4).expired
-    assert story.job(4).state == State.COMPLETED
+    assert story.job(4).state == JobState.COMPLETED
 
 
 def test_only_so_many_records_are_kept():
     story = Story(records=2)
     story.submit(1, 2, 3)
     for number in (1, 2, 3):
-        story.tell(Cancelled(f"video_{number}"))
-    story.tell(Tick())
+        story.tell(JobCancelled(f"video_{number}"))
+    story.tell(JobTick())
     assert list(story.board.jobs) == ["video_2", "video_3"]
 
 
@@ -426,15 +442,15 @@ def test_a_removed_node_is_not_kept_anywhere():
     story.running(2)
     story.tell(NodeRemoved("a"))
     assert "'a'" not in repr(story.board)
-    assert story.job(2).state == State.FAILED
+    assert story.job(2).state == JobState.FAILED
 
 
 def test_nothing_follows_an_end():
-    for state in (State.COMPLETED, State.FAILED):
+    for state in (JobState.COMPLETED, JobState.FAILED):
         assert MOVES[state] == frozenset()
-        for other in State:
+        for other in JobState:
             with pytest.raises(IllegalMoveError):
-                moved(a_job(1, state=state), other)
+                with_state(a_job(1, state=state), other)
 
 
 # random events in any order
@@ -465,17 +481,17 @@ EVENTS = st.one_of(
     st.just("grant"),
     st.just("end"),
     st.integers(1, 40),
-    st.builds(Said, NODES, FRAMES),
-    st.builds(Reported, NODES, st.lists(STATES, max_size=2).map(tuple)),
+    st.builds(LeaseAnswered, NODES, FRAMES),
+    st.builds(LeasesReported, NODES, st.lists(STATES, max_size=2).map(tuple)),
     st.builds(NodeAway, NODES),
     st.builds(NodeRemoved, NODES),
-    st.builds(Fetched, JOBS, GENERATIONS, st.just(FILES)),
-    st.builds(NotFetched, JOBS, GENERATIONS, st.just(Fault("artifact_lost", ""))),
-    st.builds(Cancelled, JOBS),
-    st.builds(Deleted, JOBS),
-    st.builds(Waits, JOBS, st.just("waits"), st.booleans()),
-    st.just(Restarted()),
-    st.just(Tick()),
+    st.builds(FilesFetched, JOBS, GENERATIONS, st.just(FILES)),
+    st.builds(FilesLost, JOBS, GENERATIONS, st.just(JobFault("artifact_lost", ""))),
+    st.builds(JobCancelled, JOBS),
+    st.builds(JobDeleted, JOBS),
+    st.builds(JobWaits, JOBS, st.just("waits"), st.booleans()),
+    st.just(CoordinatorRestarted()),
+    st.just(JobTick()),
 )
 
 
@@ -488,13 +504,13 @@ def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
     for event in events:
         before = story.board
         if event == "place":
-            free = [node for node in ("a", "b") if story.board.held(node) is None]
+            free = [node for node in ("a", "b") if story.board.hold_of(node) is None]
             if story.board.head is not None and free:
                 assert story.board.head.sequence == min(job.sequence for job in story.board.waiting)
                 placed.append(story.place(free[0]).sequence)
             continue
         if event in ("grant", "end"):
-            state = State.LEASING if event == "grant" else State.IN_PROGRESS
+            state = JobState.LEASING if event == "grant" else JobState.IN_PROGRESS
             for job in [job for job in story.board.jobs.values() if job.state == state][:1]:
                 story.grant(job) if event == "grant" else story.end(job)
         elif isinstance(event, int):
@@ -502,28 +518,28 @@ def test_the_rules_hold_whatever_happens(events: list[Any], rule: Any):
         else:
             story.tell(event)
         check(before, story.board)
-        if isinstance(event, Said):
+        if isinstance(event, LeaseAnswered):
             fenced(before, story.board, event)
 
 
-def check(before: Board, board: Board) -> None:
+def check(before: JobTable, board: JobTable) -> None:
     nodes = [hold.node for hold in board.holds.values()]
     assert len(nodes) == len(set(nodes)), "one hold on a node"
-    assert sum(job.state == State.LEASING for job in board.jobs.values()) <= 1
+    assert sum(job.state == JobState.LEASING for job in board.jobs.values()) <= 1
     for job in board.jobs.values():
         old = before.jobs.get(job.id)
         if old is not None and not old.open:
             assert (job.state, job.fault) == (old.state, old.fault), "nothing follows an end"
         if old is not None:
             assert job.generation >= old.generation
-        if job.state in (State.LEASING, State.IN_PROGRESS):
+        if job.state in (JobState.LEASING, JobState.IN_PROGRESS):
             hold = board.holds[job.lease]
             assert (hold.node, hold.job, hold.generation) == (job.node, job.id, job.generation)
-        if job.state == State.QUEUED:
+        if job.state == JobState.QUEUED:
             assert (job.lease, job.node) == ("", "")
 
 
-def fenced(before: Board, after: Board, said: Said) -> None:
+def fenced(before: JobTable, after: JobTable, said: LeaseAnswered) -> None:
     """Check that a message about a lease that is not a job's newest changes no job."""
     newest = {(job.lease, job.generation, job.node) for job in before.jobs.values() if job.lease}
     if (said.frame.lease, said.frame.generation, said.node) not in newest:

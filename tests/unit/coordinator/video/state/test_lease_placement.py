@@ -3,9 +3,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.video.state.job_table import Board, Hold
-from coordinator.video.state.jobs import State
-from coordinator.video.state.lease_placement import Choice, Waiting, choose, fits_nowhere, guard_off, video_models
+from coordinator.video.state.job_table import JobTable, LeaseHold
+from coordinator.video.state.jobs import JobState
+from coordinator.video.state.lease_placement import (
+    LeaseChoice,
+    NoLeaseChoice,
+    choose,
+    fits_nowhere,
+    guard_off,
+    video_models,
+)
 from coordinator.video.state.memory_model import SEED, key_of
 from router.placement.cluster_view import ClusterView, NodeView
 from tests.support.loopback_cluster import a_memory
@@ -24,15 +31,15 @@ def a_node(name: str, room: int = 80 * GIB, cap: int = 128 * GIB, **changes: Any
     return NodeView(NodeId(name), name, **(known | changes))
 
 
-def a_board(**changes: Any) -> Board:
+def a_board(**changes: Any) -> JobTable:
     job = a_job(1, size=LEASE)
-    return Board(jobs={job.id: job}, **changes)
+    return JobTable(jobs={job.id: job}, **changes)
 
 
-def chosen(*nodes: NodeView, board: Board | None = None, now: float = 0.0) -> str:
+def chosen(*nodes: NodeView, board: JobTable | None = None, now: float = 0.0) -> str:
     found = choose(board or a_board(), ClusterView(nodes), {}, now, 0.0)
     assert found is not None
-    return found.node if isinstance(found, Choice) else found.phase
+    return found.node if isinstance(found, LeaseChoice) else found.phase
 
 
 def test_the_node_with_most_room_is_asked():
@@ -46,17 +53,17 @@ def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
 
 
 def test_a_node_that_did_not_answer_does_not_count_as_one_that_makes_a_video():
-    board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0)})
+    board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0)})
     found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
-    assert isinstance(found, Waiting)
+    assert isinstance(found, NoLeaseChoice)
     assert not found.busy
 
 
 def test_a_node_that_makes_a_video_takes_no_second_one():
-    board = a_board(holds={"l": Hold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
+    board = a_board(holds={"l": LeaseHold("l", "a", 1, "video_0", LEASE, 0.0, granted=True)})
     assert chosen(a_node("a", 90 * GIB), a_node("b", 40 * GIB), board=board) == "b"
     found = choose(board, ClusterView((a_node("a"),)), {}, 0.0, 0.0)
-    assert isinstance(found, Waiting)
+    assert isinstance(found, NoLeaseChoice)
     assert found.busy
     assert "makes another video" in found.phase
 
@@ -64,7 +71,7 @@ def test_a_node_that_makes_a_video_takes_no_second_one():
 def test_a_node_that_refused_is_left_alone_until_it_said():
     board = a_board(pauses={"a": 10.0})
     found = choose(board, ClusterView((a_node("a"),)), {}, 9.0, 0.0)
-    assert isinstance(found, Waiting)
+    assert isinstance(found, NoLeaseChoice)
     assert not found.busy, "a node that refuses has no room, and the time to find room runs"
     assert chosen(a_node("a"), board=board, now=11.0) == "a"
 
@@ -96,9 +103,9 @@ def test_a_model_that_nobody_has_any_more_is_waited_for():
 
 
 def test_nobody_is_chosen_while_a_node_has_yet_to_answer():
-    asked = a_job(1, state=State.LEASING)
-    assert choose(Board(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
-    assert choose(Board(), ClusterView(), {}, 0.0, 0.0) is None
+    asked = a_job(1, state=JobState.LEASING)
+    assert choose(JobTable(jobs={"1": asked, "2": a_job(2)}), ClusterView((a_node("a"),)), {}, 0.0, 0.0) is None
+    assert choose(JobTable(), ClusterView(), {}, 0.0, 0.0) is None
 
 
 def test_a_job_that_no_known_node_could_take_is_known_at_once():
@@ -110,7 +117,7 @@ def test_a_job_that_no_known_node_could_take_is_known_at_once():
     found = fits_nowhere(ClusterView((large,)), "wan", 7168, LEASE, {})
     assert found is not None
     assert "44.3 GiB" in found[1]
-    raised = {key_of(WAN): SEED.after(336, 35 * GIB)}
+    raised = {key_of(WAN): SEED.with_measurement(336, 35 * GIB)}
     assert fits_nowhere(ClusterView((large,)), "wan", 336, LEASE, raised) is not None
 
 
@@ -126,7 +133,7 @@ def test_models_are_those_that_can_be_used_somewhere():
 def test_a_job_whose_key_is_bound_to_labels_goes_to_nodes_that_have_them():
     job = a_job(1, size=LEASE)
     job = replace(job, wanted=replace(job.wanted, labels=("lab",)))
-    board = Board(jobs={job.id: job})
+    board = JobTable(jobs={job.id: job})
     here, there = a_node("a", 90 * GIB), a_node("b", 40 * GIB, labels=frozenset({"lab"}))
     assert chosen(here, there, board=board) == "b"
     assert "the labels lab" in chosen(here, board=board)

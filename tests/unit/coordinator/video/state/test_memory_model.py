@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from coordinator.video.state.memory_model import (
     SEED,
     Clip,
+    ClipLimits,
+    ClipRequest,
     Impossible,
-    Limits,
-    Profile,
-    Wish,
+    VideoMemoryProfile,
     first_profile,
     fitting_fps,
     plan,
@@ -26,12 +26,12 @@ LEASE = 36 * GIB
 
 def clip(size: str, package: VideoPackage = A14B) -> Clip:
     width, height = map(int, size.split("x"))
-    found = plan(Wish((width, height)), Limits(pixels=10**8), package, 20)
+    found = plan(ClipRequest((width, height)), ClipLimits(pixels=10**8), package, 20)
     assert isinstance(found, Clip)
     return found
 
 
-def need(size: str, profile: Profile = SEED) -> float:
+def need(size: str, profile: VideoMemoryProfile = SEED) -> float:
     return round(profile.need(clip(size).tokens) / GIB, 2)
 
 
@@ -60,7 +60,7 @@ def test_what_is_above_the_lease_is_refused_with_all_numbers():
     assert text is not None
     for number in ("1920x1088", "41.2 GiB", "6.0 GiB", "47.2 GiB", "36.0 GiB", "uncalibrated"):
         assert number in text
-    measured = too_large(SEED.after(336, 0), clip("1920x1088"), LEASE)
+    measured = too_large(SEED.with_measurement(336, 0), clip("1920x1088"), LEASE)
     assert "measured on 1 jobs" in (measured or "")
 
 
@@ -91,7 +91,7 @@ def test_a_package_that_says_nothing_is_taken_for_the_first_case():
 def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: list[tuple[int, int]]):
     profile = SEED
     for tokens, peak in measured:
-        after = profile.after(tokens, peak)
+        after = profile.with_measurement(tokens, peak)
         assert after.base >= profile.base
         assert after.peak(tokens) >= peak
         assert after.calibrated
@@ -100,7 +100,7 @@ def test_a_measured_peak_never_lowers_a_profile_and_is_covered_by_it(measured: l
 
 sides = st.integers(-10, 5000)
 wishes = st.builds(
-    Wish,
+    ClipRequest,
     st.none() | st.tuples(sides, sides),
     st.none() | st.integers(-5, 500),
     st.none() | st.integers(-5, 500),
@@ -118,9 +118,9 @@ packages = st.builds(
 
 @given(wishes, packages)
 def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_parameter(
-    wish: Wish, package: VideoPackage
+    wish: ClipRequest, package: VideoPackage
 ):
-    limits = Limits()
+    limits = ClipLimits()
     found = plan(wish, limits, package, 20)
     if isinstance(found, Impossible):
         assert found.param in ("size", "seconds", "frames", "fps", "steps")
@@ -141,7 +141,7 @@ def test_every_clip_that_is_made_keeps_the_limits_and_every_refusal_names_its_pa
 
 @pytest.mark.parametrize(("seconds", "frames"), [(3, 49), (4, 65), (5, 81), (7, 113)])
 def test_seconds_become_frames(seconds: int, frames: int):
-    found = plan(Wish(seconds=seconds), Limits(), A14B, 20)
+    found = plan(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
     assert isinstance(found, Clip)
     assert found.frames == frames
     assert bool(found.warnings) == (frames > 81)
@@ -149,15 +149,15 @@ def test_seconds_become_frames(seconds: int, frames: int):
 
 @pytest.mark.parametrize(("seconds", "fps"), [(8, 15), (12, 10), (30, 4)])
 def test_too_long_names_the_rate_that_would_fit_and_it_does(seconds: int, fps: int):
-    found = plan(Wish(seconds=seconds), Limits(), A14B, 20)
+    found = plan(ClipRequest(seconds=seconds), ClipLimits(), A14B, 20)
     assert isinstance(found, Impossible)
     assert f"fps {fps} would fit" in found.message
-    assert isinstance(plan(Wish(seconds=seconds, fps=fps), Limits(), A14B, 20), Clip)
-    assert isinstance(plan(Wish(seconds=seconds, fps=fps + 1), Limits(), A14B, 20), Impossible)
+    assert isinstance(plan(ClipRequest(seconds=seconds, fps=fps), ClipLimits(), A14B, 20), Clip)
+    assert isinstance(plan(ClipRequest(seconds=seconds, fps=fps + 1), ClipLimits(), A14B, 20), Impossible)
 
 
 def test_where_no_rate_fits_the_longest_is_named():
-    found = plan(Wish(seconds=500), Limits(), A14B, 20)
+    found = plan(ClipRequest(seconds=500), ClipLimits(), A14B, 20)
     assert isinstance(found, Impossible)
     assert "30 s are possible at most" in found.message
 
@@ -175,6 +175,6 @@ def test_sides_are_rounded_up_by_less_than_a_token(pixels: int, token: int):
 
 
 def test_frames_and_seconds_together_are_refused():
-    found = plan(Wish(seconds=3, frames=49), Limits(), A14B, 20)
+    found = plan(ClipRequest(seconds=3, frames=49), ClipLimits(), A14B, 20)
     assert isinstance(found, Impossible)
     assert found.param == "frames"

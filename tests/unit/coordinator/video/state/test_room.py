@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.video.state.events import Said, Submitted, Tick, Waits
-from coordinator.video.state.jobs import Job, State
-from coordinator.video.state.lease_placement import Choice, Waiting, choose
+from coordinator.video.state.events import JobSubmitted, JobTick, JobWaits, LeaseAnswered
+from coordinator.video.state.jobs import JobState, VideoJob
+from coordinator.video.state.lease_placement import LeaseChoice, NoLeaseChoice, choose
 from router.placement.cluster_view import ClusterView
 from tests.unit.coordinator.video.state.test_job_table import Story, a_job
 from tests.unit.coordinator.video.state.test_lease_placement import a_node
@@ -23,7 +23,7 @@ class World:
     chance: random.Random
     story: Story
     kinds: dict[str, str]
-    answers: list[tuple[float, Job, bool]] = field(default_factory=list)
+    answers: list[tuple[float, VideoJob, bool]] = field(default_factory=list)
 
     def view(self) -> ClusterView:
         rooms = {node: 8 * GIB if kind == "full" else 80 * GIB for node, kind in self.kinds.items()}
@@ -39,17 +39,17 @@ class World:
             else:
                 retry = self.chance.uniform(0.0, 20.0)
                 frame = LeaseRefused(job.lease, job.generation, "no_headroom", "no", retry_after=retry)
-                story.tell(Said(job.node, frame))
+                story.tell(LeaseAnswered(job.node, frame))
         found = choose(story.board, self.view(), {}, story.now, 0.0)
-        if isinstance(found, Choice):
+        if isinstance(found, LeaseChoice):
             job, kind = story.place(found.node), self.kinds[found.node]
             if kind != "silent":
                 grants = kind == "grants" or (kind == "moody" and self.chance.random() < 0.05)
                 self.answers.append((story.now + self.chance.uniform(0.0, 3.0), job, grants))
-        elif isinstance(found, Waiting):
-            story.tell(Waits(found.job.id, found.phase, found.busy))
+        elif isinstance(found, NoLeaseChoice):
+            story.tell(JobWaits(found.job.id, found.phase, found.busy))
         story.now += 1.0
-        story.tell(Tick())
+        story.tell(JobTick())
 
 
 @given(st.integers(0, 2**32), st.lists(st.sampled_from(["refuses", "silent", "full", "moody", "grants"]), max_size=3))
@@ -57,11 +57,11 @@ class World:
 def test_a_lease_is_granted_or_refused_for_good_within_room_seconds(seed: int, kinds: list[str]):
     story = Story(room_seconds=60.0, lease_seconds=10.0, attempts=1)
     for number in range(1, 4):
-        story.tell(Submitted(a_job(number, size=36 * GIB)))
+        story.tell(JobSubmitted(a_job(number, size=36 * GIB)))
     world = World(random.Random(seed), story, {f"node-{place}": kind for place, kind in enumerate(kinds)})
     since = story.now
     for number in range(1, 4):
-        while story.job(number).state in (State.QUEUED, State.LEASING):
+        while story.job(number).state in (JobState.QUEUED, JobState.LEASING):
             world.second()
             assert story.now <= since + 62, f"job {number} is {story.job(number)} with {kinds}"
         since = story.now

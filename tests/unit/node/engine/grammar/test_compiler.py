@@ -9,23 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.engine.grammar import sandbox
-from node.engine.grammar.compiler import KEPT, LONGEST, Grammars
-from node.engine.grammar.constrained_splitter import Calls, Thought
-from node.engine.grammar.sandbox import TOO_LONG, Vetting
-from node.engine.grammar.tool_spec import DEEPEST, Unfit
-from node.engine.requests.preflight import Shape, impossible
-from node.engine.requests.preparer import Door
-from node.engine.text.tokenizer import Prompt, Tokenizer, load
-from node.models.catalogue import Library
+from node.engine.grammar.compiler import MAX_CACHED_GRAMMARS, MAX_SCHEMA_CHARS, GrammarCompiler
+from node.engine.grammar.constrained_splitter import CallPlaces, ThoughtStart
+from node.engine.grammar.sandbox import TOO_LONG, SandboxClient
+from node.engine.grammar.tool_spec import MAX_JSON_DEPTH, UnsupportedSchema
+from node.engine.requests.preflight import RequestShape, never_fits
+from node.engine.requests.preparer import RequestPreparer
+from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer, load
+from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from tests import models
-from wire.frames import Generate, Grammar, Message, Params
-from wire.refusals import Code
+from wire.frames import Generate, GenerationParams, GrammarSpec, Message
+from wire.refusals import RefusalCode
 from wire.report import Model
 
 SECONDS = 0.5
 """Limit in seconds of a refusal here, on a busy machine; the benchmark measures 0.1 s."""
-PROMPT = Prompt((1,), thinking=False)
+PROMPT = TokenizedPrompt((1,), thinking=False)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
 
@@ -34,7 +34,7 @@ def tokenizer() -> Tokenizer:
     return load(models.path("llama"))
 
 
-class Asked(Vetting):
+class Asked(SandboxClient):
     """A vetting that records its grammars."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Asked(Vetting):
         return super().why_not(grammar)
 
 
-class Refusing(Vetting):
+class Refusing(SandboxClient):
     """A vetting that refuses every grammar as too long."""
 
     def why_not(self, grammar: str) -> str:
@@ -61,9 +61,9 @@ def asked() -> Asked:
 
 
 @pytest.fixture(scope="module")
-def grammars(tokenizer: Tokenizer, asked: Asked) -> Grammars:
-    made = Grammars(asked)
-    made.compile(tokenizer, Grammar("json_object"), "", PROMPT, one=False)
+def grammars(tokenizer: Tokenizer, asked: Asked) -> GrammarCompiler:
+    made = GrammarCompiler(asked)
+    made.compile(tokenizer, GrammarSpec("json_object"), "", PROMPT, one=False)
     return made
 
 
@@ -73,66 +73,66 @@ def nested(depth: int) -> str:
 
 PATTERNS = [f".*a.{{{count}}}b.*" for count in range(30)]
 HOSTILE = {
-    "remote reference": Grammar("json_schema", '{"$ref": "http://127.0.0.1:1/schema.json"}'),
-    "file": Grammar("json_schema", '{"$ref": "file:///etc/passwd"}'),
-    "itself": Grammar("json_schema", '{"$ref": "#"}'),
-    "all of itself": Grammar("json_schema", '{"allOf": [{"$ref": "#"}]}'),
-    "a megabyte": Grammar("json_schema", json.dumps({"enum": ["x" * 1_000_000]})),
-    "deep": Grammar("json_schema", nested(DEEPEST + 1)),
-    "deeper than any stack": Grammar("json_schema", nested(12_000)),
-    "very many values": Grammar("json_schema", json.dumps({"enum": [f"{number}v" for number in range(100_000)]})),
-    "very many properties": Grammar(
+    "remote reference": GrammarSpec("json_schema", '{"$ref": "http://127.0.0.1:1/schema.json"}'),
+    "file": GrammarSpec("json_schema", '{"$ref": "file:///etc/passwd"}'),
+    "itself": GrammarSpec("json_schema", '{"$ref": "#"}'),
+    "all of itself": GrammarSpec("json_schema", '{"allOf": [{"$ref": "#"}]}'),
+    "a megabyte": GrammarSpec("json_schema", json.dumps({"enum": ["x" * 1_000_000]})),
+    "deep": GrammarSpec("json_schema", nested(MAX_JSON_DEPTH + 1)),
+    "deeper than any stack": GrammarSpec("json_schema", nested(12_000)),
+    "very many values": GrammarSpec("json_schema", json.dumps({"enum": [f"{number}v" for number in range(100_000)]})),
+    "very many properties": GrammarSpec(
         "json_schema", json.dumps({"type": "object", "properties": {f"p{number}": {} for number in range(9_000)}})
     ),
-    "patterns that meet": Grammar("json_schema", json.dumps({"allOf": [{"pattern": one} for one in PATTERNS]})),
-    "patterns that meet, in Lark": Grammar("lark", "start: A\nA: " + " & ".join(f"/{one}/" for one in PATTERNS)),
-    "repeated repetitions": Grammar("regex", "(((((a{10}){10}){10}){10}){10}){100}"),
-    "unfinished pattern": Grammar("regex", "("),
-    "look ahead": Grammar("regex", "(?=a)b"),
-    "back reference": Grammar("regex", r"(a)\1"),
-    "type": Grammar("json_schema", '{"type": "nope"}'),
-    "no schema": Grammar("json_schema", "[]"),
-    "no JSON": Grammar("json_schema", "{"),
-    "half a sign": Grammar("json_schema", '{"const": "\\ud800"}'),
-    "blanks": Grammar("json_object", "", "("),
-    "unknown kind": Grammar("poem"),
-    "no rules": Grammar("lark", ""),
-    "noise": Grammar("lark", "\0\ufffd"),
-    "a rule of itself": Grammar("lark", "start: start"),
-    "deep Lark": Grammar("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
-    "another file": Grammar("lark", "%import common.INT\nstart: INT @other"),
-    "long GBNF": Grammar("lark", 'root ::= "a"' + ' | "a"' * 3000),
-    "broken GBNF": Grammar("lark", "root ::= ("),
-    "no choices": Grammar("choice", "[]"),
-    "choices that are none": Grammar("choice", '["a", 1]'),
-    "an empty choice": Grammar("choice", '["a", ""]'),
-    "calls of nothing": Grammar(calls="required"),
+    "patterns that meet": GrammarSpec("json_schema", json.dumps({"allOf": [{"pattern": one} for one in PATTERNS]})),
+    "patterns that meet, in Lark": GrammarSpec("lark", "start: A\nA: " + " & ".join(f"/{one}/" for one in PATTERNS)),
+    "repeated repetitions": GrammarSpec("regex", "(((((a{10}){10}){10}){10}){10}){100}"),
+    "unfinished pattern": GrammarSpec("regex", "("),
+    "look ahead": GrammarSpec("regex", "(?=a)b"),
+    "back reference": GrammarSpec("regex", r"(a)\1"),
+    "type": GrammarSpec("json_schema", '{"type": "nope"}'),
+    "no schema": GrammarSpec("json_schema", "[]"),
+    "no JSON": GrammarSpec("json_schema", "{"),
+    "half a sign": GrammarSpec("json_schema", '{"const": "\\ud800"}'),
+    "blanks": GrammarSpec("json_object", "", "("),
+    "unknown kind": GrammarSpec("poem"),
+    "no rules": GrammarSpec("lark", ""),
+    "noise": GrammarSpec("lark", "\0\ufffd"),
+    "a rule of itself": GrammarSpec("lark", "start: start"),
+    "deep Lark": GrammarSpec("lark", "start: " + "(" * 30_000 + '"a"' + ")" * 30_000),
+    "another file": GrammarSpec("lark", "%import common.INT\nstart: INT @other"),
+    "long GBNF": GrammarSpec("lark", 'root ::= "a"' + ' | "a"' * 3000),
+    "broken GBNF": GrammarSpec("lark", "root ::= ("),
+    "no choices": GrammarSpec("choice", "[]"),
+    "choices that are none": GrammarSpec("choice", '["a", 1]'),
+    "an empty choice": GrammarSpec("choice", '["a", ""]'),
+    "calls of nothing": GrammarSpec(calls="required"),
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
-    name: str, tokenizer: Tokenizer, grammars: Grammars, asked: Asked
+    name: str, tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked
 ):
     asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
     begun = time.perf_counter()
-    with pytest.raises(Unfit) as found:
+    with pytest.raises(UnsupportedSchema) as found:
         grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one=False)
     assert time.perf_counter() - begun < SECONDS
     assert 0 < len(str(found.value)) < 500
 
 
 @pytest.fixture(scope="module")
-def door(tokenizer: Tokenizer) -> Door:
+def door(tokenizer: Tokenizer) -> RequestPreparer:
     folder = models.path("llama")
-    library = Library(ModelSettings(folders=(str(folder),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(folder),), hub=False))
     library.scan()
-    return Door(library)
+    return RequestPreparer(library)
 
 
-def request(grammar: Grammar, tools: str = "") -> Generate:
+def request(grammar: GrammarSpec, tools: str = "") -> Generate:
     name = Path(models.path("llama")).name
-    return Generate(1, 1, "r", name, (Message("user", "Hi"),), Params(grammar=grammar), 0, tools=tools)
+    return Generate(1, 1, "r", name, (Message("user", "Hi"),), GenerationParams(grammar=grammar), 0, tools=tools)
 
 
 KEYWORDS = (
@@ -167,10 +167,10 @@ JSONS = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(JSONS, st.sampled_from(["json_schema", "choice"]))
-def test_no_schema_ever_raises_out_of_the_door(door: Door, value: object, kind: str):
-    prepared = door.prepare(request(Grammar(kind, json.dumps(value))))
+def test_no_schema_ever_raises_out_of_the_door(door: RequestPreparer, value: object, kind: str):
+    prepared = door.prepare(request(GrammarSpec(kind, json.dumps(value))))
     assert (prepared.grammar is None) == (prepared.refused is not None)
-    assert prepared.refused is None or prepared.refused.code is Code.INVALID
+    assert prepared.refused is None or prepared.refused.code is RefusalCode.INVALID
 
 
 @settings(max_examples=100, deadline=None)
@@ -179,42 +179,42 @@ def test_no_schema_ever_raises_out_of_the_door(door: Door, value: object, kind: 
     st.sampled_from(["json_schema", "json_object", "regex", "choice", "lark", ""]),
     st.text(max_size=5),
 )
-def test_no_text_ever_raises_out_of_the_door(door: Door, value: str, kind: str, blanks: str):
-    grammar = Grammar(kind, value, blanks, "" if kind else "required")
+def test_no_text_ever_raises_out_of_the_door(door: RequestPreparer, value: str, kind: str, blanks: str):
+    grammar = GrammarSpec(kind, value, blanks, "" if kind else "required")
     prepared = door.prepare(request(grammar, "" if kind else json.dumps([WEATHER])))
     assert (prepared.grammar is None) == (prepared.refused is not None)
 
 
-def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, grammars: Grammars):
-    one, two = (grammars.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False) for _ in range(2))
+def test_a_grammar_is_compiled_once(tokenizer: Tokenizer, grammars: GrammarCompiler):
+    one, two = (grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False) for _ in range(2))
     assert one.matcher is two.matcher
-    for number in range(KEPT):
-        grammars.compile(tokenizer, Grammar("regex", f"a{number}"), "", PROMPT, one=False)
-    again = grammars.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False)
+    for number in range(MAX_CACHED_GRAMMARS):
+        grammars.compile(tokenizer, GrammarSpec("regex", f"a{number}"), "", PROMPT, one=False)
+    again = grammars.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False)
     assert again.matcher is not one.matcher
-    assert grammars.kept == KEPT
+    assert grammars.kept == MAX_CACHED_GRAMMARS
 
 
-def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: Grammars, asked: Asked):
-    hostile = Grammar("regex", "((((a{11}){11}){11}){11}){11}")
-    with pytest.raises(Unfit) as first:
+def test_what_was_refused_is_remembered(tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked):
+    hostile = GrammarSpec("regex", "((((a{11}){11}){11}){11}){11}")
+    with pytest.raises(UnsupportedSchema) as first:
         grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
     questions = len(asked.grammars)
-    with pytest.raises(Unfit) as second:
+    with pytest.raises(UnsupportedSchema) as second:
         grammars.compile(tokenizer, hostile, "", PROMPT, one=False)
     assert len(asked.grammars) == questions, "it is not asked again"
     assert str(first.value) == str(second.value)
 
 
 def test_a_grammar_is_asked_of_before_it_is_compiled(tokenizer: Tokenizer):
-    made = Grammars(Refusing())
-    with pytest.raises(Unfit, match="too long to compile"):
-        made.compile(tokenizer, Grammar("regex", "[0-9]"), "", PROMPT, one=False)
+    made = GrammarCompiler(Refusing())
+    with pytest.raises(UnsupportedSchema, match="too long to compile"):
+        made.compile(tokenizer, GrammarSpec("regex", "[0-9]"), "", PROMPT, one=False)
     assert made.kept == 0
 
 
 def test_a_process_that_dies_of_a_grammar_is_replaced():
-    asked = Vetting()
+    asked = SandboxClient()
     fine = '{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}'
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     first = asked.start()
@@ -226,55 +226,55 @@ def test_a_process_that_dies_of_a_grammar_is_replaced():
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sandbox, "PATIENCE", 0.3)
+    monkeypatch.setattr(sandbox, "TIMEOUT_SECONDS", 0.3)
     endless = json.dumps({"grammars": [{"json_schema": {"allOf": [{"pattern": one} for one in PATTERNS]}}]})
     begun = time.monotonic()
-    assert Vetting(cpu=1000.0).why_not(endless) == TOO_LONG
+    assert SandboxClient(cpu=1000.0).why_not(endless) == TOO_LONG
     assert time.monotonic() - begun < 5
 
 
-def test_a_schemas_own_options_are_not_taken(tokenizer: Tokenizer, grammars: Grammars):
+def test_a_schemas_own_options_are_not_taken(tokenizer: Tokenizer, grammars: GrammarCompiler):
     lenient = json.dumps({"type": "string", "not": {}, "x-guidance": {"lenient": True}})
-    with pytest.raises(Unfit, match="not"):
-        grammars.compile(tokenizer, Grammar("json_schema", lenient), "", PROMPT, one=False)
+    with pytest.raises(UnsupportedSchema, match="not"):
+        grammars.compile(tokenizer, GrammarSpec("json_schema", lenient), "", PROMPT, one=False)
 
 
-def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: Grammars):
-    def thought(prompt: Prompt) -> Thought:
-        return grammars.compile(tokenizer, Grammar("json_object"), "", prompt, one=False).outline.thought
+def test_where_a_thought_may_stand(tokenizer: Tokenizer, grammars: GrammarCompiler):
+    def thought(prompt: TokenizedPrompt) -> ThoughtStart:
+        return grammars.compile(tokenizer, GrammarSpec("json_object"), "", prompt, one=False).outline.thought
 
-    assert thought(Prompt((1,), thinking=True)) is Thought.OPEN
-    assert thought(Prompt((1,), thinking=False)) is Thought.MAY
-    assert thought(Prompt((1,), thinking=False, thought=True)) is Thought.NONE
-    assert thought(Prompt((1,), thinking=False, plain=True)) is Thought.NONE
+    assert thought(TokenizedPrompt((1,), thinking=True)) is ThoughtStart.OPEN
+    assert thought(TokenizedPrompt((1,), thinking=False)) is ThoughtStart.MAY
+    assert thought(TokenizedPrompt((1,), thinking=False, thought=True)) is ThoughtStart.NONE
+    assert thought(TokenizedPrompt((1,), thinking=False, plain=True)) is ThoughtStart.NONE
 
 
 # calls
 
 
-def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: Grammars):
+def test_calls_stand_first_or_anywhere(tokenizer: Tokenizer, grammars: GrammarCompiler):
     tools = json.dumps([WEATHER])
 
-    def where(grammar: Grammar) -> Calls:
+    def where(grammar: GrammarSpec) -> CallPlaces:
         return grammars.compile(tokenizer, grammar, tools, PROMPT, one=False).outline.calls
 
-    assert where(Grammar(calls="required")) is Calls.FIRST
-    assert where(Grammar(calls="free")) is Calls.ANYWHERE
-    assert where(Grammar("json_object", calls="free")) is Calls.FIRST
-    assert where(Grammar("json_object")) is Calls.NONE
+    assert where(GrammarSpec(calls="required")) is CallPlaces.FIRST
+    assert where(GrammarSpec(calls="free")) is CallPlaces.ANYWHERE
+    assert where(GrammarSpec("json_object", calls="free")) is CallPlaces.FIRST
+    assert where(GrammarSpec("json_object")) is CallPlaces.NONE
 
 
-def test_what_is_too_long_is_not_read(tokenizer: Tokenizer, grammars: Grammars):
-    long = json.dumps([WEATHER | {"x": "y" * LONGEST}])
-    grammars.compile(tokenizer, Grammar("json_object"), long, PROMPT, one=False)
-    with pytest.raises(Unfit, match=str(LONGEST)):
-        grammars.compile(tokenizer, Grammar(calls="required"), long, PROMPT, one=False)
+def test_what_is_too_long_is_not_read(tokenizer: Tokenizer, grammars: GrammarCompiler):
+    long = json.dumps([WEATHER | {"x": "y" * MAX_SCHEMA_CHARS}])
+    grammars.compile(tokenizer, GrammarSpec("json_object"), long, PROMPT, one=False)
+    with pytest.raises(UnsupportedSchema, match=str(MAX_SCHEMA_CHARS)):
+        grammars.compile(tokenizer, GrammarSpec(calls="required"), long, PROMPT, one=False)
 
 
 def test_an_engine_without_grammars_refuses_them():
-    shape, asked = Shape(4, 8, 8, 1), request(Grammar("json_object"))
-    found = impossible(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
+    shape, asked = RequestShape(4, 8, 8, 1), request(GrammarSpec("json_object"))
+    found = never_fits(asked, shape, Model(asked.model, "f", True, 1, 1, context=100), 4)
     assert found is not None
-    assert found.code is Code.UNSUPPORTED
+    assert found.code is RefusalCode.UNSUPPORTED
     offering = Model(asked.model, "f", True, 1, 1, context=100, features=("grammar",))
-    assert impossible(asked, shape, offering, 4) is None
+    assert never_fits(asked, shape, offering, 4) is None

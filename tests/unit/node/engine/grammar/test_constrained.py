@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.grammar.logits_mask import Masker
-from node.engine.grammar.matcher import Constraint, GrammarFailed
+from node.engine.grammar.logits_mask import LogitsMask
+from node.engine.grammar.matcher import GrammarFailed, GrammarMatcher
 from tests import models
 from tests.models.conversations import TOOLS
 from tests.support.schemas import violations
 from tests.support.text_engine import GREEDY, Driver
-from wire.frames import Channel, Failed, Finished, Grammar, Params, Refusal
-from wire.refusals import Code
+from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec, Refusal
+from wire.refusals import RefusalCode
 
 USER = {
     "type": "object",
@@ -26,7 +26,7 @@ USER = {
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
 }
-SCHEMA = Grammar("json_schema", json.dumps(USER))
+SCHEMA = GrammarSpec("json_schema", json.dumps(USER))
 THINK = next(one for one in models.answers() if "reasoning" in one)
 GIVEN = json.dumps(TOOLS)
 STRICT = json.dumps([{"type": "function", "function": {**tool["function"], "strict": True}} for tool in TOOLS])
@@ -37,9 +37,9 @@ def driver() -> Driver:
     return Driver(models.path("llama"))
 
 
-def bound(grammar: Grammar, **more: object) -> Params:
+def bound(grammar: GrammarSpec, **more: object) -> GenerationParams:
     fields: dict[str, object] = {"temperature": 0.0, "max_tokens": 120, "grammar": grammar} | more
-    return Params(**fields)  # type: ignore[arg-type]
+    return GenerationParams(**fields)  # type: ignore[arg-type]
 
 
 def finished(driver: Driver, number: int) -> Finished:
@@ -48,7 +48,7 @@ def finished(driver: Driver, number: int) -> Finished:
     return end
 
 
-def content(driver: Driver, prompt: str, params: Params, **fields: object) -> str:
+def content(driver: Driver, prompt: str, params: GenerationParams, **fields: object) -> str:
     number = driver.ask(prompt, params, **fields)
     assert finished(driver, number).reasons == ("stop",)
     return driver.text[number, 0, Channel.CONTENT]
@@ -71,28 +71,33 @@ def test_an_answer_that_the_model_knows_is_not_bent(driver: Driver):
         },
         "required": ["name", "age", "tags"],
     }
-    said = content(driver, "Give me a user as JSON.", bound(Grammar("json_schema", json.dumps(schema))))
+    said = content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_schema", json.dumps(schema))))
     assert said == '{"name": "Ada", "age": 36, "tags": ["math", "code"]}'
 
 
 def test_other_kinds_of_grammar(driver: Driver):
-    assert re.fullmatch("[0-9]{3}-[0-9]{4}", content(driver, "Hello!", bound(Grammar("regex", "[0-9]{3}-[0-9]{4}"))))
-    assert content(driver, "Hello!", bound(Grammar("choice", '["maybe", "n\\u00e4\\"in\\n"]'))) in ("maybe", 'nä"in\n')
+    assert re.fullmatch(
+        "[0-9]{3}-[0-9]{4}", content(driver, "Hello!", bound(GrammarSpec("regex", "[0-9]{3}-[0-9]{4}")))
+    )
+    assert content(driver, "Hello!", bound(GrammarSpec("choice", '["maybe", "n\\u00e4\\"in\\n"]'))) in (
+        "maybe",
+        'nä"in\n',
+    )
     lark = 'start: GREETING ", " NAME\nGREETING: "Servus" | "Grüß Gott"\nNAME: /[a-c]{2,3}/'
-    assert re.fullmatch("(Servus|Grüß Gott), [a-c]{2,3}", content(driver, "Hello!", bound(Grammar("lark", lark))))
+    assert re.fullmatch("(Servus|Grüß Gott), [a-c]{2,3}", content(driver, "Hello!", bound(GrammarSpec("lark", lark))))
     gbnf = 'root ::= "yes" | "no"'
-    assert content(driver, "Hello!", bound(Grammar("lark", gbnf))) in ("yes", "no")
-    json.loads(content(driver, "Give me a user as JSON.", bound(Grammar("json_object"))))
+    assert content(driver, "Hello!", bound(GrammarSpec("lark", gbnf))) in ("yes", "no")
+    json.loads(content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_object"))))
 
 
 def test_blanks_are_those_that_were_asked_for(driver: Driver):
-    said = content(driver, "Give me a user as JSON.", bound(Grammar("json_schema", SCHEMA.value, "_")))
+    said = content(driver, "Give me a user as JSON.", bound(GrammarSpec("json_schema", SCHEMA.value, "_")))
     assert "_" in said
     assert violations(json.loads(said.replace("_", "")), USER) == []
 
 
 def test_a_thought_comes_first_and_is_free(driver: Driver):
-    number = driver.ask(THINK["prompt"], bound(Grammar("regex", "[0-9] [+] 2 = 4[.]")))
+    number = driver.ask(THINK["prompt"], bound(GrammarSpec("regex", "[0-9] [+] 2 = 4[.]")))
     assert finished(driver, number).reasons == ("stop",)
     assert driver.text[number, 0, Channel.REASONING] == THINK["reasoning"]
     assert driver.text[number, 0, Channel.CONTENT] == THINK["answer"]
@@ -155,7 +160,7 @@ def test_bias_and_penalties_come_before_the_mask(driver: Driver):
 
 
 def test_log_probabilities_can_be_told(driver: Driver):
-    number = driver.ask("Hello!", bound(Grammar("choice", '["yes","no"]'), logprobs=True, top_logprobs=5))
+    number = driver.ask("Hello!", bound(GrammarSpec("choice", '["yes","no"]'), logprobs=True, top_logprobs=5))
     finished(driver, number)
     values = [one.logprob for one in driver.logprobs[number, 0]]
     values += [value for one in driver.logprobs[number, 0] for _, value in one.top]
@@ -164,7 +169,7 @@ def test_log_probabilities_can_be_told(driver: Driver):
 
 
 @pytest.mark.parametrize(("prompt", "grammar"), [("Hello!", SCHEMA), (THINK["prompt"], SCHEMA)])
-def test_a_resumed_answer_goes_on_at_every_cut(driver: Driver, prompt: str, grammar: Grammar):
+def test_a_resumed_answer_goes_on_at_every_cut(driver: Driver, prompt: str, grammar: GrammarSpec):
     other = Driver(models.path("llama"))
     params = bound(grammar, temperature=1.2, seed=11, max_tokens=300)
     number = driver.ask(prompt, params, request_id="r")
@@ -208,16 +213,16 @@ def test_a_batch_that_breaks_costs_no_grammar(driver: Driver, monkeypatch: pytes
 
 
 def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    mask, asked = Constraint.mask, 0
+    mask, asked = GrammarMatcher.mask, 0
 
-    def failing(self: Constraint) -> bytes | None:
+    def failing(self: GrammarMatcher) -> bytes | None:
         nonlocal asked
         asked += 1
         if asked == 4:
             raise GrammarFailed("it cannot be followed further: too many states")
         return mask(self)
 
-    monkeypatch.setattr(Constraint, "mask", failing)
+    monkeypatch.setattr(GrammarMatcher, "mask", failing)
     beside = driver.ask(THINK["prompt"], GREEDY)
     number = driver.ask("Hello!", bound(SCHEMA))
     end = driver.end(number)
@@ -239,7 +244,7 @@ def calls(driver: Driver, number: int) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("prompt", ["Hello!", "What is the weather in Paris?", "Say hello in Greek."])
 def test_a_required_call_is_made_in_one_piece(driver: Driver, prompt: str):
-    number = driver.ask(prompt, bound(Grammar(calls="required"), max_tokens=400), tools=STRICT)
+    number = driver.ask(prompt, bound(GrammarSpec(calls="required"), max_tokens=400), tools=STRICT)
     assert finished(driver, number).reasons == ("tool_calls",)
     assert driver.text[number, 0, Channel.CONTENT] == ""
     schemas = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
@@ -251,7 +256,7 @@ def test_a_required_call_is_made_in_one_piece(driver: Driver, prompt: str):
 
 @pytest.mark.parametrize("name", ["get_weather", "add"])
 def test_a_named_call_is_of_that_tool(driver: Driver, name: str):
-    params = bound(Grammar(calls="required", tool=name), one_call=True, max_tokens=400)
+    params = bound(GrammarSpec(calls="required", tool=name), one_call=True, max_tokens=400)
     number = driver.ask("What is the weather in Paris?", params, tools=GIVEN)
     assert finished(driver, number).reasons == ("tool_calls",)
     assert [call["name"] for call in calls(driver, number)] == [name]
@@ -279,7 +284,7 @@ def test_a_call_is_made_in_every_format_even_by_a_model_that_never_learned_it(tm
     }
     tool = {"type": "function", "function": {"name": "work", "strict": True, "parameters": whole}}
     driver = Driver(speaking(tmp_path / parser, parser))
-    params = bound(Grammar(calls="required"), one_call=True, temperature=1.0, seed=3, max_tokens=200)
+    params = bound(GrammarSpec(calls="required"), one_call=True, temperature=1.0, seed=3, max_tokens=200)
     number = driver.ask("Hello!", params, tools=json.dumps([tool]))
     assert finished(driver, number).reasons == ("tool_calls",)
     assert driver.text[number, 0, Channel.CONTENT] == ""
@@ -305,14 +310,14 @@ def test_a_model_says_what_cannot_be_asked_of_it_once_that_is_known(tmp_path: Pa
         return model.features
 
     assert offered() == ("grammar", "logprobs", "sampling", "tools")
-    refused = driver.end(driver.ask("Hello!", bound(Grammar(calls="required")), tools=GIVEN))
+    refused = driver.end(driver.ask("Hello!", bound(GrammarSpec(calls="required")), tools=GIVEN))
     assert isinstance(refused, Refusal)
-    assert refused.refused.code is Code.UNSUPPORTED
+    assert refused.refused.code is RefusalCode.UNSUPPORTED
     assert offered() == ("grammar", "logprobs", "sampling")
 
 
 def test_strict_tools_leave_words_free(driver: Driver):
-    free = Grammar(calls="free")
+    free = GrammarSpec(calls="free")
     assert content(driver, "Hello!", bound(free), tools=STRICT) == driver.answer("Hello!", tools=STRICT)
     number = driver.ask("What is the weather in Rome and Lima?", bound(free), tools=STRICT)
     assert finished(driver, number).reasons == ("tool_calls",)
@@ -320,7 +325,7 @@ def test_strict_tools_leave_words_free(driver: Driver):
 
 
 def test_an_answer_in_a_format_may_be_a_call_instead(driver: Driver):
-    either = Grammar("json_schema", SCHEMA.value, calls="free")
+    either = GrammarSpec("json_schema", SCHEMA.value, calls="free")
     number = driver.ask("What is the weather in Oslo?", bound(either), tools=GIVEN)
     assert finished(driver, number).reasons == ("tool_calls",)
     said = content(driver, "Give me a user as JSON.", bound(either), tools=GIVEN)
@@ -334,26 +339,26 @@ def test_a_markers_words_within_the_arguments_are_words(driver: Driver):
         "additionalProperties": False,
     }
     tool = {"type": "function", "function": {"name": "say", "strict": True, "parameters": text}}
-    number = driver.ask("Hello!", bound(Grammar(calls="required"), one_call=True), tools=json.dumps([tool]))
+    number = driver.ask("Hello!", bound(GrammarSpec(calls="required"), one_call=True), tools=json.dumps([tool]))
     assert finished(driver, number).reasons == ("tool_calls",)
     assert [json.loads(call["arguments"]) for call in calls(driver, number)] == [{"text": 'a "</tool_call>" b'}]
 
 
 def test_markers_within_an_answer_are_words(driver: Driver):
-    said = content(driver, "Hello!", bound(Grammar("choice", '["a <think>b</think><tool_call>"]')))
+    said = content(driver, "Hello!", bound(GrammarSpec("choice", '["a <think>b</think><tool_call>"]')))
     assert said == "a <think>b</think><tool_call>"
 
 
 def test_what_cannot_be_enforced_is_refused(driver: Driver):
     for grammar, tools in (
-        (Grammar("json_schema", '{"type": "nope"}'), ""),
-        (Grammar("unheard_of"), ""),
-        (Grammar(calls="required"), ""),
-        (Grammar(calls="required", tool="unknown"), GIVEN),
+        (GrammarSpec("json_schema", '{"type": "nope"}'), ""),
+        (GrammarSpec("unheard_of"), ""),
+        (GrammarSpec(calls="required"), ""),
+        (GrammarSpec(calls="required", tool="unknown"), GIVEN),
     ):
         end = driver.end(driver.ask("Hello!", bound(grammar), tools=tools))
         assert isinstance(end, Refusal)
-        assert end.refused.code is Code.INVALID
+        assert end.refused.code is RefusalCode.INVALID
     report = driver.engine.report(time.monotonic())
     assert (report.running, report.waiting, report.memory.reserved) == (0, 0, 0)
     assert all("grammar" in model.features for model in report.models)
@@ -361,6 +366,6 @@ def test_what_cannot_be_enforced_is_refused(driver: Driver):
 
 def test_a_step_without_a_grammar_waits_for_nothing(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     heard: list[int] = []
-    monkeypatch.setattr(Masker, "hear", lambda _, token: heard.append(token))
+    monkeypatch.setattr(LogitsMask, "add_id", lambda _, token: heard.append(token))
     driver.answer("Hello!")
     assert heard == []

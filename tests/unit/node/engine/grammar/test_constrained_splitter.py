@@ -5,12 +5,12 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.grammar.constrained_splitter import Calls, FormatCutter, Outline, Thought
+from node.engine.grammar.constrained_splitter import CallPlaces, FormatCutter, MarkerLayout, ThoughtStart
 
 THINK, CALL = ("<think>", "</think>"), ("<call>", "</call>")
 
 
-def cut(outline: Outline, text: str, *at: int) -> list[tuple[str, str]]:
+def cut(outline: MarkerLayout, text: str, *at: int) -> list[tuple[str, str]]:
     cutter, found = FormatCutter(outline), list[tuple[str, str]]()
     place = outline.beginning()
     edges = sorted({0, len(text), *(one % (len(text) + 1) for one in at)})
@@ -27,15 +27,15 @@ def cut(outline: Outline, text: str, *at: int) -> list[tuple[str, str]]:
 
 def test_a_thought_and_then_words():
     text = "I <think> of </call>.</think>{a: <think>, <call>}"
-    assert cut(Outline(THINK, Thought.OPEN), text) == [
+    assert cut(MarkerLayout(THINK, ThoughtStart.OPEN), text) == [
         ("reasoning", "I <think> of </call>."),
         ("normal", "{a: <think>, <call>}"),
     ]
-    assert cut(Outline(THINK, Thought.NONE), text) == [("normal", text)]
+    assert cut(MarkerLayout(THINK, ThoughtStart.NONE), text) == [("normal", text)]
 
 
 def test_a_thought_only_before_everything_else():
-    may = Outline(THINK, Thought.MAY)
+    may = MarkerLayout(THINK, ThoughtStart.MAY)
     assert cut(may, "<think>a</think>b<think>c") == [("reasoning", "a"), ("normal", "b<think>c")]
     assert cut(may, "b<think>a</think>") == [("normal", "b<think>a</think>")]
     assert cut(may, "<thi") == [("normal", "<thi")]
@@ -43,15 +43,15 @@ def test_a_thought_only_before_everything_else():
 
 def test_a_calls_end_only_outside_of_quotes():
     text = '<call>{"a": "</call> \\" </call>"}</call>\n<call>{}</call>'
-    outline = Outline(call=CALL, calls=Calls.FIRST)
+    outline = MarkerLayout(call=CALL, calls=CallPlaces.FIRST)
     assert cut(outline, text) == [("tool", '{"a": "</call> \\" </call>"}'), ("normal", "\n"), ("tool", "{}")]
 
 
 def test_calls_first_or_anywhere():
-    first, anywhere = (Outline(call=CALL, calls=calls) for calls in (Calls.FIRST, Calls.ANYWHERE))
+    first, anywhere = (MarkerLayout(call=CALL, calls=calls) for calls in (CallPlaces.FIRST, CallPlaces.ANYWHERE))
     assert cut(first, "a <call>{}</call>") == [("normal", "a <call>{}</call>")]
     assert cut(anywhere, "a <call>{}</call> b") == [("normal", "a "), ("tool", "{}"), ("normal", " b")]
-    assert cut(Outline(call=("[C]", ""), calls=Calls.FIRST), "[C]f[ARGS]{}") == [("tool", "f[ARGS]{}")]
+    assert cut(MarkerLayout(call=("[C]", ""), calls=CallPlaces.FIRST), "[C]f[ARGS]{}") == [("tool", "f[ARGS]{}")]
 
 
 @given(
@@ -59,9 +59,9 @@ def test_calls_first_or_anywhere():
         st.sampled_from(["<think>", "</think>", "<call>", "</call>", '"', "\\", "a", "\n", "<", "</"]), max_size=12
     ),
     st.lists(st.integers(0, 60), max_size=8),
-    st.sampled_from(list(Thought)),
-    st.sampled_from(list(Calls)),
+    st.sampled_from(list(ThoughtStart)),
+    st.sampled_from(list(CallPlaces)),
 )
-def test_cuts_change_nothing(parts: list[str], at: list[int], thought: Thought, calls: Calls):
-    outline, text = Outline(THINK, thought, CALL, calls), "".join(parts)
+def test_cuts_change_nothing(parts: list[str], at: list[int], thought: ThoughtStart, calls: CallPlaces):
+    outline, text = MarkerLayout(THINK, thought, CALL, calls), "".join(parts)
     assert cut(outline, text, *at) == cut(outline, text)

@@ -18,19 +18,19 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 from llguidance import LLMatcher, LLTokenizer
 
-from node.engine.grammar.compiler import Grammars, write
-from node.engine.grammar.constrained_splitter import Calls as Where
-from node.engine.grammar.constrained_splitter import FormatCutter, Outline
+from node.engine.grammar.compiler import GrammarCompiler, write
+from node.engine.grammar.constrained_splitter import CallPlaces as Where
+from node.engine.grammar.constrained_splitter import FormatCutter, MarkerLayout
 from node.engine.grammar.sandbox_main import LIMITS
-from node.engine.grammar.tool_arguments import Argument, Guard, arguments_of, ways
+from node.engine.grammar.tool_arguments import Argument, MarkExclusion, arguments_of, tool_variants
 from node.engine.grammar.tool_format_xml import kind_of
 from node.engine.grammar.tool_formats import FORMS, TAGS, as_read, quoted
-from node.engine.grammar.tool_spec import Calling, Unfit, in_words, tools_of
+from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, in_words, tools_of
 from node.engine.text.markers import TOOL
-from node.engine.text.tokenizer import Prompt, load
-from node.engine.text.tool_call_parser import Calls
+from node.engine.text.tokenizer import TokenizedPrompt, load
+from node.engine.text.tool_call_parser import ToolCallParser
 from tests.support import vocabulary
-from wire.frames import Channel, Grammar
+from wire.frames import Channel, GrammarSpec
 
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 BYTES = LLTokenizer("byte")
@@ -94,14 +94,14 @@ def written(tools: dict[str, dict[str, Any]], *, strict: bool = True) -> str:
     )
 
 
-def calling(parser: str) -> Calling:
+def calling(parser: str) -> ToolCallFormat:
     module = import_module(f"mlx_lm.tool_parsers.{parser}")
-    return Calling(parser, (module.tool_call_start, module.tool_call_end), "[ARGS]", in_words)
+    return ToolCallFormat(parser, (module.tool_call_start, module.tool_call_end), "[ARGS]", in_words)
 
 
 @cache
 def grammar(parser: str, one: bool = False, free: bool = False) -> LLMatcher:
-    asked = Grammar(calls="free" if free else "required")
+    asked = GrammarSpec(calls="free" if free else "required")
     text = write(asked, written(tools_for(parser)), calling(parser), one=one)
     matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
     assert not matcher.is_error(), matcher.get_error()
@@ -117,8 +117,8 @@ def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, 
     """Parse an answer as the engine does."""
     how, tools = calling(parser), written(tools_for(parser))
     known = json.loads(as_read(parser, tools_of(tools, "")) or tools)
-    calls = Calls("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
-    cutter = FormatCutter(Outline(call=how.markers, calls=where, quoted=quoted(parser)))
+    calls = ToolCallParser("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
+    cutter = FormatCutter(MarkerLayout(call=how.markers, calls=where, quoted=quoted(parser)))
     blocks, last = [""], False
     for place, part in cutter.feed(text):
         inside = place.state == TOOL
@@ -375,8 +375,10 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
 
 
 def test_a_template_says_how_calls_are_written():
-    old = Calling("mistral", ("[TOOL_CALLS]", ""), "", in_words)
-    matcher = LLMatcher(BYTES, write(Grammar(calls="required"), written({"now": NOTHING}), old, one=False), log_level=0)
+    old = ToolCallFormat("mistral", ("[TOOL_CALLS]", ""), "", in_words)
+    matcher = LLMatcher(
+        BYTES, write(GrammarSpec(calls="required"), written({"now": NOTHING}), old, one=False), log_level=0
+    )
     text = '[TOOL_CALLS][{"name": "now", "arguments": {}}, {"name": "now", "arguments": {}}]'
     assert accepts(matcher, text)
     assert read("mistral", text) == [("now", {})] * 2
@@ -430,7 +432,7 @@ def test_strict_calls_stand_between_words(parser: str):
 
 @pytest.mark.parametrize("parser", FORMS)
 def test_arguments_need_no_strictness_to_be_held_to(parser: str):
-    text = write(Grammar(calls="required"), written(tools_for(parser), strict=False), calling(parser), one=True)
+    text = write(GrammarSpec(calls="required"), written(tools_for(parser), strict=False), calling(parser), one=True)
     matcher = LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
     good = {"path": "a", "mode": "fast", "count": 1, "note": None}
     assert accepts(matcher, answer(parser, [("read", good)]))
@@ -441,10 +443,10 @@ def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
     assert set(PARSERS) - set(FORMS) == {"muse_spark"}
     manual = (Path(__file__).parents[5] / "docs" / "structured-output.md").read_text()
     assert all(f"`{parser}`" in manual for parser in PARSERS)
-    with pytest.raises(Unfit, match=r"muse_spark.*cannot be enforced"):
-        write(Grammar(calls="required"), written({"now": NOTHING}), calling("muse_spark"), one=False)
-    with pytest.raises(Unfit, match="tool_choice required"):
-        write(Grammar(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one=False)
+    with pytest.raises(UnsupportedSchema, match=r"muse_spark.*cannot be enforced"):
+        write(GrammarSpec(calls="required"), written({"now": NOTHING}), calling("muse_spark"), one=False)
+    with pytest.raises(UnsupportedSchema, match="tool_choice required"):
+        write(GrammarSpec(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one=False)
 
 
 # Schemas that a format cannot express are refused
@@ -481,16 +483,16 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", UNSAYABLE)
 def test_what_a_format_cannot_say_is_refused_with_a_reason(case: str):
     parser, parameters, reason = UNSAYABLE[case]
-    with pytest.raises(Unfit, match=reason) as found:
-        write(Grammar(calls="required"), written({"look": parameters}), calling(parser), one=False)
+    with pytest.raises(UnsupportedSchema, match=reason) as found:
+        write(GrammarSpec(calls="required"), written({"look": parameters}), calling(parser), one=False)
     assert len(str(found.value)) < 300
 
 
 def test_names_that_a_format_cannot_write_are_refused():
     for parser, name in (("pythonic", "look-up"), ("pythonic", "class"), ("function_gemma", "look-up")):
-        with pytest.raises(Unfit, match=name):
-            write(Grammar(calls="required"), written({name: NOTHING}), calling(parser), one=False)
-    write(Grammar(calls="required"), written({"look-up": NOTHING}), calling("gemma4"), one=False)
+        with pytest.raises(UnsupportedSchema, match=name):
+            write(GrammarSpec(calls="required"), written({name: NOTHING}), calling(parser), one=False)
+    write(GrammarSpec(calls="required"), written({"look-up": NOTHING}), calling("gemma4"), one=False)
 
 
 deep: dict[str, Any] = {"type": "string"}
@@ -518,16 +520,16 @@ def test_whatever_is_asked_for_is_written_or_refused_in_no_time(parser: str, cas
     begun = time.process_time()
     try:
         text = write(
-            Grammar(calls="required"), written({"look": HOSTILE[case]}, strict=False), calling(parser), one=False
+            GrammarSpec(calls="required"), written({"look": HOSTILE[case]}, strict=False), calling(parser), one=False
         )
-    except Unfit:
+    except UnsupportedSchema:
         text = ""
     assert time.process_time() - begun < 0.5, "the benchmark says 0.1"
     assert len(text) < 1 << 21
 
 
 def test_text_without_marks_is_all_text_but_that():
-    guard = Guard(("</a>", "</ab>", "<c|", "}"))
+    guard = MarkExclusion(("</a>", "</ab>", "<c|", "}"))
     pieces = ("<", "/", "a", "b", ">", "c", "|", "}", "x")
 
     @settings(max_examples=400, deadline=None)
@@ -554,7 +556,7 @@ MODE = {"mode": {"enum": ["1", "2"]}}
 def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     given = json.loads(written({"look": whole}, strict=False))
-    tools, last = ways(given)
+    tools, last = tool_variants(given)
     assert last is given
     said = {"count": "5", "word": "123", "mode": "1", "edits": "[1]", "either": "5"}
     qwen = "".join(f"<parameter={name}>\n{text}\n</parameter>\n" for name, text in said.items())
@@ -569,7 +571,7 @@ def test_a_parameter_that_may_be_null_is_read_by_the_type_that_it_has_else():
 def test_what_cannot_be_read_by_its_type_is_read_as_it_came():
     whole = {"type": "object", "properties": OPTIONAL, "$defs": MODE}
     parse = import_module("mlx_lm.tool_parsers.qwen3_coder").parse_tool_call
-    calls = Calls("", parse, ways(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
+    calls = ToolCallParser("", parse, tool_variants(json.loads(written({"look": whole}, strict=False))), "</tool_call>")
     (call,) = calls.read("<function=look>\n<parameter=count>\nNone\n</parameter>\n</function>")
     assert json.loads(json.loads(call)["arguments"]) == {"count": "None"}
     assert not calls.read("nothing at all")
@@ -606,7 +608,7 @@ LOOSE = st.recursive(
 @given(LOOSE)
 def test_no_tools_are_so_strange_that_anything_raises(found: object):
     tools = [{"function": {"name": "a", "parameters": {"properties": {"a": found}, "$defs": {"a": found}}}}, found]
-    assert all(len(one) == 2 for one in ways(tools))
+    assert all(len(one) == 2 for one in tool_variants(tools))
 
 
 # marks that are single tokens of the model
@@ -635,8 +637,12 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
     folder = vocabulary.byte_level(tmp_path / parser, ["the quick brown fox"], MARKS[parser])
     template = vocabulary.CHAT + "{# [ARGS] #}"
     tokenizer = load(vocabulary.configure(folder, tool_parser_type=parser, chat_template=template))
-    made = Grammars().compile(
-        tokenizer, Grammar(calls="required"), written(tools_for(parser)), Prompt((1,), thinking=False), one=False
+    made = GrammarCompiler().compile(
+        tokenizer,
+        GrammarSpec(calls="required"),
+        written(tools_for(parser)),
+        TokenizedPrompt((1,), thinking=False),
+        one=False,
     )
     text = answer(parser, [("read", {"path": "a < b", "mode": "fast", "count": 3, "note": None}), ("now", {})])
     ids = tokenizer.wrapper.encode(text, add_special_tokens=False)
@@ -699,9 +705,9 @@ def test_no_schema_raises_anything_but_its_refusal(parser: str):
                 [{"type": "function", "function": {"name": "a", "parameters": parameters, "strict": strict}}]
             )
             try:
-                text = write(Grammar(calls="required"), tools, calling(parser), one=False)
+                text = write(GrammarSpec(calls="required"), tools, calling(parser), one=False)
                 as_read(parser, tools_of(tools, ""))
-            except Unfit:
+            except UnsupportedSchema:
                 continue
             LLMatcher(BYTES, text, log_level=0, limits=LIMITS)
 

@@ -2,74 +2,74 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.commitments import Commitment, Ledger
-from wire.report import Group, Kv
+from node.engine.kv.commitments import Commitment, CommitmentLedger
+from wire.report import BatchGroup, KvParameters
 
 KV = 131072
 
 
-def promised(ledger: Ledger) -> int:
-    return ledger.written() + ledger.reserved()
+def promised(ledger: CommitmentLedger) -> int:
+    return ledger.written_bytes() + ledger.reserved_bytes()
 
 
 def test_rows_are_padded_to_the_longest_and_a_wasteful_row_gets_its_own_batch():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     for length in (17, 18, 16):
         ledger.commit(length, 1)
-    assert ledger.groups() == (Group(3, 18, 51),)
+    assert ledger.groups() == (BatchGroup(3, 18, 51),)
     ledger.commit(60_000, 1)
-    assert ledger.groups() == (Group(3, 18, 51), Group(1, 60_000, 60_000))
+    assert ledger.groups() == (BatchGroup(3, 18, 51), BatchGroup(1, 60_000, 60_000))
 
 
 def test_writing_moves_bytes_and_never_makes_any():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     row, other = ledger.commit(100, 1)[0], ledger.commit(90, 1)[0]
     row.written, other.written = 100, 10
-    assert ledger.written() == 110 * KV, "a row in prefill has a cache of its own, without padding"
+    assert ledger.written_bytes() == 110 * KV, "a row in prefill has a cache of its own, without padding"
     row.joined = other.joined = True
-    assert ledger.written() == 2 * 100 * KV
-    assert ledger.reserved() == 0
+    assert ledger.written_bytes() == 2 * 100 * KV
+    assert ledger.reserved_bytes() == 0
     ledger.release(row)
-    assert ledger.written() == 10 * KV
-    assert ledger.reserved() == 80 * KV
+    assert ledger.written_bytes() == 10 * KV
+    assert ledger.reserved_bytes() == 80 * KV
     ledger.release(other)
     assert ledger.groups() == ()
 
 
 def test_room_that_a_prompt_has_taken_ahead_is_written_and_no_longer_promised():
-    kv = Kv(KV, step=256, window=64, window_per_token=8)
-    ledger = Ledger(kv)
+    kv = KvParameters(KV, step=256, window=64, window_per_token=8)
+    ledger = CommitmentLedger(kv)
     (row,) = ledger.commit(1000, 1)
     row.written = 100
-    plain, whole = ledger.written(), promised(ledger)
+    plain, whole = ledger.written_bytes(), promised(ledger)
     row.room = 355
-    assert ledger.written() == plain, "what a row of 100 tokens may have anyhow"
+    assert ledger.written_bytes() == plain, "what a row of 100 tokens may have anyhow"
     row.room = 800
-    assert ledger.written() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
+    assert ledger.written_bytes() == plain + (800 - 355) * KV, "only layers that grow take room ahead"
     assert promised(ledger) == whole
     row.joined, row.room = True, 0
-    assert ledger.written() == plain
+    assert ledger.written_bytes() == plain
 
 
 def test_a_promise_begins_unwritten_and_one_of_nothing_takes_nothing():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     (row,) = ledger.commit(100, 1)
     assert (row.written, row.joined) == (0, False)
-    assert (ledger.written(), ledger.reserved()) == (0, 100 * KV)
-    empty = Ledger(Kv(KV, fixed=1000))
+    assert (ledger.written_bytes(), ledger.reserved_bytes()) == (0, 100 * KV)
+    empty = CommitmentLedger(KvParameters(KV, fixed=1000))
     assert empty.cost(0, 1) == 0
     empty.commit(0, 1)
     assert promised(empty) == 0
 
 
 def test_a_misspelt_word_of_what_is_written_is_an_error_and_not_a_promise_that_never_shrinks():
-    (row,) = Ledger(Kv(KV)).commit(100, 1)
+    (row,) = CommitmentLedger(KvParameters(KV)).commit(100, 1)
     with pytest.raises(AttributeError):
         row.writen = 100  # type: ignore[attr-defined]
 
 
 def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     (long,), (short,) = ledger.commit(60_000, 1), ledger.commit(20, 1)
     first, second = ledger.batch_of(long), ledger.batch_of(short)
     assert first != second
@@ -79,7 +79,7 @@ def test_a_batch_keeps_its_number_and_no_other_ever_has_it():
 
 
 def test_a_join_is_asked_for_what_the_whole_batch_then_holds_with_its_padding():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     (decoding,), (still_in_prefill,) = ledger.commit(100, 1), ledger.commit(100, 1)
     decoding.written, decoding.joined = 50, True
     still_in_prefill.written = 99
@@ -105,7 +105,7 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: list[tuple[str, int, int]]):
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     rows: list[Commitment] = []
     for name, first, second in operations:
         before = promised(ledger)
@@ -125,12 +125,12 @@ def test_what_is_promised_rises_exactly_by_the_cost_that_was_asked(operations: l
             rows.remove(row)
             ledger.release(row)
             assert promised(ledger) < before
-        assert ledger.reserved() >= 0
+        assert ledger.reserved_bytes() >= 0
         assert sum(group.rows for group in ledger.groups()) == len(rows)
 
 
 def test_a_ledger_counts_its_rows_holds_them_until_release_and_says_how_many_decode_together():
-    ledger = Ledger(Kv(KV))
+    ledger = CommitmentLedger(KvParameters(KV))
     assert len(ledger) == 0
     first, second = ledger.commit(100, 2)
     (third,) = ledger.commit(60_000, 1)

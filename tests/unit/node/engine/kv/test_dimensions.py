@@ -10,17 +10,17 @@ import pytest
 from mlx_lm.utils import load_model
 
 from node.engine.kv.kv_cache import extent_of, kv_of, nbytes_of, new_cache
-from node.engine.memory.gate import Site
+from node.engine.memory.gate import GateSite
 from node.engine.models import loaded_model as loading
 from node.engine.models.loaded_model import forward
 from node.models import catalogue
-from node.models.catalogue import describe, foresee
+from node.models.catalogue import describe, predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
 from tests.support.text_engine import Driver
 from wire.capacity.arithmetic import row_bytes
-from wire.frames import Finished, Params
-from wire.report import Kv, Transient
+from wire.frames import Finished, GenerationParams
+from wire.report import KvParameters, TransientModel
 
 LENGTHS = (20, 256, 300, 700)
 
@@ -104,29 +104,29 @@ def test_compressed_attention_is_foreseen_as_it_is_kept(kind: str, more: dict[st
     model = module.Model(module.ModelArgs.from_dict(config))
     mx.eval(model.parameters())
     measured = kv_of(written(model, 20))
-    assert measured == foresee(config, 4)
+    assert measured == predict_kv(config, 4)
     cache = written(model, 300)
     assert extent_of(cache).size == nbytes_of(cache) <= row_bytes(measured, 300)
 
 
 def test_compressed_attention_of_a_kind_that_is_unknown_is_foreseen_as_if_expanded():
-    unknown = foresee({"model_type": "deepseek_v9", **MLA}, 4)
-    assert unknown == foresee({"model_type": "deepseek_v2", **MLA}, 4)
-    assert unknown.per_token > foresee({"model_type": "deepseek_v3", **MLA}, 4).per_token
+    unknown = predict_kv({"model_type": "deepseek_v9", **MLA}, 4)
+    assert unknown == predict_kv({"model_type": "deepseek_v2", **MLA}, 4)
+    assert unknown.per_token > predict_kv({"model_type": "deepseek_v3", **MLA}, 4).per_token
 
 
 def test_the_size_of_a_number_is_the_base_types_where_weights_are_quantized():
     quantized = {"model_type": "deepseek_v3", **MLA, "torch_dtype": "bfloat16", "quantization": {"bits": 4}}
-    assert foresee(quantized, 4) == Kv(3 * (32 + 16) * 2, 256)
+    assert predict_kv(quantized, 4) == KvParameters(3 * (32 + 16) * 2, 256)
 
 
 def test_the_gate_is_asked_where_no_dimension_is_known(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(catalogue, "foresee", lambda config, size: Kv(0))
-    monkeypatch.setattr(catalogue, "forecast", lambda config, size: Transient())
-    monkeypatch.setattr(loading, "kv_of", lambda cache: Kv(0))
+    monkeypatch.setattr(catalogue, "predict_kv", lambda config, size: KvParameters(0))
+    monkeypatch.setattr(catalogue, "predict_transient", lambda config, size: TransientModel())
+    monkeypatch.setattr(loading, "kv_of", lambda cache: KvParameters(0))
     driver = Driver(models.path("llama"))
     gate = driver.engine.gate
-    assert isinstance(driver.end(driver.ask("Hello!", Params(temperature=0.0, max_tokens=4))), Finished)
-    assert gate.checks[Site.PREFLIGHT] >= 1
-    assert gate.checks[Site.PREFILL] >= 1
-    assert gate.checks[Site.JOIN] >= 1
+    assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=4))), Finished)
+    assert gate.checks[GateSite.PREFLIGHT] >= 1
+    assert gate.checks[GateSite.PREFILL] >= 1
+    assert gate.checks[GateSite.JOIN] >= 1

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from node.engine.kv.commitments import Commitment, Ledger
+from node.engine.kv.commitments import Commitment, CommitmentLedger
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Channel, Finished, Params
+from wire.frames import Channel, Finished, GenerationParams
 from wire.units import GIB
 
 FIRST, SECOND = [
@@ -20,9 +20,9 @@ def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytes
     driver = Driver(models.path("llama"), batch=8, chunk=256)
     other = driver.ask(FIRST["prompt"])
     driver.until(lambda: driver.engine.report(0.0).running)
-    joining, join, refused, joined = Ledger.joining, DecodeBatch.join, list[int](), list[int]()
+    joining, join, refused, joined = CommitmentLedger.joining, DecodeBatch.join, list[int](), list[int]()
 
-    def dear(ledger: Ledger, row: Commitment, rows: int) -> int:
+    def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
         short = rows == 2 and not refused
         refused.extend([rows] * short)
         return joining(ledger, row, rows) + short * 1024 * GIB
@@ -31,9 +31,9 @@ def test_rows_that_had_no_room_join_later_and_the_others_once(monkeypatch: pytes
         joined.append(len(rows))
         return join(batch, rows, *past)
 
-    monkeypatch.setattr(Ledger, "joining", dear)
+    monkeypatch.setattr(CommitmentLedger, "joining", dear)
     monkeypatch.setattr(DecodeBatch, "join", counted)
-    number = driver.ask(SECOND["prompt"], Params(temperature=0.0, n=3))
+    number = driver.ask(SECOND["prompt"], GenerationParams(temperature=0.0, n=3))
     ends = driver.end(number), driver.end(other)
     assert all(isinstance(end, Finished) for end in ends), ends
     assert [driver.text[number, choice, Channel.CONTENT] for choice in range(3)] == [SECOND["answer"]] * 3

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from node.engine.kv.kv_cache import STEP, Layer, room_of, stretch, widen
+from node.engine.kv.kv_cache import CACHE_STEP_TOKENS, LayerCache, grow_cache, grow_caches, room_of
 
 HEADS, WIDTH = 2, 4
 
@@ -29,7 +29,7 @@ def grow(most: int, chunk: int, *, stretched: bool) -> tuple[list[float], int, i
     for begin in range(0, most, chunk):
         count = min(chunk, most - begin)
         if stretched:
-            stretch([cache], count, most)
+            grow_caches([cache], count, most)
         shown = write(cache, begin, count)
         rooms.append(room_of([cache]))
     return cast("list[float]", shown[0, 0, :, 0].tolist()), len(set(rooms)) - 1, rooms[-1]
@@ -41,7 +41,7 @@ def test_a_stretched_cache_shows_what_an_ordinary_one_does_and_has_no_more_room_
 ):
     shown, grown, room = grow(most, chunk, stretched=True)
     assert shown == list(range(most))
-    assert most <= room <= most + STEP - 1
+    assert most <= room <= most + CACHE_STEP_TOKENS - 1
     plain, plainly, _ = grow(most, chunk, stretched=False)
     assert shown == plain
     assert grown <= plainly
@@ -55,23 +55,23 @@ def test_a_long_prompt_is_copied_a_few_times_and_not_at_every_step():
 def test_beside_others_caches_double_one_at_a_time_and_in_time():
     layers, rooms = [layer() for _ in range(4)], list[list[int]]()
     for start in range(0, 3000, 20):
-        stretch(cast("list[Layer]", layers), 20, 3000)
-        widen(cast("list[Layer]", layers), 20, 3000)
+        grow_caches(cast("list[LayerCache]", layers), 20, 3000)
+        grow_cache(cast("list[LayerCache]", layers), 20, 3000)
         shown = [cast("list[float]", write(one, start, 20)[0, 0, :, 0].tolist()) for one in layers]
         assert shown == [list(range(start + 20))] * 4
         rooms.append([one.keys.shape[2] for one in layers])
     grown = [sum(now != before for before, now in zip(*pair, strict=True)) for pair in pairwise(rooms)]
     assert max(grown[256 // 20 :]) == 1
     assert sum(grown) <= 5 * 4, "each as often as without"
-    assert max(rooms[-1]) <= 3000 + STEP
-    assert all(room_of(cast("list[Layer]", layers)) == sum(one) // 4 for one in rooms[-1:])
+    assert max(rooms[-1]) <= 3000 + CACHE_STEP_TOKENS
+    assert all(room_of(cast("list[LayerCache]", layers)) == sum(one) // 4 for one in rooms[-1:])
 
 
 def test_what_is_kept_beyond_the_end_is_never_shown():
     cache = layer()
     write(cache, 0, 300)
     cache.trim(44)
-    stretch([cache], 400, 2000)
+    grow_caches([cache], 400, 2000)
     shown = cast("list[float]", write(cache, 256, 400)[0, 0, :, 0].tolist())
     assert shown == list(range(656))
 
@@ -80,6 +80,6 @@ def test_what_is_kept_beyond_the_end_is_never_shown():
 def test_windows_and_states_are_left_as_they_are(kind: type[Any], arguments: tuple[int, ...]):
     cache = layer(kind, *arguments)
     before = dict(vars(cache))
-    stretch([cast("Layer", cache)], 500, 5000)
+    grow_caches([cast("LayerCache", cache)], 500, 5000)
     assert vars(cache) == before
-    assert room_of([cast("Layer", cache)]) == 0
+    assert room_of([cast("LayerCache", cache)]) == 0

@@ -5,17 +5,26 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.prefix_store import BLOCK, LEAST, TOLD, Entry, Found, PrefixCache, PrefixStore, hash_of
+from node.engine.kv.prefix_store import (
+    BLOCK_TOKENS,
+    MAX_EVICTIONS_REPORTED,
+    MIN_PREFIX_TOKENS,
+    CachedPrefix,
+    PrefixCache,
+    PrefixHit,
+    PrefixStore,
+    hash_of,
+)
 from node.engine.kv.radix_trie import pack
-from node.engine.scheduling.prefix_cache import OPENING, limit_of, stops
+from node.engine.scheduling.prefix_cache import MAX_TEMPLATE_TOKENS, limit_of, snapshot_positions
 from wire.report import CacheState
 
-START = list(range(LEAST))
+START = list(range(MIN_PREFIX_TOKENS))
 
 
-def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> Entry[str]:
+def entry(*more: int, nbytes: int = 10, model: str = "m", snapshot: bool = False) -> CachedPrefix[str]:
     key = pack([*START, *more])
-    return Entry(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
+    return CachedPrefix(model, key, f"cache of {more}", nbytes, hash_of(model, key), snapshot)
 
 
 def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
@@ -23,18 +32,18 @@ def test_a_cache_that_can_be_cut_serves_whatever_it_shares():
     one = entry(1, 2, 3)
     kept.store(one)
     found = kept.find("m", pack([*START, 1, 9, 9]), cut=True)
-    assert (found.entry, found.length, found.shared) == (one, LEAST + 1, LEAST + 1)
+    assert (found.entry, found.length, found.shared) == (one, MIN_PREFIX_TOKENS + 1, MIN_PREFIX_TOKENS + 1)
     assert kept.find("other", pack([*START, 1, 9]), cut=True).entry is None
 
 
 def test_a_sequence_serves_its_own_scope_alone():
     kept: PrefixCache[str] = PrefixCache()
-    one = Entry("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
-    other = Entry("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
+    one = CachedPrefix("m", pack([*START, 1, 2]), "a cache", 10, b"", scope="alice")
+    other = CachedPrefix("m", pack([*START, 1, 3]), "a cache", 10, b"", scope="mallory")
     kept.store(one)
     asked = pack([*START, 1, 2, 3])
     assert kept.find("m", asked, cut=True, scope="alice").entry is one
-    assert kept.find("m", asked, cut=True, scope="mallory") == Found(), "not even that something is shared"
+    assert kept.find("m", asked, cut=True, scope="mallory") == PrefixHit(), "not even that something is shared"
     assert not kept.covers("m", one.key, cut=True, scope="mallory")
     assert kept.replaced("m", asked, "mallory") == []
     kept.store(other)
@@ -49,11 +58,11 @@ def test_a_cache_that_cannot_be_cut_serves_only_whole():
     kept: PrefixCache[str] = PrefixCache()
     kept.store(entry(1, 2, 3))
     found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
-    assert (found.entry, found.length, found.shared) == (None, 0, LEAST + 1)
+    assert (found.entry, found.length, found.shared) == (None, 0, MIN_PREFIX_TOKENS + 1)
     short = entry(1)
     kept.store(short)
     found = kept.find("m", pack([*START, 1, 9, 9]), cut=False)
-    assert (found.entry, found.length) == (short, LEAST + 1)
+    assert (found.entry, found.length) == (short, MIN_PREFIX_TOKENS + 1)
 
 
 def test_one_token_is_always_left_to_compute():
@@ -65,7 +74,7 @@ def test_one_token_is_always_left_to_compute():
     short = entry(1)
     kept.store(short)
     assert kept.find("m", whole.key, cut=False).length == whole.length - 1
-    assert kept.find("m", whole.key, cut=True) == Found(short, whole.length - 1, whole.length), "nothing is cut"
+    assert kept.find("m", whole.key, cut=True) == PrefixHit(short, whole.length - 1, whole.length), "nothing is cut"
 
 
 def test_templates_alone_are_no_beginning():
@@ -142,7 +151,7 @@ def test_a_longer_sequence_makes_its_beginnings_needless():
 @given(st.lists(st.tuples(st.sampled_from("sefd"), st.lists(st.integers(0, 3), max_size=4), st.integers(1, 50))))
 def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int]]):
     kept: PrefixCache[str] = PrefixCache()
-    stored: list[Entry[str]] = []
+    stored: list[CachedPrefix[str]] = []
     for doing, ids, size in doings:
         if doing == "s":
             stored.append(entry(*ids, nbytes=size))
@@ -160,7 +169,7 @@ def test_bytes_are_those_of_what_is_there(doings: list[tuple[str, list[int], int
 
 
 def test_a_hash_names_the_ids_the_model_and_every_block_before():
-    ids = list(range(2 * BLOCK + 7))
+    ids = list(range(2 * BLOCK_TOKENS + 7))
     assert hash_of("a", pack(ids)) == hash_of("a", pack(ids))
     assert (
         len(
@@ -178,7 +187,7 @@ def test_a_hash_names_the_ids_the_model_and_every_block_before():
 
 def test_a_hash_is_the_same_in_every_version():
     """Nodes and coordinator compare hashes. A changed hash makes every cached prompt unknown."""
-    found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK, BLOCK + 1)]
+    found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1)]
     assert found == [
         "178ae0acf7f5c5ab692c698ac329d4fd",
         "9593934efb6da2e1eb5f95aa4b8abcd5",
@@ -191,11 +200,11 @@ def test_a_beginning_serves_from_its_least_length_on():
     kept: PrefixCache[str] = PrefixCache()
     one = entry(1)
     kept.store(one)
-    assert kept.find("m", pack([*START, 9]), cut=True) == Found(one, LEAST, LEAST)
-    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == Found(None, 0, LEAST - 1)
+    assert kept.find("m", pack([*START, 9]), cut=True) == PrefixHit(one, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS)
+    assert kept.find("m", pack([*START[:-1], 9, 9]), cut=True) == PrefixHit(None, 0, MIN_PREFIX_TOKENS - 1)
     exact = entry()
     kept.store(exact)
-    assert kept.find("m", pack([*START, 9]), cut=False) == Found(exact, LEAST, LEAST)
+    assert kept.find("m", pack([*START, 9]), cut=False) == PrefixHit(exact, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS)
 
 
 def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
@@ -205,41 +214,43 @@ def test_of_a_sequence_and_its_beginning_the_one_serves_that_shares_more():
     kept.store(long)
     assert short.alive, "a beginning stays beside what begins with it"
     asked = pack([*START, 1, 2, 9])
-    assert kept.find("m", asked, cut=True) == Found(long, LEAST + 2, LEAST + 2)
-    assert kept.find("m", asked, cut=False) == Found(short, LEAST, LEAST + 2)
+    assert kept.find("m", asked, cut=True) == PrefixHit(long, MIN_PREFIX_TOKENS + 2, MIN_PREFIX_TOKENS + 2)
+    assert kept.find("m", asked, cut=False) == PrefixHit(short, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS + 2)
     assert not kept.covers("m", pack([*START, 1, 2]), cut=False)
     assert kept.covers("m", pack([*START, 1, 2]), cut=True)
-    assert kept.find("m", pack([*START, 9]), cut=True) == Found(short, LEAST, LEAST)
-    assert kept.take(long) == "cache of (1, 2, 3)"
-    assert kept.find("m", asked, cut=True) == Found(short, LEAST, LEAST)
+    assert kept.find("m", pack([*START, 9]), cut=True) == PrefixHit(short, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS)
+    assert kept.pop(long) == "cache of (1, 2, 3)"
+    assert kept.find("m", asked, cut=True) == PrefixHit(short, MIN_PREFIX_TOKENS, MIN_PREFIX_TOKENS)
 
 
 def test_the_state_counts_hits_stores_and_evictions_and_names_the_newest():
     kept: PrefixCache[str] = PrefixCache()
-    entries = [entry(number, nbytes=10 + number) for number in range(TOLD + 2)]
+    entries = [entry(number, nbytes=10 + number) for number in range(MAX_EVICTIONS_REPORTED + 2)]
     for one in entries:
         kept.store(one)
-    kept.hit(30)
-    kept.hit(12)
+    kept.count_hit(30)
+    kept.count_hit(12)
     total = sum(one.nbytes for one in entries)
-    assert kept.state() == CacheState(total, TOLD + 2, 2, 42, TOLD + 2, 0, ())
+    assert kept.state() == CacheState(total, MAX_EVICTIONS_REPORTED + 2, 2, 42, MAX_EVICTIONS_REPORTED + 2, 0, ())
     assert (kept.evict(0), kept.evict(10)) == (0, 10)
     kept.store(replace(entries[1], value="newer", nbytes=5))
-    assert (kept.nbytes, len(kept), entries[1].alive) == (total - 10 - 11 + 5, TOLD + 1, False)
+    assert (kept.nbytes, len(kept), entries[1].alive) == (total - 10 - 11 + 5, MAX_EVICTIONS_REPORTED + 1, False)
     kept.drop("m")
     hashes = [one.prompt_hash for one in (*entries[2:], entries[1])]
-    assert kept.state() == CacheState(0, 0, 2, 42, TOLD + 3, TOLD + 2, tuple(hashes[-TOLD:]))
+    assert kept.state() == CacheState(
+        0, 0, 2, 42, MAX_EVICTIONS_REPORTED + 3, MAX_EVICTIONS_REPORTED + 2, tuple(hashes[-MAX_EVICTIONS_REPORTED:])
+    )
 
 
 def test_snapshots_are_taken_behind_the_last_turn_and_where_prompts_part():
     prompt = [5] * 40 + [2, 7] + [5] * 100 + [2, 8, 9, 9]
-    assert stops(prompt, {2}, 0, 0) == [143]
-    assert stops(prompt, {2}, 0, 80) == [80, 143]
-    assert stops(prompt, {2}, 50, 80) == [143], "too little more than what is there"
-    assert stops(prompt, {2}, 143, 143) == []
-    assert stops(prompt, {1}, 0, 0) == [len(prompt) - 1 - OPENING], "no token ends a turn"
-    assert stops(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], "one token is left to compute"
-    assert stops([5] * 10, {2}, 0, 0) == []
+    assert snapshot_positions(prompt, {2}, 0, 0) == [143]
+    assert snapshot_positions(prompt, {2}, 0, 80) == [80, 143]
+    assert snapshot_positions(prompt, {2}, 50, 80) == [143], "too little more than what is there"
+    assert snapshot_positions(prompt, {2}, 143, 143) == []
+    assert snapshot_positions(prompt, {1}, 0, 0) == [len(prompt) - 1 - MAX_TEMPLATE_TOKENS], "no token ends a turn"
+    assert snapshot_positions(prompt, {2}, 0, len(prompt)) == [143, len(prompt) - 1], "one token is left to compute"
+    assert snapshot_positions([5] * 10, {2}, 0, 0) == []
 
 
 def test_how_much_may_be_kept():

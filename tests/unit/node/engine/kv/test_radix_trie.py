@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.kv.radix_trie import Trie, common, pack
+from node.engine.kv.radix_trie import RadixTrie, common, pack
 
 ids = st.lists(st.sampled_from([0, 1, 2, 256, 2**32 - 1]), min_size=1, max_size=12)
 
@@ -25,7 +25,7 @@ def test_common_is_counted_in_whole_ids(one: list[int], other: list[int]):
 
 @given(st.lists(ids, max_size=12), st.lists(st.integers(0, 11), max_size=8), ids, st.integers(0, 12))
 def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int], asked: list[int], most: int):
-    trie: Trie[tuple[int, ...]] = Trie()
+    trie: RadixTrie[tuple[int, ...]] = RadixTrie()
     kept = {tuple(key) for key in keys}
     for key in keys:
         trie.put(pack(key), tuple(key))
@@ -44,7 +44,7 @@ def test_a_walk_finds_what_a_search_finds(keys: list[list[int]], gone: list[int]
 
 
 def test_what_is_not_stored_cannot_be_removed():
-    trie: Trie[int] = Trie()
+    trie: RadixTrie[int] = RadixTrie()
     trie.put(pack([1, 2]), 1)
     with pytest.raises(KeyError):
         trie.remove(pack([2]))
@@ -52,7 +52,7 @@ def test_what_is_not_stored_cannot_be_removed():
 
 def test_a_prompt_of_six_thousand_tokens_is_looked_up_within_a_millisecond():
     random = Random(1)
-    trie: Trie[int] = Trie()
+    trie: RadixTrie[int] = RadixTrie()
     start = [random.randrange(150_000) for _ in range(3000)]
     prompts = [start + [random.randrange(150_000) for _ in range(3000)] for _ in range(200)]
     for number, prompt in enumerate(prompts):

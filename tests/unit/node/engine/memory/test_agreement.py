@@ -6,19 +6,19 @@ import pytest
 
 from node.engine.memory.footprint import clear_pool
 from router.placement.cluster_view import ClusterView, view_of
-from router.placement.place import Demand, NoPlacement, Placement, place
-from router.placement.reservations import Ledger
+from router.placement.place import NoPlacement, Placement, ResourceDemand, place
+from router.placement.reservations import ReservationLedger
 from tests import models
 from tests.support.text_engine import Driver
 from wire.capacity.arithmetic import reading_bytes
 from wire.codec import Splitter, decode, encode
-from wire.frames import Admitted, Limits, Message, Params, Refusal, Report
+from wire.frames import Admitted, GenerationParams, MemoryLimits, Message, Refusal, Report
 from wire.identity import NodeId
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.report import EngineState
 from wire.units import KIB, MIB
 
-ENDLESS = Params(temperature=0.0, max_tokens=400, stop=("\0",))
+ENDLESS = GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",))
 
 
 def reported(driver: Driver) -> ClusterView:
@@ -32,18 +32,18 @@ def reported(driver: Driver) -> ClusterView:
     return ClusterView((view,))
 
 
-def placed(driver: Driver, content: str, params: Params) -> Placement | NoPlacement:
-    demand = Demand(
+def placed(driver: Driver, content: str, params: GenerationParams) -> Placement | NoPlacement:
+    demand = ResourceDemand(
         driver.default, len(content), tokens_of(driver, content), max_tokens=params.max_tokens, choices=params.n
     )
-    return place(reported(driver), demand, Ledger(), now=100.0, draw=lambda: 0.0)
+    return place(reported(driver), demand, ReservationLedger(), now=100.0, draw=lambda: 0.0)
 
 
 def tokens_of(driver: Driver, content: str) -> int:
     """Count a prompt as the engine does."""
     from wire.frames import Generate
 
-    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0)
+    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
     prepared = driver.engine.door.prepare(asked)
     return len(prepared.ids)
 
@@ -70,14 +70,14 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
     """The report has the reusable part of the reading. The engine admits a request that the router placed on it."""
     driver = Driver(models.path("llama"), batch=8)
     for number in range(12):
-        driver.answer(f"{number} " + "word " * 120, Params(temperature=0.0, max_tokens=1))
+        driver.answer(f"{number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
     clear_pool()
     report = driver.engine.report(time.monotonic())
     assert report.memory.current is not None
     assert report.memory.reusable > 5 * MIB
     assert report.memory.reusable <= report.cache.nbytes, "no more is told as reusable than is kept"
-    driver.engine.gate.hold(Limits(2**33, report.memory.current + room, 0, "dynamic"))
-    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    driver.engine.gate.hold(MemoryLimits(2**33, report.memory.current + room, 0, "dynamic"))
+    params = GenerationParams(temperature=0.0, max_tokens=30, n=choices)
     content = "fresh " * words
     verdict = placed(driver, content, params)
     if isinstance(verdict, Placement):
@@ -90,10 +90,10 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
 @pytest.mark.parametrize("choices", [1, 3])
 def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
     """One long row and two short ones decode. Then requests arrive that the router has judged by the report."""
-    driver.take(Limits(2**33, 2**33, 0, "static"))
+    driver.take(MemoryLimits(2**33, 2**33, 0, "static"))
     running = [driver.ask("word " * size, ENDLESS) for size in (300, 1, 2)]
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
-    params = Params(temperature=0.0, max_tokens=30, n=choices)
+    params = GenerationParams(temperature=0.0, max_tokens=30, n=choices)
     verdicts = list[bool]()
     for words in (1, 100, 400, 900):
         content = "word " * words
@@ -103,7 +103,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
             clear_pool()  # else the gate would evict pooled buffers for a request that the router did not place
             memory = driver.engine.report(time.monotonic()).memory
             assert memory.current is not None
-            driver.take(Limits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))
+            driver.take(MemoryLimits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))
             verdict = placed(driver, content, params)
             verdicts.append(isinstance(verdict, Placement))
             expected = verdict.chosen.output_tokens if isinstance(verdict, Placement) else 30
@@ -116,7 +116,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
                 driver.turn()
             else:
                 assert isinstance(answer, Refusal), (words, room)
-                assert answer.refused.code is verdict.refused.code is Code.NO_ROOM
+                assert answer.refused.code is verdict.refused.code is RefusalCode.NO_ROOM
                 assert answer.refused.numbers is not None
                 assert verdict.refused.numbers is not None
                 asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # before or at tokenization

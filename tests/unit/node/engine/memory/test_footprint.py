@@ -5,10 +5,17 @@ import time
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import POOL_MOST, Footprint, Height, clear_pool, give_back, limit_pool
-from node.engine.memory.gate import Gate
+from node.engine.memory.footprint import (
+    MAX_POOL_BYTES,
+    EngineMemory,
+    MlxPeakTracker,
+    clear_pool,
+    limit_pool,
+    release_free_memory,
+)
+from node.engine.memory.gate import MemoryGate
 from tests.support.readings import failing
-from wire.frames import Limits
+from wire.frames import MemoryLimits
 from wire.report import Memory
 from wire.units import GIB, MIB
 
@@ -16,13 +23,13 @@ from wire.units import GIB, MIB
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
     """Release memory of earlier tests: an array in buffers that MLX kept would change neither count nor footprint."""
-    give_back()
+    release_free_memory()
 
 
 @pytest.fixture
-def gate() -> Gate:
-    made = Gate()
-    made.hold(Limits(64 * GIB, 64 * GIB, GIB, "static"))
+def gate() -> MemoryGate:
+    made = MemoryGate()
+    made.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     return made
 
 
@@ -32,14 +39,14 @@ def held(size: int) -> mx.array:
     return array
 
 
-@pytest.mark.parametrize(("cap", "limit"), [(8 * GIB, 8 * GIB // 100), (64 * GIB, POOL_MOST), (0, 0)])
+@pytest.mark.parametrize(("cap", "limit"), [(8 * GIB, 8 * GIB // 100), (64 * GIB, MAX_POOL_BYTES), (0, 0)])
 def test_the_pool_is_one_percent_of_the_cap_and_256_mib_at_most(cap: int, limit: int):
     limit_pool(cap)
-    assert mx.set_cache_limit(POOL_MOST) == limit
+    assert mx.set_cache_limit(MAX_POOL_BYTES) == limit
 
 
 def test_free_buffers_go_and_what_is_held_stays():
-    mx.set_cache_limit(POOL_MOST)
+    mx.set_cache_limit(MAX_POOL_BYTES)
     kept, gone = held(8 * MIB), held(16 * MIB)
     del gone
     assert mx.get_cache_memory() >= 16 * MIB
@@ -48,10 +55,10 @@ def test_free_buffers_go_and_what_is_held_stays():
     assert mx.get_active_memory() >= kept.nbytes
 
 
-def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     array = held(64 * MIB)
-    memory = footprint.judged(gate, 5 * MIB, time.monotonic())
+    memory = footprint.read_memory(gate, 5 * MIB, time.monotonic())
     assert memory.active == mx.get_active_memory() >= array.nbytes
     assert memory.cache == mx.get_cache_memory()
     assert memory.peak == mx.get_peak_memory()
@@ -60,82 +67,82 @@ def test_a_reading_has_what_mlx_holds_the_footprint_and_the_base(gate: Gate):
     assert (memory.reserved, memory.total, memory.armed) == (5 * MIB, 128 * GIB, True)
 
 
-def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
-    give_back()
+def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
+    release_free_memory()
 
     def read(now: float) -> Memory:
-        return footprint.judged(gate, 0, now)
+        return footprint.read_memory(gate, 0, now)
 
     began = time.monotonic() - 3.0  # the last reading must not count as stale five seconds later
     array = held(256 * MIB)
     high = read(began)
     assert high.current is not None
     del array
-    give_back()
+    release_free_memory()
     after = read(began + 1.5)
     assert after.current is not None
     assert after.current > high.current - 32 * MIB, "what stood there a moment ago still counts"
-    assert footprint.falls_at(began + 1.5) == began + 5.0
+    assert footprint.peak_expires_at(began + 1.5) == began + 5.0
     fallen = read(began + 5.5)
     assert fallen.current is not None
     assert fallen.current < high.current - 200 * MIB
-    assert footprint.falls_at(began + 6.0) is None
+    assert footprint.peak_expires_at(began + 6.0) is None
 
 
-def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: Gate):
+def test_a_height_is_remembered_on_top_of_what_is_held_since(gate: MemoryGate):
     kept = held(128 * MIB)
-    footprint = Footprint(128 * GIB, lambda: kept.nbytes)
-    give_back()
+    footprint = EngineMemory(128 * GIB, lambda: kept.nbytes)
+    release_free_memory()
     spike = held(128 * MIB)
-    high = footprint.judged(gate, 0, 100.0)
+    high = footprint.read_memory(gate, 0, 100.0)
     del spike
-    give_back()
-    after = footprint.judged(gate, 0, 101.5)
+    release_free_memory()
+    after = footprint.read_memory(gate, 0, 101.5)
     assert high.phys is not None
     assert after.recent == pytest.approx(high.phys, abs=16 * MIB)
 
 
-def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_what_was_given_back_on_purpose_is_not_held_against_the_next_request(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     array = held(256 * MIB)
-    high = footprint.judged(gate, 0, 100.0)
+    high = footprint.read_memory(gate, 0, 100.0)
     del array
-    give_back()
+    release_free_memory()
     footprint.forget()
-    low = footprint.judged(gate, 0, 100.5)
+    low = footprint.read_memory(gate, 0, 100.5)
     assert high.current is not None
     assert low.current is not None
     assert low.current < high.current - 200 * MIB
 
 
-def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_five_seconds(gate: Gate):
-    footprint = Footprint(128 * GIB, lambda: 0)
+def test_a_reading_that_fails_moves_with_what_mlx_takes_and_is_unknown_after_five_seconds(gate: MemoryGate):
+    footprint = EngineMemory(128 * GIB, lambda: 0)
     source = failing(footprint.sensor)
     now = time.monotonic()
-    before = footprint.judged(gate, 0, now)
+    before = footprint.read_memory(gate, 0, now)
     source.fails = True
     array = held(64 * MIB)
-    during = footprint.judged(gate, 0, now + 1.0)
+    during = footprint.read_memory(gate, 0, now + 1.0)
     assert before.phys is not None
     assert during.phys is not None
     assert during.phys - before.phys == pytest.approx(array.nbytes, abs=MIB)
     assert during.armed
-    blind = footprint.judged(gate, 0, now + 6.0)
+    blind = footprint.read_memory(gate, 0, now + 6.0)
     assert (blind.phys, blind.current, blind.headroom, blind.armed) == (None, None, None, False)
     source.fails = False
-    assert footprint.judged(gate, 0, time.monotonic()).phys is not None
+    assert footprint.read_memory(gate, 0, time.monotonic()).phys is not None
 
 
 def test_a_height_is_measured_from_its_own_mark_and_the_highest_ever_is_kept():
-    height = Height()
-    give_back()
+    height = MlxPeakTracker()
+    release_free_memory()
     height.mark()
     first = held(32 * MIB)
-    assert height.above() == pytest.approx(32 * MIB, abs=MIB)
+    assert height.peak_above_mark() == pytest.approx(32 * MIB, abs=MIB)
     del first
-    assert height.sunk() == pytest.approx(32 * MIB, abs=MIB)
-    ever = height.ever()
+    assert height.peak_drop() == pytest.approx(32 * MIB, abs=MIB)
+    ever = height.highest()
     height.mark()
-    assert (height.marks, height.above()) == (2, 0)
-    assert height.ever() == ever
+    assert (height.marks, height.peak_above_mark()) == (2, 0)
+    assert height.highest() == ever

@@ -1,20 +1,20 @@
 import pytest
 
-from node.engine.memory.gate import Gate, Site, Use
-from node.memory.reading import STALE, Reading
+from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
+from node.memory.reading import STALE_AFTER_SECONDS, MemoryReading
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import Fits
-from wire.frames import Limits
-from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, Buckets, GateMeasures
-from wire.refusals import Code, Refused
+from wire.frames import MemoryLimits
+from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, Histogram
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB
 
-USE = Use(active=10 * GIB, recent=12 * GIB, reserved=3 * GIB)
-READING = Reading(11 * GIB, "statm", 100.0)
+USE = MlxCounters(active=10 * GIB, recent=12 * GIB, reserved=3 * GIB)
+READING = MemoryReading(11 * GIB, "statm", 100.0)
 
 
-def gate(limits: Limits | None) -> Gate:
-    made = Gate()
+def gate(limits: MemoryLimits | None) -> MemoryGate:
+    made = MemoryGate()
     if limits is not None:
         made.hold(limits)
     return made
@@ -24,37 +24,43 @@ def gate(limits: Limits | None) -> Gate:
     ("limits", "reading", "armed"),
     [
         (None, READING, False),
-        (Limits(0, 0, 0, ""), READING, False),
-        (Limits(64 * GIB, 64 * GIB, GIB, "static", guard=False), READING, False),
-        (Limits(64 * GIB, 64 * GIB, GIB, "static"), Reading(None, "statm", 100.0), False),
-        (Limits(64 * GIB, 64 * GIB, GIB, "static"), Reading(GIB, "statm", 100.0 - STALE - 1), False),
-        (Limits(64 * GIB, 64 * GIB, GIB, "static"), READING, True),
-        (Limits(64 * GIB, 64 * GIB, 0, "static"), READING, True),
-        (Limits(1, 1, 0, "static"), READING, True),
-        (Limits(-1, 64 * GIB, 0, "static"), READING, False),
+        (MemoryLimits(0, 0, 0, ""), READING, False),
+        (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", guard=False), READING, False),
+        (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"), MemoryReading(None, "statm", 100.0), False),
+        (
+            MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"),
+            MemoryReading(GIB, "statm", 100.0 - STALE_AFTER_SECONDS - 1),
+            False,
+        ),
+        (MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"), READING, True),
+        (MemoryLimits(64 * GIB, 64 * GIB, 0, "static"), READING, True),
+        (MemoryLimits(1, 1, 0, "static"), READING, True),
+        (MemoryLimits(-1, 64 * GIB, 0, "static"), READING, False),
     ],
 )
-def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(limits: Limits | None, reading: Reading, armed: bool):
+def test_a_gate_is_armed_only_when_it_could_refuse_on_facts(
+    limits: MemoryLimits | None, reading: MemoryReading, armed: bool
+):
     under_test = gate(limits)
     assert under_test.armed(reading, 100.0) is armed
     assert under_test.memory(USE, reading, 128 * GIB, 100.0).armed is armed
 
 
-@pytest.mark.parametrize("site", list(Site))
+@pytest.mark.parametrize("site", list(GateSite))
 @pytest.mark.parametrize(
     ("limits", "reading", "code"),
     [
-        (None, READING, Code.NOT_READY),
-        (Limits(0, 0, 0, ""), READING, Code.NOT_READY),
-        (Limits(-1, 64 * GIB, 0, ""), READING, Code.NOT_READY),
-        (Limits(1, 1, 0, ""), READING, Code.NO_ROOM),
-        (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(None, "statm", 100.0), Code.UNREADABLE),
-        (Limits(64 * GIB, 64 * GIB, GIB, ""), Reading(GIB, "statm", 10.0), Code.UNREADABLE),
-        (Limits(64 * GIB, 16 * GIB, GIB, ""), READING, Code.NO_ROOM),
+        (None, READING, RefusalCode.NOT_READY),
+        (MemoryLimits(0, 0, 0, ""), READING, RefusalCode.NOT_READY),
+        (MemoryLimits(-1, 64 * GIB, 0, ""), READING, RefusalCode.NOT_READY),
+        (MemoryLimits(1, 1, 0, ""), READING, RefusalCode.NO_ROOM),
+        (MemoryLimits(64 * GIB, 64 * GIB, GIB, ""), MemoryReading(None, "statm", 100.0), RefusalCode.UNREADABLE),
+        (MemoryLimits(64 * GIB, 64 * GIB, GIB, ""), MemoryReading(GIB, "statm", 10.0), RefusalCode.UNREADABLE),
+        (MemoryLimits(64 * GIB, 16 * GIB, GIB, ""), READING, RefusalCode.NO_ROOM),
     ],
 )
 def test_a_closed_gate_refuses_at_every_site_and_counts(
-    site: Site, limits: Limits | None, reading: Reading, code: Code
+    site: GateSite, limits: MemoryLimits | None, reading: MemoryReading, code: RefusalCode
 ):
     under_test = gate(limits)
     answer = under_test.check(site, under_test.memory(USE, reading, 128 * GIB, 100.0), 1)
@@ -64,21 +70,21 @@ def test_a_closed_gate_refuses_at_every_site_and_counts(
 
 
 def test_the_answer_is_the_verdicts_to_the_byte():
-    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "dynamic", leases=7))
+    under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "dynamic", leases=7))
     memory = under_test.memory(USE, READING, 128 * GIB, 100.5)
     assert memory.current == 12 * GIB
     assert memory.headroom == 4 * GIB
     assert (memory.leases, memory.bound_by, memory.age, memory.total) == (7, "dynamic", 0.5, 128 * GIB)
-    assert isinstance(under_test.check(Site.JOIN, memory, 4 * GIB), Fits)
-    refused = under_test.check(Site.JOIN, memory, 4 * GIB + 1)
+    assert isinstance(under_test.check(GateSite.JOIN, memory, 4 * GIB), Fits)
+    refused = under_test.check(GateSite.JOIN, memory, 4 * GIB + 1)
     assert refused == arithmetic.judge(memory, 4 * GIB + 1)
-    assert (under_test.checks[Site.JOIN], under_test.refusals[Site.JOIN]) == (2, 1)
+    assert (under_test.checks[GateSite.JOIN], under_test.refusals[GateSite.JOIN]) == (2, 1)
 
 
 def test_the_guard_passes_everything_only_when_it_is_off_by_name():
-    under_test = gate(Limits(0, 0, 0, "", guard=False))
-    memory = under_test.memory(USE, Reading(None, "statm", 0.0), 0, 100.0)
-    assert isinstance(under_test.check(Site.PREFILL, memory, 2**50), Fits)
+    under_test = gate(MemoryLimits(0, 0, 0, "", guard=False))
+    memory = under_test.memory(USE, MemoryReading(None, "statm", 0.0), 0, 100.0)
+    assert isinstance(under_test.check(GateSite.PREFILL, memory, 2**50), Fits)
     assert under_test.describe()["state"] == "OFF"
 
 
@@ -89,20 +95,22 @@ def test_before_the_first_limits_nothing_is_held_nothing_has_room_and_a_second_l
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (memory.cap, memory.ceiling, memory.margin, memory.bound_by) == (0, 0, 0, "")
     assert memory.headroom == -15 * GIB
-    refused = under_test.closed()
+    refused = under_test.not_ready_refusal()
     assert refused is not None
     assert refused.retry_after == 1.0
-    under_test.hold(Limits(64 * GIB, 64 * GIB, GIB, "static", number=7))
+    under_test.hold(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static", number=7))
     assert under_test.held == 7
-    assert under_test.closed() is None
+    assert under_test.not_ready_refusal() is None
 
 
 def test_what_nobody_told_is_reported_as_nothing_and_what_was_told_as_it_is():
-    under_test = gate(Limits(64 * GIB, 64 * GIB, GIB, "static"))
+    under_test = gate(MemoryLimits(64 * GIB, 64 * GIB, GIB, "static"))
     plain = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert (plain.base, plain.cache, plain.peak) == (0, 0, 0)
     assert (plain.cap, plain.ceiling, plain.active, plain.source) == (64 * GIB, 64 * GIB, USE.active, READING.source)
-    told = under_test.memory(Use(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4)
+    told = under_test.memory(
+        MlxCounters(10 * GIB, 12 * GIB, 3 * GIB, cache=5, peak=6), READING, 128 * GIB, 100.0, base=4
+    )
     assert (told.base, told.cache, told.peak) == (4, 5, 6)
     assert told.current == plain.current, "free buffers, the highest mark and the base are told, not judged"
 
@@ -118,8 +126,8 @@ def test_a_reading_from_a_clock_ahead_is_of_no_age():
 def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
     automatic: bool, residual: int | None, margin: int
 ):
-    under_test = Gate(lambda: residual)
-    under_test.hold(Limits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
+    under_test = MemoryGate(lambda: residual)
+    under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=automatic))
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
     assert memory.margin == margin
     assert memory.headroom == 100 * GIB - margin - 12 * GIB - 3 * GIB
@@ -128,45 +136,47 @@ def test_an_automatic_margin_is_what_the_profiles_say_once_all_of_them_do(
 
 
 def test_gate_measures_count_checks_refusals_and_predicted_peaks():
-    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "dynamic"))
+    under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "dynamic"))
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
-    unreadable = under_test.memory(USE, Reading(None, "statm", 100.0), 128 * GIB, 100.0)
+    unreadable = under_test.memory(USE, MemoryReading(None, "statm", 100.0), 128 * GIB, 100.0)
     empty = gate(None).memory(USE, READING, 128 * GIB, 100.0)
     for estimate in (GIB, 14 * GIB, 14 * GIB):
-        under_test.check(Site.JOIN, memory, estimate)
-    under_test.check(Site.PREFILL, unreadable, 1)
-    under_test.check(Site.PREFILL, empty, 1)
+        under_test.check(GateSite.JOIN, memory, estimate)
+    under_test.check(GateSite.PREFILL, unreadable, 1)
+    under_test.check(GateSite.PREFILL, empty, 1)
     under_test.transient.observe(5)
-    predicted, transient = Buckets(PREDICTED_BOUNDS), Buckets(TRANSIENT_BOUNDS)
+    predicted, transient = Histogram(PREDICTED_BOUNDS), Histogram(TRANSIENT_BOUNDS)
     predicted.observe(1 + (1 - 4) / 20)
     predicted.observe(1 + (14 - 4) / 20, times=2)
     transient.observe(5)
     measured = under_test.measures()
     assert measured == GateMeasures(
         (("join", 3), ("prefill", 2)),
-        ((Code.NO_ROOM.value, 3), (Code.UNREADABLE.value, 1)),
+        ((RefusalCode.NO_ROOM.value, 3), (RefusalCode.UNREADABLE.value, 1)),
         predicted.tally(),
         transient.tally(),
     )
 
 
 def test_gate_counts_a_predicted_peak_under_a_ceiling_of_one_byte():
-    under_test = gate(Limits(1, 1, 0, ""))
-    under_test.check(Site.GROW, under_test.memory(Use(0, 0, 0), Reading(0, "statm", 100.0), GIB, 100.0), 1)
+    under_test = gate(MemoryLimits(1, 1, 0, ""))
+    under_test.check(
+        GateSite.GROW, under_test.memory(MlxCounters(0, 0, 0), MemoryReading(0, "statm", 100.0), GIB, 100.0), 1
+    )
     assert under_test.measures().predicted.total == 1.0
 
 
 def test_gate_judges_a_load_without_the_margin():
-    under_test = gate(Limits(64 * GIB, 20 * GIB, GIB, "static"))
+    under_test = gate(MemoryLimits(64 * GIB, 20 * GIB, GIB, "static"))
     memory = under_test.memory(USE, READING, 128 * GIB, 100.0)
-    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB, load=True), Fits)
-    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB + 1, load=True), Refused)
-    assert isinstance(under_test.check(Site.LOAD, memory, 5 * GIB), Refused)
+    assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB, load=True), Fits)
+    assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB + 1, load=True), Refused)
+    assert isinstance(under_test.check(GateSite.LOAD, memory, 5 * GIB), Refused)
 
 
 @pytest.mark.parametrize(("residual", "narrowed"), [(None, 0), (0, 13 * GIB), (50 * GIB, 0)])
 def test_gate_reports_by_how_much_profiles_narrow_the_margin(residual: int | None, narrowed: int):
-    under_test = Gate(lambda: residual)
-    assert under_test.narrowed() == 0
-    under_test.hold(Limits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
-    assert under_test.narrowed() == narrowed
+    under_test = MemoryGate(lambda: residual)
+    assert under_test.narrowed_bytes() == 0
+    under_test.hold(MemoryLimits(100 * GIB, 100 * GIB, 15 * GIB, "static", margin_auto=True))
+    assert under_test.narrowed_bytes() == narrowed

@@ -1,27 +1,27 @@
 """Counts of the gate for metrics: checks by site, refusals by reason, predicted peaks as shares of the ceiling."""
 
-from node.engine.memory.gate import Gate, Site, Use
-from node.memory.reading import Reading
-from wire.frames import Limits
+from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
+from node.memory.reading import MemoryReading
+from wire.frames import MemoryLimits
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS
 from wire.report import Memory
 from wire.units import GIB
 
-READING = Reading(40 * GIB, "statm", 100.0)
+READING = MemoryReading(40 * GIB, "statm", 100.0)
 
 
-def memory_of(gate: Gate, reading: Reading = READING) -> Memory:
-    return gate.memory(Use(active=10 * GIB, recent=20 * GIB, reserved=8 * GIB), reading, 128 * GIB, 100.0)
+def memory_of(gate: MemoryGate, reading: MemoryReading = READING) -> Memory:
+    return gate.memory(MlxCounters(active=10 * GIB, recent=20 * GIB, reserved=8 * GIB), reading, 128 * GIB, 100.0)
 
 
 def test_checks_are_counted_by_site_and_refusals_by_reason():
-    gate = Gate()
-    gate.check(Site.PREFLIGHT, memory_of(gate), 1)
-    gate.hold(Limits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
-    gate.check(Site.PREFILL, memory_of(gate), 1)
-    gate.check(Site.PREFILL, memory_of(gate), 50 * GIB)
-    gate.check(Site.JOIN, memory_of(gate), 51 * GIB)
-    gate.check(Site.GROW, memory_of(gate, Reading(None, "statm", 100.0)), 1)
+    gate = MemoryGate()
+    gate.check(GateSite.PREFLIGHT, memory_of(gate), 1)
+    gate.hold(MemoryLimits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
+    gate.check(GateSite.PREFILL, memory_of(gate), 1)
+    gate.check(GateSite.PREFILL, memory_of(gate), 50 * GIB)
+    gate.check(GateSite.JOIN, memory_of(gate), 51 * GIB)
+    gate.check(GateSite.GROW, memory_of(gate, MemoryReading(None, "statm", 100.0)), 1)
     measures = gate.measures()
     assert measures.checks == (("preflight", 1), ("prefill", 2), ("join", 1), ("grow", 1))
     assert dict(measures.refusals) == {"engine_not_ready": 1, "no_headroom": 1, "memory_unreadable": 1}
@@ -29,10 +29,10 @@ def test_checks_are_counted_by_site_and_refusals_by_reason():
 
 def test_a_predicted_peak_is_the_share_of_the_ceiling_that_the_verdict_compares():
     """40 GiB current, 8 reserved, 2 margin and 20 or 50 estimated, with a ceiling of 100: 0.7 and 1.0."""
-    gate = Gate()
-    gate.hold(Limits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
+    gate = MemoryGate()
+    gate.hold(MemoryLimits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
     for estimate in (20, 50, 50):
-        gate.check(Site.PREFILL, memory_of(gate), estimate * GIB)
+        gate.check(GateSite.PREFILL, memory_of(gate), estimate * GIB)
     predicted = gate.measures().predicted
     assert round(predicted.total, 9) == 2.7
     found = {bound: count for bound, count in zip(PREDICTED_BOUNDS, predicted.counts, strict=False) if count}
@@ -40,15 +40,15 @@ def test_a_predicted_peak_is_the_share_of_the_ceiling_that_the_verdict_compares(
 
 
 def test_a_check_without_a_reading_predicts_nothing():
-    gate = Gate()
-    gate.hold(Limits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
-    gate.check(Site.PREFILL, memory_of(gate, Reading(None, "statm", 100.0)), 1)
+    gate = MemoryGate()
+    gate.hold(MemoryLimits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
+    gate.check(GateSite.PREFILL, memory_of(gate, MemoryReading(None, "statm", 100.0)), 1)
     assert sum(gate.measures().predicted.counts) == 0
     assert gate.measures().checks == (("prefill", 1),)
 
 
 def test_a_transient_falls_into_its_bucket_with_its_bytes():
-    gate = Gate()
+    gate = MemoryGate()
     for mebibytes in (16, 17):
         gate.transient.observe(mebibytes * 2**20)
     transient = gate.measures().transient

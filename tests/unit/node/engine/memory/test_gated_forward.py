@@ -5,28 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.memory.footprint import Footprint
-from node.engine.memory.gate import Site
-from node.engine.memory.gated_forward import REST, Forwards
-from node.engine.models.load_times import LOAD_SPEED
-from node.engine.process.crash_recorder import Recorder
-from node.engine.process.interface import Doing, Halted
-from node.engine_process.supervisor import Patience
+from node.engine.memory.footprint import EngineMemory
+from node.engine.memory.gate import GateSite
+from node.engine.memory.gated_forward import UNWIRE_AFTER_SECONDS, GatedForwards
+from node.engine.models.load_times import MIN_LOAD_BYTES_PER_SECOND
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.interface import Halted, NativeCallKind
+from node.engine_process.supervisor import SupervisorTimeouts
 from tests import models
 from tests.support.readings import Later
 from tests.support.text_engine import GREEDY, Driver
-from wire.frames import Limits, Load
-from wire.refusals import Code, Refused
+from wire.frames import LoadModel, MemoryLimits
+from wire.refusals import RefusalCode, Refused
 from wire.units import GIB, MIB
 
 WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
 
-def new_forwards(clock: Later | None = None) -> Forwards:
+def new_forwards(clock: Later | None = None) -> GatedForwards:
     """Make forwards of an engine that holds both models and releases nothing."""
-    return Forwards(
-        Recorder(),
-        Footprint(GIB, lambda: 0),
+    return GatedForwards(
+        CrashRecorder(),
+        EngineMemory(GIB, lambda: 0),
         lambda: 0,
         lambda site, need: False,
         lambda refused: False,
@@ -41,73 +41,73 @@ def clock() -> Later:
 
 
 @pytest.fixture
-def forwards(clock: Later) -> Forwards:
+def forwards(clock: Later) -> GatedForwards:
     return new_forwards(clock)
 
 
-def expected(forwards: Forwards, doing: Doing, model: str = "large", own: float = 0.5) -> float:
+def expected(forwards: GatedForwards, doing: NativeCallKind, model: str = "large", own: float = 0.5) -> float:
     """Make a call and return its expected seconds minus its own time."""
     with forwards.native(doing, model, 1, own) as call:
         assert forwards.call is call
         return call.expected - own
 
 
-READ_AGAIN = WEIGHTS["large"] / LOAD_SPEED
+READ_AGAIN = WEIGHTS["large"] / MIN_LOAD_BYTES_PER_SECOND
 
 
-def test_the_first_forward_after_a_load_may_read_the_weights_again_and_the_next_may_not(forwards: Forwards):
-    assert expected(forwards, Doing.LOAD) == READ_AGAIN, "with its last piece it runs for the first time"
-    assert expected(forwards, Doing.PREFILL) == READ_AGAIN
-    assert expected(forwards, Doing.PREFILL) == 0.0
-    expected(forwards, Doing.LOAD)
-    assert expected(forwards, Doing.PREFILL) == READ_AGAIN, "loaded again, however soon"
+def test_the_first_forward_after_a_load_may_read_the_weights_again_and_the_next_may_not(forwards: GatedForwards):
+    assert expected(forwards, NativeCallKind.LOAD) == READ_AGAIN, "with its last piece it runs for the first time"
+    assert expected(forwards, NativeCallKind.PREFILL) == READ_AGAIN
+    assert expected(forwards, NativeCallKind.PREFILL) == 0.0
+    expected(forwards, NativeCallKind.LOAD)
+    assert expected(forwards, NativeCallKind.PREFILL) == READ_AGAIN, "loaded again, however soon"
 
 
-def test_the_first_forward_after_a_rest_may_read_the_weights_again(forwards: Forwards, clock: Later):
+def test_the_first_forward_after_a_rest_may_read_the_weights_again(forwards: GatedForwards, clock: Later):
     for _ in range(2):
-        expected(forwards, Doing.PREFILL)
-    clock.by += REST / 2
-    assert expected(forwards, Doing.DECODE) == 0.0
-    clock.by += REST
-    assert expected(forwards, Doing.PREFILL) == READ_AGAIN
-    assert expected(forwards, Doing.JOIN) == expected(forwards, Doing.DECODE) == 0.0
+        expected(forwards, NativeCallKind.PREFILL)
+    clock.by += UNWIRE_AFTER_SECONDS / 2
+    assert expected(forwards, NativeCallKind.DECODE) == 0.0
+    clock.by += UNWIRE_AFTER_SECONDS
+    assert expected(forwards, NativeCallKind.PREFILL) == READ_AGAIN
+    assert expected(forwards, NativeCallKind.JOIN) == expected(forwards, NativeCallKind.DECODE) == 0.0
 
 
-def test_a_decode_step_is_waited_for_in_the_call_after_it(forwards: Forwards, clock: Later):
-    assert [expected(forwards, Doing.DECODE) for _ in range(3)] == [READ_AGAIN, READ_AGAIN, 0.0]
-    clock.by += 2 * REST
-    expected(forwards, Doing.DECODE)
-    with forwards.waits(Doing.DECODE, "large", 0.0) as call:
+def test_a_decode_step_is_waited_for_in_the_call_after_it(forwards: GatedForwards, clock: Later):
+    assert [expected(forwards, NativeCallKind.DECODE) for _ in range(3)] == [READ_AGAIN, READ_AGAIN, 0.0]
+    clock.by += 2 * UNWIRE_AFTER_SECONDS
+    expected(forwards, NativeCallKind.DECODE)
+    with forwards.publish_wait(NativeCallKind.DECODE, "large", 0.0) as call:
         assert call.expected == READ_AGAIN
 
 
-def test_each_model_rests_for_itself(forwards: Forwards, clock: Later):
-    expected(forwards, Doing.PREFILL, "small")
-    clock.by += 2 * REST
-    expected(forwards, Doing.PREFILL, "large")
-    assert expected(forwards, Doing.PREFILL, "large") == 0.0
-    assert expected(forwards, Doing.PREFILL, "small") == WEIGHTS["small"] / LOAD_SPEED
+def test_each_model_rests_for_itself(forwards: GatedForwards, clock: Later):
+    expected(forwards, NativeCallKind.PREFILL, "small")
+    clock.by += 2 * UNWIRE_AFTER_SECONDS
+    expected(forwards, NativeCallKind.PREFILL, "large")
+    assert expected(forwards, NativeCallKind.PREFILL, "large") == 0.0
+    assert expected(forwards, NativeCallKind.PREFILL, "small") == WEIGHTS["small"] / MIN_LOAD_BYTES_PER_SECOND
 
 
 def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch):
     """The clock of all deadlines stops during sleep, another clock continues."""
     made = new_forwards()
-    expected(made, Doing.PREFILL)
+    expected(made, NativeCallKind.PREFILL)
     read, goes_on = time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
     monkeypatch.setattr(time, "clock_gettime", lambda clock: read(clock) + 8 * 3600 * (clock == goes_on))
-    assert expected(made, Doing.DECODE) == READ_AGAIN
+    assert expected(made, NativeCallKind.DECODE) == READ_AGAIN
 
 
-def test_the_hang_rule_leaves_time_to_read_the_weights_again(forwards: Forwards):
-    with forwards.native(Doing.PREFILL, "large", 1, 0.5) as call:
-        assert not Patience().hung(READ_AGAIN, call.expected)
-    with forwards.native(Doing.PREFILL, "large", 1, 0.5) as call:
-        assert Patience().hung(10.1, call.expected)
+def test_the_hang_rule_leaves_time_to_read_the_weights_again(forwards: GatedForwards):
+    with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
+        assert not SupervisorTimeouts().is_hung(READ_AGAIN, call.expected)
+    with forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5) as call:
+        assert SupervisorTimeouts().is_hung(10.1, call.expected)
 
 
-def test_once_halted_no_call_begins(forwards: Forwards):
+def test_once_halted_no_call_begins(forwards: GatedForwards):
     forwards.halted = True
-    with pytest.raises(Halted), forwards.native(Doing.PREFILL, "large", 1, 0.5):
+    with pytest.raises(Halted), forwards.native(NativeCallKind.PREFILL, "large", 1, 0.5):
         raise AssertionError("it began")
     assert forwards.counts().forwards == 0
 
@@ -117,16 +117,16 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
     driver = Driver(tmp_path)
 
     def rewiring(model: str) -> float:
-        with driver.engine.forwards.waits(Doing.DECODE, model, 0.0) as call:
+        with driver.engine.forwards.publish_wait(NativeCallKind.DECODE, model, 0.0) as call:
             return call.expected
 
     seen: list[float] = []
-    driver.take(Load(7, "a"))
+    driver.take(LoadModel(7, "a"))
     while not driver.said[7]:
         driver.turn()
         seen.append(rewiring("a"))
     weights = driver.resident("a").weights
-    assert seen[-1] == weights / LOAD_SPEED
+    assert seen[-1] == weights / MIN_LOAD_BYTES_PER_SECOND
     assert seen[0] < seen[-1]
     driver.answer("Hello!", GREEDY)
     assert rewiring("a") == 0.0
@@ -137,14 +137,14 @@ class Asked:
     """Forwards with a gate over this process's own memory, and a record of the steps to make room."""
 
     def __init__(self, room: int, *, makes_room: bool = False, cap: int = 1024 * GIB, guard: bool = True) -> None:
-        self.made_room: list[tuple[Site, int]] = []
+        self.made_room: list[tuple[GateSite, int]] = []
         self.given_up: list[Refused] = []
         self.makes_room = makes_room
         self.loads = self.frees = False
         self.reserved = 0
-        self.forwards = Forwards(
-            Recorder(),
-            Footprint(GIB, lambda: 0),
+        self.forwards = GatedForwards(
+            CrashRecorder(),
+            EngineMemory(GIB, lambda: 0),
             lambda: self.reserved,
             self._make_room,
             self._give_up_load,
@@ -154,12 +154,12 @@ class Asked:
 
     def hold(self, room: int, *, cap: int = 1024 * GIB, guard: bool = True) -> None:
         """Leave `room` bytes under the ceiling."""
-        self.forwards.gate.hold(Limits(GIB, GIB, 0, ""))
+        self.forwards.gate.hold(MemoryLimits(GIB, GIB, 0, ""))
         current = self.forwards.memory(time.monotonic()).current
         assert current is not None
-        self.forwards.gate.hold(Limits(cap, current + room, 0, "dynamic", guard))
+        self.forwards.gate.hold(MemoryLimits(cap, current + room, 0, "dynamic", guard))
 
-    def _make_room(self, site: Site, need: int) -> bool:
+    def _make_room(self, site: GateSite, need: int) -> bool:
         self.made_room.append((site, need))
         return self.makes_room
 
@@ -172,7 +172,7 @@ class Asked:
 
 def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
     asked = Asked(256 * MIB)
-    assert asked.forwards.ask(Site.PREFILL, MIB) is None
+    assert asked.forwards.check(GateSite.PREFILL, MIB) is None
     assert asked.made_room == []
     assert (asked.forwards.counts().checks, asked.forwards.counts().refusals) == (1, 0)
 
@@ -180,20 +180,20 @@ def test_what_fits_is_asked_once_and_nothing_is_given_back_for_it():
 @pytest.mark.parametrize("makes_room", [False, True])
 def test_before_a_no_room_is_made_and_only_then_the_gate_is_asked_again(makes_room: bool):
     asked = Asked(256 * MIB, makes_room=makes_room)
-    refused = asked.forwards.ask(Site.JOIN, GIB)
+    refused = asked.forwards.check(GateSite.JOIN, GIB)
     assert refused is not None
-    assert refused.code is Code.NO_ROOM, "made room or not, the gate has the last word"
-    assert asked.made_room == [(Site.JOIN, GIB)]
-    assert asked.forwards.gate.checks == {Site.JOIN: 1 + makes_room}
+    assert refused.code is RefusalCode.NO_ROOM, "made room or not, the gate has the last word"
+    assert asked.made_room == [(GateSite.JOIN, GIB)]
+    assert asked.forwards.gate.checks == {GateSite.JOIN: 1 + makes_room}
     assert asked.forwards.counts().refusals == 1 + makes_room
 
 
 def test_nothing_is_given_back_where_the_gate_is_closed():
     asked = Asked(256 * MIB)
-    asked.forwards.gate.hold(Limits(0, 0, 0, ""))
-    refused = asked.forwards.ask(Site.GROW, 1)
+    asked.forwards.gate.hold(MemoryLimits(0, 0, 0, ""))
+    refused = asked.forwards.check(GateSite.GROW, 1)
     assert refused is not None
-    assert refused.code is Code.NOT_READY
+    assert refused.code is RefusalCode.NOT_READY
     assert asked.made_room == []
 
 
@@ -201,18 +201,18 @@ def test_nothing_is_given_back_where_the_gate_is_closed():
 def test_the_largest_chunk_that_passes_is_taken_and_each_smaller_one_counted(fits: int, shrinks: int):
     asked = Asked(GIB)
     need = {512: 1, 256: 1, 128: 1} | {size: 64 * GIB for size in (512, 256, 128) if size > fits}
-    assert asked.forwards.ask_shrinking(Site.PREFILL, (512, 256, 128), need.__getitem__) == fits
+    assert asked.forwards.check_shrinking(GateSite.PREFILL, (512, 256, 128), need.__getitem__) == fits
     assert asked.forwards.counts().shrinks == shrinks
     assert asked.made_room == [], "kept prefixes stay as long as a smaller chunk fits"
 
 
 def test_room_is_made_for_the_smallest_chunk_only_and_it_may_be_refused():
     asked = Asked(GIB)
-    refused = asked.forwards.ask_shrinking(Site.PREFILL, (512, 256), lambda size: size * GIB)
+    refused = asked.forwards.check_shrinking(GateSite.PREFILL, (512, 256), lambda size: size * GIB)
     assert isinstance(refused, Refused)
     assert refused.numbers is not None
     assert refused.numbers.estimate == 256 * GIB
-    assert asked.made_room == [(Site.PREFILL, 256 * GIB)]
+    assert asked.made_room == [(GateSite.PREFILL, 256 * GIB)]
     assert asked.forwards.counts().shrinks == 1
 
 
@@ -220,16 +220,16 @@ def test_what_is_reserved_at_this_moment_is_off_the_room():
     asked = Asked(256 * MIB)
     asked.reserved = 192 * MIB
     assert asked.forwards.memory(time.monotonic()).reserved == 192 * MIB
-    assert asked.forwards.ask(Site.PREFILL, 96 * MIB) is not None
+    assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is not None
     asked.reserved = 0
-    assert asked.forwards.ask(Site.PREFILL, 96 * MIB) is None
+    assert asked.forwards.check(GateSite.PREFILL, 96 * MIB) is None
 
 
 def test_a_forward_over_the_cap_ends_a_request_with_the_numbers_whatever_the_ceiling():
     asked = Asked(GIB, cap=MIB)
     refused = asked.forwards.over()
     assert refused is not None
-    assert refused.code is Code.NO_ROOM
+    assert refused.code is RefusalCode.NO_ROOM
     assert refused.numbers is not None
     assert refused.numbers.cap == MIB
     assert asked.forwards.counts().overs == 1
@@ -257,7 +257,13 @@ def test_with_the_guard_off_by_name_no_forward_is_over():
 
 def test_prefills_joins_and_steps_are_counted_apart_and_loads_are_neither():
     asked = Asked(GIB)
-    for doing in (Doing.PREFILL, Doing.JOIN, Doing.JOIN, Doing.DECODE, Doing.LOAD):
+    for doing in (
+        NativeCallKind.PREFILL,
+        NativeCallKind.JOIN,
+        NativeCallKind.JOIN,
+        NativeCallKind.DECODE,
+        NativeCallKind.LOAD,
+    ):
         with asked.forwards.native(doing, "small", 1, 0.5) as call:
             assert asked.forwards.call is call
             assert call.kind == doing.name.lower()

@@ -8,14 +8,24 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import give_back
-from node.engine.memory.gate import Site
+from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.checkpoints import fp8
 from tests.support.text_engine import ROOMY, Driver
-from wire.frames import Enforce, Failed, Finished, Limits, Load, MakeRoom, Params, Refusal, Unload
-from wire.refusals import Code
-from wire.report import Level, Memory, Model
+from wire.frames import (
+    Failed,
+    Finished,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    ReclaimMemory,
+    ReduceMemory,
+    Refusal,
+    UnloadModel,
+)
+from wire.refusals import RefusalCode
+from wire.report import Memory, MemoryLevel, Model
 from wire.units import GIB, MIB
 
 LLAMA = models.path("llama").name
@@ -23,8 +33,8 @@ EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_
 ORDER = 9000
 
 
-def endless(tokens: int) -> Params:
-    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
+def endless(tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
 
 
 @pytest.fixture
@@ -37,14 +47,14 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """Return an engine that reads a model in pieces of 2 MiB while the tiny model can answer."""
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 2 * MIB)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 2 * MIB)
     made = Driver(models.path("llama"), folder, batch=8, chunk=512, chunk_floor=64, prefix_cache="off")
     made.answer("hello", endless(2), model=LLAMA)
     return made
 
 
 def memory(driver: Driver) -> Memory:
-    give_back()
+    release_free_memory()
     return driver.engine.report(time.monotonic()).memory
 
 
@@ -52,21 +62,21 @@ def described(driver: Driver, name: str = "grown") -> Model:
     return next(one for one in driver.engine.report(time.monotonic()).models if one.name == name)
 
 
-def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -> Limits:
+def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -> MemoryLimits:
     """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
-    give_back()
+    release_free_memory()
     driver.engine.footprint.forget()  # a recent peak of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
-    limits = Limits(cap, now.current + now.reserved + room, margin, "static")
+    limits = MemoryLimits(cap, now.current + now.reserved + room, margin, "static")
     driver.take(limits)
     return limits
 
 
 def begun(driver: Driver, share: float = 0.3, number: int = ORDER) -> None:
     """Order the load of `grown`, and step until more than `share` of it is read."""
-    driver.take(Load(number, "grown"))
+    driver.take(LoadModel(number, "grown"))
     driver.until(lambda: described(driver).progress > share)
 
 
@@ -79,7 +89,7 @@ def running(driver: Driver, tokens: int = 400, expected: int = 400) -> int:
 def test_a_checkpoint_that_grows_is_counted_by_its_size_once_loaded(driver: Driver):
     model = described(driver)
     assert model.weights == pytest.approx(91 * MIB, rel=0.02)
-    driver.take(Load(ORDER, "grown"))
+    driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished)
     assert described(driver).weights == pytest.approx(model.weights, rel=0.02)
 
@@ -95,33 +105,33 @@ def test_a_checkpoint_that_grows_more_than_its_files_say_is_refused_before_it_is
         squeeze(driver, 150 * MIB)
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        driver.take(Load(number, "grown"))
+        driver.take(LoadModel(number, "grown"))
         end = driver.end(number)
         assert isinstance(end, Refusal)
-        assert end.refused.code is Code.NO_ROOM
+        assert end.refused.code is RefusalCode.NO_ROOM
         assert mx.get_peak_memory() - before < 16 * MIB, "no weight was read"
     assert described(driver).weights == pytest.approx(182 * MIB, rel=0.02), "the exact size is known from then on"
 
 
 def test_a_load_needs_no_margin_and_a_request_does(driver: Driver):
     squeeze(driver, described(driver).weights + 96 * MIB, margin=512 * MIB)
-    driver.take(Load(ORDER, "grown"))
+    driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished), "its weights fit under the ceiling"
     end = driver.end(driver.ask("hello", endless(2), model="grown"))
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
 
 
 def test_the_only_model_stays_where_its_size_alone_leaves_no_headroom(folder: Path):
     driver = Driver(folder, prefix_cache="off")
     limits = squeeze(driver, described(driver).weights + 96 * MIB, margin=512 * MIB)
-    driver.take(Load(ORDER, "grown"))
+    driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished)
-    driver.take(Limits(limits.ceiling, limits.ceiling, limits.margin, "static"))
-    driver.take(Enforce(1, Level.OVER_SOFT))
+    driver.take(MemoryLimits(limits.ceiling, limits.ceiling, limits.margin, "static"))
+    driver.take(ReduceMemory(1, MemoryLevel.OVER_SOFT))
     assert described(driver).loaded, "the next request would only load it again"
     driver.take(limits)
-    driver.take(Enforce(2, Level.OVER_SOFT))
+    driver.take(ReduceMemory(2, MemoryLevel.OVER_SOFT))
     assert not described(driver).loaded, "other applications need the memory: the ceiling is below the cap"
 
 
@@ -134,22 +144,22 @@ def test_a_ceiling_that_falls_in_the_middle_of_a_load_ends_the_load_and_no_answe
     limits = squeeze(driver, -8 * MIB)
     end = driver.end(ORDER)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     if waiting:
         end = driver.ended(waiting)
         assert isinstance(end, Refusal)
-        assert end.refused.code is Code.NO_ROOM, "the router places it anew"
+        assert end.refused.code is RefusalCode.NO_ROOM, "the router places it anew"
     assert memory(driver).active < before + 8 * MIB, "what was read is released"
     assert (described(driver).loaded, described(driver).loading) == (False, False)
     assert driver.ended(number) is None
-    driver.take(Limits(limits.cap, 8 * GIB, 0, "static"))
-    driver.take(Load(ORDER + 1, "grown"))
+    driver.take(MemoryLimits(limits.cap, 8 * GIB, 0, "static"))
+    driver.take(LoadModel(ORDER + 1, "grown"))
     assert isinstance(driver.end(ORDER + 1), Finished), "the second time it has room"
     assert isinstance(driver.end(number), Finished)
 
 
 def test_a_row_that_grows_ends_the_load_and_preempts_nobody(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.scheduling.scheduler.GROWTH", 4)
+    monkeypatch.setattr("node.engine.scheduling.scheduler.KV_GROWTH_TOKENS", 4)
     numbers = [running(driver, 300, 16), running(driver, 300, 300)]
     begun(driver)
     squeeze(driver, 16 * MIB, margin=32 * MIB)
@@ -166,7 +176,7 @@ def test_over_the_cap_the_load_ends_before_any_request(driver: Driver):
     number = running(driver)
     begun(driver, 0.6)
     now = memory(driver)
-    driver.take(Enforce(1, Level.OVER_HARD, 16 * MIB))
+    driver.take(ReduceMemory(1, MemoryLevel.OVER_HARD, 16 * MIB))
     end = driver.ended(ORDER)
     assert isinstance(end, Refusal)
     assert "over its cap" in end.refused.message
@@ -179,7 +189,7 @@ def test_a_forward_over_the_cap_ends_the_load_before_the_newest_request(driver: 
     number = running(driver)
     begun(driver, 0.6)
     now = memory(driver)
-    driver.take(Limits(max(now.active, now.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
+    driver.take(MemoryLimits(max(now.active, now.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
     driver.turn()
     assert isinstance(driver.ended(ORDER), Refusal)
     assert driver.engine.report(time.monotonic()).counts.preemptions == 0
@@ -192,7 +202,7 @@ def test_a_lease_ends_a_load_that_no_request_waits_for(driver: Driver, waits: bo
     waiting = driver.ask("hello", endless(2), model="grown") if waits else 0
     begun(driver)
     squeeze(driver, 0)
-    driver.take(MakeRoom(1, 64 * MIB))
+    driver.take(ReclaimMemory(1, 64 * MIB))
     assert (driver.ended(ORDER) is None) == waits
     driver.take(ROOMY)
     if waits:
@@ -206,23 +216,23 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
     before = memory(driver).active
     waiting = driver.ask("hello", endless(2), model="grown")
     begun(driver)
-    driver.take(Load(ORDER + 1, "second"))
+    driver.take(LoadModel(ORDER + 1, "second"))
     for number, name in ((ORDER + 2, "second"), (ORDER + 3, "grown")):
-        driver.take(Unload(number, name))
+        driver.take(UnloadModel(number, name))
         assert isinstance(driver.ended(number), Finished)
     for number in (ORDER, ORDER + 1, waiting):
         end = driver.ended(number)
         assert isinstance(end, Refusal)
-        assert end.refused.code is Code.NOT_READY
+        assert end.refused.code is RefusalCode.NOT_READY
         assert "unloaded by order" in end.refused.message
     assert memory(driver).active < before + 8 * MIB
     assert not driver.engine.shelf.busy
-    driver.take(Load(ORDER + 4, "grown"))
+    driver.take(LoadModel(ORDER + 4, "grown"))
     assert isinstance(driver.end(ORDER + 4), Finished)
 
 
 def test_every_piece_is_asked_of_the_gate(driver: Driver):
-    before = driver.engine.gate.checks[Site.LOAD]
-    driver.take(Load(ORDER, "grown"))
+    before = driver.engine.gate.checks[GateSite.LOAD]
+    driver.take(LoadModel(ORDER, "grown"))
     assert isinstance(driver.end(ORDER), Finished)
-    assert driver.engine.gate.checks[Site.LOAD] - before > 96 * MIB // (8 * MIB), "and the warm-up"
+    assert driver.engine.gate.checks[GateSite.LOAD] - before > 96 * MIB // (8 * MIB), "and the warm-up"

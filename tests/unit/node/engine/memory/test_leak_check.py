@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.engine.memory.leak_check import SETTLES, Returns
+from node.engine.memory.leak_check import SETTLE_SECONDS, LeakCheck
 from wire.units import GIB, MIB
 
 BASE = 90 * MIB
@@ -20,21 +20,21 @@ BASE = 90 * MIB
     ],
 )
 def test_what_is_missing_beyond_a_tenth_of_the_weights_is_told(weights: int, phys: int | None, missing: int):
-    returns = Returns()
-    returns.gone(weights, 10.0)
-    assert returns.at == 10.0 + SETTLES
-    assert returns.look(phys, BASE) == missing == returns.unreturned
+    returns = LeakCheck()
+    returns.on_unload(weights, 10.0)
+    assert returns.at == 10.0 + SETTLE_SECONDS
+    assert returns.check(phys, BASE) == missing == returns.unreturned
     assert returns.at is None, "it looks once"
 
 
 def test_all_models_that_went_count_together_and_one_that_comes_ends_it():
-    returns = Returns()
-    returns.gone(2 * GIB, 10.0)
-    returns.gone(2 * GIB, 20.0)
-    assert returns.at == 20.0 + SETTLES
-    assert returns.look(BASE + 400 * MIB, BASE) == 0
-    returns.gone(4 * MIB, 30.0)
-    assert returns.look(BASE + 400 * MIB, BASE) == 400 * MIB, "nothing is left of what went before"
-    returns.gone(4 * MIB, 40.0)
-    returns.came()
+    returns = LeakCheck()
+    returns.on_unload(2 * GIB, 10.0)
+    returns.on_unload(2 * GIB, 20.0)
+    assert returns.at == 20.0 + SETTLE_SECONDS
+    assert returns.check(BASE + 400 * MIB, BASE) == 0
+    returns.on_unload(4 * MIB, 30.0)
+    assert returns.check(BASE + 400 * MIB, BASE) == 400 * MIB, "nothing is left of what went before"
+    returns.on_unload(4 * MIB, 40.0)
+    returns.on_load()
     assert (returns.at, returns.unreturned) == (None, 0)

@@ -10,23 +10,23 @@ import mlx.core as mx
 import pytest
 
 from node.engine.kv.kv_cache import nbytes_of
-from node.engine.memory.footprint import give_back
-from node.engine.memory.gate import Site
+from node.engine.memory.footprint import release_free_memory
+from node.engine.memory.gate import GateSite
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
-from wire.capacity.fairness import Owner
-from wire.frames import Failed, Finished, Limits, Params, Refusal
-from wire.refusals import Code
-from wire.report import Counts, Group
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Failed, Finished, GenerationParams, MemoryLimits, Refusal
+from wire.refusals import RefusalCode
+from wire.report import BatchGroup, EngineCounters
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 SHORT = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
 
 
-def endless(tokens: int) -> Params:
-    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
+def endless(tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
 
 
 @pytest.fixture
@@ -38,20 +38,20 @@ def driver() -> Driver:
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave `room` bytes above the current footprint and commitments."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
-    driver.take(Limits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
 
 
-def counts(driver: Driver) -> Counts:
+def counts(driver: Driver) -> EngineCounters:
     return driver.engine.report(time.monotonic()).counts
 
 
 def row(driver: Driver, tokens: int) -> int:
     """Return the bytes of a row."""
-    return padded(Group(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
+    return padded(BatchGroup(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
 
 
 def test_a_chunk_is_made_smaller_before_it_is_refused(driver: Driver):
@@ -78,7 +78,7 @@ def test_of_four_long_prompts_with_room_for_two_two_run_to_their_end_and_none_is
     turned_away = [driver.ended(number) for number in numbers if number not in admitted]
     for end in turned_away:
         assert isinstance(end, Refusal), "at the door, before anything of it was written: the router lets it wait"
-        assert end.refused.code is Code.NO_ROOM
+        assert end.refused.code is RefusalCode.NO_ROOM
     for number in admitted:
         assert isinstance(driver.end(number), Finished)
 
@@ -93,20 +93,20 @@ def test_a_prefill_that_does_not_fit_waits_for_those_who_will_end(driver: Driver
     for _ in range(40):
         driver.turn()
     assert driver.ended(number) is None, "it waits"
-    assert driver.engine.gate.refusals[Site.PREFILL] > 0
-    assert driver.engine.generation.wanted() > 0, "and newcomers let it pass"
-    driver.take(Limits(8 * GIB, held, 0, "dynamic"))
+    assert driver.engine.gate.refusals[GateSite.PREFILL] > 0
+    assert driver.engine.generation.required_bytes() > 0, "and newcomers let it pass"
+    driver.take(MemoryLimits(8 * GIB, held, 0, "dynamic"))
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.end(first), Finished)
-    assert driver.engine.generation.wanted() == 0
+    assert driver.engine.generation.required_bytes() == 0
 
 
 def test_a_row_whose_join_has_no_room_joins_later(driver: Driver):
     first = driver.ask("hello", endless(300))
     driver.until(lambda: len(driver.ids[first, 0]) > 2)
-    driver.gate.refuses = lambda site, need: site is Site.JOIN
-    number, asked = driver.ask(SHORT[0]["prompt"], endless(8)), driver.gate.checks[Site.JOIN]
-    driver.until(lambda: driver.gate.checks[Site.JOIN] > asked + 2)
+    driver.gate.refuses = lambda site, need: site is GateSite.JOIN
+    number, asked = driver.ask(SHORT[0]["prompt"], endless(8)), driver.gate.checks[GateSite.JOIN]
+    driver.until(lambda: driver.gate.checks[GateSite.JOIN] > asked + 2)
     assert driver.ended(number) is None, "its prompt is written, it waits"
     assert not driver.ids[number, 0]
     driver.gate.refuses = lambda site, need: False
@@ -132,8 +132,8 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
     assert driver.ended(stays) is None, "its promise holds"
     assert not any(isinstance(driver.ended(number), Failed) for number in numbers)
     assert driver.ended(numbers[0]) is None, "the oldest stays"
-    refused = driver.engine.gate.refusals[Site.PREFLIGHT]
-    driver.until(lambda: driver.engine.gate.refusals[Site.PREFLIGHT] > refused)  # it checks the gate before it returns
+    refused = driver.engine.gate.refusals[GateSite.PREFLIGHT]
+    driver.until(lambda: driver.engine.gate.refusals[GateSite.PREFLIGHT] > refused)  # checked before its return
     squeeze(driver, 64 * MIB)
     for number, expected in zip(numbers, alone, strict=True):
         assert isinstance(driver.end(number), Finished)
@@ -145,9 +145,9 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
 def test_who_waits_for_a_row_gives_way_before_any_answer_does_and_first_of_who_has_most():
     driver = Driver(models.path("llama"), batch=2, chunk=512, chunk_floor=64, prefix_cache="off")
     driver.answer(SHORT[0]["prompt"])
-    running = [driver.ask("hello", endless(200), expected=16, owner=Owner(name)) for name in ("ada", "dia")]
-    greedy = [driver.ask("hello", endless(1500), expected=1500, owner=Owner("greedy")) for _ in range(3)]
-    bob = driver.ask("hello", endless(1500), expected=1500, owner=Owner("bob"))
+    running = [driver.ask("hello", endless(200), expected=16, owner=WeightedKey(name)) for name in ("ada", "dia")]
+    greedy = [driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("greedy")) for _ in range(3)]
+    bob = driver.ask("hello", endless(1500), expected=1500, owner=WeightedKey("bob"))
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
     squeeze(driver, 0)
     driver.until(lambda: any(driver.ended(number) for number in (*running, *greedy, bob)))
@@ -165,7 +165,7 @@ def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Dri
     driver.until(lambda: driver.ids[number, 0])
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
-    driver.take(Limits(8 * GIB, memory.current // 2, 0, "dynamic"))
+    driver.take(MemoryLimits(8 * GIB, memory.current // 2, 0, "dynamic"))
     end = driver.end(number)
     assert isinstance(end, Failed)
     assert end.code == "no_headroom"
@@ -195,7 +195,7 @@ def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: 
     """Pooled buffers are also memory of the process: another program would have to wait for them."""
     first = driver.ask("hello", endless(300)) if decodes else None
     driver.until(lambda: first is None or driver.ids[first, 0])
-    give_back()
+    release_free_memory()
     held = mx.get_active_memory() + mx.get_cache_memory()
     number = driver.ask("word " * 1500, endless(4))
     driver.until(lambda: any(one.written > 700 for one in driver.engine.generation.prefills))
@@ -212,7 +212,7 @@ def test_a_forecast_that_did_not_hold_ends_that_request_and_no_other(driver: Dri
     number = driver.ask("word " * 1500, endless(4))
     driver.until(lambda: driver.engine.generation.load()[1])
     memory = driver.engine.report(time.monotonic()).memory
-    driver.take(Limits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
+    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) + MIB, 8 * GIB, 0, "dynamic"))
     driver.until(lambda: driver.ended(number))
     end = driver.ended(number)
     assert isinstance(end, Refusal), end
@@ -227,10 +227,10 @@ def test_newcomers_do_not_pass_those_who_gave_way(driver: Driver):
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     squeeze(driver, -8 * MIB)
     driver.until(lambda: counts(driver).preemptions)
-    wanted = driver.engine.generation.wanted()
+    wanted = driver.engine.generation.required_bytes()
     assert wanted > 0
     report = driver.engine.report(time.monotonic())
     assert report.memory.reserved >= wanted, "told to the router as promised"
     for number in numbers:
         driver.cancel(number)
-    assert driver.engine.generation.wanted() == 0
+    assert driver.engine.generation.required_bytes() == 0

@@ -5,19 +5,25 @@ import time
 
 import pytest
 
-from node.engine.memory.reserve import LOOK, MOST, ROOMY, Canary, canary_size
+from node.engine.memory.reserve import (
+    CHECK_INTERVAL_SECONDS,
+    MAX_RESERVE_BYTES,
+    ROOM_BEFORE_REFILL_SECONDS,
+    EmergencyReserve,
+    reserve_bytes,
+)
 from node.memory.sensor import open_sensor
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Enforce, Limits
-from wire.report import Level, Memory
+from wire.frames import MemoryLimits, ReduceMemory
+from wire.report import Memory, MemoryLevel
 from wire.units import GIB, MIB
 
 
 @pytest.mark.parametrize(
     ("setting", "cap", "size"),
     [
-        ("auto", 96 * GIB, MOST),
+        ("auto", 96 * GIB, MAX_RESERVE_BYTES),
         ("auto", GIB, int(GIB * 0.01)),
         ("auto", 0, 0),
         ("off", GIB, 0),
@@ -25,26 +31,26 @@ from wire.units import GIB, MIB
     ],
 )
 def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int, size: int):
-    assert canary_size(setting, cap) == size
+    assert reserve_bytes(setting, cap) == size
 
 
-def held(canary: Canary, now: float = 0.0) -> float:
+def held(canary: EmergencyReserve, now: float = 0.0) -> float:
     """Advance the time until the reserve is held; return the time."""
-    end = now + ROOMY + 2 * LOOK
+    end = now + ROOM_BEFORE_REFILL_SECONDS + 2 * CHECK_INTERVAL_SECONDS
     while not canary.nbytes and now < end:
-        canary.tend(now)
-        now += LOOK / 2
+        canary.maintain(now)
+        now += CHECK_INTERVAL_SECONDS / 2
     return now
 
 
 def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
     sensor = open_sensor(os.getpid())
-    canary = Canary("64MiB", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("64MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     before = sensor.phys().phys
     held(canary)
     during = sensor.phys().phys
-    canary.give()
+    canary.release()
     after = sensor.phys().phys
     assert before is not None
     assert during is not None
@@ -54,7 +60,7 @@ def test_its_pages_are_charged_to_the_process_and_are_back_at_once():
 
 
 def test_it_is_random_page_by_page():
-    canary = Canary("3MiB", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("3MiB", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
     assert canary.held is not None
@@ -63,35 +69,37 @@ def test_it_is_random_page_by_page():
 
 def test_it_is_taken_only_after_ten_seconds_with_twice_its_room():
     room = [4 * MIB]
-    canary = Canary("2MiB", lambda: Memory(headroom=room[0]))
-    assert canary.due() is None, "not before there is a cap"
+    canary = EmergencyReserve("2MiB", lambda: Memory(headroom=room[0]))
+    assert canary.next_check_at() is None, "not before there is a cap"
     canary.hold(GIB)
-    canary.tend(0.0)
-    assert canary.due() == ROOMY, "where there is no room it is not looked at all the time"
+    canary.maintain(0.0)
+    assert canary.next_check_at() == ROOM_BEFORE_REFILL_SECONDS, (
+        "where there is no room it is not looked at all the time"
+    )
     room[0] += 1
-    canary.tend(ROOMY)
+    canary.maintain(ROOM_BEFORE_REFILL_SECONDS)
     for second in range(1, 10):
-        canary.tend(ROOMY + second)
+        canary.maintain(ROOM_BEFORE_REFILL_SECONDS + second)
     assert canary.nbytes == 0
     room[0] -= 1
-    canary.tend(2 * ROOMY)
+    canary.maintain(2 * ROOM_BEFORE_REFILL_SECONDS)
     assert canary.nbytes == 0, "it was not roomy all the time"
     room[0] += 1
-    end = held(canary, 3 * ROOMY)
+    end = held(canary, 3 * ROOM_BEFORE_REFILL_SECONDS)
     assert canary.nbytes == 2 * MIB
-    assert end - 3 * ROOMY >= ROOMY
-    assert canary.due() is None
+    assert end - 3 * ROOM_BEFORE_REFILL_SECONDS >= ROOM_BEFORE_REFILL_SECONDS
+    assert canary.next_check_at() is None
 
 
 def test_an_unknown_footprint_is_no_room():
-    canary = Canary("2MiB", lambda: Memory(headroom=None))
+    canary = EmergencyReserve("2MiB", lambda: Memory(headroom=None))
     canary.hold(GIB)
     held(canary)
     assert canary.nbytes == 0
 
 
 def test_under_a_smaller_cap_it_goes():
-    canary = Canary("auto", lambda: Memory(headroom=GIB))
+    canary = EmergencyReserve("auto", lambda: Memory(headroom=GIB))
     canary.hold(GIB)
     held(canary)
     assert canary.nbytes > 10 * MIB
@@ -104,7 +112,7 @@ def test_under_a_smaller_cap_it_goes():
 def a_driver() -> Driver:
     driver = Driver(models.path("llama"), canary="48MiB")
     driver.answer("Hello!")
-    held(driver.engine.canary, time.monotonic() + LOOK)
+    held(driver.engine.canary, time.monotonic() + CHECK_INTERVAL_SECONDS)
     assert driver.engine.canary.nbytes == 48 * MIB
     return driver
 
@@ -114,7 +122,7 @@ def test_a_node_tells_of_it_and_lets_the_router_count_on_it():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.canary == 48 * MIB
     assert memory.reusable >= 48 * MIB
-    driver.engine.canary.give()
+    driver.engine.canary.release()
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.canary == 0
 
@@ -127,7 +135,7 @@ def test_it_goes_before_the_prefix_cache_and_any_model():
     assert memory.current is not None
     room = 8 * MIB
     tight = memory.current + memory.reserved + room
-    driver.take(Limits(tight, tight, 0, "static"))
+    driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.canary.nbytes == 48 * MIB, "nothing was short yet"
     assert driver.engine.shelf.make_room(room + 24 * MIB)
     assert driver.engine.canary.nbytes == 0
@@ -141,8 +149,8 @@ def test_the_enforcers_word_takes_it_first():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
-    driver.engine.gate.hold(Limits(tight, tight, 0, "static"))
-    driver.take(Enforce(1, Level.OVER_SOFT))
+    driver.engine.gate.hold(MemoryLimits(tight, tight, 0, "static"))
+    driver.take(ReduceMemory(1, MemoryLevel.OVER_SOFT))
     assert driver.engine.canary.nbytes == 0
     assert driver.engine.reuse.nbytes == kept
 
@@ -152,7 +160,7 @@ def test_lower_limits_take_it_at_once():
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current - 8 * MIB
-    driver.take(Limits(tight, tight, 0, "static"))
+    driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.canary.nbytes == 0
 
 
@@ -160,12 +168,12 @@ def test_an_engine_at_rest_looks_for_it_and_takes_it():
     driver = Driver(models.path("llama"), canary="2MiB")
     engine = driver.engine
     now = time.monotonic()
-    due = engine.due(now)
+    due = engine.next_step_at(now)
     assert due is not None
     for _ in range(40):
         now = max(now, due)
         list(engine.step(now))
-        due = engine.due(now)
+        due = engine.next_step_at(now)
         if due is None:
             break
         due = max(due, now + 0.1)

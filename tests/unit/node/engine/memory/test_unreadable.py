@@ -7,24 +7,33 @@ from pathlib import Path
 import pytest
 
 from node.engine.memory import reserve
-from node.memory.reading import PERIOD, POLLS, STALE
+from node.memory.reading import POLL_PERIOD_SECONDS, RECENT_POLLS, STALE_AFTER_SECONDS
 from tests import models
 from tests.support.readings import FailingSource, Later, failing
 from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import UNREADABLE
-from wire.frames import Enforce, EngineReport, Finished, Limits, Load, MakeRoom, Params, Refusal
-from wire.refusals import Code
-from wire.report import Level
+from wire.frames import (
+    EngineReport,
+    Finished,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    ReclaimMemory,
+    ReduceMemory,
+    Refusal,
+)
+from wire.refusals import RefusalCode
+from wire.report import MemoryLevel
 from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
-BLIND = Limits(8 * GIB, 1, 64 * MIB, UNREADABLE)
+BLIND = MemoryLimits(8 * GIB, 1, 64 * MIB, UNREADABLE)
 """The limits of an agent that has not been able to read its machine for long."""
 QUESTION = next(one["prompt"] for one in models.answers() if "system" not in one)
 
 
-def endless(tokens: int) -> Params:
-    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
+def endless(tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS, -100.0),))
 
 
 @pytest.fixture
@@ -42,8 +51,8 @@ def two(tmp_path: Path) -> Driver:
     driver = Driver(tmp_path, batch=4, chunk=256, canary="1MiB")
     for name in ("a", "b"):
         driver.answer(QUESTION, model=name)
-    for seconds in (2 * reserve.ROOMY, 3 * reserve.ROOMY):
-        driver.engine.canary.tend(time.monotonic() + seconds)
+    for seconds in (2 * reserve.ROOM_BEFORE_REFILL_SECONDS, 3 * reserve.ROOM_BEFORE_REFILL_SECONDS):
+        driver.engine.canary.maintain(time.monotonic() + seconds)
     assert driver.engine.canary.nbytes
     assert driver.engine.reuse.nbytes
     return driver
@@ -63,7 +72,7 @@ def sensor(driver: Driver) -> FailingSource:
     return failing(driver.engine.footprint.sensor)
 
 
-def refused(driver: Driver, model: str = "a") -> Code:
+def refused(driver: Driver, model: str = "a") -> RefusalCode:
     end = driver.end(driver.ask(QUESTION, model=model))
     assert isinstance(end, Refusal)
     return end.refused.code
@@ -74,16 +83,16 @@ def test_what_cannot_be_read_for_long_refuses_the_new_and_gives_up_nothing(two: 
     before = kept(two)
     if blind == "the engine itself":
         sensor(two).fails = True
-        clock.by = STALE + 1
+        clock.by = STALE_AFTER_SECONDS + 1
         two.take(ROOMY)
     else:
         two.take(BLIND)
     for poll in range(1, 4):
-        two.take(Enforce(poll, Level.OVER_SOFT))
-    two.take(MakeRoom(1, 16 * MIB))
-    two.take(Load(99, "a"))
-    assert refused(two) is Code.UNREADABLE
-    assert refused(two, "b") is Code.UNREADABLE
+        two.take(ReduceMemory(poll, MemoryLevel.OVER_SOFT))
+    two.take(ReclaimMemory(1, 16 * MIB))
+    two.take(LoadModel(99, "a"))
+    assert refused(two) is RefusalCode.UNREADABLE
+    assert refused(two, "b") is RefusalCode.UNREADABLE
     assert kept(two) == before
     assert report(two).counts.evictions == 0
 
@@ -94,7 +103,7 @@ def test_an_answer_that_runs_goes_on_and_grows_whatever_cannot_be_read(two: Driv
     two.until(lambda: all(two.ids[number, 0] for number in numbers))
     if blind == "the engine itself":
         sensor(two).fails = True
-        clock.by = STALE + 1
+        clock.by = STALE_AFTER_SECONDS + 1
     else:
         two.take(BLIND)
     for number in numbers:
@@ -119,7 +128,7 @@ def test_one_failed_reading_refuses_nobody_and_follows_what_is_taken_and_given_b
     assert less is not None
     assert good.phys - less > weights / 2
     assert isinstance(two.end(two.ask(QUESTION, model="b")), Finished)
-    clock.by = STALE + 2
+    clock.by = STALE_AFTER_SECONDS + 2
     assert report(two).memory.phys is None, "not for ever"
     source.fails = False
     assert report(two).memory.phys is not None
@@ -136,7 +145,7 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
     else:
         (batch,) = resident.batches.values()
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    clock.leap = POLLS * PERIOD  # no recent peak is left at any decision
+    clock.leap = RECENT_POLLS * POLL_PERIOD_SECONDS  # no recent peak is left at any decision
     for _ in range(4):
         two.turn()
     clock.leap = 0.0

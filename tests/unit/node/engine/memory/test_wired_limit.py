@@ -12,15 +12,15 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.memory.footprint import Metal, Wiring
-from node.engine.memory.wired_limit import LEAST, SHARE, Wire, wired_bytes
-from node.engine.models.loaded_model import Step, load
-from node.models.catalogue import Library
+from node.engine.memory.footprint import MetalMemory, WiredLimit
+from node.engine.memory.wired_limit import MAX_METAL_SHARE, MIN_WEIGHT_BYTES, WireMode, wired_bytes
+from node.engine.models.loaded_model import LoadStep, load
+from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Limits, Load, MakeRoom, Refusal, Unload
-from wire.refusals import Code
+from wire.frames import Finished, LoadModel, MemoryLimits, ReclaimMemory, Refusal, UnloadModel
+from wire.refusals import RefusalCode
 from wire.units import GIB, MIB
 
 SIZES = st.integers(0, 2**41)
@@ -52,21 +52,21 @@ PAGE = 16 * 1024
 )
 def test_what_is_wired(wire: str, weights: float, limit: float, size: float):
     weigh = int(weights * GIB)
-    assert wired_bytes(Wire(wire), weigh, weigh, int(limit * GIB)) == int(size * GIB)
+    assert wired_bytes(WireMode(wire), weigh, weigh, int(limit * GIB)) == int(size * GIB)
 
 
 def test_all_that_the_weights_take_is_wired_in_whole_pages_and_no_more():
-    assert wired_bytes(Wire.ON, 40 * GIB, 40 * GIB + 5 * MIB, LIMIT) == 40 * GIB + 5 * MIB
+    assert wired_bytes(WireMode.ON, 40 * GIB, 40 * GIB + 5 * MIB, LIMIT) == 40 * GIB + 5 * MIB
 
 
-@given(st.sampled_from(Wire), SIZES, SIZES, SIZES)
+@given(st.sampled_from(WireMode), SIZES, SIZES, SIZES)
 def test_it_is_never_above_metals_limit_and_auto_never_wires_what_is_small(
-    wire: Wire, weights: int, active: int, limit: int
+    wire: WireMode, weights: int, active: int, limit: int
 ):
     size = wired_bytes(wire, weights, active, limit)
     assert 0 <= size <= min(active, limit)
-    assert not size or wire is not Wire.OFF
-    assert not size or wire is Wire.ON or (weights >= LEAST and weights > SHARE * limit)
+    assert not size or wire is not WireMode.OFF
+    assert not size or wire is WireMode.ON or (weights >= MIN_WEIGHT_BYTES and weights > MAX_METAL_SHARE * limit)
 
 
 class Recording:
@@ -78,7 +78,7 @@ class Recording:
         self.before = mx.get_active_memory()
         self.set: list[tuple[int, int]] = []
         self.free: list[int] = []
-        self.metal = Metal(LIMIT, self._record)
+        self.metal = MetalMemory(LIMIT, self._record)
 
     def _record(self, size: int) -> None:
         self.set.append((size, mx.get_active_memory()))
@@ -102,7 +102,7 @@ def made(tmp_path: Path) -> Callable[..., tuple[Driver, Recording]]:
     return make
 
 
-def ordered(driver: Driver, kind: type[Load | Unload], model: str) -> Finished | Refusal:
+def ordered(driver: Driver, kind: type[LoadModel | UnloadModel], model: str) -> Finished | Refusal:
     driver.number += 1
     driver.take(kind(driver.number, model))
     end = driver.end(driver.number)
@@ -118,7 +118,7 @@ def test_each_set_of_models_is_wired_once_and_a_lease_or_a_request_moves_nothing
     made: Callable[..., tuple[Driver, Recording]],
 ):
     driver, seen = made("on")
-    assert isinstance(ordered(driver, Load, "a"), Finished)
+    assert isinstance(ordered(driver, LoadModel, "a"), Finished)
     (one,) = seen.set
     weights = weights_of(driver, "a")
     assert one[0] == one[1], "all that is there"
@@ -126,36 +126,36 @@ def test_each_set_of_models_is_wired_once_and_a_lease_or_a_request_moves_nothing
     report = driver.engine.report(0.0)
     assert (report.metal_limit, report.wired) == (LIMIT, one[0])
     for number, leases in enumerate((0, 2 * GIB, 7 * GIB, 0), 1):
-        driver.take(Limits(8 * GIB, 8 * GIB - leases, 64 * MIB, "leases", leases=leases, number=number))
-        driver.take(MakeRoom(number, GIB))
+        driver.take(MemoryLimits(8 * GIB, 8 * GIB - leases, 64 * MIB, "leases", leases=leases, number=number))
+        driver.take(ReclaimMemory(number, GIB))
     numbers = [driver.ask("Hello!", model="a") for _ in range(2)]
     assert all(isinstance(driver.end(number), Finished) for number in numbers)
     assert len(seen.set) == 1
-    assert isinstance(ordered(driver, Load, "b"), Finished)
+    assert isinstance(ordered(driver, LoadModel, "b"), Finished)
     assert len(seen.set) == 2
     assert seen.sizes[1] >= weights_of(driver, "a", "b")
-    ordered(driver, Unload, "a")
+    ordered(driver, UnloadModel, "a")
     assert len(seen.set) == 3
     assert weights_of(driver, "b") <= seen.sizes[2] < seen.sizes[1]
-    ordered(driver, Unload, "b")
+    ordered(driver, UnloadModel, "b")
     assert seen.sizes[3:] == [0]
     assert driver.engine.report(0.0).wired == 0
 
 
 def test_what_comes_and_goes_beside_the_same_weights_moves_nothing():
     recording = Recording()
-    wiring = Wiring(Wire.ON, lambda: recording.metal)
+    wiring = WiredLimit(WireMode.ON, lambda: recording.metal)
     held = [mx.ones((PAGE,)), mx.ones((MIB,))]
     mx.eval(held)
     held.pop()
     assert mx.get_cache_memory() > 0
-    wiring.follow(MIB)
+    wiring.apply(MIB)
     assert recording.free == [0], "free buffers would take the place of weights"
     held.append(mx.ones((4 * MIB,)))
     mx.eval(held)
-    wiring.follow(MIB)
+    wiring.apply(MIB)
     assert len(recording.set) == 1
-    wiring.follow(2 * MIB)
+    wiring.apply(2 * MIB)
     assert len(recording.set) == 2
     assert recording.sizes[1] >= recording.sizes[0] + 4 * MIB
     del held
@@ -165,24 +165,24 @@ def test_what_comes_and_goes_beside_the_same_weights_moves_nothing():
 def test_where_nothing_is_to_be_wired_mlx_is_never_asked(made: Callable[..., tuple[Driver, Recording]], wire: str):
     driver, seen = made(wire)
     for name in ("a", "b"):
-        ordered(driver, Load, name)
+        ordered(driver, LoadModel, name)
     driver.end(driver.ask("Hello!", model="b"))
     for name in ("a", "b"):
-        ordered(driver, Unload, name)
+        ordered(driver, UnloadModel, name)
     assert seen.set == []
     assert (driver.engine.report(0.0).metal_limit, driver.engine.report(0.0).wired) == (LIMIT, 0)
 
 
 def test_without_metal_nothing_is_known_and_nothing_set(made: Callable[..., tuple[Driver, Recording]], tmp_path: Path):
     driver = Driver(tmp_path, wire="on")
-    ordered(driver, Load, "a")
+    ordered(driver, LoadModel, "a")
     if not mx.metal.is_available():
         assert (driver.engine.report(0.0).metal_limit, driver.engine.report(0.0).wired) == (0, 0)
 
 
 def test_the_weights_are_wired_before_the_first_forward(tmp_path: Path):
     (tmp_path / "a").symlink_to(models.path("llama"))
-    library = Library(ModelSettings(folders=(str(tmp_path),), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(str(tmp_path),), hub=False))
     library.scan()
     found = library.find("a")
     assert found is not None
@@ -191,7 +191,7 @@ def test_the_weights_are_wired_before_the_first_forward(tmp_path: Path):
     mx.reset_peak_memory()
     pieces = list(load(found, lambda weights: told.append((weights, mx.get_peak_memory()))))
     ((weights, peak),) = told
-    assert weights == found.weights == max(piece.left for piece in pieces if isinstance(piece, Step))
+    assert weights == found.weights == max(piece.left for piece in pieces if isinstance(piece, LoadStep))
     assert mx.get_peak_memory() > peak, "what a forward takes came later"
 
 
@@ -203,9 +203,9 @@ def test_a_load_that_breaks_after_its_weights_were_wired_leaves_nothing_wired(
     config = json.loads((folder / "broken" / "config.json").read_text())
     (folder / "broken" / "config.json").write_text(json.dumps({**config, "rope_theta": "little"}))
     driver, seen = made("on", folder)
-    refusal = ordered(driver, Load, "broken")
+    refusal = ordered(driver, LoadModel, "broken")
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.LOAD_FAILED
+    assert refusal.refused.code is RefusalCode.LOAD_FAILED
     assert [bool(size) for size in seen.sizes] == [True, False]
     assert driver.engine.report(0.0).wired == 0
 
@@ -218,11 +218,11 @@ def test_a_limit_that_mlx_refuses_is_a_warning_and_the_next_set_is_tried_again()
         raise ValueError("[metal::set_wired_limit] larger than the maximum working set size")
 
     with structlog.testing.capture_logs() as logs:
-        wiring = Wiring(Wire.ON, lambda: Metal(1, refuse))
+        wiring = WiredLimit(WireMode.ON, lambda: MetalMemory(1, refuse))
         held = mx.ones((PAGE,))
         mx.eval(held)
         for weights in (MIB, MIB, 2 * MIB):
-            wiring.follow(weights)
+            wiring.apply(weights)
     assert (wiring.wired, refused) == (0, [1, 1])
     assert [line["event"] for line in logs] == ["metal", "not wired", "not wired"]
     assert "larger than" in logs[1]["error"]

@@ -2,13 +2,13 @@
 
 import pytest
 
-from node.engine.models.context_search import ATTEMPTS, Settled, diagnosis, settle
+from node.engine.models.context_search import ATTEMPTS, ContextSearchResult, diagnosis, search_context
 
 
-def run(tokens: int, passing: int, *, search: bool = True) -> tuple[Settled, list[int]]:
+def run(tokens: int, passing: int, *, search: bool = True) -> tuple[ContextSearchResult, list[int]]:
     """Settle where rows of up to `passing` tokens pass; return the result and the tried lengths."""
     tried: list[int] = []
-    steps = settle(tokens, lambda wanted: tried.append(wanted) or wanted <= passing, search=search)
+    steps = search_context(tokens, lambda wanted: tried.append(wanted) or wanted <= passing, search=search)
     while True:
         try:
             next(steps)

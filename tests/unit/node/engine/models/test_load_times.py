@@ -6,37 +6,37 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.models.load_times import FILE, LOAD_SPEED, MAX_MODELS, WARM_SECONDS, LoadTimes
+from node.engine.models.load_times import ASSUMED_WARMUP_SECONDS, FILE, MAX_MODELS, MIN_LOAD_BYTES_PER_SECOND, LoadTimes
 from node.engine.models.profiler import PROBE_SECONDS
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Load, Unload
+from wire.frames import Finished, LoadModel, UnloadModel
 from wire.report import Model
 from wire.units import GIB, MIB
 
 
 def test_until_something_is_measured_weights_kernels_and_profile_count():
     times = LoadTimes(None)
-    assert times.expected("a", 10 * GIB, 0.0) == 10 * GIB / LOAD_SPEED + WARM_SECONDS
+    assert times.expected("a", 10 * GIB, 0.0) == 10 * GIB / MIN_LOAD_BYTES_PER_SECOND + ASSUMED_WARMUP_SECONDS
     assert times.expected("a", 10 * GIB, 8.0) == times.expected("a", 10 * GIB, 0.0) + 8.0
 
 
 def test_a_model_is_expected_to_take_what_it_took_and_others_what_its_parts_took():
     times = LoadTimes(None)
-    times.measured("a", 10 * GIB, read=5.0, warm=1.0, probe=4.0)
+    times.record("a", 10 * GIB, read=5.0, warm=1.0, probe=4.0)
     assert times.expected("a", 10 * GIB, 0.0) == 6.0
     assert times.expected("a", 10 * GIB, PROBE_SECONDS) == 10.0
     assert times.expected("b", 20 * GIB, PROBE_SECONDS) == pytest.approx(10.0 + 1.0 + 4.0)
-    times.measured("tiny", MIB, read=5.0, warm=1.0, probe=0.0)
+    times.record("tiny", MIB, read=5.0, warm=1.0, probe=0.0)
     assert times.expected("b", 20 * GIB, 0.0) == pytest.approx(11.0), "a small model says nothing of the disk"
-    times.measured("a", 10 * GIB, read=2.0, warm=1.0, probe=0.0)
+    times.record("a", 10 * GIB, read=2.0, warm=1.0, probe=0.0)
     assert times.expected("a", 10 * GIB, 0.0) == 3.0
 
 
 def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
     times = LoadTimes(tmp_path)
     for number in range(MAX_MODELS + 5):
-        times.measured(str(number), GIB, read=float(number), warm=1.0, probe=0.0)
+        times.record(str(number), GIB, read=float(number), warm=1.0, probe=0.0)
     again = LoadTimes(tmp_path)
     assert again.expected(str(MAX_MODELS), GIB, 0.0) == MAX_MODELS + 1.0
     assert len(again.kept.models) == MAX_MODELS
@@ -59,13 +59,13 @@ def test_it_is_kept_on_disk_and_bounded(tmp_path: Path):
 )
 def test_a_file_that_makes_no_sense_is_ignored(tmp_path: Path, text: bytes):
     (tmp_path / FILE).write_bytes(text)
-    assert LoadTimes(tmp_path).expected("a", 0, 0.0) == WARM_SECONDS
+    assert LoadTimes(tmp_path).expected("a", 0, 0.0) == ASSUMED_WARMUP_SECONDS
 
 
 def test_a_disk_that_cannot_be_written_costs_nothing_else(tmp_path: Path):
     (tmp_path / "file").write_text("no folder")
     times = LoadTimes(tmp_path / "file")
-    times.measured("a", GIB, read=1.0, warm=1.0, probe=0.0)
+    times.record("a", GIB, read=1.0, warm=1.0, probe=0.0)
     assert times.expected("a", GIB, 0.0) == 2.0
 
 
@@ -80,11 +80,11 @@ def test_the_first_load_counts_the_profile_and_the_next_one_what_was_measured(tm
         return next(one for one in driver.engine.report(time.monotonic()).models if one.name == name)
 
     driver = drive()
-    assert model(driver).load_seconds == pytest.approx(WARM_SECONDS + PROBE_SECONDS, abs=0.1)
-    driver.take(Load(1, "one"))
+    assert model(driver).load_seconds == pytest.approx(ASSUMED_WARMUP_SECONDS + PROBE_SECONDS, abs=0.1)
+    driver.take(LoadModel(1, "one"))
     assert isinstance(driver.end(1), Finished)
     whole = model(driver).load_seconds
-    driver.take(Unload(2, "one"))
+    driver.take(UnloadModel(2, "one"))
     kept = driver.engine.times.kept
     assert kept.probe > 0
     assert kept.warm > 0

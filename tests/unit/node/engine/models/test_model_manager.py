@@ -8,12 +8,12 @@ import pytest
 
 from tests import models
 from tests.support.text_engine import Driver
-from wire.frames import Finished, Load, Params, Unload
+from wire.frames import Finished, GenerationParams, LoadModel, UnloadModel
 from wire.report import Model
 from wire.units import MIB
 
 HOUR = 3600.0
-ENDLESS = Params(logit_bias=((2, -100.0),), max_tokens=400)
+ENDLESS = GenerationParams(logit_bias=((2, -100.0),), max_tokens=400)
 
 
 def two(tmp_path: Path, **more: object) -> Driver:
@@ -32,24 +32,24 @@ def loaded(driver: Driver) -> set[str]:
 
 def load(driver: Driver, *names: str) -> None:
     for number, name in enumerate(names, 900):
-        driver.take(Load(number, name))
+        driver.take(LoadModel(number, name))
         assert isinstance(driver.end(number), Finished)
 
 
 def test_a_model_that_nobody_uses_leaves_when_its_time_has_come(tmp_path: Path):
     driver = two(tmp_path, idle_unload=HOUR)
     load(driver, "one", "two")
-    driver.end(driver.ask("Hello!", Params(max_tokens=4), model="one"))
+    driver.end(driver.ask("Hello!", GenerationParams(max_tokens=4), model="one"))
     first, second = (driver.resident(name).used_at + HOUR for name in ("two", "one"))
-    assert driver.engine.shelf.leaves_at() == first < second
+    assert driver.engine.shelf.idle_unload_at() == first < second
     list(driver.engine.step(first - 1.0))
     assert loaded(driver) == {"one", "two"}
     list(driver.engine.step(first))
     assert loaded(driver) == {"one"}, "a request puts it off"
-    assert driver.engine.due(first) == second, "the engine wakes for nothing else"
+    assert driver.engine.next_step_at(first) == second, "the engine wakes for nothing else"
     list(driver.engine.step(second))
     assert loaded(driver) == set()
-    assert driver.engine.due(second) is None
+    assert driver.engine.next_step_at(second) is None
     assert driver.engine.report(second).counts.departures == 2
     assert driver.engine.report(second).counts.evictions == 0
 
@@ -71,18 +71,18 @@ def test_neither_a_preloaded_model_nor_one_in_use_leaves(tmp_path: Path):
 def test_no_model_leaves_by_itself_unless_it_is_set(tmp_path: Path):
     driver = two(tmp_path)
     load(driver, "one")
-    assert driver.engine.shelf.leaves_at() is None
+    assert driver.engine.shelf.idle_unload_at() is None
     list(driver.engine.step(time.monotonic() + 1000 * HOUR))
     assert loaded(driver) == {"one"}
 
 
 def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("node.engine.models.loaded_model.TICK", 1)
+    monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 1)
     driver = two(tmp_path)
     load(driver, "one")
     number = driver.ask("Hello!", ENDLESS, model="one")
     driver.until(lambda: driver.ids[number, 0])
-    waits = driver.ask("Hello!", Params(max_tokens=4), model="two")
+    waits = driver.ask("Hello!", GenerationParams(max_tokens=4), model="two")
     written, told = len(driver.ids[number, 0]), [0.0]
     while not model(driver, "two").loaded:
         told.append(model(driver, "two").progress)
@@ -98,7 +98,7 @@ def test_a_load_says_how_far_it_is_while_others_decode(tmp_path: Path, monkeypat
 def unload(driver: Driver, *names: str) -> None:
     for number, name in enumerate(names, 950):
         driver.said.clear()
-        driver.take(Unload(number, name))
+        driver.take(UnloadModel(number, name))
         assert isinstance(driver.said[number][0], Finished)
 
 
@@ -106,7 +106,7 @@ def look(driver: Driver) -> int:
     """Step the engine at the time of its leak check, and return the unreturned bytes that it reports."""
     at = driver.engine.shelf.looks_at
     assert at is not None
-    assert (driver.engine.due(time.monotonic()) or at) <= at, "it wakes for it by itself"
+    assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"
     list(driver.engine.step(at))
     assert driver.engine.shelf.looks_at is None
     return driver.engine.report(at).unreturned
@@ -116,7 +116,7 @@ def test_after_the_last_unload_the_memory_is_back(tmp_path: Path):
     driver = two(tmp_path)
     base = driver.engine.report(0.0).memory.base
     for name in ("one", "two"):
-        driver.end(driver.ask("Hello! " * 300, Params(max_tokens=40), model=name))
+        driver.end(driver.ask("Hello! " * 300, GenerationParams(max_tokens=40), model=name))
     unload(driver, "one")
     assert driver.engine.shelf.looks_at is None, "what a model takes cannot be told from what is missing"
     unload(driver, "two")
@@ -134,6 +134,6 @@ def test_what_does_not_come_back_is_told_until_a_model_comes(tmp_path: Path):
     missing = look(driver)
     assert 128 * MIB < missing < 384 * MIB, "beside what earlier tests of this process still give back"
     del leak
-    driver.take(Load(970, "two"))
+    driver.take(LoadModel(970, "two"))
     driver.end(970)
     assert driver.engine.report(0.0).unreturned == 0

@@ -8,37 +8,47 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from node.engine.memory.gate import Site
+from node.engine.memory.gate import GateSite
 from node.engine.models import context_search
 from node.engine.models import profiler as profiles
 from tests import models
 from tests.support.text_engine import Driver
 from wire.capacity.arithmetic import max_context
-from wire.frames import Cancel, Failed, Finished, Limits, Load, Params, Profile, Refusal, Unload
-from wire.refusals import Code, Refused
+from wire.frames import (
+    Cancel,
+    Failed,
+    Finished,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    ProfileModel,
+    Refusal,
+    UnloadModel,
+)
+from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 from wire.units import MIB
 
 ORDER = 10**6
-SHORT = Params(temperature=0.0, max_tokens=4)
+SHORT = GenerationParams(temperature=0.0, max_tokens=4)
 
 
 def a_driver(folder: Path | None = None, **more: object) -> Driver:
     fields = {"profile": "off", "profiles": folder, "chunk": 256, "batch": 4, "context": 1024} | more
     driver = Driver(models.path("llama"), **fields)  # type: ignore[arg-type]
-    driver.take(Load(ORDER - 1, driver.default))
+    driver.take(LoadModel(ORDER - 1, driver.default))
     driver.until(lambda: driver.said[ORDER - 1])
     return driver
 
 
 def bounded(driver: Driver) -> Driver:
     """Refuse a probe, which ends the walk early."""
-    driver.gate.refuses = lambda site, need: site is Site.PROBE and driver.gate.checks[site] == 12
+    driver.gate.refuses = lambda site, need: site is GateSite.PROBE and driver.gate.checks[site] == 12
     return driver
 
 
 def swept(driver: Driver, number: int = ORDER) -> Finished | Refusal | Failed:
-    driver.take(Profile(number, driver.default))
+    driver.take(ProfileModel(number, driver.default))
     driver.until(lambda: driver.said[number])
     (end,) = driver.said[number]
     assert isinstance(end, Finished | Refusal | Failed)
@@ -52,7 +62,7 @@ def resident(driver: Driver):
 def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path):
     driver = a_driver(tmp_path, profile="auto")
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    first = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
+    first = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
     file.write_bytes(msgspec.json.encode(msgspec.structs.replace(first, reach=1)))
     end = swept(driver)
     assert isinstance(end, Finished)
@@ -65,7 +75,7 @@ def test_a_sweep_overwrites_what_was_kept_and_says_what_it_found(tmp_path: Path)
     assert model.kv_per_token == resident(driver).kv.per_token
     assert model.observed > 0
     assert [one.name for one in tmp_path.glob("[0-9a-f]*.json")] == [file.name]
-    again = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
+    again = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
     assert again.reach > 512
     assert again == resident(driver).profile
 
@@ -78,22 +88,22 @@ def test_a_model_that_is_not_loaded_is_loaded_for_it():
 
 def test_what_cannot_be_measured_is_refused():
     driver = Driver(models.path("llama"))
-    driver.take(Profile(1, "no/such"))
+    driver.take(ProfileModel(1, "no/such"))
     (end,) = driver.said[1]
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_MODEL
+    assert end.refused.code is RefusalCode.NO_MODEL
 
 
 def test_others_decode_between_its_forwards_and_every_forward_asks_the_gate():
     driver = a_driver()
-    number = driver.ask("word", Params(temperature=0.0, max_tokens=200, logit_bias=((2, -100.0),)))
+    number = driver.ask("word", GenerationParams(temperature=0.0, max_tokens=200, logit_bias=((2, -100.0),)))
     driver.until(lambda: driver.ids[number, 0])
-    had, asked = len(driver.ids[number, 0]), driver.engine.gate.checks[Site.PROBE]
-    driver.take(Profile(ORDER, driver.default))
+    had, asked = len(driver.ids[number, 0]), driver.engine.gate.checks[GateSite.PROBE]
+    driver.take(ProfileModel(ORDER, driver.default))
     for _ in range(8):
         driver.turn()
     assert len(driver.ids[number, 0]) >= had + 7
-    assert driver.engine.gate.checks[Site.PROBE] >= asked + 7
+    assert driver.engine.gate.checks[GateSite.PROBE] >= asked + 7
     driver.until(lambda: driver.said[ORDER])
     assert isinstance(driver.end(number), Finished)
     assert isinstance(driver.said[ORDER][0], Finished)
@@ -104,20 +114,20 @@ def test_the_gate_refuses_a_forward_and_it_does_not_run(monkeypatch: pytest.Monk
     ran: list[int] = []
     whole = profiles.forward
     monkeypatch.setattr(profiles, "forward", lambda *args, **more: ran.append(1) or whole(*args, **more))
-    driver.gate.refuses = lambda site, need: site is Site.PROBE
+    driver.gate.refuses = lambda site, need: site is GateSite.PROBE
     end = swept(driver)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_ROOM
+    assert end.refused.code is RefusalCode.NO_ROOM
     assert ran == []
 
 
 def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
     driver = a_driver()
     before = mx.get_active_memory()
-    driver.take(Profile(ORDER, driver.default))
+    driver.take(ProfileModel(ORDER, driver.default))
     for _ in range(9):
         driver.turn()
-    driver.take(Unload(1, driver.default))
+    driver.take(UnloadModel(1, driver.default))
     assert isinstance(driver.said[1][0], Refusal)
     driver.take(Cancel(ORDER))
     assert resident(driver).users == 0
@@ -128,17 +138,17 @@ def test_its_model_is_not_unloaded_meanwhile_and_a_cancel_ends_it():
 
 def test_its_row_is_given_up_before_a_request_is_refused():
     driver = a_driver()
-    driver.take(Profile(ORDER, driver.default))
+    driver.take(ProfileModel(ORDER, driver.default))
     sweeps = driver.engine.sweeps
     driver.until(lambda: sweeps.nbytes > MIB)
     taken = sweeps.nbytes
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
     tight = memory.current + taken // 2
-    driver.take(Limits(tight, tight, 0, "static"))
+    driver.take(MemoryLimits(tight, tight, 0, "static"))
     assert driver.engine.shelf.make_room(taken)
     assert sweeps.nbytes == 0
-    driver.take(Limits(2 * tight, 2 * tight, 0, "static"))
+    driver.take(MemoryLimits(2 * tight, 2 * tight, 0, "static"))
     driver.until(lambda: driver.said[ORDER])
     (end,) = driver.said[ORDER]
     assert isinstance(end, Refusal)
@@ -149,11 +159,11 @@ def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[in
     """Make `passing` decide each attempt by its number, and return the sizes of the attempts."""
     asked: list[int] = []
 
-    def ask(site: Site, need: int) -> Refused | None:
+    def ask(site: GateSite, need: int) -> Refused | None:
         asked.append(need)
-        return None if passing(len(asked)) else Refused(Code.NO_ROOM, "too long")
+        return None if passing(len(asked)) else Refused(RefusalCode.NO_ROOM, "too long")
 
-    monkeypatch.setattr(driver.engine.forwards, "ask", ask)
+    monkeypatch.setattr(driver.engine.forwards, "check", ask)
     return asked
 
 
@@ -178,7 +188,7 @@ def test_what_never_passes_ends_in_the_diagnosis_which_is_kept(monkeypatch: pyte
     assert context_search.KNOBS in end.refused.message
     assert len(asked) == context_search.ATTEMPTS
     (file,) = tmp_path.glob("[0-9a-f]*.json")
-    kept = msgspec.json.decode(file.read_bytes(), type=profiles.Profile)
+    kept = msgspec.json.decode(file.read_bytes(), type=profiles.MemoryProfile)
     assert kept.failed == end.refused.message
     assert kept.share < 1
 

@@ -8,23 +8,23 @@ import mlx.core as mx
 import msgspec
 import pytest
 
-from node.engine.memory.gate import Site
+from node.engine.memory.gate import GateSite
 from node.engine.memory.transient_estimator import CHUNKS, STEPS
 from node.engine.models import profiler as tested
 from tests import models
 from tests.support.text_engine import Driver
 from wire.capacity.arithmetic import Fits, alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
-from wire.frames import Finished, Limits, Load, Params
+from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits
 from wire.refusals import Refused
 from wire.units import GIB, MIB
 
-SHORT = Params(temperature=0.0, max_tokens=4)
+SHORT = GenerationParams(temperature=0.0, max_tokens=4)
 END = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 
 
 def loaded(folder: Path, **more: object) -> Driver:
     driver = Driver(models.path("llama"), profile="auto", profiles=folder, chunk=256, batch=4, **more)  # type: ignore[arg-type]
-    driver.take(Load(10**6, driver.default))
+    driver.take(LoadModel(10**6, driver.default))
     driver.until(lambda: driver.said[10**6])
     assert driver.said[10**6] == [Finished(10**6, (), 0, 0)]
     return driver
@@ -44,13 +44,13 @@ def resident(driver: Driver):
 
 def test_a_first_load_measures_and_the_next_takes_what_was_kept(kept: Path):
     (file,) = kept.glob("[0-9a-f]*.json")
-    found = msgspec.json.decode(file.read_bytes(), type=tested.Profile)
+    found = msgspec.json.decode(file.read_bytes(), type=tested.MemoryProfile)
     assert found.chunk == 256
     assert found.reach >= 1024
     assert found.rows == 4
     assert found.transient.pair > 0
     again = loaded(kept)
-    assert again.engine.gate.checks[Site.PROBE] == 0, "nothing is measured twice"
+    assert again.engine.gate.checks[GateSite.PROBE] == 0, "nothing is measured twice"
     assert resident(again).profile == found
     assert resident(again).estimator.chunk(200, 700) == prefill_transient(found.transient, 200, 700)
     (model,) = again.engine.report(time.monotonic()).models
@@ -64,19 +64,19 @@ def test_a_file_that_makes_no_sense_is_ignored_and_written_anew(kept: Path, tmp_
     (file,) = kept.glob("[0-9a-f]*.json")
     (tmp_path / file.name).write_bytes(content)
     driver = loaded(tmp_path)
-    assert driver.engine.gate.checks[Site.PROBE] > 10
-    assert msgspec.json.decode((tmp_path / file.name).read_bytes(), type=tested.Profile).chunk == 256
+    assert driver.engine.gate.checks[GateSite.PROBE] > 10
+    assert msgspec.json.decode((tmp_path / file.name).read_bytes(), type=tested.MemoryProfile).chunk == 256
 
 
 def test_a_profile_of_something_else_is_not_taken(kept: Path, tmp_path: Path):
     (file,) = kept.glob("[0-9a-f]*.json")
-    found = msgspec.json.decode(file.read_bytes(), type=tested.Profile)
+    found = msgspec.json.decode(file.read_bytes(), type=tested.MemoryProfile)
     other = msgspec.structs.replace(found, key=msgspec.structs.replace(found.key, mlx="0.0.1"))
     (tmp_path / file.name).write_bytes(msgspec.json.encode(other))
-    assert tested.Profiles(tmp_path).read(found.key) is None
+    assert tested.MemoryProfileStore(tmp_path).read(found.key) is None
     wild = msgspec.structs.replace(found, transient=msgspec.structs.replace(found.transient, pair=-1.0))
     (tmp_path / file.name).write_bytes(msgspec.json.encode(wild))
-    assert tested.Profiles(tmp_path).read(found.key) is None
+    assert tested.MemoryProfileStore(tmp_path).read(found.key) is None
 
 
 def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
@@ -84,29 +84,29 @@ def test_what_the_gate_refuses_ends_the_probe_and_nothing_stays_taken():
     gate = driver.engine.gate
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.phys is not None
-    driver.take(Limits(memory.phys + 70 * MIB, memory.phys + 70 * MIB, 0, "static"))
-    driver.gate.refuses = lambda site, need: site is Site.PROBE and gate.checks[site] > 3
+    driver.take(MemoryLimits(memory.phys + 70 * MIB, memory.phys + 70 * MIB, 0, "static"))
+    driver.gate.refuses = lambda site, need: site is GateSite.PROBE and gate.checks[site] > 3
     before = mx.get_active_memory()
-    driver.take(Load(1, driver.default))
+    driver.take(LoadModel(1, driver.default))
     driver.until(lambda: driver.said[1])
     found = resident(driver)
     assert found.profile is not None
     assert found.profile.reach < 1024
-    assert gate.checks[Site.PROBE] >= 4
+    assert gate.checks[GateSite.PROBE] >= 4
     assert mx.get_active_memory() - before <= found.weights * 1.01, "what the probe wrote is given back"
 
 
 def test_a_longest_row_that_never_fits_is_kept_and_not_measured_at_the_next_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(tested.Probe, "again", lambda probe: False)
+    monkeypatch.setattr(tested.MemoryProbe, "repeat_largest", lambda probe: False)
     first = loaded(tmp_path)
-    assert first.engine.gate.checks[Site.PROBE] > 3
+    assert first.engine.gate.checks[GateSite.PROBE] > 3
     failed = resident(first).profile
     assert failed is not None
     assert "the profile of" in failed.failed
     again = loaded(tmp_path)
-    assert again.engine.gate.checks[Site.PROBE] == 0, "the outcome is known"
+    assert again.engine.gate.checks[GateSite.PROBE] == 0, "the outcome is known"
     assert resident(again).profile == failed
     assert again.engine.report(time.monotonic()).models[0].max_context > 0
 
@@ -124,7 +124,7 @@ def test_every_real_chunk_and_step_is_a_sample():
     estimator = resident(driver).estimator
     assert estimator.samples[CHUNKS] >= 3
     assert estimator.highest > 0
-    first = driver.ask("word", Params(temperature=0.0, max_tokens=200, logit_bias=((END, -100.0),)))
+    first = driver.ask("word", GenerationParams(temperature=0.0, max_tokens=200, logit_bias=((END, -100.0),)))
     driver.until(lambda: driver.ids[first, 0])
     driver.end(driver.ask("sun " * 900, SHORT))
     assert estimator.samples[STEPS] >= 1
@@ -132,13 +132,13 @@ def test_every_real_chunk_and_step_is_a_sample():
 
 def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kept: Path):
     driver = loaded(kept)
-    auto = Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True)
+    auto = MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True)
     driver.take(auto)
     profile = resident(driver).profile
     assert profile is not None
     margin = driver.engine.report(time.monotonic()).memory.margin
     assert margin == profiled_margin(GIB, profile.residual) < 512 * MIB
-    driver.take(Limits(GIB, GIB, 512 * MIB, "static"))
+    driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static"))
     assert driver.engine.report(time.monotonic()).memory.margin == 512 * MIB
     driver.take(auto)
     resident(driver).profile = None
@@ -148,22 +148,22 @@ def test_an_automatic_margin_follows_from_the_profile_and_a_set_one_does_not(kep
 def test_a_chunk_that_no_profile_covers_is_refused_by_the_full_margin(kept: Path):
     driver = loaded(kept)
     gate, estimator = driver.engine.gate, resident(driver).estimator
-    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
-    assert gate.narrowed() == 512 * MIB - memory.margin > 0
+    assert gate.narrowed_bytes() == 512 * MIB - memory.margin > 0
     assert memory.headroom is not None
-    tight = GIB - memory.headroom + estimator.foreseen(257, 0)
-    driver.take(Limits(GIB, tight, 512 * MIB, "static", margin_auto=True))
+    tight = GIB - memory.headroom + estimator.estimate(257, 0)
+    driver.take(MemoryLimits(GIB, tight, 512 * MIB, "static", margin_auto=True))
     memory = driver.engine.report(time.monotonic()).memory
-    assert isinstance(gate.check(Site.PREFILL, memory, estimator.chunk(200, 0)), Fits)
-    assert isinstance(gate.check(Site.PREFILL, memory, estimator.chunk(257, 0)), Refused)
+    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.chunk(200, 0)), Fits)
+    assert isinstance(gate.check(GateSite.PREFILL, memory, estimator.chunk(257, 0)), Refused)
 
 
 def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
     driver = loaded(kept)
-    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     before = driver.engine.report(time.monotonic())
-    resident(driver).estimator.observe(128, 0, resident(driver).estimator.foreseen(128, 0) + 100 * MIB)
+    resident(driver).estimator.observe(128, 0, resident(driver).estimator.estimate(128, 0) + 100 * MIB)
     after = driver.engine.report(time.monotonic())
     assert after.memory.margin == profiled_margin(GIB, 100 * MIB) > before.memory.margin
     assert after.models[0].residual == 100 * MIB
@@ -171,7 +171,7 @@ def test_a_real_chunk_above_its_estimate_widens_the_margin(kept: Path):
 
 def test_a_profile_that_ended_below_the_smallest_chunk_narrows_nothing(kept: Path):
     driver = loaded(kept)
-    driver.take(Limits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
+    driver.take(MemoryLimits(GIB, GIB, 512 * MIB, "static", margin_auto=True))
     found = resident(driver).profile
     assert found is not None
     resident(driver).profile = msgspec.structs.replace(found, chunk=128)
@@ -181,7 +181,7 @@ def test_a_profile_that_ended_below_the_smallest_chunk_narrows_nothing(kept: Pat
 def test_the_context_that_is_reported_is_the_longest_row_that_fits(kept: Path):
     driver = loaded(kept)
     memory = driver.engine.report(time.monotonic()).memory
-    driver.take(Limits(memory.base + 32 * MIB, 8 * GIB, 0, "static"))
+    driver.take(MemoryLimits(memory.base + 32 * MIB, 8 * GIB, 0, "static"))
     report = driver.engine.report(time.monotonic())
     (model,) = report.models
     assert 0 < model.max_context < model.context

@@ -5,30 +5,30 @@ import os
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.process.crash_recorder import SIZE, Last, Recorder, new_page, parse, read
-from node.engine.process.interface import Doing
+from node.engine.process.crash_recorder import SIZE, CrashRecord, CrashRecorder, new_page, parse, read
+from node.engine.process.interface import NativeCallKind
 
 
 def test_a_call_is_read_from_the_shared_page_and_nothing_after_it_came_back():
     page = new_page()
-    recorder = Recorder(page)
+    recorder = CrashRecorder(page)
     assert read(page) is None
-    recorder.begin(Doing.PREFILL, "org/model-4bit", 2**40 + 1)
-    assert read(page) == Last(Doing.PREFILL, 2**40 + 1, "org/model-4bit")
-    recorder.begin(Doing.LOAD, "m")
-    assert read(page) == Last(Doing.LOAD, 0, "m")
+    recorder.begin(NativeCallKind.PREFILL, "org/model-4bit", 2**40 + 1)
+    assert read(page) == CrashRecord(NativeCallKind.PREFILL, 2**40 + 1, "org/model-4bit")
+    recorder.begin(NativeCallKind.LOAD, "m")
+    assert read(page) == CrashRecord(NativeCallKind.LOAD, 0, "m")
     recorder.end()
     assert read(page) is None
     os.close(page)
 
 
 def test_a_page_of_its_own_serves_an_engine_that_nobody_watches():
-    recorder = Recorder()
-    recorder.begin(Doing.DECODE, "m" * 300)
-    assert recorder.last() == Last(Doing.DECODE, 0, "m" * 200)
+    recorder = CrashRecorder()
+    recorder.begin(NativeCallKind.DECODE, "m" * 300)
+    assert recorder.running_call() == CrashRecord(NativeCallKind.DECODE, 0, "m" * 200)
 
 
 @given(st.binary(max_size=300))
 def test_no_page_raises(page: bytes):
     last = parse(page.ljust(SIZE, b"\0"))
-    assert last is None or last.doing in Doing
+    assert last is None or last.doing in NativeCallKind

@@ -12,18 +12,29 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from node.engine.memory.footprint import give_back
+from node.engine.memory.footprint import release_free_memory
 from node.engine.process.interface import Halted
 from node.engine.process.main import EXIT_FAILED, settings_message
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
 from tests.support.processes import until
 from tests.support.text_engine import GREEDY, Driver
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
-from wire.frames import Frame, Generate, Limits, Load, Message, Params, Ping, Pong, Profile, Stop
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
+from wire.frames import (
+    Frame,
+    Generate,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    Message,
+    Ping,
+    Pong,
+    ProfileModel,
+    StopEngine,
+)
 from wire.units import GIB, KIB, MIB
 
-LIMITS = Limits(8 * GIB, 8 * GIB, 64 * MIB, "static")
+LIMITS = MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static")
 WAIT = 30.0
 
 
@@ -32,17 +43,17 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
     prefixes."""
     for name in ("a", "b", "c"):
         (tmp_path / name).symlink_to(models.path("llama"))
-    give_back()
+    release_free_memory()
     before = mx.get_active_memory()
     driver = Driver(tmp_path, batch=4, chunk=64)
     for name in ("a", "b"):
         driver.answer("Hello!", GREEDY, model=name)
-        number = driver.ask("Hello!", Params(temperature=0.0, max_tokens=400), model=name)
+        number = driver.ask("Hello!", GenerationParams(temperature=0.0, max_tokens=400), model=name)
         driver.until(lambda number=number: driver.ids[number, 0])
     driver.ask("word " * 2000, model="a")
-    driver.take(Profile(50, "b"))
+    driver.take(ProfileModel(50, "b"))
     driver.turn()
-    driver.take(Load(60, "c"))
+    driver.take(LoadModel(60, "c"))
     driver.turn()
     engine = driver.engine
     assert engine.shelf.reading == "c"
@@ -76,7 +87,7 @@ class Process:
         theirs.close()
         settings = ModelSettings(folders=(str(folder),), hub=False, profile="off", trial=False)
         self.line.sendall(settings_message(NodeSettings(engine=EngineSettings(), models=settings)))
-        self._splitter = Splitter(longest=LONGEST_JOINED)
+        self._splitter = Splitter(longest=MAX_JOINED_BYTES)
         self.send(LIMITS)
 
     def send(self, *frames: Frame) -> None:
@@ -140,13 +151,13 @@ SLOW = textwrap.dedent("""
 
 def writes(process: Process) -> None:
     """Start the prefill of a prompt, and wait until the engine is in the forward."""
-    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), Params(), 0))
+    process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), GenerationParams(), 0))
     while process.busy().expected > 5:  # its load
         pass
 
 
 def ask_to_stop(process: Process) -> None:
-    process.send(Stop(process.bound))
+    process.send(StopEngine(process.bound))
     process.line.shutdown(socket.SHUT_WR)
 
 
@@ -241,7 +252,7 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
         TextEngine.step = breaks
         """
     )
-    process.send(Load(1, "a"))
+    process.send(LoadModel(1, "a"))
     code, _ = process.code()
     assert code == EXIT_FAILED
     said = process.said()

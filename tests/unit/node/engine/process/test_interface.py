@@ -2,26 +2,28 @@
 
 import pytest
 
-from node.engine.memory.gate import Site
-from node.engine.process.crash_recorder import Recorder
+from node.engine.memory.gate import GateSite
+from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import ROUTES, Engine, UnknownKindError, builder
 from node.engine.process.kinds import KINDS
-from node.engine.requests.tokenize_admission import Unread
+from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.settings import EngineSettings, ModelSettings, NodeSettings
-from wire.frames import Admitted, Cancel, Frame, Generate, Limits, Message, Params, Refusal
-from wire.refusals import Code
+from wire.frames import Admitted, Cancel, Frame, Generate, GenerationParams, MemoryLimits, Message, Refusal
+from wire.refusals import RefusalCode
 from wire.units import GIB
 
-FITS = Limits(100 * GIB, 100 * GIB, GIB, "static")
+FITS = MemoryLimits(100 * GIB, 100 * GIB, GIB, "static")
 MAKE = {
-    "chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), Params(), 0),
-    "completions": lambda model, number: Generate(number, number, "r", model, (), Params(), 0, text="hi there " * 9),
+    "chat": lambda model, number: Generate(number, number, "r", model, (Message("user", "hi"),), GenerationParams(), 0),
+    "completions": lambda model, number: Generate(
+        number, number, "r", model, (), GenerationParams(), 0, text="hi there " * 9
+    ),
 }
 
 
 def made(kind: str) -> Engine:
     settings = NodeSettings(engine=EngineSettings(kind=kind), models=ModelSettings(hub=False, trial=False))
-    return builder(kind)(settings, Recorder())
+    return builder(kind)(settings, CrashRecorder())
 
 
 def ask(engine: Engine, route: str, number: int) -> list[Frame]:
@@ -29,8 +31,8 @@ def ask(engine: Engine, route: str, number: int) -> list[Frame]:
     work = engine.prepare(MAKE[route](engine.report(0.0).models[0].name, number))
     assert work is not None
     said: list[Frame] = []
-    for answer in engine.take(work, 0.0):
-        said += engine.take(answer.read(), 0.0) if isinstance(answer, Unread) else [answer]  # pyright: ignore
+    for answer in engine.handle(work, 0.0):
+        said += engine.handle(answer.read(), 0.0) if isinstance(answer, UntokenizedPrompt) else [answer]  # pyright: ignore
     while not said:
         said += engine.step(0.0)
     return said[:1]
@@ -46,7 +48,7 @@ def test_nothing_passes_before_the_first_limits(kind: str, route: str):
     engine = made(kind)
     (answer,) = ask(engine, route, 1)
     assert isinstance(answer, Refusal)
-    assert answer.refused.code is Code.NOT_READY
+    assert answer.refused.code is RefusalCode.NOT_READY
     assert answer.refused.retry_after
     assert engine.report(0.0).memory.armed is False
 
@@ -55,31 +57,31 @@ def test_nothing_passes_before_the_first_limits(kind: str, route: str):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_prefill_and_every_join_asks_the_gate(kind: str, route: str):
     engine = made(kind)
-    engine.take(FITS, 0.0)
+    engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
     assert engine.report(0.0).memory.armed is True
-    while (due := engine.due(0.0)) is not None and due <= 0.0:
+    while (due := engine.next_step_at(0.0)) is not None and due <= 0.0:
         list(engine.step(0.0))
-    assert engine.gate.checks[Site.PREFLIGHT] == 1 + (kind == "mlx"), "the first prompt loads a tokenizer there"
-    assert engine.gate.checks[Site.PREFILL] == 1
-    assert engine.gate.checks[Site.JOIN] == 1
+    assert engine.gate.checks[GateSite.PREFLIGHT] == 1 + (kind == "mlx"), "the first prompt loads a tokenizer there"
+    assert engine.gate.checks[GateSite.PREFILL] == 1
+    assert engine.gate.checks[GateSite.JOIN] == 1
 
 
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_room_at_the_door_and_none_before_the_forward(kind: str, route: str):
     engine = made(kind)
-    engine.take(FITS, 0.0)
+    engine.handle(FITS, 0.0)
     assert isinstance(ask(engine, route, 1)[0], Admitted)
-    engine.take(Cancel(1), 0.0)
+    engine.handle(Cancel(1), 0.0)
     assert isinstance(ask(engine, route, 3)[0], Admitted)
-    engine.take(Limits(100 * GIB, 1, GIB, "leases"), 0.0)
+    engine.handle(MemoryLimits(100 * GIB, 1, GIB, "leases"), 0.0)
     late, *_ = engine.step(0.0)
     (early,) = ask(engine, route, 2)
     for answer in (late, early):
         assert isinstance(answer, Refusal)
-        assert answer.refused.code is Code.NO_ROOM
-    assert engine.gate.refusals == {Site.PREFILL: 1, Site.PREFLIGHT: 1}
+        assert answer.refused.code is RefusalCode.NO_ROOM
+    assert engine.gate.refusals == {GateSite.PREFILL: 1, GateSite.PREFLIGHT: 1}
     assert engine.report(0.0).memory.reserved == 0
 
 

@@ -5,15 +5,15 @@ from queue import Queue
 
 import pytest
 
-from node.engine.process.crash_recorder import Recorder
-from node.engine.process.interface import Call
-from node.engine.process.loop import PUBLISH_EVERY, Loop
-from node.engine.scripted.engine import Scripted
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.interface import NativeCall
+from node.engine.process.loop import MIN_REPORT_INTERVAL_SECONDS, EngineLoop
+from node.engine.scripted.engine import ScriptedEngine
 from node.settings import ScriptedSettings
-from wire.frames import Cancel, Deltas, EngineReport, Finished, Frame, Generate, Limits, Message, Params
+from wire.frames import Cancel, Deltas, EngineReport, Finished, Frame, Generate, GenerationParams, MemoryLimits, Message
 from wire.units import GIB
 
-LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+LIMITS = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 WAIT = 10.0
 
 
@@ -21,9 +21,9 @@ class Running:
     """A loop on its own thread, with its frames and their times."""
 
     def __init__(self, settings: ScriptedSettings) -> None:
-        self.engine = Scripted(settings, Recorder())
+        self.engine = ScriptedEngine(settings, CrashRecorder())
         self.sent: Queue[tuple[float, Frame]] = Queue()
-        self.loop = Loop(self.engine, lambda frame: self.sent.put((time.monotonic(), frame)))
+        self.loop = EngineLoop(self.engine, lambda frame: self.sent.put((time.monotonic(), frame)))
         self.thread = threading.Thread(target=self.loop.run)
         self.thread.start()
 
@@ -47,7 +47,7 @@ def running() -> Iterator[Running]:
 
 
 def generate(number: int, tokens: int) -> Generate:
-    return Generate(number, number, "r", "scripted-1", (Message("user", "hi"),), Params(max_tokens=tokens), 0)
+    return Generate(number, number, "r", "scripted-1", (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0)
 
 
 def resting(frame: Frame) -> bool:
@@ -73,7 +73,7 @@ def test_steps_come_at_their_pace_and_snapshots_at_most_ten_a_second(running: Ru
     assert steps[-1] - steps[0] == pytest.approx(0.59, abs=0.1)
     published = [when for when, frame in seen if isinstance(frame, EngineReport)]
     assert len(published) >= 5
-    assert len(published) <= (published[-1] - published[0]) / PUBLISH_EVERY + 2
+    assert len(published) <= (published[-1] - published[0]) / MIN_REPORT_INTERVAL_SECONDS + 2
 
 
 def test_a_cancel_while_it_decodes_ends_it_without_a_word(running: Running):
@@ -90,21 +90,21 @@ def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
     running.until(lambda frame: isinstance(frame, EngineReport) and frame.memory.armed)
     assert running.loop.busy(time.monotonic()) == (0.0, 0.0)
     turns = threading.Event()
-    due = running.engine.due
+    due = running.engine.next_step_at
 
     def counted(now: float) -> float | None:
         turns.set()
         return due(now)
 
-    running.engine.due = counted
+    running.engine.next_step_at = counted
     assert not turns.wait(0.5)
 
 
-class Stuck(Scripted):
+class Stuck(ScriptedEngine):
     """An engine whose step never ends, like a native call that hangs."""
 
     def __init__(self) -> None:
-        super().__init__(ScriptedSettings(), Recorder())
+        super().__init__(ScriptedSettings(), CrashRecorder())
         self.inside = threading.Event()
         self.release = threading.Event()
 
@@ -116,14 +116,14 @@ class Stuck(Scripted):
 
 def test_a_native_call_is_told_by_its_own_length_and_what_it_should_take():
     engine = Stuck()
-    loop = Loop(engine, lambda frame: None)
-    engine.call = lambda: Call("prefill", 100.0, 7.0)
+    loop = EngineLoop(engine, lambda frame: None)
+    engine.running_call = lambda: NativeCall("prefill", 100.0, 7.0)
     assert loop.busy(103.0) == (3.0, 7.0)
 
 
 def test_a_turn_that_does_not_end_is_told_by_its_length():
     engine = Stuck()
-    loop = Loop(engine, lambda frame: None)
+    loop = EngineLoop(engine, lambda frame: None)
     thread = threading.Thread(target=loop.run)
     thread.start()
     loop.put(LIMITS)

@@ -16,12 +16,23 @@ import pytest
 
 from node.engine.process.main import EXIT_FAILED, EXIT_SETTINGS, settings_message
 from node.settings import EngineSettings, NodeSettings, ScriptedSettings
-from wire.codec import LONGEST_JOINED, Splitter, decode, encode
-from wire.frames import Deltas, EngineReport, Finished, Frame, Generate, Limits, Message, Params, Ping, Pong
+from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
+from wire.frames import (
+    Deltas,
+    EngineReport,
+    Finished,
+    Frame,
+    Generate,
+    GenerationParams,
+    MemoryLimits,
+    Message,
+    Ping,
+    Pong,
+)
 from wire.units import GIB
 
 pytestmark = pytest.mark.slow
-LIMITS = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+LIMITS = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 WAIT = 15.0
 F = TypeVar("F", bound=Frame)
 
@@ -45,7 +56,7 @@ class Process:
         self._frames = self._read()
 
     def _read(self) -> Iterator[Frame]:
-        splitter = Splitter(longest=LONGEST_JOINED)
+        splitter = Splitter(longest=MAX_JOINED_BYTES)
         while data := self.line.recv(65536):
             for tag, body in splitter.feed(data):
                 yield decode(tag, body)
@@ -79,7 +90,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Process]]:
 
 
 def generate(number: int, content: str = "hi", tokens: int = 16) -> Generate:
-    return Generate(number, number, "r", "scripted-1", (Message("user", content),), Params(max_tokens=tokens), 0)
+    return Generate(
+        number, number, "r", "scripted-1", (Message("user", content),), GenerationParams(max_tokens=tokens), 0
+    )
 
 
 def test_it_serves_a_request_and_answers_pings(start: Callable[..., Process]):

@@ -17,28 +17,28 @@ import mlx.core as mx
 import pytest
 
 from node.engine.engine import TextEngine
-from node.engine.process.crash_recorder import Recorder
-from node.engine.process.loop import Loop
-from node.models.catalogue import Library
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.process.loop import EngineLoop
+from node.models.catalogue import ModelCatalogue
 from node.settings import EngineSettings, MlxSettings, ModelSettings, NodeSettings
 from tests import models
 from wire.frames import (
     Cancel,
     Deltas,
-    Enforce,
     EngineReport,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
     Message,
-    Params,
     Ping,
+    ReduceMemory,
     Refusal,
-    Unload,
+    UnloadModel,
 )
-from wire.report import Hardware, Level
+from wire.report import Hardware, MemoryLevel
 from wire.units import GIB, MIB
 
 ARRAY = mx.array([1.0])
@@ -126,12 +126,12 @@ class Io:
             engine=EngineSettings(kind="mlx", mlx=MlxSettings(chunk=64, chunk_floor=32)),
             models=ModelSettings(folders=(str(models.path("llama")),), hub=False, profile="auto", trial=False),
         )
-        library = Library(settings.models)
+        library = ModelCatalogue(settings.models)
         library.scan()
         self.model = next(iter(library.known()))
-        self.engine = TextEngine(settings, library, Recorder(), Hardware("test", 16 * GIB), None)
+        self.engine = TextEngine(settings, library, CrashRecorder(), Hardware("test", 16 * GIB), None)
         self.said: queue.Queue[Frame] = queue.Queue()
-        self.loop = Loop(self.engine, self.said.put)
+        self.loop = EngineLoop(self.engine, self.said.put)
         self.thread = threading.Thread(target=self.loop.run, name=INFERENCE, daemon=True)
         for name, work in (("prompts", self.loop.read), ("long prompts", self.loop.read_long)):
             threading.Thread(target=work, name=name, daemon=True).start()
@@ -144,7 +144,7 @@ class Io:
             self.loop.put(work)
 
     def ask(self, number: int, content: str, tokens: int = 8, **params: object) -> None:
-        sampling = Params(max_tokens=tokens, **params)  # type: ignore[arg-type]
+        sampling = GenerationParams(max_tokens=tokens, **params)  # type: ignore[arg-type]
         request = Generate(number, number, "r", self.model, (Message("user", content),), sampling, 0, tokens)
         self.hand_in(request)
 
@@ -170,23 +170,23 @@ def test_no_thread_but_one_calls_mlx(watch: Watch):
     io = Io()
     io.thread.start()
     try:
-        io.hand_in(Limits(8 * GIB, 8 * GIB, 64 * MIB, "static"))
+        io.hand_in(MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static"))
         io.ask(1, "Hello! " * 60, logprobs=True, top_logprobs=3, seed=7, temperature=0.8)
         assert isinstance(io.end(1), Finished)
         io.ask(2, "Say something that nobody has trained.", 2000)
         io.until(lambda frame: isinstance(frame, Deltas))
-        io.hand_in(Enforce(1, Level.OVER_SOFT))
+        io.hand_in(ReduceMemory(1, MemoryLevel.OVER_SOFT))
         io.until(lambda frame: isinstance(frame, EngineReport) and frame.enforced == 1)
         io.hand_in(Cancel(2))
         io.ask(3, "word " * 40_000)
         assert isinstance(io.end(3), Refusal)
-        io.hand_in(Limits(8 * GIB, 8 * MIB, 0, "dynamic"))
+        io.hand_in(MemoryLimits(8 * GIB, 8 * MIB, 0, "dynamic"))
         io.ask(4, "Hello!")
         assert isinstance(io.end(4), Refusal)
-        io.hand_in(Unload(5, io.model))
+        io.hand_in(UnloadModel(5, io.model))
         assert isinstance(io.end(5), Finished)
-        io.hand_in(Limits(8 * GIB, 8 * GIB, 64 * MIB, "static"))
-        io.hand_in(Load(6, io.model))
+        io.hand_in(MemoryLimits(8 * GIB, 8 * GIB, 64 * MIB, "static"))
+        io.hand_in(LoadModel(6, io.model))
         assert isinstance(io.end(6), Finished)
     finally:
         io.loop.stop()

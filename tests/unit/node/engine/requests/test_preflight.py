@@ -3,11 +3,11 @@
 import pytest
 from msgspec.structs import replace
 
-from node.engine.memory.gate import Gate, Site
-from node.engine.requests.preflight import Shape, admit, impossible, shape_of, too_large
+from node.engine.memory.gate import GateSite, MemoryGate
+from node.engine.requests.preflight import RequestShape, admit, never_fits, shape_of, too_large
 from wire.capacity import arithmetic
-from wire.frames import Generate, Grammar, Limits, Message, Params
-from wire.refusals import Code
+from wire.frames import Generate, GenerationParams, GrammarSpec, MemoryLimits, Message
+from wire.refusals import RefusalCode
 from wire.report import Memory, Model
 from wire.units import GIB, MIB
 
@@ -26,7 +26,7 @@ MEMORY = Memory(
 
 
 def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **fields: object) -> Generate:
-    params = Params(max_tokens=max_tokens, n=n)
+    params = GenerationParams(max_tokens=max_tokens, n=n)
     return Generate(1, 1, "r", "m", (Message("user", "hi"),), params, 0, expected, **fields)  # pyright: ignore
 
 
@@ -46,43 +46,47 @@ def request(max_tokens: int | None = None, *, expected: int = 0, n: int = 1, **f
 def test_what_is_promised_is_what_is_expected_within_the_limit_and_beyond_what_is_known(
     asked: Generate, limit: int, promised: int
 ):
-    assert shape_of(asked, 7, 512, 4096) == Shape(7, limit, promised, asked.params.n)
+    assert shape_of(asked, 7, 512, 4096) == RequestShape(7, limit, promised, asked.params.n)
 
 
 def test_without_a_limit_an_answer_ends_with_the_context():
-    assert shape_of(request(expected=400), 4000, 512, 4096) == Shape(4000, 96, 96, 1)
+    assert shape_of(request(expected=400), 4000, 512, 4096) == RequestShape(4000, 96, 96, 1)
     assert shape_of(request(expected=400), 4096, 512, 4096).limit == 1
-    assert Shape(4000, 96, 90, 3).length == 4090
-    assert Shape(4000, 96, 90, 3).of(1) == Shape(4000, 96, 90, 1)
+    assert RequestShape(4000, 96, 90, 3).length == 4090
+    assert RequestShape(4000, 96, 90, 3).of(1) == RequestShape(4000, 96, 90, 1)
 
 
 @pytest.mark.parametrize(
     ("asked", "shape", "code"),
     [
-        (request(), Shape(7, 10, 5, 1), None),
-        (request(), Shape(4000, 96, 5, 1), None),
-        (request(), Shape(4000, 97, 5, 1), Code.CONTEXT),
-        (request(), Shape(7, 10, 5, 8), None),
-        (request(), Shape(7, 10, 5, 9), Code.UNSUPPORTED),
-        (request(), Shape(7, 0, 5, 1), Code.INVALID),
-        (request(), Shape(7, 10, 5, 0), Code.INVALID),
-        (replace(request(), model="other"), Shape(7, 10, 5, 1), Code.NO_MODEL),
-        (replace(request(), params=Params(grammar=Grammar("json_object"))), Shape(7, 10, 5, 1), Code.UNSUPPORTED),
+        (request(), RequestShape(7, 10, 5, 1), None),
+        (request(), RequestShape(4000, 96, 5, 1), None),
+        (request(), RequestShape(4000, 97, 5, 1), RefusalCode.CONTEXT),
+        (request(), RequestShape(7, 10, 5, 8), None),
+        (request(), RequestShape(7, 10, 5, 9), RefusalCode.UNSUPPORTED),
+        (request(), RequestShape(7, 0, 5, 1), RefusalCode.INVALID),
+        (request(), RequestShape(7, 10, 5, 0), RefusalCode.INVALID),
+        (replace(request(), model="other"), RequestShape(7, 10, 5, 1), RefusalCode.NO_MODEL),
+        (
+            replace(request(), params=GenerationParams(grammar=GrammarSpec("json_object"))),
+            RequestShape(7, 10, 5, 1),
+            RefusalCode.UNSUPPORTED,
+        ),
     ],
 )
-def test_what_no_memory_helps_is_refused(asked: Generate, shape: Shape, code: Code | None):
-    found = impossible(asked, shape, MODEL, batch=8)
+def test_what_no_memory_helps_is_refused(asked: Generate, shape: RequestShape, code: RefusalCode | None):
+    found = never_fits(asked, shape, MODEL, batch=8)
     assert (found and found.code) == code
 
 
 def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_there_is():
     # margin 1 GiB and 128 MiB of the engine itself leave 10.875 GiB, of which the weights take 4
-    assert too_large(Shape(3000, 50, 40, 2), MEMORY, MODEL) is None
-    for shape in (Shape(3000, 50, 40, 3), Shape(4000, 3096, 3000, 1)):
+    assert too_large(RequestShape(3000, 50, 40, 2), MEMORY, MODEL) is None
+    for shape in (RequestShape(3000, 50, 40, 3), RequestShape(4000, 3096, 3000, 1)):
         refused = too_large(shape, MEMORY, MODEL)
         assert refused is not None
         needed = arithmetic.alone_bytes(MODEL, shape.prompt, shape.promised, shape.choices)
-        assert refused.code is Code.TOO_LARGE
+        assert refused.code is RefusalCode.TOO_LARGE
         assert refused.numbers is not None
         assert refused.numbers.estimate == needed - MODEL.weights
         assert refused.numbers.predicted == needed + MEMORY.margin
@@ -99,23 +103,23 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
 @pytest.mark.parametrize(
     ("cost", "shape", "code"),
     [
-        (MIB, Shape(10, 5, 5, 1), None),
-        (7 * GIB, Shape(10, 5, 5, 1), Code.NO_ROOM),
-        (7 * GIB, Shape(4000, 3096, 3000, 1), Code.TOO_LARGE),
+        (MIB, RequestShape(10, 5, 5, 1), None),
+        (7 * GIB, RequestShape(10, 5, 5, 1), RefusalCode.NO_ROOM),
+        (7 * GIB, RequestShape(4000, 3096, 3000, 1), RefusalCode.TOO_LARGE),
     ],
 )
-def test_what_does_not_fit_now_is_told_from_what_never_does(cost: int, shape: Shape, code: Code | None):
-    gate = Gate()
-    gate.hold(Limits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+def test_what_does_not_fit_now_is_told_from_what_never_does(cost: int, shape: RequestShape, code: RefusalCode | None):
+    gate = MemoryGate()
+    gate.hold(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
     found = admit(shape, MEMORY, MODEL, cost, gate)
     assert (found and found.code) == code
-    assert gate.checks == {Site.PREFLIGHT: 1}
+    assert gate.checks == {GateSite.PREFLIGHT: 1}
 
 
 def test_where_the_memory_cannot_be_read_nothing_is_called_too_large():
-    gate = Gate()
-    gate.hold(Limits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
+    gate = MemoryGate()
+    gate.hold(MemoryLimits(MEMORY.cap, MEMORY.ceiling, MEMORY.margin, "static"))
     blind = replace(MEMORY, phys=None, current=None, headroom=None)
-    found = admit(Shape(4000, 3096, 3000, 1), blind, MODEL, GIB, gate)
+    found = admit(RequestShape(4000, 3096, 3000, 1), blind, MODEL, GIB, gate)
     assert found is not None
-    assert found.code is Code.UNREADABLE
+    assert found.code is RefusalCode.UNREADABLE

@@ -16,16 +16,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from node.engine.requests.prepared import Prepared
-from node.engine.requests.tokenize_admission import Read, Unread, text_bytes
-from node.engine.requests.tokenize_queue import UnreadQueue
-from node.engine.text.tokenizer import LONG_TEXT, TooLong, load
+from node.engine.requests.prepared import PreparedRequest
+from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedPrompt, text_bytes
+from node.engine.requests.tokenize_queue import TokenizeQueue
+from node.engine.text.tokenizer import LONG_TEXT_CHARS, TooLong, load
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.capacity.arithmetic import READ_CODE, READ_FREE, READ_GUIDE, READ_LOAD, READ_SLICE, READ_TOKEN, reading_bytes
-from wire.capacity.fairness import Owner
-from wire.frames import Count, Finished, Generate, Grammar, Limits, Message, Params, Ping, Refusal, ToolCall
-from wire.refusals import Code
+from wire.capacity.arithmetic import (
+    TOKENIZE_BYTES_PER_TOKEN,
+    TOKENIZE_SLICE_CHARS,
+    TOKENIZER_CODE_BYTES,
+    TOKENIZER_GUIDE_FACTOR,
+    TOKENIZER_LOAD_FACTOR,
+    UNCHECKED_TOKENIZE_BYTES,
+    reading_bytes,
+)
+from wire.capacity.fairness import WeightedKey
+from wire.frames import (
+    CountTokens,
+    Finished,
+    Generate,
+    GenerationParams,
+    GrammarSpec,
+    MemoryLimits,
+    Message,
+    Ping,
+    Refusal,
+    ToolCall,
+)
+from wire.refusals import RefusalCode
 from wire.units import GIB, MIB
 
 WORDS = "The whole history of the house was written down by its cook. "
@@ -33,20 +52,20 @@ LONG = WORDS * 60
 
 
 def asked(driver: Driver, content: str, number: int = 1, **params: object) -> Generate:
-    given = Params(max_tokens=4, temperature=0.0, **params)  # type: ignore[arg-type]
+    given = GenerationParams(max_tokens=4, temperature=0.0, **params)  # type: ignore[arg-type]
     return Generate(number, number, "r", driver.default, (Message("user", content),), given, 0)
 
 
 @pytest.fixture
 def driver(tiny_model: Callable[..., Path]) -> Driver:
     made = Driver(tiny_model("llama"))
-    made.answer("Hello!", Params(max_tokens=1))  # loads model and tokenizer
+    made.answer("Hello!", GenerationParams(max_tokens=1))  # loads model and tokenizer
     return made
 
 
-def unread(driver: Driver, content: str = LONG, number: int = 9) -> Unread:
+def unread(driver: Driver, content: str = LONG, number: int = 9) -> UntokenizedPrompt:
     work = driver.engine.prepare(asked(driver, content, number))
-    assert isinstance(work, Unread)
+    assert isinstance(work, UntokenizedPrompt)
     return work
 
 
@@ -56,51 +75,58 @@ def reserved(driver: Driver) -> int:
 
 def tight(driver: Driver, room: int) -> None:
     """Set limits that leave `room` bytes of headroom."""
-    driver.take(Limits(8 * GIB, 8 * GIB, 0, "static"))
+    driver.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"))
     room_now = driver.engine.report(time.monotonic()).memory.headroom
     assert room_now is not None
-    driver.take(Limits(8 * GIB, 8 * GIB - room_now + room, 0, "static"))
+    driver.take(MemoryLimits(8 * GIB, 8 * GIB - room_now + room, 0, "static"))
 
 
 @given(st.integers(0, 10**9), st.integers(0, 10**9))
 def test_every_byte_that_reading_takes_is_counted(text: int, files: int):
-    whole = READ_TOKEN * text + (READ_LOAD + READ_GUIDE) * files + READ_CODE
-    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > READ_FREE else 0)
+    whole = (
+        TOKENIZE_BYTES_PER_TOKEN * text
+        + (TOKENIZER_LOAD_FACTOR + TOKENIZER_GUIDE_FACTOR) * files
+        + TOKENIZER_CODE_BYTES
+    )
+    assert reading_bytes(text, files, loads=True, guides=True) == (whole if whole > UNCHECKED_TOKENIZE_BYTES else 0)
     assert reading_bytes(text, files) == reading_bytes(text) <= reading_bytes(text, files, loads=True)
-    assert reading_bytes(text) in (0, READ_TOKEN * text)
+    assert reading_bytes(text) in (0, TOKENIZE_BYTES_PER_TOKEN * text)
 
 
 def test_all_text_of_a_request_is_counted():
     call = ToolCall("c", "name", "{}")
     messages = (Message("user", "ä" * 10, "bob", (call,), "", "thought"), Message("tool", "xyz"))
     everything = 20 + 3 + 4 + 2 + 7 + 3
-    assert text_bytes(Count(1, "m", messages, 0, tools="[]")) == everything + 2
-    assert text_bytes(Generate(1, 1, "r", "m", messages, Params(), 0, text="text", ids=(1, 2, 3))) == everything + 4 + 3
-    assert text_bytes(Count(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate also counts
+    assert text_bytes(CountTokens(1, "m", messages, 0, tools="[]")) == everything + 2
+    assert (
+        text_bytes(Generate(1, 1, "r", "m", messages, GenerationParams(), 0, text="text", ids=(1, 2, 3)))
+        == everything + 4 + 3
+    )
+    assert text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate also counts
 
 
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
-    assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), Unread)
+    assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), UntokenizedPrompt)
     long = unread(driver)
-    assert READ_FREE < long.need == READ_TOKEN * len(LONG)
-    assert driver.answer(LONG, Params(max_tokens=2))  # and the tokenized prompt is answered
+    assert UNCHECKED_TOKENIZE_BYTES < long.need == TOKENIZE_BYTES_PER_TOKEN * len(LONG)
+    assert driver.answer(LONG, GenerationParams(max_tokens=2))  # and the tokenized prompt is answered
 
 
 def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable[..., Path]):
     driver = Driver(tiny_model("llama"))
     files, text = (tiny_model("llama") / "tokenizer.json").stat().st_size, "a" * 4_000
-    later = READ_TOKEN * len(text)
+    later = TOKENIZE_BYTES_PER_TOKEN * len(text)
     first = driver.engine.door.need(asked(driver, text))
-    assert first == later + READ_LOAD * files + READ_CODE
-    guided = asked(driver, text, grammar=Grammar("regex", "a+"))
-    assert driver.engine.door.need(guided) == first + READ_GUIDE * files
-    driver.answer("Hi", Params(max_tokens=2, grammar=Grammar("regex", "a+")))
+    assert first == later + TOKENIZER_LOAD_FACTOR * files + TOKENIZER_CODE_BYTES
+    guided = asked(driver, text, grammar=GrammarSpec("regex", "a+"))
+    assert driver.engine.door.need(guided) == first + TOKENIZER_GUIDE_FACTOR * files
+    driver.answer("Hi", GenerationParams(max_tokens=2, grammar=GrammarSpec("regex", "a+")))
     assert driver.engine.door.need(guided) == later
 
 
 def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
     work, before = unread(driver), reserved(driver)
-    assert list(driver.engine.take(work, time.monotonic())) == [work]
+    assert list(driver.engine.handle(work, time.monotonic())) == [work]
     assert reserved(driver) == before + work.need
     assert driver.engine.report(time.monotonic()).waiting == 1
     done = work.read()
@@ -117,33 +143,33 @@ def test_a_long_prompt_without_room_is_refused_unread(driver: Driver):
     driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.NO_ROOM
+    assert refusal.refused.code is RefusalCode.NO_ROOM
     assert refusal.refused.numbers is not None
     assert refusal.refused.numbers.estimate == work.need
     assert refusal.prompt_tokens is None  # they were not counted
     assert reserved(driver) == before
     driver.take(ROOMY)
-    assert isinstance(driver.end(driver.ask("Hello!", Params(max_tokens=1))), Finished)
+    assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=1))), Finished)
 
 
 def test_two_that_fit_only_one_by_one_are_not_read_together(driver: Driver):
     first, second = unread(driver, number=8), unread(driver, number=9)
     tight(driver, first.need + second.need // 2)
-    assert list(driver.engine.take(first, time.monotonic())) == [first]
+    assert list(driver.engine.handle(first, time.monotonic())) == [first]
     driver.put(second)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.NO_ROOM
+    assert refusal.refused.code is RefusalCode.NO_ROOM
 
 
 def test_a_prompt_that_can_never_be_read_here_is_told_so(driver: Driver):
-    driver.take(Limits(600 * MIB, 600 * MIB, 0, "static"))
-    work = driver.engine.prepare(Count(9, driver.default, (Message("user", WORDS * 200_000),), 0))
-    assert isinstance(work, Unread)
+    driver.take(MemoryLimits(600 * MIB, 600 * MIB, 0, "static"))
+    work = driver.engine.prepare(CountTokens(9, driver.default, (Message("user", WORDS * 200_000),), 0))
+    assert isinstance(work, UntokenizedPrompt)
     driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.TOO_LARGE
+    assert refusal.refused.code is RefusalCode.TOO_LARGE
     assert "shorten the prompt" in refusal.refused.message
     assert reserved(driver) == 0
 
@@ -155,7 +181,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     work = unread(driver, whole)
     assert work.long
     assert work.need == reading_bytes(text_bytes(work.frame), context=context)
-    assert work.need < READ_TOKEN * (context * 2 + READ_SLICE) + 16 * len(whole)
+    assert work.need < TOKENIZE_BYTES_PER_TOKEN * (context * 2 + TOKENIZE_SLICE_CHARS) + 16 * len(whole)
     counted: list[int] = []
     tokenizer = driver.tokenizer()
     rust = tokenizer.rust
@@ -170,9 +196,9 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     driver.put(work)
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
-    assert refusal.refused.code is Code.CONTEXT
+    assert refusal.refused.code is RefusalCode.CONTEXT
     assert f"takes {context}: shorten the prompt" in refusal.refused.message
-    assert 0 < sum(counted) <= 8 * context + READ_SLICE
+    assert 0 < sum(counted) <= 8 * context + TOKENIZE_SLICE_CHARS
     assert driver.engine.report(0.0).memory.reserved == 0
 
 
@@ -181,7 +207,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
 def test_a_long_text_has_the_same_tokens_as_by_the_whole_tokenizer(architecture: str, plain: bool):
     tokenizer = load(models.path(architecture))
     text = (WORDS + "Ünïcödé 😀\n\n  x=1;" + "\t" * 9) * 400
-    assert len(text) > LONG_TEXT
+    assert len(text) > LONG_TEXT_CHARS
     expected = tuple(tokenizer.wrapper.encode(text, add_special_tokens=plain))
     assert tokenizer.encode(text, plain=plain) == expected
     assert tokenizer.encode(text, plain=plain, most=len(expected)) == expected, "what fits exactly is never refused"
@@ -215,10 +241,12 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
     reader.start()
     try:
         assert entered.wait(20.0), "a long text is being tokenized"
-        assert isinstance(driver.engine.prepare(asked(driver, "Hello!", 11)), Prepared), "a short prompt is prepared"
+        assert isinstance(driver.engine.prepare(asked(driver, "Hello!", 11)), PreparedRequest), (
+            "a short prompt is prepared"
+        )
         usual = unread(driver, LONG, 12)
         assert not usual.long
-        assert isinstance(usual.read().work, Prepared), "a prompt of usual length has a thread of its own"
+        assert isinstance(usual.read().work, PreparedRequest), "a prompt of usual length has a thread of its own"
         assert driver.engine.prepare(Ping(1)) is None
         assert not alone.is_set(), "all of it while the long text was being tokenized"
     finally:
@@ -230,17 +258,17 @@ def test_short_prompts_pings_and_cancels_wait_for_no_long_text(driver: Driver):
 def test_the_io_thread_neither_loads_a_tokenizer_nor_compiles_a_grammar(tiny_model: Callable[..., Path]):
     driver = Driver(tiny_model("llama"))
     first = driver.engine.prepare(asked(driver, "Hi"))
-    assert isinstance(first, Unread)
-    assert isinstance(first.read().work, Prepared)
-    assert isinstance(driver.engine.prepare(asked(driver, "Hi", 2)), Prepared)
-    guided = driver.engine.prepare(asked(driver, "Hi", 3, grammar=Grammar("regex", "a+")))
-    assert isinstance(guided, Unread)
+    assert isinstance(first, UntokenizedPrompt)
+    assert isinstance(first.read().work, PreparedRequest)
+    assert isinstance(driver.engine.prepare(asked(driver, "Hi", 2)), PreparedRequest)
+    guided = driver.engine.prepare(asked(driver, "Hi", 3, grammar=GrammarSpec("regex", "a+")))
+    assert isinstance(guided, UntokenizedPrompt)
 
 
 def test_counting_a_long_prompt_asks_as_well(driver: Driver):
-    count = Count(9, driver.default, (Message("user", LONG),), 0)
+    count = CountTokens(9, driver.default, (Message("user", LONG),), 0)
     work = driver.engine.prepare(count)
-    assert isinstance(work, Unread)
+    assert isinstance(work, UntokenizedPrompt)
     driver.put(work)
     end = driver.ended(9)
     assert isinstance(end, Finished)
@@ -250,7 +278,7 @@ def test_counting_a_long_prompt_asks_as_well(driver: Driver):
 
 def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
     work, before = unread(driver), reserved(driver)
-    driver.engine.take(work, time.monotonic())
+    driver.engine.handle(work, time.monotonic())
     driver.cancel(9)
     driver.put(work.read())
     assert driver.said[9] == []
@@ -264,10 +292,10 @@ def test_a_cancel_while_a_prompt_is_read_leaves_nothing(driver: Driver):
 
 def test_the_same_request_is_read_once(driver: Driver):
     work = unread(driver)
-    assert list(driver.engine.take(work, time.monotonic())) == [work]
-    assert list(driver.engine.take(work, time.monotonic())) == []
+    assert list(driver.engine.handle(work, time.monotonic())) == [work]
+    assert list(driver.engine.handle(work, time.monotonic())) == []
     done = work.read()
-    assert isinstance(done, Read)
+    assert isinstance(done, TokenizeResult)
     driver.put(done)
     driver.end(9)
 
@@ -300,12 +328,12 @@ def test_loading_a_tokenizer_takes_no_more_than_was_promised(tiny_model: Callabl
 MEASURE = textwrap.dedent("""
     import json, random, resource, sys
     from pathlib import Path
-    from node.engine.requests.preparer import Door
-    from node.models.catalogue import Library
+    from node.engine.requests.preparer import RequestPreparer
+    from node.models.catalogue import ModelCatalogue
     from node.settings import ModelSettings
-    from wire.frames import Generate, Message, Params
+    from wire.frames import Generate, GenerationParams, Message
 
-    library = Library(ModelSettings(folders=(sys.argv[1],), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(sys.argv[1],), hub=False))
     library.scan()
 
     def highest():
@@ -318,12 +346,12 @@ MEASURE = textwrap.dedent("""
     signs = [chr(one) for one in (*range(32, 127), *range(0x400, 0x460), *range(0x1f600, 0x1f640))]
     kinds = {"words": lambda: "the house of the cook was old and ", "signs": lambda: chance.choice(signs) * 3,
              "spaces": lambda: " " * chance.randrange(40) + "x"}
-    door, rows = Door(library, lambda found: 10_000_000), []
+    door, rows = RequestPreparer(library, lambda found: 10_000_000), []
     for kind, size in (("words", 200), ("words", 30_000), ("signs", 100_000), ("spaces", 150_000), ("words", 300_000)):
         text = ""
         while len(text) < size:
             text += "".join(kinds[kind]() for _ in range(500))
-        request = Generate(1, 1, "r", next(iter(library.known())), (Message("user", text),), Params(), 0)
+        request = Generate(1, 1, "r", next(iter(library.known())), (Message("user", text),), GenerationParams(), 0)
         needed, before = door.need(request), highest()
         prepared = door.prepare(request)
         assert prepared.ids
@@ -348,18 +376,18 @@ def test_reading_takes_no_more_than_was_promised(tiny_model: Callable[..., Path]
     assert len(rows) == 5
     assert max(taken for _, _, _, taken in rows) > 20 * MIB, "nothing was measured"
     for kind, size, promised, taken in rows:
-        assert taken <= max(promised, READ_FREE), (kind, size, promised, taken)
+        assert taken <= max(promised, UNCHECKED_TOKENIZE_BYTES), (kind, size, promised, taken)
 
 
 def test_prompts_are_read_in_turns_between_keys(driver: Driver):
     """A key with many grammars, or long texts, delays another key by one of them."""
-    queue, order = UnreadQueue(), list[int]()
+    queue, order = TokenizeQueue(), list[int]()
 
-    def of(key: str, number: int) -> Unread:
-        frame: Generate | Count = replace(asked(driver, "Hello!", number), owner=Owner(key))
+    def of(key: str, number: int) -> UntokenizedPrompt:
+        frame: Generate | CountTokens = replace(asked(driver, "Hello!", number), owner=WeightedKey(key))
         if number % 2:  # counts also take turns of their key
-            frame = Count(number, driver.default, frame.messages, 0, owner=Owner(key))
-        return Unread(frame, 0, lambda: Read(number, Finished(number, (), 0, 0)))
+            frame = CountTokens(number, driver.default, frame.messages, 0, owner=WeightedKey(key))
+        return UntokenizedPrompt(frame, 0, lambda: TokenizeResult(number, Finished(number, (), 0, 0)))
 
     for number in range(5):
         queue.put(of("greedy", number))
@@ -368,7 +396,7 @@ def test_prompts_are_read_in_turns_between_keys(driver: Driver):
     queue.put(of("other", 11))
     order += [queue.get().frame.request for _ in range(6)]
     assert order == [0, 1, 10, 2, 11, 3, 4]
-    taken: list[Unread] = []
+    taken: list[UntokenizedPrompt] = []
     waiting = threading.Thread(target=lambda: taken.append(queue.get()), daemon=True)
     waiting.start()
     queue.put(of("other", 12))

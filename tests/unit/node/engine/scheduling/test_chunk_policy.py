@@ -3,85 +3,85 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.scheduling.chunk_policy import (
-    BURST,
-    LEAST,
-    LONE,
-    PADDING,
-    RECOVERS,
-    SHARED,
-    STEPS,
-    Pace,
-    Speed,
+    CHUNK_PER_STEP,
+    IDLE_CHUNK_SECONDS,
+    MAX_PADDING_SHARE,
+    MIN_CHUNK_TOKENS,
+    PACKED_FORWARD_SECONDS,
+    RECOVERY_SECONDS,
+    WHOLE_PROMPT_SECONDS,
+    ChunkPace,
+    PrefillSpeed,
     budget,
-    company,
     next_prefill,
+    select_batch,
     shared_budget,
 )
-from wire.capacity.fairness import CROWD, Owner, Reading
+from wire.capacity.fairness import CROWDED_PROMPTS, PrefillFairness, WeightedKey
 
-ADA, BOB = Owner("ada"), Owner("bob")
+ADA, BOB = WeightedKey("ada"), WeightedKey("bob")
 
 
 def test_the_shortest_and_the_oldest_take_turns():
     waiting = [(20, 2.0, ADA), (60_000, 1.0, ADA), (10, 3.0, ADA)]
-    assert [next_prefill(waiting, turn, Reading()) for turn in range(4)] == [1, 2, 1, 2]
+    assert [next_prefill(waiting, turn, PrefillFairness()) for turn in range(4)] == [1, 2, 1, 2]
 
 
 def test_of_equals_the_first_goes_first():
-    assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, Reading()) == 0
+    assert next_prefill([(10, 1.0, ADA), (10, 2.0, ADA)], 1, PrefillFairness()) == 0
 
 
 def test_beside_a_crowd_the_second_turn_goes_by_owners():
-    reading = Reading()
-    waiting = [(5000, float(number), ADA) for number in range(CROWD + 1)] + [(6000, 99.0, BOB)]
+    reading = PrefillFairness()
+    waiting = [(5000, float(number), ADA) for number in range(CROWDED_PROMPTS + 1)] + [(6000, 99.0, BOB)]
     taken = list[int]()
     for turn in range(0, 20, 2):
         place = next_prefill(waiting, turn, reading)
         reading.has_read(waiting[place][2], 100)
         taken.append(place)
-    assert taken == [0, CROWD + 1] * 5
+    assert taken == [0, CROWDED_PROMPTS + 1] * 5
 
 
 def test_a_chunk_may_take_as_long_as_those_beside_it_can_bear():
-    assert budget(0.0, 99.0) == LONE
-    assert budget(0.04, 99.0) == STEPS * 0.04
-    assert budget(0.04, BURST) == BURST, "a short prompt is written at once"
+    assert budget(0.0, 99.0) == IDLE_CHUNK_SECONDS
+    assert budget(0.04, 99.0) == CHUNK_PER_STEP * 0.04
+    assert budget(0.04, WHOLE_PROMPT_SECONDS) == WHOLE_PROMPT_SECONDS, "a short prompt is written at once"
 
 
 def test_several_prompts_may_take_the_longer_the_fewer_are_beside_them():
-    assert shared_budget(0.0, 99, 0) == shared_budget(0.04, 7, 1) == SHARED
-    assert BURST < shared_budget(0.04, 3, 5) < SHARED
-    assert shared_budget(0.04, 1, 5) == BURST
+    assert shared_budget(0.0, 99, 0) == shared_budget(0.04, 7, 1) == PACKED_FORWARD_SECONDS
+    assert WHOLE_PROMPT_SECONDS < shared_budget(0.04, 3, 5) < PACKED_FORWARD_SECONDS
+    assert shared_budget(0.04, 1, 5) == WHOLE_PROMPT_SECONDS
 
 
 def test_prompts_of_about_one_length_are_read_together():
-    assert company([100, 300, 95, 20, 110], 2048) == [0, 2, 4]
-    assert company([100, 100, 100], 299) == [0, 1], "no more than fits"
+    assert select_batch([100, 300, 95, 20, 110], 2048) == [0, 2, 4]
+    assert select_batch([100, 100, 100], 299) == [0, 1], "no more than fits"
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=40), st.integers(1, 8192))
 def test_what_is_read_together_has_its_size_and_little_padding(lengths: list[int], most: int):
-    chosen = company(lengths, most)
+    chosen = select_batch(lengths, most)
     size = len(chosen) * max(lengths[place] for place in chosen)
     assert chosen[0] == 0
     assert chosen == sorted(set(chosen))
     assert len(chosen) == 1 or size <= most
-    assert size - sum(lengths[place] for place in chosen) <= PADDING * size
+    assert size - sum(lengths[place] for place in chosen) <= MAX_PADDING_SHARE * size
 
 
-PACES = st.builds(Pace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
+PACES = st.builds(ChunkPace, st.floats(0, 1.0), st.floats(0, 0.1), st.floats(0, 1e-4))
 
 
 @given(PACES, st.floats(0.001, 2.0), st.integers(0, 100_000), st.integers(32, 8192))
-def test_a_chunk_fits_its_time_or_is_the_smallest(pace: Pace, seconds: float, past: int, most: int):
+def test_a_chunk_fits_its_time_or_is_the_smallest(pace: ChunkPace, seconds: float, past: int, most: int):
     tokens = pace.tokens(seconds, past, most)
-    assert LEAST <= tokens <= most
-    assert tokens == LEAST or pace.seconds(tokens, past) <= seconds * 1.001
-    assert tokens in (most, LEAST) or pace.seconds(tokens + 1, past) >= seconds * 0.999
+    assert MIN_CHUNK_TOKENS <= tokens <= most
+    assert tokens == MIN_CHUNK_TOKENS or pace.seconds(tokens, past) <= seconds * 1.001
+    assert tokens in (most, MIN_CHUNK_TOKENS) or pace.seconds(tokens + 1, past) >= seconds * 0.999
 
 
 def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
-    true, pace = Pace(0.02, 0.0014, 1.4e-6), Pace(0.02, 0.001)
+    true, pace = ChunkPace(0.02, 0.0014, 1.4e-6), ChunkPace(0.02, 0.001)
     for past in range(0, 6000, 20):
         pace.learn(20, past + 10, true.seconds(20, past))
         pace.learn(100, 50, true.seconds(100, 0))
@@ -91,30 +91,30 @@ def test_long_prompts_and_short_ones_do_not_spoil_each_others_sizes():
 
 
 def test_the_first_measurements_far_into_a_prompt_may_be_odd():
-    pace = Pace(0.02, 0.01)
+    pace = ChunkPace(0.02, 0.01)
     pace.learn(20, 3000, 0.03)
     assert pace.seconds(20, 3000) >= 0.02
     assert pace.far == 0
 
 
 def test_who_was_slow_once_is_expected_at_its_best_after_a_rest():
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (40.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0):
         speed.learn(newest)
-    assert speed.after(0.0) == speed.after(RECOVERS - 1) < 8, "as it was of late, as long as that is of late"
-    assert speed.after(RECOVERS) == 40.0
+    assert speed.after(0.0) == speed.after(RECOVERY_SECONDS - 1) < 8, "as it was of late, as long as that is of late"
+    assert speed.after(RECOVERY_SECONDS) == 40.0
 
 
 def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_while():
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (10.0, 10.0, 1e6, 10.0, 10.0):
         speed.learn(newest)
-    assert speed.after(RECOVERS) < 20
+    assert speed.after(RECOVERY_SECONDS) < 20
 
 
 def test_a_machine_that_is_ten_times_as_fast_as_its_first_run_is_known_for_it_soon():
     """The first run is short, and short runs are not typical of a GPU."""
-    speed = Speed()
+    speed = PrefillSpeed()
     for newest in (300.0, *[3000.0] * 8):
         speed.learn(newest)
     assert speed.after(0.0) > 2000

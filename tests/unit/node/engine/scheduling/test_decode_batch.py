@@ -9,12 +9,12 @@ import pytest
 from mlx_lm.utils import load_model
 
 from node.engine.kv.kv_cache import TextModel, kv_of, nbytes_of
-from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import greedy
 from tests import models
 from tests.support.text_engine import decoded_alone, prefilled
 from wire.capacity.arithmetic import padded
-from wire.report import Group
+from wire.report import BatchGroup
 
 ARCHITECTURES = (
     "llama",
@@ -37,7 +37,7 @@ def llama() -> TextModel:
 
 def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
     """Add a row and return its first token."""
-    return [one.token for one in batch.join([Joining(name, Guard(greedy, ()))], ids, *prefilled(model, ids))]
+    return [one.token for one in batch.join([JoiningRow(name, RowSampler(greedy, ()))], ids, *prefilled(model, ids))]
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_rows_that_come_and_go_decode_as_if_alone(model: TextModel):
 def test_equal_rows_share_one_prefill(model: TextModel):
     ids = prompt(5, 50)
     batch: DecodeBatch[str] = DecodeBatch(model)
-    first = batch.join([Joining(name, Guard(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
+    first = batch.join([JoiningRow(name, RowSampler(greedy, ())) for name in "xyz"], ids, *prefilled(model, ids))
     rows: dict[str, list[int]] = {token.row: [token.token] for token in first}
     for _ in range(8):
         for token in batch.step():
@@ -100,8 +100,8 @@ def test_a_cache_tells_what_a_row_takes(model: TextModel):
     kv = kv_of(prefilled(model, prompt(1, 9))[0])
     for length in (300, 700):
         cache, _ = prefilled(model, prompt(1, length))
-        assert nbytes_of(cache) <= padded(Group(1, length, length), kv)
-        assert nbytes_of(cache) >= 0.5 * padded(Group(1, length, length), kv)
+        assert nbytes_of(cache) <= padded(BatchGroup(1, length, length), kv)
+        assert nbytes_of(cache) >= 0.5 * padded(BatchGroup(1, length, length), kv)
 
 
 def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama: TextModel):
@@ -111,11 +111,11 @@ def test_one_long_row_beside_seven_short_ones_takes_what_the_verdict_says(llama:
     for number in range(7):
         join(batch, llama, str(number), prompt(number, 40))
     batch.step()
-    said = padded(Group(8, 6002), kv)
+    said = padded(BatchGroup(8, 6002), kv)
     assert batch.nbytes() == pytest.approx(said, rel=0.02)
-    assert batch.nbytes() > 7 * padded(Group(1, 6000), kv), "padding is real: eight times the long row"
+    assert batch.nbytes() > 7 * padded(BatchGroup(1, 6000), kv), "padding is real: eight times the long row"
     batch.drop(["long"])
-    assert batch.nbytes() < padded(Group(8, 600), kv), "the padding goes with the row that caused it"
+    assert batch.nbytes() < padded(BatchGroup(8, 600), kv), "the padding goes with the row that caused it"
 
 
 def test_joining_and_leaving_free_what_they_replace(llama: TextModel):
@@ -139,7 +139,7 @@ def test_the_peak_of_a_join_is_about_one_layer_not_one_batch(llama: TextModel):
     mx.clear_cache()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
-    batch.join([Joining("new", Guard(greedy, ()))], prompt(9, 1500), cache, logits)
+    batch.join([JoiningRow("new", RowSampler(greedy, ()))], prompt(9, 1500), cache, logits)
     batch.step()
     rose = mx.get_peak_memory() - before
     assert rose < 0.7 * batch.nbytes(), "evaluated whole, the old and the new batch stand side by side"
@@ -153,8 +153,8 @@ def test_what_a_sampler_or_processor_raises_stays_with_its_row(llama: TextModel)
     ids = prompt(1, 30)
     batch: DecodeBatch[str] = DecodeBatch(llama)
     good = join(batch, llama, "good", ids)
-    batch.join([Joining("sampler", Guard(boom, ()))], ids, *prefilled(llama, ids))
-    batch.join([Joining("processor", Guard(greedy, (boom,)))], ids, *prefilled(llama, ids))
+    batch.join([JoiningRow("sampler", RowSampler(boom, ()))], ids, *prefilled(llama, ids))
+    batch.join([JoiningRow("processor", RowSampler(greedy, (boom,)))], ids, *prefilled(llama, ids))
     good += [token.token for _ in range(6) for token in batch.step() if token.row == "good"]
     assert good == decoded_alone(llama, ids, 6)
     assert sorted(row for row, error in batch.errors() if str(error) == "boom") == ["processor", "sampler"]

@@ -11,17 +11,17 @@ import pytest
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from mlx_lm.utils import load_model
 
-from node.engine.kv.kv_cache import Layers, TextModel, new_cache, plain
-from node.engine.memory.gate import Site
-from node.engine.process.interface import Doing
+from node.engine.kv.kv_cache import Layers, TextModel, is_plain, new_cache
+from node.engine.memory.gate import GateSite
+from node.engine.process.interface import NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling import packed_prefill, scheduler
-from node.engine.scheduling.chunk_policy import Pace
-from node.engine.scheduling.decode_batch import DecodeBatch, Guard, Joining
+from node.engine.scheduling.chunk_policy import ChunkPace
+from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import greedy
 from tests import models
 from tests.support.text_engine import GREEDY, Driver, decoded_alone
-from wire.frames import Channel, Failed, Finished, Grammar, Params
+from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 ENDLESS = ((EOS, -100.0),)
@@ -31,7 +31,7 @@ SHORT = [one for one in models.answers() if "system" not in one and "reasoning" 
 LIKE = "How are you today, number {}?"
 
 
-class Steady(Pace):
+class Steady(ChunkPace):
     """A constant pace, because a measured pace on a busy machine leaves no time for a second prompt."""
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
@@ -61,7 +61,7 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows
 
 
-def ask(driver: Driver, count: int, params: Params = GREEDY) -> list[int]:
+def ask(driver: Driver, count: int, params: GenerationParams = GREEDY) -> list[int]:
     return [driver.ask(one["prompt"], params) for one in SHORT[:count]]
 
 
@@ -97,7 +97,7 @@ def test_nothing_is_computed_behind_the_last_token(driver: Driver, count: int):
             return whole(tokens, cache=cache)
 
     resident.model = cast("TextModel", Counted())
-    number = driver.ask(SHORT[0]["prompt"], Params(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
+    number = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=0.0, max_tokens=count, logit_bias=ENDLESS))
     assert isinstance(driver.end(number), Finished)
     assert len(driver.ids[number, 0]) == count
     assert len(forwards) == count, "the prompt's gives the first"
@@ -112,13 +112,13 @@ def test_newcomers_are_read_together_beside_those_who_decode(driver: Driver, sha
 
 
 def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
-    monkeypatch.setattr(scheduler, "MOST_LINGER", 3600.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
+    monkeypatch.setattr(scheduler, "MAX_COALESCE_SECONDS", 3600.0)
     prompts = iter(one["prompt"] for one in SHORT)
 
     def waits(numbers: list[int]) -> bool:
         driver.turn()
-        due = driver.engine.generation.due(time.monotonic())
+        due = driver.engine.generation.next_step_at(time.monotonic())
         return not any(driver.ids[number, 0] for number in numbers) and due is not None and due > time.monotonic() + 9
 
     def answered(numbers: list[int]) -> bool:
@@ -130,10 +130,10 @@ def test_who_comes_alone_where_there_was_a_crowd_waits_for_company(driver: Drive
     assert waits([lone])
     both = [lone, driver.ask(next(prompts))]
     assert waits(both)
-    monkeypatch.setattr(scheduler, "LINGER", 0.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 0.0)
     assert not waits(both), "nobody came after them"
     assert answered(both)
-    monkeypatch.setattr(scheduler, "LINGER", 3600.0)
+    monkeypatch.setattr(scheduler, "COALESCE_SECONDS", 3600.0)
     assert not waits([driver.ask(LIKE.format(number)) for number in range(8)]), "there is room for no more"
 
 
@@ -168,7 +168,7 @@ def test_a_prompt_that_was_read_with_others_is_kept_for_the_next(driver: Driver,
 
 def test_equal_prompts_are_read_once_where_they_are_kept(driver: Driver, shared: list[int]):
     prompt = "word " * 40
-    numbers = [driver.ask(prompt, Params(temperature=0.0, max_tokens=3)) for _ in range(3)]
+    numbers = [driver.ask(prompt, GenerationParams(temperature=0.0, max_tokens=3)) for _ in range(3)]
     ends = [driver.end(number) for number in numbers]
     assert [isinstance(end, Finished) and end.cached_tokens > 0 for end in ends] == [False, True, True]
     assert shared == []
@@ -180,11 +180,13 @@ def draws(driver: Driver, *numbers: int) -> list[tuple[list[int], list[object]]]
 
 def test_draws_penalties_and_grammars_begin_behind_the_prompt(driver: Driver, shared: list[int]):
     """The prompt's last token is an input of the first step, and no token of the answer."""
-    rules = Grammar("regex", "[0-9]{3}-[0-9]{4}")
+    rules = GrammarSpec("regex", "[0-9]{3}-[0-9]{4}")
     params = [
-        Params(seed=3, temperature=1.2, max_tokens=12, repetition_penalty=1.3, logprobs=True, logit_bias=ENDLESS),
-        Params(temperature=0.0, grammar=rules, max_tokens=20),
-        Params(temperature=0.0, max_tokens=12, frequency_penalty=0.4),
+        GenerationParams(
+            seed=3, temperature=1.2, max_tokens=12, repetition_penalty=1.3, logprobs=True, logit_bias=ENDLESS
+        ),
+        GenerationParams(temperature=0.0, grammar=rules, max_tokens=20),
+        GenerationParams(temperature=0.0, max_tokens=12, frequency_penalty=0.4),
     ]
     alone = Driver(models.path("llama"), batch=1, prefix_cache="off")
     numbers = [alone.ask(asked["prompt"], one) for asked, one in zip(SHORT, params, strict=False)]
@@ -204,21 +206,21 @@ def test_the_gate_is_asked_for_the_whole_forward_and_for_the_join(
 
     def judged(model: TextModel, pasts: list[list[int]], cache: Layers) -> None:
         site, estimate = asked[-1]
-        assert site is Site.PREFILL
+        assert site is GateSite.PREFILL
         assert estimate >= len(pasts) * driver.resident().estimator.chunk(len(pasts[0]), 0), "all of them, padded"
         write(model, pasts, cache)
 
     monkeypatch.setattr(packed_prefill, "write", judged)
     verbatim(driver, ask(driver, 6))
     assert shared
-    joins = sum(site is Site.JOIN for site, _ in asked)
+    joins = sum(site is GateSite.JOIN for site, _ in asked)
     assert joins == len(shared) + 6 - sum(shared)
 
 
 def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list[int]):
-    def tight(site: Site, estimate: int) -> bool:
+    def tight(site: GateSite, estimate: int) -> bool:
         longest = max((len(one.ids) for one in driver.engine.generation.prefills), default=0) - 1
-        return site is Site.PREFILL and estimate > driver.resident().estimator.together(2, longest)
+        return site is GateSite.PREFILL and estimate > driver.resident().estimator.packed(2, longest)
 
     driver.gate.refuses = tight
     verbatim(driver, ask(driver, 6))
@@ -227,15 +229,15 @@ def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list
     shared.clear()
     longest = max(len(one["prompt"]) for one in SHORT)
     most = driver.resident().estimator.chunk(longest, 0, last=True)
-    driver.gate.refuses = lambda site, estimate: site is Site.PREFILL and estimate > most
+    driver.gate.refuses = lambda site, estimate: site is GateSite.PREFILL and estimate > most
     verbatim(driver, ask(driver, 6))
     assert shared == [], "one by one"
 
 
 def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: list[int]):
-    joins = driver.gate.checks[Site.JOIN]
+    joins = driver.gate.checks[GateSite.JOIN]
     # cached prefixes are evicted first, then the gate is asked again
-    driver.gate.refuses = lambda site, estimate: site is Site.JOIN and driver.gate.checks[site] <= joins + 2
+    driver.gate.refuses = lambda site, estimate: site is GateSite.JOIN and driver.gate.checks[site] <= joins + 2
     verbatim(driver, ask(driver, 6))
     assert len(shared) >= 1
 
@@ -244,7 +246,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
     guard_of = scheduler.guard_of
     guilty = driver.number + 3
 
-    def raising(sequence: Sequence, row: Row) -> Guard:
+    def raising(sequence: Sequence, row: Row) -> RowSampler:
         if sequence.number == guilty:
             raise RuntimeError("its guard is broken")
         return guard_of(sequence, row)
@@ -285,7 +287,7 @@ def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
 
 
 def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
-    waiting, *numbers = ask(driver, 4, Params(temperature=0.0, max_tokens=60, logit_bias=ENDLESS))
+    waiting, *numbers = ask(driver, 4, GenerationParams(temperature=0.0, max_tokens=60, logit_bias=ENDLESS))
     driver.cancel(waiting)
     driver.until(lambda: shared)
     joined, decoding, last = numbers
@@ -300,30 +302,30 @@ def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
 
 def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
     """A crash in a shared forward is no single request's fault."""
-    begun: list[tuple[Doing, int]] = []
+    begun: list[tuple[NativeCallKind, int]] = []
     begin = driver.recorder.begin
 
-    def heard(doing: Doing, model: str, request: int = 0) -> None:
+    def heard(doing: NativeCallKind, model: str, request: int = 0) -> None:
         begun.append((doing, request))
         begin(doing, model, request)
 
     driver.recorder.begin = heard
     ask(driver, 4)
     driver.until(lambda: shared)
-    assert (Doing.PREFILL, 0) in begun
+    assert (NativeCallKind.PREFILL, 0) in begun
 
 
 def test_only_plain_caches_take_padding():
-    assert plain([KVCache(), KVCache()])  # type: ignore[list-item]
-    assert not plain([KVCache(), RotatingKVCache(64)])  # type: ignore[list-item, call-arg]
-    assert not plain([ArraysCache(2), KVCache()])  # type: ignore[list-item, call-arg]
+    assert is_plain([KVCache(), KVCache()])  # type: ignore[list-item]
+    assert not is_plain([KVCache(), RotatingKVCache(64)])  # type: ignore[list-item, call-arg]
+    assert not is_plain([ArraysCache(2), KVCache()])  # type: ignore[list-item, call-arg]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["lfm2", "gemma3_text"])
 def test_hybrids_and_windows_are_read_one_by_one(arch: str, tiny_model: Callable[..., Any], shared: list[int]):
     driver = Driver(tiny_model(arch, trained=False), batch=8)
-    numbers = [driver.ask(LIKE.format(number), Params(temperature=0.0, max_tokens=5)) for number in range(4)]
+    numbers = [driver.ask(LIKE.format(number), GenerationParams(temperature=0.0, max_tokens=5)) for number in range(4)]
     assert all(isinstance(driver.end(number), Finished) for number in numbers)
     assert shared == []
 
@@ -345,7 +347,7 @@ def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[.
         cache, pasts = new_cache(model), [prompts[name] for name in names]
         longest = max(map(len, pasts))
         packed_prefill.write(model, [past[:-1] + [0] * (longest - len(past)) for past in pasts], cache)
-        newcomers = batch.ready([Joining(name, Guard(greedy, ())) for name in names], pasts, cache)
+        newcomers = batch.ready([JoiningRow(name, RowSampler(greedy, ())) for name in names], pasts, cache)
         assert cache == []
         batch.admit(newcomers)
         for _ in range(9):

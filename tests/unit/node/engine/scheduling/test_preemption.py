@@ -12,15 +12,15 @@ import time
 import pytest
 from msgspec.structs import replace
 
-from node.engine.kv.commitments import Commitment, Ledger
-from node.engine.memory.footprint import give_back
+from node.engine.kv.commitments import Commitment, CommitmentLedger
+from node.engine.memory.footprint import release_free_memory
 from node.engine.requests.sequence import Row
 from node.engine.scheduling import scheduler
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
 from tests.support.text_engine import ROOMY, Driver
-from wire.frames import Failed, Finished, Limits, Params
-from wire.report import Counts
+from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
+from wire.report import EngineCounters
 from wire.units import GIB, MIB
 
 LLAMA, QWEN = models.path("llama").name, models.path("qwen3").name
@@ -33,8 +33,8 @@ GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "othe
 ANSWER, EXPECTED = 140, 70
 
 
-def endless(model: str, tokens: int) -> Params:
-    return Params(temperature=0.0, max_tokens=tokens, logit_bias=((EOS[model], -100.0),))
+def endless(model: str, tokens: int) -> GenerationParams:
+    return GenerationParams(temperature=0.0, max_tokens=tokens, logit_bias=((EOS[model], -100.0),))
 
 
 @pytest.fixture(scope="module")
@@ -58,17 +58,17 @@ def driver() -> Driver:
     return made
 
 
-def counts(driver: Driver) -> Counts:
+def counts(driver: Driver) -> EngineCounters:
     return driver.engine.report(time.monotonic()).counts
 
 
 def squeeze(driver: Driver, room: int) -> None:
     """Leave `room` bytes above the current footprint and reservations."""
-    give_back()
+    release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
-    driver.take(Limits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
+    driver.take(MemoryLimits(8 * GIB, memory.current + memory.reserved + room, 0, "dynamic"))
 
 
 def start(driver: Driver, group: str, expected: int) -> int:
@@ -103,7 +103,7 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
 def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decoded_next(driver: Driver):
     numbers = [start(driver, group, ANSWER) for group in GROUPS]
     memory = driver.engine.report(time.monotonic()).memory
-    driver.take(Limits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
+    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - 8 * MIB, 8 * GIB, 0, "static"))
     assert len(driver.resident(LLAMA).batches) == 2
     driver.turn()
     assert counts(driver).overs > 0
@@ -117,13 +117,13 @@ def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once
 ):
     """The request's other row fails in the broken batch. The request is therefore gone before its ended row is
     handled."""
-    first, second = endless(LLAMA, ANSWER), Params(temperature=0.0, max_tokens=ANSWER)
+    first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))
     sequence = driver.engine.generation.live[number]
     with monkeypatch.context() as patch:
         patch.setattr(DecodeBatch, "drop", lambda self, rows: 1 / 0)
-        patch.setattr(scheduler, "MOST_REBUILDS", 0)
+        patch.setattr(scheduler, "MAX_REBUILDS", 0)
         sequence.rows[0].reason = "stop"
         driver.turn()
     end = driver.end(number)
@@ -138,7 +138,7 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
     resident = driver.resident(LLAMA)
     for batch in resident.batches.values():
         batch.step = lambda: 1 / 0  # type: ignore[method-assign, assignment]
-    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MOST_REBUILDS
+    driver.engine.generation.live[number].rows[0].rebuilt = scheduler.MAX_REBUILDS
     end = driver.end(number)
     assert isinstance(end, Failed)
     for _ in range(3):
@@ -149,15 +149,15 @@ def test_rows_of_one_request_of_which_one_was_rebuilt_before_end_with_it_when_th
 def test_a_row_that_fails_as_it_joins_takes_the_rows_without_room_with_it(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    joining, refused = Ledger.joining, list[int]()
+    joining, refused = CommitmentLedger.joining, list[int]()
 
-    def dear(ledger: Ledger, row: Commitment, rows: int) -> int:
+    def dear(ledger: CommitmentLedger, row: Commitment, rows: int) -> int:
         short = rows == 2
         refused.extend([rows] * short)
         return joining(ledger, row, rows) + short * 1024 * GIB
 
     other = start(driver, "short", ANSWER)
-    monkeypatch.setattr(Ledger, "joining", dear)
+    monkeypatch.setattr(CommitmentLedger, "joining", dear)
     monkeypatch.setattr(Row, "read", lambda self, token: 1 / 0)
     number = driver.ask("hello", replace(endless(LLAMA, ANSWER), n=3), expected=ANSWER)
     end = driver.end(number)

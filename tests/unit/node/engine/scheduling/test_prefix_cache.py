@@ -10,18 +10,18 @@ import mlx.core as mx
 import pytest
 
 from node.engine.kv.kv_cache import Layers, nbytes_of
-from node.engine.kv.prefix_store import Entry
-from node.engine.memory.footprint import give_back
+from node.engine.kv.prefix_store import CachedPrefix
+from node.engine.memory.footprint import release_free_memory
 from tests import models
 from tests.support.text_engine import GREEDY, ROOMY, Driver
 from wire.capacity.arithmetic import request_need
-from wire.frames import Admitted, Channel, Finished, Limits, Message, Params, Refusal, Unload
+from wire.frames import Admitted, Channel, Finished, GenerationParams, MemoryLimits, Message, Refusal, UnloadModel
 from wire.units import GIB, KIB, MIB
 
 ANSWERS = models.answers()
 SHORT = [one for one in ANSWERS if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80]
 THOUGHT = next(one for one in ANSWERS if "reasoning" in one)
-SEEDED = Params(seed=4, temperature=0.8, max_tokens=40)
+SEEDED = GenerationParams(seed=4, temperature=0.8, max_tokens=40)
 ARCHITECTURES = (
     "llama",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "gemma3_text", "lfm2", "qwen3_next")),
@@ -33,7 +33,7 @@ def driver() -> Driver:
     return Driver(models.path("llama"), batch=8, chunk=256)
 
 
-def entries(driver: Driver) -> list[Entry[Layers]]:
+def entries(driver: Driver) -> list[CachedPrefix[Layers]]:
     return list(driver.engine.reuse.entries)
 
 
@@ -43,7 +43,7 @@ def ended(driver: Driver, number: int) -> Finished:
     return end
 
 
-def turns(driver: Driver, first: str, second: str, params: Params) -> tuple[list[list[int]], list[int]]:
+def turns(driver: Driver, first: str, second: str, params: GenerationParams) -> tuple[list[list[int]], list[int]]:
     """Run a conversation of two turns, the second of them twice; return the ids of the answers and the cached
     tokens."""
     messages = (Message("user", first),)
@@ -60,12 +60,12 @@ def turns(driver: Driver, first: str, second: str, params: Params) -> tuple[list
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
-    name: str, params: Params, tiny_model: Callable[..., Path]
+    name: str, params: GenerationParams, tiny_model: Callable[..., Path]
 ):
     """Also with windows and states that cannot be cut: a window of 64 tokens, and prompts beyond it."""
     folder = tiny_model(name, trained=name != "qwen3_next")
     driver, fresh = Driver(folder), Driver(folder, prefix_cache="off")
-    params = Params(temperature=0.0, max_tokens=40) if params is GREEDY else params
+    params = GenerationParams(temperature=0.0, max_tokens=40) if params is GREEDY else params
     for first in (SHORT[0]["prompt"], SHORT[1]["prompt"] + " " + "Go on. " * 30, THOUGHT["prompt"]):
         ours, cached = turns(driver, first, SHORT[2]["prompt"], params)
         theirs, none = turns(fresh, first, SHORT[2]["prompt"], params)
@@ -88,7 +88,7 @@ def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
 
 def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
     """Generated tokens are found for any sampling, and reported at admission and at the end."""
-    first = driver.ask(SHORT[0]["prompt"], Params(temperature=1.5, seed=1, max_tokens=20))
+    first = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=1.5, seed=1, max_tokens=20))
     ended(driver, first)
     second = driver.ask(SHORT[0]["prompt"], GREEDY)
     end = ended(driver, second)
@@ -110,7 +110,7 @@ def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callab
     cached: list[int] = []
     for one in SHORT[:3]:
         messages = (system, Message("user", one["prompt"]))
-        brief = Params(temperature=0.0, max_tokens=24)
+        brief = GenerationParams(temperature=0.0, max_tokens=24)
         number, other = (made.ask(messages=messages, params=brief) for made in (driver, fresh))
         cached.append(ended(driver, number).cached_tokens)
         ended(fresh, other)
@@ -122,9 +122,11 @@ def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callab
 def test_prompts_that_decode_lend_their_beginning(driver: Driver):
     """The second request reuses the beginning of the first, which still decodes."""
     system = Message("system", "You are a careful clerk. " * 60)
-    first = driver.ask(messages=(system, Message("user", "Hello!")), params=Params(max_tokens=200, temperature=1.0))
+    first = driver.ask(
+        messages=(system, Message("user", "Hello!")), params=GenerationParams(max_tokens=200, temperature=1.0)
+    )
     driver.until(lambda: driver.ids[first, 0])
-    second = driver.ask(messages=(system, Message("user", "Who are you?")), params=Params(max_tokens=2))
+    second = driver.ask(messages=(system, Message("user", "Who are you?")), params=GenerationParams(max_tokens=2))
     end = ended(driver, second)
     assert end.cached_tokens > end.prompt_tokens - 40
     assert driver.ended(first) is None
@@ -132,12 +134,12 @@ def test_prompts_that_decode_lend_their_beginning(driver: Driver):
 
 def test_n_answers_share_what_was_found(driver: Driver):
     prompt = "word " * 100
-    ended(driver, driver.ask(prompt, Params(max_tokens=2, temperature=0.0)))
-    number = driver.ask(prompt, Params(n=3, seed=5, max_tokens=6, temperature=1.5))
+    ended(driver, driver.ask(prompt, GenerationParams(max_tokens=2, temperature=0.0)))
+    number = driver.ask(prompt, GenerationParams(n=3, seed=5, max_tokens=6, temperature=1.5))
     end = ended(driver, number)
     assert end.cached_tokens == end.prompt_tokens - 1
     fresh = Driver(models.path("llama"), prefix_cache="off")
-    other = fresh.ask(prompt, Params(n=3, seed=5, max_tokens=6, temperature=1.5))
+    other = fresh.ask(prompt, GenerationParams(n=3, seed=5, max_tokens=6, temperature=1.5))
     ended(fresh, other)
     assert [driver.ids[number, choice] for choice in range(3)] == [fresh.ids[other, choice] for choice in range(3)]
 
@@ -147,7 +149,9 @@ def test_n_answers_share_what_was_found(driver: Driver):
 
 def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
     """A short row ends during a long one. An entry that is not evaluated would keep the whole padded batch."""
-    long = driver.ask("word " * 1200, Params(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless()))
+    long = driver.ask(
+        "word " * 1200, GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless())
+    )
     driver.until(lambda: driver.ids[long, 0])
     short = driver.ask(SHORT[0]["prompt"])
     ended(driver, short)
@@ -172,17 +176,17 @@ def endless() -> tuple[tuple[int, float], ...]:
 
 
 def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
-    ended(driver, driver.ask("warm", Params(max_tokens=2)))
+    ended(driver, driver.ask("warm", GenerationParams(max_tokens=2)))
     driver.engine.reuse.drop(driver.default)
     mx.clear_cache()
     base = mx.get_active_memory()
     for number in range(50):
-        ended(driver, driver.ask(f"{number} " + "word " * 60, Params(temperature=0.0, max_tokens=2)))
+        ended(driver, driver.ask(f"{number} " + "word " * 60, GenerationParams(temperature=0.0, max_tokens=2)))
         assert driver.engine.reuse.nbytes == sum(nbytes_of(one.value or []) for one in entries(driver))
     assert len(entries(driver)) == 50
     mx.clear_cache()
     assert mx.get_active_memory() >= base + driver.engine.reuse.nbytes - 256 * KIB
-    driver.engine.reuse.relieve(lambda: False)
+    driver.engine.reuse.evict_until(lambda: False)
     mx.clear_cache()
     assert mx.get_active_memory() <= 1.01 * base
 
@@ -191,24 +195,24 @@ def room(driver: Driver, size: int) -> None:
     """Leave `size` bytes of headroom above the engine's footprint, which includes its prefix cache."""
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + memory.reserved + size, 0, "dynamic"))
+    driver.take(MemoryLimits(memory.current + GIB, memory.current + memory.reserved + size, 0, "dynamic"))
 
 
 def fill(driver: Driver, size: int) -> None:
     """Fill the prefix cache with `size` bytes, after other memory that could be freed meanwhile has been released."""
-    give_back()
+    release_free_memory()
     number = 0
     while driver.engine.reuse.nbytes < size:
         number += 1
-        ended(driver, driver.ask(f"{number} " + "word " * 100, Params(temperature=0.0, max_tokens=1)))
+        ended(driver, driver.ask(f"{number} " + "word " * 100, GenerationParams(temperature=0.0, max_tokens=1)))
 
 
 def test_the_cache_goes_before_a_request_is_refused_and_no_more_of_it_than_needed(driver: Driver):
     fill(driver, 40 * MIB)
-    give_back()
+    release_free_memory()
     room(driver, MIB)
     before = driver.engine.report(0.0).cache
-    number = driver.ask("fresh " * 400, Params(temperature=0.0, max_tokens=1))
+    number = driver.ask("fresh " * 400, GenerationParams(temperature=0.0, max_tokens=1))
     assert driver.admitted(number), driver.ended(number)
     after = driver.engine.report(0.0).cache
     assert 0 < after.evictions - before.evictions < before.entries
@@ -235,10 +239,10 @@ def test_a_ceiling_that_falls_takes_the_cache_first(driver: Driver):
 def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
     driver = Driver(models.path("llama"), prefix_cache="3MiB")
     for number in range(8):
-        ended(driver, driver.ask(f"{number} " + "word " * 400, Params(temperature=0.0, max_tokens=1)))
+        ended(driver, driver.ask(f"{number} " + "word " * 400, GenerationParams(temperature=0.0, max_tokens=1)))
         assert driver.engine.reuse.nbytes <= 3 * MIB
     assert driver.engine.report(0.0).cache.evictions > 0
-    ended(driver, driver.ask("9 " + "word " * 2000, Params(temperature=0.0, max_tokens=1)))
+    ended(driver, driver.ask("9 " + "word " * 2000, GenerationParams(temperature=0.0, max_tokens=1)))
     assert driver.engine.reuse.nbytes <= 3 * MIB, "what is larger than all of it is not kept"
     off = Driver(models.path("llama"), prefix_cache=0)
     for _ in range(2):
@@ -250,10 +254,10 @@ def test_the_cache_is_no_larger_than_it_was_set_and_off_is_off():
 def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
     fill(driver, MIB)
     assert driver.engine.report(0.0).memory.reusable > 0
-    driver.take(Unload(100, driver.default))
+    driver.take(UnloadModel(100, driver.default))
     assert (driver.engine.reuse.nbytes, entries(driver)) == (0, [])
     assert driver.engine.report(0.0).memory.reusable == 0
-    assert ended(driver, driver.ask("1 " + "word " * 100, Params(max_tokens=1))).cached_tokens == 0
+    assert ended(driver, driver.ask("1 " + "word " * 100, GenerationParams(max_tokens=1))).cached_tokens == 0
 
 
 @pytest.mark.slow
@@ -262,7 +266,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     """Send 300 new prompts while the cache is always full, with room for one further request."""
     random = Random(3)
     fill(driver, 10 * MIB)
-    give_back()
+    release_free_memory()
     driver.engine.footprint.forget()
     need = request_need(driver.engine.report(0.0).models[0], 500, 2)
     room(driver, need + MIB // 2 - driver.engine.reuse.nbytes)
@@ -270,7 +274,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
         words = " ".join(
             random.choice(["cat", "word", "sun", "Mac", "seven"]) for _ in range(random.randrange(15, 150))
         )
-        asked = driver.ask(f"{number} {words}", Params(temperature=0.0, max_tokens=2))
+        asked = driver.ask(f"{number} {words}", GenerationParams(temperature=0.0, max_tokens=2))
         assert isinstance(driver.end(asked), Finished), (number, driver.ended(asked))
     cache = driver.engine.report(0.0).cache
     assert cache.evictions > 200
@@ -281,7 +285,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
 
 
 def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
-    params = Params(temperature=0.0, max_tokens=12, logit_bias=endless())
+    params = GenerationParams(temperature=0.0, max_tokens=12, logit_bias=endless())
     wanted = driver.ask(SHORT[0]["prompt"], params)
     ended(driver, wanted)
     number = driver.ask(SHORT[0]["prompt"], params)
@@ -304,7 +308,7 @@ def test_a_row_that_cannot_be_copied_out_is_not_kept_and_its_neighbours_are_rebu
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:4]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     monkeypatch.setattr("node.engine.scheduling.decode_batch.DecodeBatch.extract", lambda self, row: 1 / 0)
-    monkeypatch.setattr("node.engine.scheduling.scheduler.MOST_REBUILDS", 9)
+    monkeypatch.setattr("node.engine.scheduling.scheduler.MAX_REBUILDS", 9)
     for number, one in numbers.items():
         assert isinstance(driver.end(number), Finished)
         assert driver.text[number, 0, Channel.CONTENT] == one["answer"]
@@ -322,7 +326,7 @@ def test_a_fault_in_a_prefill_lets_go_of_what_was_kept(driver: Driver, monkeypat
 def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     prompt = "word " * 300
     messages = (Message("user", prompt),)
-    first = driver.ask(messages=messages, params=Params(temperature=0.0, max_tokens=4))
+    first = driver.ask(messages=messages, params=GenerationParams(temperature=0.0, max_tokens=4))
     ended(driver, first)
     (one,) = entries(driver)
     answer = driver.text[first, 0, Channel.CONTENT]
@@ -333,7 +337,9 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
     (back,) = entries(driver)
     assert back.length == driver.said[second][0].cached_tokens  # type: ignore[attr-defined]
     assert back.key == one.key[: len(back.key)]
-    end = ended(driver, driver.ask(messages=(Message("user", prompt),), params=Params(temperature=0.0, max_tokens=4)))
+    end = ended(
+        driver, driver.ask(messages=(Message("user", prompt),), params=GenerationParams(temperature=0.0, max_tokens=4))
+    )
     assert end.cached_tokens == end.prompt_tokens - 1
     assert driver.ids[driver.number, 0] == driver.ids[first, 0]
 
@@ -343,11 +349,11 @@ def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]
-    driver.engine.reuse.relieve(lambda: False)
+    driver.engine.reuse.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
     number = driver.ask(SHORT[0]["prompt"])
-    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.relieve(lambda: False)
+    driver.gate.refuses = lambda site, estimate: driver.engine.reuse.evict_until(lambda: False)
     assert ended(driver, number).cached_tokens == 0
     assert driver.text[number, 0, Channel.CONTENT] == SHORT[0]["answer"]
 

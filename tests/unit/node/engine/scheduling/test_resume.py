@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import pytest
 
-from node.engine.models.loaded_model import Resident
+from node.engine.models.loaded_model import LoadedModel
 from node.engine.scheduling import prefill
-from node.engine.scheduling.sampling import Sampling
+from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
 from tests.support.text_engine import GREEDY, Driver
-from wire.frames import Admitted, Channel, Delta, Finished, Logprob, Params, Refusal
-from wire.refusals import Code
+from wire.frames import Admitted, Channel, Delta, Finished, GenerationParams, Logprob, Refusal
+from wire.refusals import RefusalCode
 
 FAMILIES = ("llama", "qwen3", "lfm2", "qwen3_next", "gemma3_text")
 ANSWERS = models.answers()
@@ -77,13 +77,13 @@ def end_of(driver: Driver, number: int) -> Finished:
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list of the tokens of every chunk that any engine prefills."""
     written: list[int] = []
-    plain = Resident.prefilled
+    plain = LoadedModel.record_prefill
 
-    def counting(resident: Resident, tokens: int, seconds: float, back: float) -> None:
+    def counting(resident: LoadedModel, tokens: int, seconds: float, back: float) -> None:
         written.append(tokens)
         plain(resident, tokens, seconds, back)
 
-    monkeypatch.setattr(Resident, "prefilled", counting)
+    monkeypatch.setattr(LoadedModel, "record_prefill", counting)
     return written
 
 
@@ -91,7 +91,9 @@ def steps(driver: Driver) -> int:
     return driver.engine.report(time.monotonic()).counts.steps
 
 
-def resumed_at_every_cut(first: Driver, second: Driver, prefilled: list[int], prompt: str, params: Params) -> None:
+def resumed_at_every_cut(
+    first: Driver, second: Driver, prefilled: list[int], prompt: str, params: GenerationParams
+) -> None:
     number = first.ask(prompt, params, request_id="r")
     end, deltas = end_of(first, number), first.deltas[number, 0]
     whole = heard(deltas)
@@ -129,7 +131,7 @@ def test_a_greedy_answer_goes_on_at_every_cut(arch: str, prefilled: list[int]):
 
 
 def test_a_seeded_answer_draws_what_it_would_have_drawn(prefilled: list[int]):
-    params = Params(
+    params = GenerationParams(
         temperature=1.5,
         top_p=0.95,
         seed=77,
@@ -148,7 +150,9 @@ def test_reasoning_and_stop_strings_go_on(prefilled: list[int]):
     thinking = next(one for one in ANSWERS if "reasoning" in one)
     resumed_at_every_cut(*drivers, prefilled, thinking["prompt"], GREEDY)
     stop = PLAIN["answer"][12:16]
-    resumed_at_every_cut(*drivers, prefilled, PLAIN["prompt"], Params(temperature=0.0, stop=(stop, "never said")))
+    resumed_at_every_cut(
+        *drivers, prefilled, PLAIN["prompt"], GenerationParams(temperature=0.0, stop=(stop, "never said"))
+    )
 
 
 def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.MonkeyPatch, prefilled: list[int]):
@@ -158,7 +162,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
     tokenizer = next(iter(first.engine.door.tokenizers.values()))
     ids = [*tokenizer.wrapper.encode(f"Well.{CALL} So.{CALL}", add_special_tokens=False), EOS]
 
-    def forced(sampling: Sampling, seed: int, choice: int, position: int):
+    def forced(sampling: SamplingParameters, seed: int, choice: int, position: int):
         left = iter(ids[position:])
         return lambda logprobs: mx.array([next(left, EOS)])
 
@@ -177,7 +181,7 @@ def test_a_tool_call_has_the_name_that_it_would_have_had(monkeypatch: pytest.Mon
 
 def test_several_choices_go_on_each_from_where_it_was(prefilled: list[int]):
     first, second = pair()
-    params = Params(temperature=1.0, seed=5, n=3, max_tokens=12, logit_bias=ENDLESS)
+    params = GenerationParams(temperature=1.0, seed=5, n=3, max_tokens=12, logit_bias=ENDLESS)
     number = first.ask(PLAIN["prompt"], params)
     end = end_of(first, number)
     whole = [heard(first.deltas[number, choice]) for choice in range(3)]
@@ -200,12 +204,15 @@ def test_several_choices_go_on_each_from_where_it_was(prefilled: list[int]):
 def test_what_the_prefix_cache_has_of_it_is_not_written_again(prefilled: list[int]):
     second = Driver(models.path("llama"), batch=8, chunk=256)
     long = "word " * 150
-    number = second.ask(long, Params(temperature=0.0, max_tokens=20, logit_bias=ENDLESS))
+    number = second.ask(long, GenerationParams(temperature=0.0, max_tokens=20, logit_bias=ENDLESS))
     end = end_of(second, number)
     ids = second.ids[number, 0]
     prefilled.clear()
     again = second.ask(
-        long, Params(temperature=0.0, max_tokens=20, logit_bias=ENDLESS), resume=(tuple(ids[:10]),), request_id="r"
+        long,
+        GenerationParams(temperature=0.0, max_tokens=20, logit_bias=ENDLESS),
+        resume=(tuple(ids[:10]),),
+        request_id="r",
     )
     ended = end_of(second, again)
     assert second.ids[again, 0] == ids[10:]
@@ -222,12 +229,12 @@ def test_ids_that_are_no_tokens_are_refused(prefilled: list[int]):
     for token in (-1, 10**9):
         end = second.end(second.ask("Hello!", resume=((token,),)))
         assert isinstance(end, Refusal)
-        assert end.refused.code is Code.INVALID
+        assert end.refused.code is RefusalCode.INVALID
 
 
 def test_the_promise_covers_what_is_known():
     first, second = pair()
-    params = Params(temperature=0.0, max_tokens=100, logit_bias=ENDLESS)
+    params = GenerationParams(temperature=0.0, max_tokens=100, logit_bias=ENDLESS)
     ids = tuple(first.ids[number, 0]) if end_of(first, number := first.ask("Hello!", params)) else ()
     second.ask("Hello!", params, resume=(ids[:90],), expected=8)
     memory = second.engine.report(time.monotonic()).models[0]
@@ -237,7 +244,7 @@ def test_the_promise_covers_what_is_known():
 def test_a_node_that_writes_shorter_answers_ends_it_with_the_next_token():
     first = Driver(models.path("llama"), batch=8, chunk=256, max_tokens=30)
     second = Driver(models.path("llama"), batch=8, chunk=256, max_tokens=10)
-    params = Params(temperature=0.0, logit_bias=ENDLESS)
+    params = GenerationParams(temperature=0.0, logit_bias=ENDLESS)
     number = first.ask("Hello!", params)
     assert end_of(first, number).completion_tokens == 30
     ids = first.ids[number, 0]
@@ -248,7 +255,7 @@ def test_a_node_that_writes_shorter_answers_ends_it_with_the_next_token():
 
 def test_nothing_is_delivered_before_something_is_said_from_here():
     first, second = pair()
-    params = Params(temperature=0.0, max_tokens=30, logit_bias=ENDLESS)
+    params = GenerationParams(temperature=0.0, max_tokens=30, logit_bias=ENDLESS)
     number = first.ask("Hello!", params)
     end_of(first, number)
     again = second.ask("Hello!", params, resume=(tuple(first.ids[number, 0][:10]),))

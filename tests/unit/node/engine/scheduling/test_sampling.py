@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.scheduling.sampling import (
-    Defaults,
-    Sampling,
+    SamplingDefaults,
+    SamplingParameters,
     cut,
     defaults_of,
     draw_key,
@@ -20,31 +20,31 @@ from node.engine.scheduling.sampling import (
     sampling_of,
 )
 from tests.support.text_engine import likeliest
-from wire.frames import Params
+from wire.frames import GenerationParams
 
 ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))
 
 
-def kept(sampling: Sampling) -> list[int]:
+def kept(sampling: SamplingParameters) -> list[int]:
     return [place for place, value in enumerate(np.array(cut(ROW, sampling)[0])) if value > -math.inf]
 
 
 @pytest.mark.parametrize(
     ("sampling", "tokens"),
     [
-        (Sampling(), [0, 1, 2, 3]),
-        (Sampling(top_k=2), [0, 1]),
-        (Sampling(top_k=99), [0, 1, 2, 3]),
-        (Sampling(top_p=0.7), [0, 1]),
-        (Sampling(top_p=0.76), [0, 1, 2]),
-        (Sampling(top_p=1e-9), [0]),
-        (Sampling(min_p=0.4), [0, 1]),
-        (Sampling(min_p=1.0), [0]),
-        (Sampling(temperature=2.0, top_p=0.5), [0, 1]),
-        (Sampling(top_k=3, top_p=0.6, min_p=0.1), [0, 1]),
+        (SamplingParameters(), [0, 1, 2, 3]),
+        (SamplingParameters(top_k=2), [0, 1]),
+        (SamplingParameters(top_k=99), [0, 1, 2, 3]),
+        (SamplingParameters(top_p=0.7), [0, 1]),
+        (SamplingParameters(top_p=0.76), [0, 1, 2]),
+        (SamplingParameters(top_p=1e-9), [0]),
+        (SamplingParameters(min_p=0.4), [0, 1]),
+        (SamplingParameters(min_p=1.0), [0]),
+        (SamplingParameters(temperature=2.0, top_p=0.5), [0, 1]),
+        (SamplingParameters(top_k=3, top_p=0.6, min_p=0.1), [0, 1]),
     ],
 )
-def test_what_is_cut(sampling: Sampling, tokens: list[int]):
+def test_what_is_cut(sampling: SamplingParameters, tokens: list[int]):
     assert kept(sampling) == tokens
 
 
@@ -59,12 +59,12 @@ def test_the_likeliest_token_is_never_cut(
     logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
 ):
     row = mx.array([logits])
-    left = cut(row, Sampling(temperature, top_p or 1.0, top_k, min_p))
+    left = cut(row, SamplingParameters(temperature, top_p or 1.0, top_k, min_p))
     assert np.array(left[0])[likeliest(row[0])] > -math.inf
 
 
 def drawn(seed: int, choice: int, start: int, count: int) -> list[int]:
-    sampler = sampler_of(Sampling(), seed, choice, start)
+    sampler = sampler_of(SamplingParameters(), seed, choice, start)
     return [int(np.array(sampler(ROW)).item()) for _ in range(count)]
 
 
@@ -89,11 +89,11 @@ def test_a_key_fits_and_neighbours_differ(seed: int, choice: int, position: int)
 
 
 def test_greedy_rows_share_one_function():
-    assert sampler_of(Sampling(temperature=0.0), 1, 0, 0) is greedy
-    assert sampler_of(Sampling(top_k=1), 2, 1, 5) is greedy
+    assert sampler_of(SamplingParameters(temperature=0.0), 1, 0, 0) is greedy
+    assert sampler_of(SamplingParameters(top_k=1), 2, 1, 5) is greedy
 
 
-def processed(sampling: Sampling, tokens: list[int], prompt: int) -> list[float]:
+def processed(sampling: SamplingParameters, tokens: list[int], prompt: int) -> list[float]:
     logits = mx.array([[2.0, -2.0, 1.0, 0.0]])
     for processor in processors_of(sampling, prompt):
         logits = processor(mx.array(tokens), logits)
@@ -101,30 +101,32 @@ def processed(sampling: Sampling, tokens: list[int], prompt: int) -> list[float]
 
 
 def test_presence_and_frequency_count_the_answer_only():
-    assert processed(Sampling(presence=0.5), [0, 1, 2, 2], 2) == [2.0, -2.0, 0.5, 0.0]
-    assert processed(Sampling(frequency=0.5), [0, 1, 2, 2], 2) == [2.0, -2.0, 0.0, 0.0]
-    assert processed(Sampling(presence=0.5), [0, 1], 2) == [2.0, -2.0, 1.0, 0.0], "nothing is written yet"
+    assert processed(SamplingParameters(presence=0.5), [0, 1, 2, 2], 2) == [2.0, -2.0, 0.5, 0.0]
+    assert processed(SamplingParameters(frequency=0.5), [0, 1, 2, 2], 2) == [2.0, -2.0, 0.0, 0.0]
+    assert processed(SamplingParameters(presence=0.5), [0, 1], 2) == [2.0, -2.0, 1.0, 0.0], "nothing is written yet"
 
 
 def test_the_repetition_penalty_counts_the_prompt_too_and_divides():
-    assert processed(Sampling(repetition=2.0), [0, 1], 2) == [1.0, -4.0, 1.0, 0.0]
+    assert processed(SamplingParameters(repetition=2.0), [0, 1], 2) == [1.0, -4.0, 1.0, 0.0]
 
 
 def test_a_bias_is_added():
-    assert processed(Sampling(bias=((3, 5.0), (0, -1.0))), [0], 1) == [1.0, -2.0, 1.0, 5.0]
+    assert processed(SamplingParameters(bias=((3, 5.0), (0, -1.0))), [0], 1) == [1.0, -2.0, 1.0, 5.0]
 
 
 def test_nothing_is_done_where_nothing_is_asked():
-    assert processors_of(Sampling(), 3) == ()
+    assert processors_of(SamplingParameters(), 3) == ()
 
 
 def test_the_request_wins_over_the_models_defaults():
     defaults = defaults_of({"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.1})
-    assert sampling_of(Params(), defaults) == Sampling(0.6, 0.95, 20, 0.0, 0.0, 0.0, 1.1)
-    asked = Params(temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0)
-    assert sampling_of(asked, defaults) == Sampling(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
+    assert sampling_of(GenerationParams(), defaults) == SamplingParameters(0.6, 0.95, 20, 0.0, 0.0, 0.0, 1.1)
+    asked = GenerationParams(
+        temperature=0.0, top_p=0.5, top_k=0, min_p=0.1, repetition_penalty=1.2, presence_penalty=1.0
+    )
+    assert sampling_of(asked, defaults) == SamplingParameters(0.0, 0.5, 0, 0.1, 1.0, 0.0, 1.2)
 
 
 def test_a_strange_generation_config_is_read_as_far_as_it_makes_sense():
-    assert defaults_of({"temperature": "hot", "top_p": 7, "top_k": -1, "min_p": True}) == Defaults()
-    assert defaults_of({"do_sample": False, "temperature": 0.6}) == Defaults(temperature=0.0)
+    assert defaults_of({"temperature": "hot", "top_p": 7, "top_k": -1, "min_p": True}) == SamplingDefaults()
+    assert defaults_of({"do_sample": False, "temperature": 0.6}) == SamplingDefaults(temperature=0.0)

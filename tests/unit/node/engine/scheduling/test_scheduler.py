@@ -6,19 +6,31 @@ import time
 import pytest
 
 from node.engine.kv.commitments import Commitment
-from node.engine.requests.preflight import Shape
-from node.engine.requests.prepared import Prepared
+from node.engine.requests.preflight import RequestShape
+from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.sequence import Row, Sequence
-from node.engine.requests.tokenize_admission import Unread
-from node.engine.scheduling.sampling import Sampling
+from node.engine.requests.tokenize_admission import UntokenizedPrompt
+from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.scheduler import finished
 from tests import models
 from tests.support.readings import Later
 from tests.support.text_engine import GREEDY, Driver
-from wire.capacity.arithmetic import row_bytes, waste_under
-from wire.frames import Admitted, Channel, Finished, Generate, Limits, Load, Message, Params, Refusal, Timings, Unload
-from wire.refusals import Code
-from wire.report import Counts
+from wire.capacity.arithmetic import row_bytes, waste_bytes
+from wire.frames import (
+    Admitted,
+    Channel,
+    Finished,
+    Generate,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
+    Message,
+    Refusal,
+    Timings,
+    UnloadModel,
+)
+from wire.refusals import RefusalCode
+from wire.report import EngineCounters
 from wire.units import GIB, MIB
 
 CONFIG = json.loads((models.path("llama") / "config.json").read_text())
@@ -34,17 +46,17 @@ def driver() -> Driver:
     return Driver(models.path("llama"), batch=8, chunk=64, chunk_floor=64, prefix_cache="off")
 
 
-def prepared(driver: Driver, content: str) -> Prepared:
+def prepared(driver: Driver, content: str) -> PreparedRequest:
     """Tokenize a prompt as the engine does."""
-    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), Params(), 0)
+    asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
     work = driver.engine.prepare(asked)
-    if isinstance(work, Unread):
+    if isinstance(work, UntokenizedPrompt):
         work = work.read().work
-    assert isinstance(work, Prepared)
+    assert isinstance(work, PreparedRequest)
     return work
 
 
-def counts(driver: Driver) -> Counts:
+def counts(driver: Driver) -> EngineCounters:
     return driver.engine.report(time.monotonic()).counts
 
 
@@ -58,7 +70,7 @@ def end(driver: Driver, number: int) -> Finished:
 
 
 def test_usage_is_the_tokens_of_the_prompt_and_of_every_answer(driver: Driver):
-    number = driver.ask(LONG, Params(n=2, seed=1, max_tokens=7, logit_bias=ENDLESS))
+    number = driver.ask(LONG, GenerationParams(n=2, seed=1, max_tokens=7, logit_bias=ENDLESS))
     done = end(driver, number)
     assert done.prompt_tokens == prepared(driver, LONG).tokens
     assert done.completion_tokens == 14
@@ -81,7 +93,7 @@ def test_reasoning_tokens_are_counted_up_to_the_mark_that_ends_the_thought(drive
 
 def test_reasoning_tokens_of_all_answers_are_added_up(driver: Driver):
     one = end(driver, driver.ask(THOUGHTFUL["prompt"]))
-    two = end(driver, driver.ask(THOUGHTFUL["prompt"], Params(temperature=0.0, n=2)))
+    two = end(driver, driver.ask(THOUGHTFUL["prompt"], GenerationParams(temperature=0.0, n=2)))
     assert two.thought == 2 * one.thought
     assert two.completion_tokens == 2 * one.completion_tokens
     assert two.prompt_tokens == one.prompt_tokens, "the prompt counts once"
@@ -90,17 +102,17 @@ def test_reasoning_tokens_of_all_answers_are_added_up(driver: Driver):
 def test_an_answer_says_which_stop_string_ended_it(driver: Driver):
     whole = PLAIN["answer"]
     stop = whole[8:12]
-    stopped = end(driver, driver.ask(PLAIN["prompt"], Params(temperature=0.0, stop=("\0", stop))))
+    stopped = end(driver, driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, stop=("\0", stop))))
     assert (stopped.reasons, stopped.stops) == (("stop",), (stop,))
-    ended = end(driver, driver.ask(PLAIN["prompt"], Params(temperature=0.0, stop=("\0",))))
+    ended = end(driver, driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, stop=("\0",))))
     assert (ended.reasons, ended.stops) == (("stop",), ())
 
 
 def test_an_answer_that_ends_at_the_model_s_own_end_within_its_limit_is_no_length(driver: Driver):
     whole = end(driver, driver.ask(PLAIN["prompt"])).completion_tokens
-    exact = end(driver, driver.ask(PLAIN["prompt"], Params(temperature=0.0, max_tokens=whole)))
+    exact = end(driver, driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, max_tokens=whole)))
     assert (exact.reasons, exact.completion_tokens) == (("stop",), whole)
-    short = end(driver, driver.ask(PLAIN["prompt"], Params(temperature=0.0, max_tokens=whole - 1)))
+    short = end(driver, driver.ask(PLAIN["prompt"], GenerationParams(temperature=0.0, max_tokens=whole - 1)))
     assert (short.reasons, short.completion_tokens) == (("length",), whole - 1)
 
 
@@ -108,7 +120,7 @@ def test_timings_are_the_wait_the_prefill_and_the_decode_in_this_order(driver: D
     driver.answer(PLAIN["prompt"])
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
-    number = driver.ask(LONG, Params(temperature=0.0, max_tokens=8, logit_bias=ENDLESS))
+    number = driver.ask(LONG, GenerationParams(temperature=0.0, max_tokens=8, logit_bias=ENDLESS))
     clock.by += 100.0
     driver.turn()
     assert not driver.ids[number, 0], "the prompt takes more than one turn"
@@ -122,7 +134,7 @@ def test_timings_are_the_wait_the_prefill_and_the_decode_in_this_order(driver: D
 def test_the_wait_for_a_load_is_a_wait_of_the_request(driver: Driver, monkeypatch: pytest.MonkeyPatch):
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
-    number = driver.ask("hello", Params(temperature=0.0, max_tokens=2, logit_bias=ENDLESS))
+    number = driver.ask("hello", GenerationParams(temperature=0.0, max_tokens=2, logit_bias=ENDLESS))
     assert not driver.admitted(number)
     clock.by += 1000.0
     assert end(driver, number).timings.waiting == pytest.approx(1000.0, abs=100.0)
@@ -130,7 +142,9 @@ def test_the_wait_for_a_load_is_a_wait_of_the_request(driver: Driver, monkeypatc
 
 def test_the_end_of_a_request_is_told_from_its_times_and_rows():
     request = Generate(4, 1, "r", "m", (Message("user", "a"),), GREEDY, 0)
-    sequence = Sequence(request, Prepared(request, (1, 2, 3)), Shape(3, 8, 8, 2), Sampling(), 0, 10.0)
+    sequence = Sequence(
+        request, PreparedRequest(request, (1, 2, 3)), RequestShape(3, 8, 8, 2), SamplingParameters(), 0, 10.0
+    )
     sequence.begun, sequence.joined, sequence.cached = 12.0, 15.0, 2
     for choice, ids in enumerate(([1, 2], [3])):
         row = Row(sequence, choice, Commitment(0), _Silent())  # pyright: ignore[reportArgumentType]
@@ -152,7 +166,7 @@ def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_toge
     clock = Later()
     clock.by, begun = 0.0, time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: begun + clock.by)  # time stands still even on a slow machine
-    params = Params(temperature=0.0, max_tokens=6, logit_bias=ENDLESS)
+    params = GenerationParams(temperature=0.0, max_tokens=6, logit_bias=ENDLESS)
     streamed, whole = driver.ask("hello", params, stream=True), driver.ask("hello", params, stream=False)
     for number in (streamed, whole):
         end(driver, number)
@@ -167,7 +181,7 @@ def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_toge
 def test_every_forward_step_and_check_is_counted_once(driver: Driver):
     driver.answer(PLAIN["prompt"])
     before, checks = counts(driver), driver.engine.gate.checks.total()
-    number = driver.ask(LONG, Params(temperature=0.0, max_tokens=9, logit_bias=ENDLESS))
+    number = driver.ask(LONG, GenerationParams(temperature=0.0, max_tokens=9, logit_bias=ENDLESS))
     end(driver, number)
     after, asked = counts(driver), driver.engine.gate.checks.total() - checks
     assert after.checks - before.checks == asked
@@ -181,7 +195,7 @@ def test_a_refusal_of_the_gate_is_counted(driver: Driver):
     driver.answer(PLAIN["prompt"])
     memory = driver.engine.report(time.monotonic()).memory
     assert memory.current is not None
-    driver.take(Limits(memory.current + GIB, memory.current + MIB, 0, "dynamic"))
+    driver.take(MemoryLimits(memory.current + GIB, memory.current + MIB, 0, "dynamic"))
     before = counts(driver)
     assert isinstance(driver.end(driver.ask("word " * 3000)), Refusal)
     after = counts(driver)
@@ -195,7 +209,7 @@ def test_a_refusal_of_the_gate_is_counted(driver: Driver):
 
 def test_requests_that_wait_for_their_model_are_reported_with_their_tokens_and_reserved(driver: Driver):
     tokens = prepared(driver, LONG).tokens
-    numbers = [driver.ask(LONG, Params(temperature=0.0, max_tokens=4, n=n), expected=4) for n in (1, 2)]
+    numbers = [driver.ask(LONG, GenerationParams(temperature=0.0, max_tokens=4, n=n), expected=4) for n in (1, 2)]
     report = driver.engine.report(time.monotonic())
     assert (report.running, report.waiting, report.queued_tokens) == (0, 2, 2 * tokens)
     (model,) = report.models
@@ -223,7 +237,7 @@ def test_a_waiting_request_that_is_cancelled_is_reserved_no_longer(driver: Drive
 
 
 def test_every_answer_decodes_in_a_row_of_its_own(driver: Driver):
-    number = driver.ask("hello", Params(n=3, seed=1, max_tokens=60, logit_bias=ENDLESS))
+    number = driver.ask("hello", GenerationParams(n=3, seed=1, max_tokens=60, logit_bias=ENDLESS))
     driver.until(lambda: all(driver.ids[number, choice] for choice in range(3)))
     report = driver.engine.report(time.monotonic())
     assert (report.running, report.waiting) == (3, 0)
@@ -235,8 +249,8 @@ def test_every_answer_decodes_in_a_row_of_its_own(driver: Driver):
 
 @pytest.mark.parametrize("refused", [False, True])
 def test_the_last_request_that_was_judged_is_acknowledged(driver: Driver, refused: bool):
-    end(driver, driver.ask("hello", Params(max_tokens=1)))
-    number = driver.ask("hello", Params(max_tokens=10**9 if refused else 1))
+    end(driver, driver.ask("hello", GenerationParams(max_tokens=1)))
+    number = driver.ask("hello", GenerationParams(max_tokens=10**9 if refused else 1))
     assert isinstance(driver.end(number), Refusal if refused else Finished)
     assert driver.engine.report(time.monotonic()).acked_seq == number
 
@@ -245,32 +259,32 @@ def test_bytes_of_text_for_each_prompt_token_are_learnt_from_long_prompts_only(d
     def told() -> float:
         return driver.engine.report(time.monotonic()).models[0].bytes_per_token
 
-    end(driver, driver.ask("hello", Params(max_tokens=1)))
+    end(driver, driver.ask("hello", GenerationParams(max_tokens=1)))
     assert told() == 4.0, "until a prompt is long enough to say anything"
-    end(driver, driver.ask(LONG, Params(max_tokens=1)))
+    end(driver, driver.ask(LONG, GenerationParams(max_tokens=1)))
     assert told() == pytest.approx(len(LONG.encode()) / prepared(driver, LONG).tokens)
 
 
 def test_a_load_of_a_model_that_is_here_is_done_and_of_one_that_nobody_has_is_refused(driver: Driver):
     driver.answer(PLAIN["prompt"])
     before = counts(driver)
-    driver.take(Load(700, driver.default))
+    driver.take(LoadModel(700, driver.default))
     assert driver.said[700] == [Finished(700, (), 0, 0)]
-    driver.take(Load(701, "nothing"))
-    driver.take(Unload(702, "nothing"))
+    driver.take(LoadModel(701, "nothing"))
+    driver.take(UnloadModel(702, "nothing"))
     for number in (701, 702):
         (refusal,) = driver.said[number]
         assert isinstance(refusal, Refusal)
-        assert (refusal.refused.code, "nothing" in refusal.refused.message) == (Code.NO_MODEL, True)
+        assert (refusal.refused.code, "nothing" in refusal.refused.message) == (RefusalCode.NO_MODEL, True)
     assert counts(driver) == before
 
 
 def test_padding_may_waste_what_the_cap_in_force_allows(driver: Driver):
     driver.answer(PLAIN["prompt"])
     for cap in (4 * GIB, 64 * GIB, 2 * GIB):
-        driver.take(Limits(cap, cap, 64 * MIB, "static"))
+        driver.take(MemoryLimits(cap, cap, 64 * MIB, "static"))
         (model,) = driver.engine.report(time.monotonic()).models
-        assert model.kv.waste == waste_under(cap)
+        assert model.kv.waste == waste_bytes(cap)
 
 
 # checks after a forward
@@ -280,8 +294,8 @@ def test_prompts_that_are_read_together_are_looked_at_after_their_forward(driver
     """The ceiling lets everything pass. Only the check of the cap after the forward can refuse."""
     driver.answer(PLAIN["prompt"])
     memory = driver.engine.report(time.monotonic()).memory
-    driver.take(Limits(max(memory.active, memory.phys or 0) - MIB, 8 * GIB, 0, "static"))
-    numbers = [driver.ask(f"{word} there", Params(max_tokens=4)) for word in ("hello", "good", "who")]
+    driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - MIB, 8 * GIB, 0, "static"))
+    numbers = [driver.ask(f"{word} there", GenerationParams(max_tokens=4)) for word in ("hello", "good", "who")]
     driver.until(lambda: any(driver.ended(number) for number in numbers))
     newest = driver.ended(numbers[-1])
     assert isinstance(newest, Refusal), newest

@@ -25,8 +25,8 @@ def test_an_echo_joins_to_exactly_the_last_user_message(text: str):
 
 
 def test_voices_are_functions_of_position_and_time():
-    say = answers.words_voice(0)
+    say = answers.fixed_words(0)
     assert [say(place, 0.0) for place in range(3)] == [(0, "lorem "), (1, "ipsum "), (2, "dolor ")]
-    assert answers.words_voice(1)(0, 9.0) == (1, "ipsum ")
+    assert answers.fixed_words(1)(0, 9.0) == (1, "ipsum ")
     assert say(len(answers.WORDS), 0.0) == (len(answers.WORDS), "lorem ")
-    assert answers.clock_voice(3, 12.000000345) == (3, "12000000345 ")
+    assert answers.clock_tokens(3, 12.000000345) == (3, "12000000345 ")

@@ -7,44 +7,44 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.engine.memory.gate import Site
-from node.engine.process.crash_recorder import Recorder
-from node.engine.scripted.engine import GROWTH, REMEMBERED, Scripted
+from node.engine.memory.gate import GateSite
+from node.engine.process.crash_recorder import CrashRecorder
+from node.engine.scripted.engine import KV_GROWTH_TOKENS, MAX_CANCELLED_REMEMBERED, ScriptedEngine
 from node.settings import ScriptedSettings
 from wire.capacity import arithmetic
 from wire.capacity.arithmetic import UNREADABLE
-from wire.capacity.fairness import Owner
+from wire.capacity.fairness import WeightedKey
 from wire.codec import encode
 from wire.frames import (
     Admitted,
     Cancel,
-    Count,
+    CountTokens,
     Deltas,
     EngineReport,
     Failed,
     Finished,
     Frame,
     Generate,
-    Limits,
-    Load,
+    GenerationParams,
+    LoadModel,
+    MemoryLimits,
     Message,
-    Params,
-    Profile,
+    ProfileModel,
     Refusal,
-    Unload,
+    UnloadModel,
 )
-from wire.refusals import Code
+from wire.refusals import RefusalCode
 from wire.units import GIB, MIB, parse_size
 
 STEP = 0.02
-ROOMY = Limits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
+ROOMY = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
 
 
 class CrashedError(Exception):
     pass
 
 
-class Crashing(Recorder):
+class Crashing(CrashRecorder):
     """A recorder that does not end the process."""
 
     def crash(self, model: str, request: int) -> None:
@@ -54,9 +54,9 @@ class Crashing(Recorder):
 class Bench:
     """Drives the engine like its loop, with a clock of its own, and keeps all frames."""
 
-    def __init__(self, limits: Limits | None = ROOMY, **changes: Any) -> None:
+    def __init__(self, limits: MemoryLimits | None = ROOMY, **changes: Any) -> None:
         self.settings = msgspec.convert(changes, ScriptedSettings)
-        self.engine = Scripted(self.settings, Crashing())
+        self.engine = ScriptedEngine(self.settings, Crashing())
         self.now = 1000.0
         self.said: dict[int, list[Frame]] = defaultdict(list)
         self.text: dict[tuple[int, int], str] = defaultdict(str)
@@ -64,11 +64,11 @@ class Bench:
         self.steps: list[float] = []
         self.number = 0
         if limits is not None:
-            self.engine.take(limits, self.now)
+            self.engine.handle(limits, self.now)
 
     def ask(self, content: str = "hello there", number: int = 0, **fields: Any) -> int:
         self.number = number or self.number + 1
-        params = Params(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
+        params = GenerationParams(**{name: fields.pop(name) for name in list(fields) if name in PARAMS})
         request = Generate(
             self.number,
             self.number,
@@ -79,11 +79,11 @@ class Bench:
             0,
             **fields,
         )
-        self.keep(self.engine.take(request, self.now))
+        self.keep(self.engine.handle(request, self.now))
         return self.number
 
     def cancel(self, number: int) -> None:
-        self.keep(self.engine.take(Cancel(number), self.now))
+        self.keep(self.engine.handle(Cancel(number), self.now))
 
     def keep(self, frames: Iterable[Frame]) -> None:
         for frame in frames:
@@ -99,7 +99,7 @@ class Bench:
 
     def turn(self) -> bool:
         """Run one turn at its due time; return False when none is due."""
-        due = self.engine.due(self.now)
+        due = self.engine.next_step_at(self.now)
         if due is None:
             return False
         self.now = max(self.now, due)
@@ -187,8 +187,8 @@ def test_a_count_is_the_prompt_tokens_of_the_same_request():
     bench, tools = Bench(), '[{"type": "function", "function": {"name": "weather of a town"}}]'
     number = bench.ask("hello there", tools=tools, max_tokens=1)
     bench.run()
-    asked = Count(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
-    (counted,) = bench.engine.take(asked, bench.now)
+    asked = CountTokens(99, bench.settings.model, (Message("user", "hello there"),), 0, tools)
+    (counted,) = bench.engine.handle(asked, bench.now)
     assert isinstance(counted, Finished)
     assert counted.prompt_tokens == bench.finished(number).prompt_tokens
 
@@ -213,7 +213,7 @@ def test_text_held_back_for_a_stop_string_is_shown_when_the_answer_ends_without_
 def test_one_frame_serves_all_rows_of_a_step_at_absolute_deadlines():
     bench = Bench()
     numbers = [bench.ask(max_tokens=50) for _ in range(64)]
-    while bench.engine.due(bench.now) == bench.now:
+    while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
     while bench.turn():
         bench.now += 0.013
@@ -235,7 +235,7 @@ def test_steps_missed_in_a_long_sleep_are_not_made_up_for():
 def test_more_rows_than_a_batch_wait_their_turn():
     bench = Bench(batch=2)
     numbers = [bench.ask(max_tokens=5) for _ in range(5)]
-    while bench.engine.due(bench.now) == bench.now:
+    while bench.engine.next_step_at(bench.now) == bench.now:
         bench.turn()
     assert (bench.report().running, bench.report().waiting, bench.report().queued_tokens) == (2, 3, 18)
     bench.run()
@@ -247,7 +247,7 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
     bench = Bench()
     bench.ask("x " * 4000, max_tokens=3)
     bench.run()
-    assert bench.engine.due(bench.now) is None
+    assert bench.engine.next_step_at(bench.now) is None
     memory = bench.report().memory
     assert memory.recent == memory.active == memory.phys == 4 * GIB
     assert memory.headroom == (96 - 2 - 4) * GIB
@@ -256,14 +256,19 @@ def test_resting_it_asks_for_no_turn_once_the_recent_height_fell():
 def test_orders_about_its_one_model_are_answered():
     bench = Bench()
     said = [
-        bench.engine.take(order, bench.now)[0]
-        for order in (Load(1, "scripted-1"), Load(2, "other"), Unload(3, "scripted-1"), Profile(4, "scripted-1"))
+        bench.engine.handle(order, bench.now)[0]
+        for order in (
+            LoadModel(1, "scripted-1"),
+            LoadModel(2, "other"),
+            UnloadModel(3, "scripted-1"),
+            ProfileModel(4, "scripted-1"),
+        )
     ]
     assert isinstance(said[0], Finished)
     assert [one.refused.code for one in said[1:] if isinstance(one, Refusal)] == [
-        Code.NO_MODEL,
-        Code.IN_USE,
-        Code.UNSUPPORTED,
+        RefusalCode.NO_MODEL,
+        RefusalCode.IN_USE,
+        RefusalCode.UNSUPPORTED,
     ]
 
 
@@ -286,22 +291,22 @@ def test_the_report_tells_padded_bytes_and_what_is_acknowledged():
 
 def test_nothing_is_taken_before_the_first_limits():
     bench = Bench(limits=None)
-    assert bench.refused(bench.ask(model="other")).refused.code is Code.NOT_READY
+    assert bench.refused(bench.ask(model="other")).refused.code is RefusalCode.NOT_READY
 
 
 @pytest.mark.parametrize(
     ("fields", "code", "words"),
     [
-        ({"model": "gpt"}, Code.NO_MODEL, "scripted-1, not gpt"),
-        ({"max_tokens": 10**12}, Code.CONTEXT, "1000000000006; scripted-1 takes 32768"),
-        ({"content": "x " * 32764}, Code.CONTEXT, "the prompt has 32768 tokens"),
-        ({"n": 10**9}, Code.UNSUPPORTED, "at most 64"),
-        ({"n": 0}, Code.INVALID, "at least 1"),
-        ({"max_tokens": 0}, Code.INVALID, "at least 1"),
-        ({"max_tokens": -(2**63)}, Code.INVALID, "at least 1"),
+        ({"model": "gpt"}, RefusalCode.NO_MODEL, "scripted-1, not gpt"),
+        ({"max_tokens": 10**12}, RefusalCode.CONTEXT, "1000000000006; scripted-1 takes 32768"),
+        ({"content": "x " * 32764}, RefusalCode.CONTEXT, "the prompt has 32768 tokens"),
+        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "at most 64"),
+        ({"n": 0}, RefusalCode.INVALID, "at least 1"),
+        ({"max_tokens": 0}, RefusalCode.INVALID, "at least 1"),
+        ({"max_tokens": -(2**63)}, RefusalCode.INVALID, "at least 1"),
     ],
 )
-def test_an_impossible_request_is_refused_with_its_reason(fields: dict[str, Any], code: Code, words: str):
+def test_an_impossible_request_is_refused_with_its_reason(fields: dict[str, Any], code: RefusalCode, words: str):
     bench = Bench()
     refused = bench.refused(bench.ask(**fields)).refused
     assert refused.code is code
@@ -318,9 +323,9 @@ def test_the_longest_prompt_that_leaves_one_token_is_answered_with_one():
 
 
 def test_what_can_never_fit_is_told_with_all_numbers():
-    bench = Bench(Limits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
+    bench = Bench(MemoryLimits(36 * GIB, 36 * GIB, 5 * GIB, "metal"), weights="27.5GiB", kv_per_token=MIB)
     refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
-    assert refused.code is Code.TOO_LARGE
+    assert refused.code is RefusalCode.TOO_LARGE
     assert refused.message.startswith(
         "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can hold 31.0 GiB: "
     )
@@ -332,13 +337,13 @@ def test_what_can_never_fit_is_told_with_all_numbers():
 
 
 def test_what_does_not_fit_now_is_the_verdicts_own_answer():
-    bench = Bench(Limits(20 * GIB, 20 * GIB, 2 * GIB, "static"), kv_per_token=MIB)
+    bench = Bench(MemoryLimits(20 * GIB, 20 * GIB, 2 * GIB, "static"), kv_per_token=MIB)
     first = bench.ask("x " * 9000, max_tokens=10)
     bench.turn()
     memory, model = bench.report().memory, bench.report().models[0]
     refused = bench.refused(bench.ask("x " * 8000, max_tokens=10)).refused
     assert refused == arithmetic.judge(memory, arithmetic.request_need(model, 8004, 10))
-    assert refused.code is Code.NO_ROOM
+    assert refused.code is RefusalCode.NO_ROOM
     assert not refused.final
     bench.run()
     assert bench.finished(first).completion_tokens == 10
@@ -347,17 +352,17 @@ def test_what_does_not_fit_now_is_the_verdicts_own_answer():
 def test_a_prefill_that_lost_its_room_is_refused_and_gives_everything_back():
     bench = Bench()
     number = bench.ask("x " * 100)
-    bench.engine.take(Limits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
+    bench.engine.handle(MemoryLimits(96 * GIB, 3 * GIB, GIB, "leases"), bench.now)
     bench.run()
-    assert bench.refused(number).refused.code is Code.NO_ROOM
+    assert bench.refused(number).refused.code is RefusalCode.NO_ROOM
     assert [type(frame) for frame in bench.said[number]] == [Admitted, Refusal]
     assert bench.report().memory.reserved == 0
-    assert bench.engine.gate.refusals == {Site.PREFILL: 1}
+    assert bench.engine.gate.refusals == {GateSite.PREFILL: 1}
 
 
 def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_there_is_no_room():
     kv = MIB
-    room = Limits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
+    room = MemoryLimits(6 * GIB, 4 * GIB + GIB + 300 * kv, GIB, "static")
     bench = Bench(room, kv_per_token=kv)
     number = bench.ask("x " * 96, expected=10, max_tokens=1000)
     assert bench.report().memory.reserved == 110 * kv
@@ -366,21 +371,21 @@ def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_ther
     assert isinstance(end, Failed)
     assert end.code == "no_headroom"
     assert "outgrew" in end.message
-    assert len(bench.ids[number, 0]) == 10 + 2 * GROWTH
+    assert len(bench.ids[number, 0]) == 10 + 2 * KV_GROWTH_TOKENS
     assert bench.report().memory.reserved == 0
     assert bench.report().memory.active == 4 * GIB
 
 
 def test_an_answer_that_runs_grows_where_the_memory_cannot_be_read_and_nothing_new_begins():
     bench = Bench(tokens=10)
-    number = bench.ask(max_tokens=5 * GROWTH, expected=10)
+    number = bench.ask(max_tokens=5 * KV_GROWTH_TOKENS, expected=10)
     bench.turn()
     bench.turn()
-    bench.engine.take(Limits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
+    bench.engine.handle(MemoryLimits(96 * GIB, 1, 2 * GIB, UNREADABLE), bench.now)
     refused = bench.refused(bench.ask()).refused
-    assert refused.code is Code.UNREADABLE
+    assert refused.code is RefusalCode.UNREADABLE
     bench.run()
-    assert bench.finished(number).completion_tokens == 5 * GROWTH
+    assert bench.finished(number).completion_tokens == 5 * KV_GROWTH_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -392,14 +397,14 @@ def test_it_refuses_on_request_as_if_there_were_no_room(refuse: str, content: st
     assert isinstance(bench.last(number), Refusal) is refuses
     if refuses:
         refused = bench.refused(number).refused
-        assert refused.code is Code.NO_ROOM
+        assert refused.code is RefusalCode.NO_ROOM
         assert refused.numbers is not None
         assert refused.numbers.predicted is not None
         assert refused.numbers.predicted > refused.numbers.ceiling
 
 
 def test_the_guard_off_by_name_lets_everything_pass():
-    bench = Bench(Limits(1, 1, 1, "setting", guard=False), refuse="*")
+    bench = Bench(MemoryLimits(1, 1, 1, "setting", guard=False), refuse="*")
     number = bench.ask(max_tokens=2)
     bench.run()
     assert bench.finished(number)
@@ -446,7 +451,7 @@ def test_a_cancel_that_comes_first_drops_the_request_and_still_acknowledges_it()
 
 def test_no_more_cancels_are_remembered_than_fit():
     bench = Bench()
-    for number in range(1, REMEMBERED + 2):
+    for number in range(1, MAX_CANCELLED_REMEMBERED + 2):
         bench.cancel(number)
     bench.ask(number=1)
     bench.ask(number=2)
@@ -478,7 +483,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
     actions: list[tuple[str, int, int, int]], batch: int, expected: int, ceiling: str
 ):
     top = parse_size(ceiling)
-    bench = Bench(Limits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
+    bench = Bench(MemoryLimits(top, top, 512 * MIB, "static"), batch=batch, kv_per_token=MIB)
     asked: set[int] = set()
     cancelled: set[int] = set()
 
@@ -520,7 +525,7 @@ def test_every_request_ends_once_and_no_byte_is_written_without_room(
 def test_the_gate_agrees_with_what_the_router_would_say_of_the_same_report(
     others: list[tuple[int, int]], words: int, choices: int
 ):
-    bench = Bench(Limits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
+    bench = Bench(MemoryLimits(12 * GIB, 12 * GIB, GIB, "static"), kv_per_token=MIB)
     for length, output in others:
         bench.ask("x " * length, max_tokens=output)
         bench.turn()
@@ -556,8 +561,8 @@ def test_an_answer_goes_on_where_another_node_left_it(fields: dict[str, Any]):
 
 def test_rows_are_given_fairly_to_those_who_wait_for_them():
     bench = Bench(batch=2)
-    greedy = [bench.ask(owner=Owner("greedy")) for _ in range(8)]
-    ada = bench.ask(owner=Owner("ada"))
+    greedy = [bench.ask(owner=WeightedKey("greedy")) for _ in range(8)]
+    ada = bench.ask(owner=WeightedKey("ada"))
     while not isinstance(bench.last(ada), Finished):
         assert bench.turn()
     assert sum(isinstance(bench.last(number), Finished) for number in greedy) <= 3, "six of them wait for her"

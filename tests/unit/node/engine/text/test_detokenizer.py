@@ -12,18 +12,18 @@ from hypothesis import strategies as st
 from mlx_lm.generate import TextStateMachine
 
 from node.engine.text import tokenizer
-from node.engine.text.detokenizer import Pieces, Step, TextPipeline
-from node.engine.text.markers import Markup
-from node.engine.text.stop_strings import Stops
+from node.engine.text.detokenizer import Pieces, TextPipeline, TokenOutput
+from node.engine.text.markers import MarkerSet
+from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tokenizer import MarkCutter, Tokenizer
-from node.engine.text.tool_call_parser import LONGEST, Calls
+from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
 from tests.support import vocabulary
 from wire.frames import Channel
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))
 TOOLS = json.dumps([{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}])
-MARKUP = Markup(("<think>", "</think>"), ("<call>", "</call>"))
+MARKUP = MarkerSet(("<think>", "</think>"), ("<call>", "</call>"))
 LOOK = '<call>{"name": "look", "arguments": {"at": "x"}}</call>'
 
 
@@ -58,14 +58,14 @@ def pipeline(
     stops: Iterable[str] = (),
     thinking: bool = False,
     tools: bool = True,
-    markup: Markup = MARKUP,
+    markup: MarkerSet = MARKUP,
     parser=parse,
     one_call: bool = False,
 ) -> TextPipeline:
     place = markup.beginning(thinking)
-    calls = Calls("call_r_", parser if tools else None, [[{}]], markup.call[1])
+    calls = ToolCallParser("call_r_", parser if tools else None, [[{}]], markup.call[1])
     cutter = MarkCutter(TextStateMachine(markup.transitions(tools)), place)
-    return TextPipeline(Spelled(pieces), cutter, place, Stops(stops), calls, one_call=one_call)
+    return TextPipeline(Spelled(pieces), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
 
 def gathered(pieces: Pieces, reason: str) -> Read:
@@ -155,7 +155,10 @@ def test_a_stop_string_found_at_the_very_end_is_a_stop():
 
 def test_after_a_stop_string_nothing_comes():
     made = pipeline(["one two", " three"], stops=("two",))
-    assert [made.feed(token) for token in (0, 1)] == [Step(((Channel.CONTENT, "one "),), True), Step((), True)]
+    assert [made.feed(token) for token in (0, 1)] == [
+        TokenOutput(((Channel.CONTENT, "one "),), True),
+        TokenOutput((), True),
+    ]
     assert made.finish("length") == ((), "stop")
 
 
@@ -199,7 +202,7 @@ def test_without_tools_the_markers_are_words():
 
 
 def test_a_call_without_an_end_marker_ends_with_the_answer():
-    markup = Markup(("<think>", "</think>"), ("[CALL]", ""))
+    markup = MarkerSet(("<think>", "</think>"), ("[CALL]", ""))
     body = '{"name": "look", "arguments": {}}'
     found = (call(arguments="{}"),)
     assert read("a[CALL]" + body, markup=markup) == Read("a", "", found, "tool_calls")
@@ -214,7 +217,7 @@ def test_a_response_format_has_states_of_its_own(tools: bool):
         "normal": [(".", "head")],
         "reasoning": [(".", "head")],
     }
-    markup = Markup(call=("<call>", "</call>"), edges=edges, initial="head")
+    markup = MarkerSet(call=("<call>", "</call>"), edges=edges, initial="head")
     found = read(f"x to me:hm. x {LOOK}. x to you:yes.", markup=markup, tools=tools)
     assert found == (Read("yes", "hm", (call(),), "tool_calls") if tools else Read(LOOK + "yes", "hm"))
 
@@ -271,7 +274,7 @@ def test_arguments_are_json_text_of_an_object(arguments: object, written: str):
 
 def test_a_block_too_long_to_be_read_in_time_is_text():
     asked: list[str] = []
-    text = "<call>" + "x" * (LONGEST + 1) + "</call>"
+    text = "<call>" + "x" * (MAX_BLOCK_CHARS + 1) + "</call>"
     made = pipeline([text], parser=lambda block, _: asked.append(block))
     assert run(made, [0]).content == text
     assert asked == []
@@ -311,8 +314,8 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
         ]
         machine = TextStateMachine(model.markup.transitions(True))
         place = model.markup.beginning(False)
-        calls = Calls("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markup.call[1])
-        found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, Stops(()), calls), [0]))
+        calls = ToolCallParser("call_r_", model.wrapper.tool_parser, [record["tools"]], model.markup.call[1])
+        found.append(run(TextPipeline(Spelled([text]), MarkCutter(machine, place), place, StopStrings(()), calls), [0]))
         assert found[0] == found[1] == found[2]
         assert found[0].content == case["content"]
         assert found[0].reasoning == case.get("reasoning", "")

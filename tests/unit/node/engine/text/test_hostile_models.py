@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from node.engine.process.crash_recorder import Last, Recorder, new_page, read
-from node.engine.process.interface import Doing
-from node.engine.requests.preparer import Door
+from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, new_page, read
+from node.engine.process.interface import NativeCallKind
+from node.engine.requests.preparer import RequestPreparer
 from node.engine.text import tokenizer
 from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer import TemplateFailed, TokenizerError
-from node.engine.text.tokenizer_trial import Trials
+from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.quarantine import Quarantine
 from tests.support import vocabulary
 from tests.support.text_engine import Driver
 from tests.unit.node.engine.text.test_tokenizer import ask
-from wire.frames import Ban, Generate, Message, Params, Restore
-from wire.refusals import Code
+from wire.frames import Generate, GenerationParams, Message, ModelBan, RestoreModels
+from wire.refusals import RefusalCode
 from wire.units import MIB
 
 FOREVER = (
@@ -55,13 +55,13 @@ def a_model(folder: Path, template: str | None = None, expression: str = "") -> 
 @pytest.mark.slow
 def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
     model = a_model(tmp_path / "model")
-    trials = Trials(tmp_path / "kept")
+    trials = TokenizerTrials(tmp_path / "kept")
     assert trials.need("f1", 1000) > 512 * MIB, "the gate reserves it"
     trials.run(model, "f1", 1000)
     assert trials.need("f1", 1000) == 0
     shutil.rmtree(model)
     trials.run(model, "f1", 1000)
-    Trials(tmp_path / "kept").run(model, "f1", 1000)
+    TokenizerTrials(tmp_path / "kept").run(model, "f1", 1000)
 
 
 @pytest.mark.slow
@@ -76,7 +76,7 @@ def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
 )
 def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: dict[str, str], said: str):
     model = a_model(tmp_path / "model", **how)
-    trials = Trials(tmp_path / "kept", cpu=6, memory=900 * MIB)
+    trials = TokenizerTrials(tmp_path / "kept", cpu=6, memory=900 * MIB)
     began = time.monotonic()
     with pytest.raises(TokenizerError, match=said):
         trials.run(model, "f1", 1000)
@@ -87,7 +87,7 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(tokenizer, "RENDER_SECONDS", 0.2)
+    monkeypatch.setattr(tokenizer, "RENDER_TIMEOUT_SECONDS", 0.2)
     harmful = tokenizer.load(a_model(tmp_path / "model", FOREVER))
     began = time.monotonic()
     with pytest.raises(TemplateFailed, match="the chat template took more than"):
@@ -135,25 +135,27 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
 def test_a_hang_is_blamed_on_the_call_that_has_lasted_longest_and_a_crash_on_the_forward():
     page = new_page()
     try:
-        recorder = Recorder(page)
+        recorder = CrashRecorder(page)
         with recorder.reading("hostile", 7):
-            recorder.begin(Doing.DECODE, "good")
+            recorder.begin(NativeCallKind.DECODE, "good")
             crashed, hung = read(page), read(page, hung=True)
             assert recorder.oldest_read() == hung
         assert (crashed and crashed.model, hung and (hung.doing, hung.request, hung.model)) == (
             "good",
-            (Doing.READ, 7, "hostile"),
+            (NativeCallKind.READ, 7, "hostile"),
         )
         recorder.end()
         assert read(page, hung=True) is read(page) is recorder.oldest_read() is None
         with recorder.reading("a"):
-            assert (read(page) or Last(Doing.LOAD, 0, "")).model == "a", "no forward: a prompt was the last thing"
+            assert (read(page) or CrashRecord(NativeCallKind.LOAD, 0, "")).model == "a", (
+                "no forward: a prompt was the last thing"
+            )
     finally:
         os.close(page)
 
 
 def test_more_threads_than_slots_are_no_error():
-    recorder, models = Recorder(), []
+    recorder, models = CrashRecorder(), []
 
     def look(number: int) -> None:
         with recorder.reading(f"m{number}"):
@@ -168,8 +170,8 @@ def test_more_threads_than_slots_are_no_error():
 
 def test_a_model_whose_prompts_hang_the_engine_twice_is_kept_out():
     quarantine = Quarantine()
-    assert not quarantine.died("hostile", 1.0)
-    assert quarantine.died("hostile", 100.0)
+    assert not quarantine.record_crash("hostile", 1.0)
+    assert quarantine.record_crash("hostile", 100.0)
     (ban,) = quarantine.bans(101.0)
     assert ban.model == "hostile"
     assert "template" in ban.cause
@@ -180,13 +182,13 @@ def test_the_door_tries_a_model_before_it_loads_its_tokenizer(tmp_path: Path, ti
     folder = shutil.copytree(tiny_model("llama"), tmp_path / "harmful")
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
-    door = Door(driver.engine.library, trials=Trials(None, cpu=6))
-    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    door = RequestPreparer(driver.engine.library, trials=TokenizerTrials(None, cpu=6))
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert door.need(frame) > 512 * MIB
     assert not door.inline(frame)
     prepared = door.prepare(frame)
     assert prepared.refused is not None
-    assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (Code.LOAD_FAILED, True)
+    assert (prepared.refused.code, "took more than 6 s" in prepared.refused.message) == (RefusalCode.LOAD_FAILED, True)
     assert not door.tokenizers
 
 
@@ -196,9 +198,9 @@ def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: C
     vocabulary.configure(folder, chat_template=FOREVER)
     driver = Driver(folder)
     engine = driver.engine
-    engine.trials = Trials(None, cpu=6)
-    engine.door = Door(engine.library, trials=engine.trials)
-    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    engine.trials = TokenizerTrials(None, cpu=6)
+    engine.door = RequestPreparer(engine.library, trials=engine.trials)
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     assert engine.door.prepare(frame).refused is not None
     (model,) = [one for one in engine.report(0.0).models if one.name == driver.default]
     assert "took more than 6 s" in model.cause
@@ -206,8 +208,8 @@ def test_an_engine_reports_why_a_model_is_not_used(tmp_path: Path, tiny_model: C
 
 def test_a_model_that_is_kept_out_is_not_even_read(tiny_model: Callable[..., Path]):
     driver = Driver(tiny_model("llama"))
-    driver.take(Restore((), (Ban(driver.default, 600.0, "its tokenizer hangs"),)))
-    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), Params(max_tokens=1), 0)
+    driver.take(RestoreModels((), (ModelBan(driver.default, 600.0, "its tokenizer hangs"),)))
+    frame = Generate(1, 1, "r", driver.default, (Message("user", "hi"),), GenerationParams(max_tokens=1), 0)
     prepared = driver.engine.door.prepare(frame)
     assert prepared.refused is not None
     assert "its tokenizer hangs" in prepared.refused.message

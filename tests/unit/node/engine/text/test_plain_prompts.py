@@ -6,16 +6,16 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from node.engine.requests.preparer import Door
+from node.engine.requests.preparer import RequestPreparer
 from node.engine.text import tokenizer
 from node.engine.text.detokenizer import TextPipeline
-from node.engine.text.markers import Markup
+from node.engine.text.markers import MarkerSet
 from tests import models
 from tests.support.text_engine import GREEDY, Driver
 from tests.unit.node.engine.scripted.test_engine import Bench
 from tests.unit.node.engine.text.test_detokenizer import LOOK, pipeline
-from wire.frames import Channel, Count, Finished, Generate, Message, Params, Refusal
-from wire.refusals import Code
+from wire.frames import Channel, CountTokens, Finished, Generate, GenerationParams, Message, Refusal
+from wire.refusals import RefusalCode
 
 KNOWN = next(one for one in models.answers() if "system" not in one and "reasoning" not in one)
 HELLO = (Message("user", KNOWN["prompt"]),)
@@ -28,7 +28,7 @@ def driver() -> Driver:
 
 def test_a_raw_prompt_that_spells_the_template_is_answered_alike(driver: Driver):
     folder = Path(models.path("llama"))
-    ids = tokenizer.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, Params(), 0)).ids
+    ids = tokenizer.load(folder).prompt(Generate(1, 1, "r", "m", HELLO, GenerationParams(), 0)).ids
     by_ids = driver.ask(messages=(), ids=ids)
     whole = driver.end(by_ids)
     assert isinstance(whole, Finished)
@@ -47,9 +47,9 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
     """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
     library = Driver(models.path("llama")).engine.library
-    door, (name,) = Door(library), library.known()
+    door, (name,) = RequestPreparer(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
-    asked = Generate(1, 1, "r", name, (), Params(), 0, text="x", tools=tools)
+    asked = Generate(1, 1, "r", name, (), GenerationParams(), 0, text="x", tools=tools)
     answer = "<think>well</think>yes"
     ids = door.tokenizer(library.known()[name]).wrapper.encode(answer, add_special_tokens=False)
 
@@ -74,7 +74,7 @@ def test_an_id_that_is_none_is_refused(driver: Driver):
 
 def test_a_count_is_that_of_the_request_and_loads_nothing():
     driver = Driver(models.path("llama"))
-    driver.take(Count(7, driver.default, HELLO, 0))
+    driver.take(CountTokens(7, driver.default, HELLO, 0))
     end = driver.ended(7)
     assert isinstance(end, Finished)
     assert not driver.engine.report(0.0).memory.reserved
@@ -85,10 +85,10 @@ def test_a_count_is_that_of_the_request_and_loads_nothing():
 
 
 def test_a_count_for_no_model_is_refused(driver: Driver):
-    driver.take(Count(8, "nothing", HELLO, 0))
+    driver.take(CountTokens(8, "nothing", HELLO, 0))
     end = driver.ended(8)
     assert isinstance(end, Refusal)
-    assert end.refused.code is Code.NO_MODEL
+    assert end.refused.code is RefusalCode.NO_MODEL
 
 
 def test_the_stop_string_that_ended_it_is_told(driver: Driver):
@@ -123,7 +123,7 @@ def test_the_tokens_of_a_call_are_no_thought():
 
 
 def one_call(pieces: list[str]) -> TextPipeline:
-    return pipeline(pieces, markup=Markup(("<think>", "</think>"), ("<call>", "</call>")), one_call=True)
+    return pipeline(pieces, markup=MarkerSet(("<think>", "</think>"), ("<call>", "</call>")), one_call=True)
 
 
 def test_with_one_call_the_answer_ends_with_it():
@@ -144,14 +144,14 @@ def test_of_several_calls_in_one_block_the_first_is_the_one():
 
 def test_the_scripted_engine_takes_raw_prompts_and_counts():
     bench = Bench()
-    assert bench.engine.take(Count(1, bench.settings.model, HELLO, 0), 0.0) == [
+    assert bench.engine.handle(CountTokens(1, bench.settings.model, HELLO, 0), 0.0) == [
         Finished(1, (), 4 + len(KNOWN["prompt"].split()), 0)
     ]
-    admitted = bench.engine.take(
-        Generate(2, 1, "r", bench.settings.model, (), Params(max_tokens=2), 0, text="one two three"), 0.0
+    admitted = bench.engine.handle(
+        Generate(2, 1, "r", bench.settings.model, (), GenerationParams(max_tokens=2), 0, text="one two three"), 0.0
     )
     assert admitted[0].prompt_tokens == 3  # pyright: ignore
-    admitted = bench.engine.take(
-        Generate(3, 2, "r", bench.settings.model, (), Params(max_tokens=2), 0, ids=(5, 6)), 0.0
+    admitted = bench.engine.handle(
+        Generate(3, 2, "r", bench.settings.model, (), GenerationParams(max_tokens=2), 0, ids=(5, 6)), 0.0
     )
     assert admitted[0].prompt_tokens == 2  # pyright: ignore

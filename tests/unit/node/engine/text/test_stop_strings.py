@@ -1,13 +1,13 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.engine.text.stop_strings import Stops
+from node.engine.text.stop_strings import StopStrings
 
 LETTERS = st.text("ab", max_size=4)
 
 
 def run(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
-    matcher, shown = Stops(stops), ""
+    matcher, shown = StopStrings(stops), ""
     for piece in pieces:
         text, stopped = matcher.feed(piece)
         shown += text
@@ -26,7 +26,7 @@ def test_the_beginning_of_a_stop_string_that_came_to_nothing_is_shown():
 
 
 def test_text_is_held_back_only_as_long_as_it_may_be_a_stop_string():
-    matcher = Stops(["<end>"])
+    matcher = StopStrings(["<end>"])
     assert matcher.feed("a <") == ("a ", False)
     assert matcher.feed("b") == ("<b", False)
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.engine.text import tokenizer
-from node.engine.text.tokenizer import LONGEST_MESSAGE, TemplateFailed, Tokenizer, TokenizerError
+from node.engine.text.tokenizer import MAX_ERROR_CHARS, TemplateFailed, Tokenizer, TokenizerError
 from tests.support import vocabulary
-from wire.frames import Channel, Generate, Message, Params, ToolCall
+from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 SHOWN = "{{ {'messages': messages, 'tools': tools, 'extra': extra, 'prompted': add_generation_prompt} | tojson }}"
@@ -36,7 +36,7 @@ def with_template(tmp_path: Path, template: str | None, tokens: tuple[str, ...] 
 
 
 def ask(*messages: Message, tools: str = "", template: str = "", created: int = 0) -> Generate:
-    return Generate(1, 1, "r1", "m", messages or (USER,), Params(), created, tools=tools, template=template)
+    return Generate(1, 1, "r1", "m", messages or (USER,), GenerationParams(), created, tools=tools, template=template)
 
 
 def text(of: Tokenizer, ids: tuple[int, ...]) -> str:
@@ -150,7 +150,7 @@ def test_a_bad_template_fails_its_request_in_one_line(tmp_path: Path, template: 
             model.prompt(ask())
         assert told in str(failed.value)
         assert "\n" not in str(failed.value)
-        assert len(str(failed.value)) <= LONGEST_MESSAGE
+        assert len(str(failed.value)) <= MAX_ERROR_CHARS
 
 
 def test_after_a_request_that_fails_the_next_is_served(tmp_path: Path):

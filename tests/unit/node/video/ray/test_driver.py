@@ -11,14 +11,14 @@ import pytest
 
 from node.video.ray import driver
 from node.video.ray.driver_link import (
-    Connect,
-    Create,
-    Created,
+    ActorCreated,
+    ActorNotCreated,
+    ConnectDriver,
+    CreateActor,
     DriverMessage,
     FromDriver,
-    Kill,
+    KillActor,
     MessageReader,
-    NotCreated,
     encode,
 )
 from tests.support.processes import ROOT, environment
@@ -45,7 +45,7 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
         )
     with ours, process:
         try:
-            ours.sendall(encode(Connect("127.0.0.1:1")))
+            ours.sendall(encode(ConnectDriver("127.0.0.1:1")))
             assert process.stdout is not None
             assert process.stdout.readline() == b"connecting\n"
             ours.close()
@@ -68,7 +68,7 @@ class Sent:
 class Scene:
     """A driver that reads the messages of a test, with its own start and end of actors."""
 
-    def __init__(self, create: Callable[[Create], Coroutine[Any, Any, None]]) -> None:
+    def __init__(self, create: Callable[[CreateActor], Coroutine[Any, Any, None]]) -> None:
         self.sent: Any = Sent()
         self.killed: list[str] = []
         self.driver = driver.Driver(self.sent, create, self._kill)
@@ -78,7 +78,7 @@ class Scene:
     async def _kill(self, lease: str) -> None:
         self.killed.append(lease)
 
-    def ask(self, *messages: Create | Kill) -> None:
+    def ask(self, *messages: CreateActor | KillActor) -> None:
         for message in messages:
             self._stream.feed_data(encode(message))
 
@@ -87,7 +87,7 @@ class Scene:
         await self._serving
 
 
-WANTED = Create("lease_1", 1, "/f", 1.0, 30.0)
+WANTED = CreateActor("lease_1", 1, "/f", 1.0, 30.0)
 
 
 async def turned(wanted: Callable[[], object]) -> None:
@@ -98,20 +98,20 @@ async def turned(wanted: Callable[[], object]) -> None:
 
 
 async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_says_why():
-    async def create(wanted: Create) -> None:
+    async def create(wanted: CreateActor) -> None:
         if wanted.lease == "lease_2":
             raise ValueError("no")
         if wanted.lease == "lease_3":
             await asyncio.Event().wait()
 
     scene = Scene(create)
-    scene.ask(WANTED, Create("lease_2", 1, "/f", 1.0, 30.0), Create("lease_3", 1, "/f", 1.0, 0.01))
+    scene.ask(WANTED, CreateActor("lease_2", 1, "/f", 1.0, 30.0), CreateActor("lease_3", 1, "/f", 1.0, 0.01))
     await turned(lambda: len(scene.sent.messages) == 3)
     await scene.end()
     assert scene.sent.messages == [
-        Created("lease_1"),
-        NotCreated("lease_2", "ValueError: no"),
-        NotCreated("lease_3", "Ray started no actor within 0 s"),
+        ActorCreated("lease_1"),
+        ActorNotCreated("lease_2", "ValueError: no"),
+        ActorNotCreated("lease_3", "Ray started no actor within 0 s"),
     ]
     assert scene.killed == ["lease_2", "lease_3"]
 
@@ -119,7 +119,7 @@ async def test_an_actor_that_starts_is_told_and_one_that_does_not_is_ended_and_s
 async def test_a_start_ends_once_its_lease_has_ended():
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def create(wanted: Create) -> None:
+    async def create(wanted: CreateActor) -> None:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -131,7 +131,7 @@ async def test_a_start_ends_once_its_lease_has_ended():
     async with asyncio.timeout(10):
         await begun.wait()
         assert scene.driver.creating == {"lease_1"}
-        scene.ask(Kill("lease_1"))
+        scene.ask(KillActor("lease_1"))
         await ended.wait()
     await turned(lambda: scene.killed)
     await scene.end()

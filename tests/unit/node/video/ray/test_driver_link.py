@@ -5,26 +5,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.video.ray.driver_link import (
-    LONGEST,
-    Connect,
-    Connected,
-    Create,
-    Created,
+    MAX_MESSAGE_BYTES,
+    ActorCreated,
+    ActorNotCreated,
+    ConnectDriver,
+    CreateActor,
+    DriverConnected,
     DriverLinkError,
     FromDriver,
-    Kill,
+    KillActor,
     MessageReader,
-    NotCreated,
     ToDriver,
     encode,
 )
 
 WORDS = st.one_of(
-    st.builds(Connect, st.text(max_size=20)),
+    st.builds(ConnectDriver, st.text(max_size=20)),
     st.builds(
-        Create, st.text(max_size=20), st.integers(0, 9), st.text(max_size=20), st.floats(0, 100), st.floats(0, 100)
+        CreateActor, st.text(max_size=20), st.integers(0, 9), st.text(max_size=20), st.floats(0, 100), st.floats(0, 100)
     ),
-    st.builds(Kill, st.text(max_size=20)),
+    st.builds(KillActor, st.text(max_size=20)),
 )
 
 
@@ -40,8 +40,8 @@ def test_what_was_said_is_heard_however_it_is_cut(words: list[ToDriver], cuts: l
 @pytest.mark.parametrize(
     "data",
     [
-        (LONGEST + 1).to_bytes(4, "big"),
-        encode(Connected()),
+        (MAX_MESSAGE_BYTES + 1).to_bytes(4, "big"),
+        encode(DriverConnected()),
         b"\x00\x00\x00\x01\xc1",
         len(pickle.dumps({"a": 1})).to_bytes(4, "big") + pickle.dumps({"a": 1}),
     ],
@@ -53,5 +53,5 @@ def test_what_is_no_word_of_ours_is_not_heard(data: bytes):
 
 
 def test_what_a_driver_sends():
-    words = [Connected(), Created("lease_1"), NotCreated("lease_2", "why")]
+    words = [DriverConnected(), ActorCreated("lease_1"), ActorNotCreated("lease_2", "why")]
     assert MessageReader(FromDriver).feed(b"".join(map(encode, words))) == words

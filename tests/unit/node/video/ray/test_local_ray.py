@@ -78,16 +78,16 @@ async def test_a_job_keeps_the_ray_that_started_it_until_it_is_over(one: LocalRa
     one.offer(wanted=True)
     one.allow(on=True)
     first = await changed(one, None)
-    one.lend(on=True)
+    one.set_running(on=True)
     one.allow(on=False)
     await turns()
     assert one.node == first, "its actor holds the worker"
-    one.lend(on=False)
+    one.set_running(on=False)
     assert await changed(one, first) == ""
     one.allow(on=True)
     second = await changed(one, "")
-    one.lend(on=True)
-    one.lend(on=False)
+    one.set_running(on=True)
+    one.set_running(on=False)
     await turns()
     assert one.node == second, "the end of a job alone replaces nothing"
     await one.stop()
@@ -113,7 +113,7 @@ async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_
     failed: list[tuple[str, str]] = []
     driver = local_ray.DriverProcess(tmp_path, lambda lease, why: failed.append((lease, why)))
     for lease in ("a", "b", "c"):
-        driver.create(local_ray.Create(lease, 1, "/f", 1.0, 9.0))
+        driver.create(local_ray.CreateActor(lease, 1, "/f", 1.0, 9.0))
     driver.kill("c")
     sent: list[bytes] = []
 
@@ -122,9 +122,9 @@ async def test_what_was_asked_of_a_driver_that_is_gone_is_asked_of_the_next(tmp_
             sent.append(data)
 
     writer: asyncio.StreamWriter = Writer()  # pyright: ignore[reportAssignmentType]
-    driver.receive(local_ray.Connected(), writer)
+    driver.receive(local_ray.DriverConnected(), writer)
     assert len(sent) == 2
-    driver.receive(local_ray.Created("a"), writer)
-    driver.receive(local_ray.NotCreated("b", "no room"), writer)
-    driver.receive(local_ray.NotCreated("c", "late"), writer)
+    driver.receive(local_ray.ActorCreated("a"), writer)
+    driver.receive(local_ray.ActorNotCreated("b", "no room"), writer)
+    driver.receive(local_ray.ActorNotCreated("c", "late"), writer)
     assert (driver.pending, failed) == (set(), [("b", "no room")])

@@ -65,7 +65,7 @@ async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read
     assert ray_process.last_words(b"") == "it said nothing"
     await ended(process)
     process, said = await started("while True: print('x' * 4095)", tmp_path)
-    assert ray_process.MOST_SAID <= len(said) < ray_process.MOST_SAID + 4096
+    assert ray_process.MAX_OUTPUT_BYTES <= len(said) < ray_process.MAX_OUTPUT_BYTES + 4096
     await ended(process)
 
 

@@ -41,8 +41,8 @@ LEFT_ALONE = """
 import sys, threading, types
 sys.modules["ray"] = types.ModuleType("ray")
 from node.video.worker import actor
-actor.LINGER = 0.0
-actor.Host(sys.argv[1], "l-1", 1)
+actor.LINGER_SECONDS = 0.0
+actor.WorkerHost(sys.argv[1], "l-1", 1)
 threading.Event().wait(30)
 sys.exit("still here")
 """

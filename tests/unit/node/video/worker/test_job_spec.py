@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.video.worker.job_spec import Spec, read_spec
+from node.video.worker.job_spec import JobSpec, read_spec
 from wire.video import VideoPackage
 
 LEAST = {"prompt": "a fox", "width": 64, "height": 48}
@@ -12,7 +12,7 @@ LEAST = {"prompt": "a fox", "width": 64, "height": 48}
 
 def test_what_is_not_asked_is_the_packages_own():
     spec = read_spec(json.dumps({**LEAST, "seed": 7, "guidance": 4.0, "timeout": 60, "stall": 9}).encode())
-    assert isinstance(spec, Spec)
+    assert isinstance(spec, JobSpec)
     assert (spec.timeout, spec.stall) == (60, 9)
     assert spec.job(VideoPackage("wan", fps=24, steps=50, frames=121)) == {
         **LEAST,
@@ -53,4 +53,4 @@ def test_what_no_worker_should_be_told_is_refused_with_a_sentence(change: dict[s
 
 @given(st.binary(max_size=200))
 def test_no_bytes_do_more_than_be_refused(raw: bytes):
-    assert isinstance(read_spec(raw), str | Spec)
+    assert isinstance(read_spec(raw), str | JobSpec)

@@ -74,7 +74,7 @@ def test_a_call_gets_what_it_takes():
     def old(a: int, b: int = 2) -> tuple[int, int]:
         return a, b
 
-    assert worker.fitting(old, a=1, c=3) == (1, 2)
+    assert worker.call_supported(old, a=1, c=3) == (1, 2)
 
 
 def test_failures_have_names():

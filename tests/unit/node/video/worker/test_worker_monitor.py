@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node.memory.sensor import born
-from node.video.leases import Held, Phase, Worker
+from node.video.leases import LeasePhase, LeaseRecord, WorkerGroup
 from node.video.worker import lease_files, worker_monitor
-from node.video.worker.watchdog_policy import CRASHED, LOST, Bounds
-from node.video.worker.worker_monitor import Job, Watch, kill, living, worker_environment
+from node.video.worker.watchdog_policy import CRASHED, LOST, WorkerBounds
+from node.video.worker.worker_monitor import WorkerJob, WorkerMonitor, kill, living, worker_environment
 from tests.support.readings import Later
 
 
-def hear(*events: object) -> Job:
-    job = Job()
+def hear(*events: object) -> WorkerJob:
+    job = WorkerJob()
     for event in events:
-        job.hear(json.dumps(event).encode(), 1.0)
+        job.handle_event(json.dumps(event).encode(), 1.0)
     return job
 
 
@@ -31,10 +31,10 @@ def progress(phase: str, step: int) -> dict[str, object]:
 
 def test_a_job_goes_through_its_phases():
     job = hear({"event": "start"}, {"event": "loading"})
-    assert job.phase is Phase.LOADING
+    assert job.phase is LeasePhase.LOADING
     job = hear(progress("denoise", 3))
-    assert (job.phase, job.step, job.steps) == (Phase.DENOISING, 3, 4)
-    assert hear(progress("denoise", 4), progress("decode", 4)).phase is Phase.DECODING
+    assert (job.phase, job.step, job.steps) == (LeasePhase.DENOISING, 3, 4)
+    assert hear(progress("denoise", 4), progress("decode", 4)).phase is LeasePhase.DECODING
 
 
 def test_steps_that_a_worker_makes_up_are_within_its_own_count():
@@ -47,21 +47,21 @@ def test_the_time_of_a_job_begins_with_its_worker_and_not_with_the_grant(
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
-    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
-    one = Watch(held, tmp_path / "l", Bounds(2**40, 90, 50), 100, 0)
-    one.open(lease_files.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
+    one = WorkerMonitor(held, tmp_path / "l", WorkerBounds(2**40, 90, 50), 100, 0)
+    one.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
     attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
     clock.by += 99
-    assert one.look() is None
-    claim = lease_files.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    assert one.check() is None
+    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
     lease_files.write_new(tmp_path / "l" / lease_files.CLAIM, msgspec.json.encode(claim))
-    assert one.look() is None
+    assert one.check() is None
     clock.by += 49
-    assert one.look() is None
+    assert one.check() is None
     assert 49 <= one.seconds < 50
     clock.by += 2
-    end = one.look()
+    end = one.check()
     assert end is not None
     assert end.code == "job_timeout"
     process.kill()
@@ -105,7 +105,7 @@ def test_the_first_end_counts_and_codes_are_ours():
 
 @given(st.binary(max_size=300))
 def test_nothing_that_a_worker_writes_ends_the_watch(line: bytes):
-    Job().hear(line, 0.0)
+    WorkerJob().handle_event(line, 0.0)
 
 
 NAMES = st.sampled_from(["event", "phase", "step", "code", "made", "blocks"])
@@ -139,25 +139,25 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     process = subprocess.Popen(command, start_new_session=True, stdout=subprocess.PIPE)  # noqa: ASYNC220  it is quick
     assert process.stdout is not None
     process.stdout.readline()
-    other = Worker(pid=process.pid, born="another boot:1")
+    other = WorkerGroup(pid=process.pid, born="another boot:1")
     assert living(other) == ()
     await kill(other, 0.0)
     assert process.poll() is None
-    await kill(Worker(pid=process.pid, born=born(process.pid)), 0.2)
+    await kill(WorkerGroup(pid=process.pid, born=born(process.pid)), 0.2)
     assert process.wait(30) == -9
 
 
 # the folder between agent and worker parent
 
 
-def watched(place: Path, process: "subprocess.Popen[bytes]") -> Watch:
+def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
     """Watch a process as the worker of a lease. No worker parent runs."""
-    held = Held(lease="l", generation=1, job="j", model="m", size=2**40)
-    made = Watch(held, place, Bounds(2**40, 100, 100), 100, 0)
-    made.open(lease_files.Grant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
-    claim = lease_files.Claim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
+    held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
+    made = WorkerMonitor(held, place, WorkerBounds(2**40, 100, 100), 100, 0)
+    made.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))
+    claim = lease_files.WorkerClaim(attendant=os.getpid(), worker=process.pid, born=born(process.pid))
     lease_files.write_new(place / lease_files.CLAIM, msgspec.json.encode(claim))
-    assert made.look() is None
+    assert made.check() is None
     return made
 
 
@@ -170,14 +170,14 @@ def test_a_worker_that_is_gone_has_crashed_unless_who_started_it_is_gone_as_well
     one = watched(tmp_path / "l", process)
     attended = lease_files.lock(tmp_path / "l" / lease_files.ATTENDED)
     assert attended is not None
-    assert one.look() is None, "who started it has not said anything yet"
+    assert one.check() is None, "who started it has not said anything yet"
     if after == "a word":
         (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "exit", "code": -9}\n')
     elif after == "its own end":
         os.close(attended)
     else:
-        monkeypatch.setattr(worker_monitor, "WORD", 0.0)
-    end = one.look()
+        monkeypatch.setattr(worker_monitor, "REPORT_TIMEOUT_SECONDS", 0.0)
+    end = one.check()
     assert end is not None
     assert end.code == code
     one.close()
@@ -189,10 +189,10 @@ def test_a_worker_that_is_done_is_not_lost_when_who_started_it_leaves_first(tmp_
     process = subprocess.Popen(["sleep", "600"], start_new_session=True)
     one = watched(tmp_path / "l", process)
     (tmp_path / "l" / lease_files.EVENTS).write_text('{"event": "done", "made": {}}\n')
-    assert one.look() is None, "it leaves by itself"
+    assert one.check() is None, "it leaves by itself"
     process.kill()
     process.wait()
-    end = one.look()
+    end = one.check()
     assert end is not None
     assert end.code == "completed"
     one.close()
@@ -226,10 +226,10 @@ def test_a_grant_that_makes_no_sense_is_none(tmp_path: Path):
 
 def test_lines_are_read_whole_and_those_that_are_too_long_are_left_out(tmp_path: Path):
     file = tmp_path / "events"
-    tail = lease_files.Tail(file)
+    tail = lease_files.FileTail(file)
     assert tail.lines() == []
     file.write_bytes(b"one\ntw")
     assert tail.lines() == [b"one"]
     with file.open("ab") as more:
-        more.write(b"o\n" + b"x" * (lease_files.LONGEST_LINE + 1) + b"\nthree\n")
+        more.write(b"o\n" + b"x" * (lease_files.MAX_LINE_BYTES + 1) + b"\nthree\n")
     assert tail.lines() == [b"two", b"three"]

@@ -4,21 +4,21 @@ import json
 
 import pytest
 
-from router.dialects.anthropic.api import Counted, Messages, count
+from router.dialects.anthropic.api import CountRequest, MessagesRoute, count
 from tests.support.answers import CREATED, asked
-from wire.frames import Grammar, Message, Params
+from wire.frames import GenerationParams, GrammarSpec, Message
 
 HELLO = [{"role": "user", "content": "hi"}]
 TOOL = {"name": "weather", "input_schema": {"type": "object"}}
 
 
-def params(**body: object) -> Params:
-    return asked(Messages(), max_tokens=9, messages=HELLO, **body)[1].params
+def params(**body: object) -> GenerationParams:
+    return asked(MessagesRoute(), max_tokens=9, messages=HELLO, **body)[1].params
 
 
 def test_every_parameter_arrives():
-    assert params() == Params(max_tokens=9)
-    assert params(temperature=0.5, top_p=0.75, top_k=7, stop_sequences=["END", "x"]) == Params(
+    assert params() == GenerationParams(max_tokens=9)
+    assert params(temperature=0.5, top_p=0.75, top_k=7, stop_sequences=["END", "x"]) == GenerationParams(
         max_tokens=9, temperature=0.5, top_p=0.75, top_k=7, stop=("END", "x")
     )
     assert params(tools=[TOOL], tool_choice={"type": "auto", "disable_parallel_tool_use": True}).one_call is True
@@ -31,11 +31,11 @@ def test_every_parameter_arrives():
         (None, None),
         ({"type": "auto"}, None),
         ({"type": "none"}, None),
-        ({"type": "any"}, Grammar(calls="required")),
-        ({"type": "tool", "name": "weather"}, Grammar(calls="required", tool="weather")),
+        ({"type": "any"}, GrammarSpec(calls="required")),
+        ({"type": "tool", "name": "weather"}, GrammarSpec(calls="required", tool="weather")),
     ],
 )
-def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: Grammar | None):
+def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: GrammarSpec | None):
     assert params(tools=[TOOL], tool_choice=choice).grammar == grammar
 
 
@@ -49,23 +49,23 @@ def test_a_forced_call_is_a_grammar(choice: dict[str, object] | None, grammar: G
     ],
 )
 def test_thinking_is_a_switch_of_the_template(thinking: dict[str, object] | None, template: object):
-    _, job = asked(Messages(), max_tokens=9, messages=HELLO, thinking=thinking)
+    _, job = asked(MessagesRoute(), max_tokens=9, messages=HELLO, thinking=thinking)
     assert (json.loads(job.template) if job.template else "") == template
 
 
 def test_a_count_has_the_prompt_of_the_request_that_it_counts():
     body = {"messages": HELLO, "system": "be brief", "tools": [TOOL]}
-    _, job = asked(Messages(), max_tokens=9, **body)
+    _, job = asked(MessagesRoute(), max_tokens=9, **body)
     found = count(json.dumps({"model": "tiny", **body}).encode(), CREATED)
-    assert isinstance(found, Counted)
+    assert isinstance(found, CountRequest)
     assert (found.asked.messages, found.asked.tools, found.asked.template) == (job.messages, job.tools, job.template)
     assert found.asked.messages[0] == Message("system", "be brief")
     assert (found.asked.model, found.asked.created) == ("tiny", CREATED)
 
 
 def test_usage_is_always_told_and_thoughts_unless_they_are_omitted():
-    request, job = asked(Messages(), max_tokens=9, messages=HELLO)
+    request, job = asked(MessagesRoute(), max_tokens=9, messages=HELLO)
     assert (job.include_usage, request.thoughts) == (True, True)  # pyright: ignore[reportAttributeAccessIssue]
     thinking = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
-    request, _ = asked(Messages(), max_tokens=9, messages=HELLO, thinking=thinking)
+    request, _ = asked(MessagesRoute(), max_tokens=9, messages=HELLO, thinking=thinking)
     assert request.thoughts is False  # pyright: ignore[reportAttributeAccessIssue]

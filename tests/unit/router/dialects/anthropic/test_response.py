@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.dialects.anthropic.api import Messages
+from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.anthropic.response import error_of
 from router.errors import Problem
 from tests.support.answers import CROWDED, CUT, FINISHED, SAID, TEXT_ONLY, events, streamed, whole
@@ -24,7 +24,7 @@ USAGE = {
 
 
 def test_a_whole_message_has_every_block_and_the_exact_usage():
-    assert whole(Messages(), **ASK, tools=WEATHER) == {
+    assert whole(MessagesRoute(), **ASK, tools=WEATHER) == {
         "id": "msg_r1",
         "type": "message",
         "role": "assistant",
@@ -53,15 +53,19 @@ def test_a_whole_message_has_every_block_and_the_exact_usage():
     ],
 )
 def test_the_stop_reason_says_how_a_message_ended(finished, calls: bool, reason: str, stop: str | None):
-    said = whole(Messages(), finished=finished, **ASK) if calls else whole(Messages(), TEXT_ONLY, finished, **ASK)
+    said = (
+        whole(MessagesRoute(), finished=finished, **ASK)
+        if calls
+        else whole(MessagesRoute(), TEXT_ONLY, finished, **ASK)
+    )
     assert (said["stop_reason"], said["stop_sequence"]) == (reason, stop)
     pieces = SAID if calls else SAID[1:2]
-    ended = events(streamed(Messages(), *pieces, finished=finished, **ASK))[-2][1]
+    ended = events(streamed(MessagesRoute(), *pieces, finished=finished, **ASK))[-2][1]
     assert ended["delta"] == {"stop_reason": reason, "stop_sequence": stop}
 
 
 def test_a_stream_opens_fills_and_closes_one_block_after_the_other():
-    found = events(streamed(Messages(), *SAID, (Channel.CONTENT, "Done."), **ASK, tools=WEATHER))
+    found = events(streamed(MessagesRoute(), *SAID, (Channel.CONTENT, "Done."), **ASK, tools=WEATHER))
     assert all(name == data["type"] for name, data in found)
     started = found[0][1]["message"]
     assert (started["id"], started["content"], started["stop_reason"]) == ("msg_r1", [], None)
@@ -122,7 +126,7 @@ def test_an_error_has_the_type_that_its_clients_retry_by(status: int, kind: str)
 
 
 def test_a_stream_that_breaks_ends_with_an_error_and_its_numbers():
-    name, error = events(streamed(Messages(), *SAID[:1], broken=CROWDED, **ASK))[-1]
+    name, error = events(streamed(MessagesRoute(), *SAID[:1], broken=CROWDED, **ASK))[-1]
     assert (name, error["type"], error["error"]["type"], error["request_id"]) == (
         "error",
         "error",

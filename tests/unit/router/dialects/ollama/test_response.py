@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import error_of
 from router.dialects.shared.interface import Dialect
 from router.errors import Problem
@@ -16,7 +16,7 @@ from wire.frames import Finished, Timings
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 GENERATE: dict[str, Any] = {"prompt": "hi"}
-BOTH = pytest.mark.parametrize(("dialect", "body"), [(OllamaChat(), CHAT), (OllamaGenerate(), GENERATE)])
+BOTH = pytest.mark.parametrize(("dialect", "body"), [(OllamaChatRoute(), CHAT), (OllamaGenerateRoute(), GENERATE)])
 END = {
     "done": True,
     "done_reason": "stop",
@@ -32,13 +32,13 @@ CALLS = [{"id": "call_1", "function": {"name": "weather", "arguments": {"city": 
 
 
 def test_a_whole_chat_has_its_message_counts_and_nanoseconds():
-    assert whole(OllamaChat(), **CHAT, stream=False) == ABOUT | END | {
+    assert whole(OllamaChatRoute(), **CHAT, stream=False) == ABOUT | END | {
         "message": {"role": "assistant", "content": "I look.", "thinking": "let me", "tool_calls": CALLS}
     }
 
 
 def test_a_whole_generation_has_its_response_counts_and_nanoseconds():
-    assert whole(OllamaGenerate(), **GENERATE, stream=False) == ABOUT | END | {
+    assert whole(OllamaGenerateRoute(), **GENERATE, stream=False) == ABOUT | END | {
         "response": "I look.",
         "thinking": "let me",
         "tool_calls": CALLS,
@@ -47,7 +47,7 @@ def test_a_whole_generation_has_its_response_counts_and_nanoseconds():
 
 def test_a_stream_is_a_line_for_each_piece_and_one_for_the_end():
     said = {"role": "assistant", "content": ""}
-    assert [json.loads(line) for line in streamed(OllamaChat(), *SAID, **CHAT).splitlines()] == [
+    assert [json.loads(line) for line in streamed(OllamaChatRoute(), *SAID, **CHAT).splitlines()] == [
         ABOUT | {"message": said | {"thinking": "let me"}, "done": False},
         ABOUT | {"message": said | {"content": "I look."}, "done": False},
         ABOUT | {"message": said | {"tool_calls": CALLS}, "done": False},
@@ -71,7 +71,7 @@ def test_only_the_limit_of_tokens_is_a_length(dialect: Dialect, body: dict, fini
 
 
 def test_times_that_are_none_are_zero():
-    odd = whole(OllamaChat(), finished=replace(FINISHED, timings=Timings(-1.0, math.inf, math.nan)), **CHAT)
+    odd = whole(OllamaChatRoute(), finished=replace(FINISHED, timings=Timings(-1.0, math.inf, math.nan)), **CHAT)
     assert [odd[f"{name}_duration"] for name in ("load", "prompt_eval", "eval", "total")] == [0, 0, 0, 0]
 
 

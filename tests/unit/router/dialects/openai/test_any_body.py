@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.dialects.anthropic import api
-from router.dialects.anthropic.api import Messages
+from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.anthropic.schema import MessagesBody
 from router.dialects.ollama import models
-from router.dialects.ollama.api import OllamaChat, OllamaGenerate
+from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody
-from router.dialects.openai.chat import Chat
+from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.chat_schema import ChatBody
-from router.dialects.openai.completion import Completion
+from router.dialects.openai.completion import CompletionRoute
 from router.dialects.openai.completion_schema import CompletionBody
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openai.responses_schema import ResponsesBody
-from router.dialects.shared.interface import Asked
+from router.dialects.shared.interface import ParsedRequest
 from router.dialects.shared.strict_json import read_object
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView
@@ -29,12 +29,12 @@ from wire.codec import encode
 from wire.frames import Generate
 
 PARSERS: dict[str, tuple[Callable[[bytes, str], object], type]] = {
-    "chat": (Chat().parse, ChatBody),
-    "completions": (Completion().parse, CompletionBody),
-    "messages": (Messages().parse, MessagesBody),
-    "responses": (Responses().parse, ResponsesBody),
-    "ollama chat": (OllamaChat().parse, OllamaChatBody),
-    "ollama generate": (OllamaGenerate().parse, OllamaGenerateBody),
+    "chat": (ChatRoute().parse, ChatBody),
+    "completions": (CompletionRoute().parse, CompletionBody),
+    "messages": (MessagesRoute().parse, MessagesBody),
+    "responses": (ResponsesRoute().parse, ResponsesBody),
+    "ollama chat": (OllamaChatRoute().parse, OllamaChatBody),
+    "ollama generate": (OllamaGenerateRoute().parse, OllamaGenerateBody),
     "count": (lambda body, _: api.count(body, 0), MessagesBody),
     "show": (lambda body, _: models.show(ClusterView(), body, 0), OllamaChatBody),
 }
@@ -94,7 +94,7 @@ def test_no_body_makes_a_parser_raise(name: str, data: st.DataObject):
         assert 400 <= found.status < 500
         json.loads(found.body("r"))
     elif hasattr(found, "jobs"):
-        for job in cast("Asked", found).jobs("k", "r", 0):
+        for job in cast("ParsedRequest", found).jobs("k", "r", 0):
             frame = Generate(
                 1,
                 1,

@@ -10,7 +10,7 @@ from router.dialects.openai.chat_schema import HARMLESS, INSTEAD, NEUTRAL
 from router.dialects.shared.tools import NO_PARAMETERS
 from router.errors import Problem
 from wire.codec import decode, encode
-from wire.frames import Generate, Message, Params, ToolCall
+from wire.frames import Generate, GenerationParams, Message, ToolCall
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -35,7 +35,7 @@ def bad(raw: bytes) -> Problem:
 def test_the_plainest_body():
     found = good(body())
     assert found.messages == (Message("user", "hello"),)
-    assert found.params == Params()
+    assert found.params == GenerationParams()
     assert (found.stream, found.include_usage, found.demand.model) == (False, False, "tiny")
     assert found.demand.prompt_tokens is None
     assert found.demand.prompt_bytes >= 5
@@ -54,7 +54,7 @@ def test_every_parameter_arrives():
             seed=-7,
         )
     )
-    assert found.params == Params(5, 1.0, 0.5, -7, ("a", "b"), 3)
+    assert found.params == GenerationParams(5, 1.0, 0.5, -7, ("a", "b"), 3)
     assert (found.stream, found.include_usage) == (True, True)
     assert (found.demand.max_tokens, found.demand.choices) == (5, 3)
     assert good(body(stop="x")).params.stop == ("x",)
@@ -63,7 +63,7 @@ def test_every_parameter_arrives():
 
 def test_null_means_not_given():
     nothing = dict.fromkeys(("stream", "stream_options", "max_tokens", "n", "stop", "temperature", "top_p", "seed"))
-    assert good(body(**nothing)).params == Params()
+    assert good(body(**nothing)).params == GenerationParams()
 
 
 def test_text_parts_are_joined_and_assistant_turns_taken_back():
@@ -117,7 +117,7 @@ def test_what_client_libraries_leave_in_a_message_is_harmless():
 
 
 def test_harmless_fields_pass_and_neutral_values_too():
-    assert good(body(**dict.fromkeys(HARMLESS, "x"))).params == Params()
+    assert good(body(**dict.fromkeys(HARMLESS, "x"))).params == GenerationParams()
     for name, values in NEUTRAL.items():
         for value in values:
             good(body(**{name: value}))
@@ -134,7 +134,7 @@ SAMPLING = {
 
 
 def test_sampling_arrives():
-    assert good(body(**SAMPLING)).params == Params(
+    assert good(body(**SAMPLING)).params == GenerationParams(
         top_k=40,
         min_p=0.25,
         presence_penalty=0.5,
@@ -144,8 +144,8 @@ def test_sampling_arrives():
     )
     assert good(body(top_k=-1)).params.top_k == 0
     assert good(body(top_k=0)).params.top_k == 0
-    assert good(body(logprobs=True, top_logprobs=20)).params == Params(logprobs=True, top_logprobs=20)
-    assert good(body(logprobs=False, top_logprobs=0)).params == Params()
+    assert good(body(logprobs=True, top_logprobs=20)).params == GenerationParams(logprobs=True, top_logprobs=20)
+    assert good(body(logprobs=False, top_logprobs=0)).params == GenerationParams()
     assert good(body(repetition_penalty=1.5, repeat_penalty=1.25)).params.repetition_penalty == 1.5
     assert good(body(repeat_penalty=1.25)).params.repetition_penalty == 1.25
 
@@ -200,8 +200,8 @@ def test_tools_arrive_as_they_were_written():
 
 
 def test_one_call_at_most():
-    assert good(body(tools=[TOOL], parallel_tool_calls=False)).params == Params(one_call=True)
-    assert good(body(tools=[TOOL], parallel_tool_calls=None)).params == Params()
+    assert good(body(tools=[TOOL], parallel_tool_calls=False)).params == GenerationParams(one_call=True)
+    assert good(body(tools=[TOOL], parallel_tool_calls=None)).params == GenerationParams()
 
 
 def test_a_function_without_parameters_takes_none():

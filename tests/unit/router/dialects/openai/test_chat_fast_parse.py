@@ -75,7 +75,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-def quick(body: bytes) -> chat_fast_parse.Plain | None:
+def quick(body: bytes) -> chat_fast_parse.PlainChatBody | None:
     return chat_fast_parse.read(body, chat.plain_tools)
 
 
@@ -199,7 +199,7 @@ def test_an_agents_body_with_something_unusual_is_left_to_the_strict_reader(body
         PLAIN.replace(b'"model":"m"', b'"model":"m", "model" : "m"'),
         PLAIN.replace(b"hello", b"\\ud800"),
         PLAIN.replace(b"hello", b"\xff"),
-        PLAIN.replace(b"hello", b"x" * chat_fast_parse.LONGEST),
+        PLAIN.replace(b"hello", b"x" * chat_fast_parse.MAX_BODY_BYTES),
         PLAIN.replace(b"user", b"robot"),
         PLAIN.replace(b"user", b"tool"),
         PLAIN.replace(b'"max_tokens":8', b'"stream_options":{"include_usage":true}'),

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from router.dialects.openai.chat import Chat
-from router.dialects.openai.chat_response import DONE, ChatChunks, completion, shown_fingerprint
-from router.dialects.shared.tool_calls import LONGEST_TOKEN, MOST_CALLS
-from router.dispatch.request import Answer, Job, WholeTicket
-from router.placement.place import Demand
+from router.dialects.openai.chat import ChatRoute
+from router.dialects.openai.chat_response import DONE, ChatChunks, completion, system_fingerprint
+from router.dialects.shared.tool_calls import MAX_CALLS_SENT, MAX_TOKEN_BYTES
+from router.dispatch.request import BufferedRequest, CompleteAnswer, RequestSpec
+from router.placement.place import ResourceDemand
 from tests.support import answers
-from wire.capacity.fairness import Owner
-from wire.frames import Channel, Delta, Finished, Logprob, Params
+from wire.capacity.fairness import WeightedKey
+from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob
 
 FINISHED = Finished(1, ("stop", "length"), 7, 9, 3)
 CALL = '{"index":0,"id":"call_r1_0","name":"weather","arguments":"{\\"city\\":\\"Ulm\\"}"}'
 texts = st.text(st.characters(codec="utf-8"), min_size=1, max_size=20)
 
 
-def a_job(choices: int = 1, *, model: str = "m", include_usage: bool = False, **params: object) -> Job:
-    asked = Params(n=choices, **params)  # pyright: ignore[reportArgumentType]
-    return Job(Demand(model), "k", "r1", (), asked, 42, stream=True, include_usage=include_usage)
+def a_job(choices: int = 1, *, model: str = "m", include_usage: bool = False, **params: object) -> RequestSpec:
+    asked = GenerationParams(n=choices, **params)  # pyright: ignore[reportArgumentType]
+    return RequestSpec(ResourceDemand(model), "k", "r1", (), asked, 42, stream=True, include_usage=include_usage)
 
 
 def events(raw: bytes) -> list[dict[str, object]]:
@@ -80,7 +80,7 @@ def test_reasons_that_a_node_forgot_are_filled():
 
 
 def test_a_whole_answer_has_the_shape_that_clients_expect():
-    raw = completion(a_job(2), Answer({(0, 0): "hello", (1, 0): "ä", (1, 1): "hm"}, {}, {}), FINISHED)
+    raw = completion(a_job(2), CompleteAnswer({(0, 0): "hello", (1, 0): "ä", (1, 1): "hm"}, {}, {}), FINISHED)
     answer = ChatCompletion.model_validate(json.loads(raw), strict=True)
     assert [choice.message.content for choice in answer.choices] == ["hello", "ä"]
     assert [choice.finish_reason for choice in answer.choices] == ["stop", "length"]
@@ -99,10 +99,10 @@ def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
         "prompt_tokens_details": {"cached_tokens": 12},
         "completion_tokens_details": {"reasoning_tokens": 4},
     }
-    answer = answers.whole(Chat(), **asked)
+    answer = answers.whole(ChatRoute(), **asked)
     assert answer["usage"] == usage
     assert (answer["id"], answer["object"], answer["created"]) == ("chatcmpl-r1", "chat.completion", answers.CREATED)
-    raw = answers.streamed(Chat(), *answers.SAID, **asked, stream_options={"include_usage": True})
+    raw = answers.streamed(ChatRoute(), *answers.SAID, **asked, stream_options={"include_usage": True})
     *before, last = [data for _, data in answers.events(raw)]
     assert last["usage"] == usage
     assert all(one["usage"] is None for one in before), "clients read it in every chunk once they have asked for it"
@@ -110,8 +110,8 @@ def test_the_counts_of_a_node_are_told_exactly_whole_and_streamed():
 
 
 def test_the_fingerprint_changes_with_the_files_of_the_model():
-    assert shown_fingerprint("") is None
-    known = [shown_fingerprint(name) for name in ("tiny-1", "tiny-2")]
+    assert system_fingerprint("") is None
+    known = [system_fingerprint(name) for name in ("tiny-1", "tiny-2")]
     assert len(set(known)) == 2
     assert all(one is not None and one.startswith("fp_") and len(one) == 15 for one in known)
     assert "tiny" not in str(known), "no part of the node's own name for it is told"
@@ -158,7 +158,7 @@ def test_a_broken_call_is_left_out_and_the_stream_goes_on(piece: str):
     text, end = chunks(raw)
     assert text.choices[0].delta.content == "x"
     assert end.choices[0].finish_reason == "stop", "a client would look for calls"
-    answer = Answer({(0, 0): "x"}, {0: [piece]}, {})
+    answer = CompleteAnswer({(0, 0): "x"}, {0: [piece]}, {})
     whole = json.loads(completion(a_job(), answer, Finished(1, ("tool_calls",), 1, 1)))["choices"][0]
     assert (whole["message"]["content"], whole["finish_reason"]) == ("x", "stop")
     assert "tool_calls" not in whole["message"]
@@ -171,10 +171,10 @@ def test_calls_of_choices_that_are_not_there_are_left_out():
 
 def test_a_choice_makes_no_more_calls_than_anybody_would_run():
     maker = ChatChunks(a_job())
-    raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MOST_CALLS + 5))])
-    assert len(events(raw)) == MOST_CALLS
-    whole = json.loads(completion(a_job(), Answer({}, {0: [CALL] * (MOST_CALLS + 5)}, {}), FINISHED))
-    assert len(whole["choices"][0]["message"]["tool_calls"]) == MOST_CALLS
+    raw = maker.deltas([Delta(1, 0, (), ((2, CALL),) * (MAX_CALLS_SENT + 5))])
+    assert len(events(raw)) == MAX_CALLS_SENT
+    whole = json.loads(completion(a_job(), CompleteAnswer({}, {0: [CALL] * (MAX_CALLS_SENT + 5)}, {}), FINISHED))
+    assert len(whole["choices"][0]["message"]["tool_calls"]) == MAX_CALLS_SENT
 
 
 def test_a_reason_that_clients_do_not_know_is_stop():
@@ -184,7 +184,7 @@ def test_a_reason_that_clients_do_not_know_is_stop():
 
 
 def test_a_whole_answer_holds_its_calls_and_no_empty_content():
-    answer = Answer({(1, 0): "see", (1, 1): "hm"}, {0: [CALL, "broken", CALL], 1: [CALL]}, {})
+    answer = CompleteAnswer({(1, 0): "see", (1, 1): "hm"}, {0: [CALL, "broken", CALL], 1: [CALL]}, {})
     raw = completion(a_job(2), answer, Finished(1, ("tool_calls", "tool_calls"), 1, 1))
     first, second = ChatCompletion.model_validate(json.loads(raw), strict=True).choices
     assert (first.message.content, second.message.content) == (None, "see")
@@ -247,7 +247,7 @@ def test_log_probabilities_that_nobody_asked_for_are_not_told():
     maker = ChatChunks(a_job())
     (chunk,) = chunks(maker.deltas([Delta(1, 0, (5,), ((0, "hi"),), (LOGPROB,)), Delta(1, 0, (5,), (), (LOGPROB,))]))
     assert (chunk.choices[0].delta.content, chunk.choices[0].logprobs) == ("hi", None)
-    answer = Answer({(0, 0): "hi"}, {}, {0: [LOGPROB]})
+    answer = CompleteAnswer({(0, 0): "hi"}, {}, {0: [LOGPROB]})
     assert json.loads(completion(a_job(), answer, FINISHED))["choices"][0]["logprobs"] is None
     assert ChatChunks(a_job(logprobs=True)).deltas([Delta(1, 3, (5,), (), (LOGPROB,))]) == b""
 
@@ -260,11 +260,11 @@ def test_numbers_that_are_none_and_parts_of_characters_can_be_told():
     half, long = chunk.choices[0].logprobs.content or []
     assert (half.token, half.bytes, half.logprob) == ("\ufffd", [0xF0, 0x9F], -9999.0)
     assert half.top_logprobs[0].logprob == -9999.0
-    assert len(long.bytes or []) == LONGEST_TOKEN
+    assert len(long.bytes or []) == MAX_TOKEN_BYTES
 
 
 def test_a_whole_answer_has_the_log_probabilities_of_each_choice():
-    answer = Answer({(0, 0): "hihi", (1, 0): "x"}, {}, {0: [LOGPROB, LOGPROB]})
+    answer = CompleteAnswer({(0, 0): "hihi", (1, 0): "x"}, {}, {0: [LOGPROB, LOGPROB]})
     raw = completion(a_job(2, logprobs=True, top_logprobs=1), answer, FINISHED)
     first, second = ChatCompletion.model_validate(json.loads(raw), strict=True).choices
     assert first.logprobs is not None
@@ -290,7 +290,7 @@ deltas = st.lists(
 @given(deltas, st.booleans())
 def test_streamed_and_whole_answers_say_the_same(said: list[Delta], logprobs: bool):
     job = a_job(2, logprobs=logprobs, top_logprobs=1)
-    ticket, maker = WholeTicket(job, Owner(), 1, 0.0), ChatChunks(job)
+    ticket, maker = BufferedRequest(job, WeightedKey(), 1, 0.0), ChatChunks(job)
     for delta in said:
         ticket.add(delta)
     whole = ChatCompletion.model_validate(json.loads(completion(job, ticket.answer(), FINISHED)), strict=True)

@@ -4,8 +4,8 @@ import json
 
 from msgspec.structs import replace
 
-from router.dialects.openai.completion import Completion
-from router.dispatch.request import Answer
+from router.dialects.openai.completion import CompletionRoute
+from router.dispatch.request import CompleteAnswer
 from router.errors import Problem
 from tests.support.answers import CREATED, CROWDED, FINISHED, Reading, asked, events
 from wire.frames import Channel, Delta, Logprob
@@ -18,12 +18,12 @@ USAGE = {
     "completion_tokens_details": {"reasoning_tokens": 4},
 }
 ENDS = replace(FINISHED, reasons=("length", "stop"))
-TWO = Answer({(0, Channel.CONTENT): " one", (1, Channel.CONTENT): " two"}, {}, {})
+TWO = CompleteAnswer({(0, Channel.CONTENT): " one", (1, Channel.CONTENT): " two"}, {}, {})
 TOKENS = [Logprob(b" on", -0.5, ((b" on", -0.5), (b" tw", -1.5))), Logprob(b"e", -0.25, ((b"e", -0.25), (b"x", -2.0)))]
 
 
 def test_a_whole_completion_has_every_choice_and_the_exact_usage():
-    request, job = asked(Completion(), prompt="once", n=2, echo=True)
+    request, job = asked(CompletionRoute(), prompt="once", n=2, echo=True)
     assert json.loads(request.whole(job, TWO, ENDS)) == {
         "id": "cmpl-r1",
         "object": "text_completion",
@@ -38,8 +38,8 @@ def test_a_whole_completion_has_every_choice_and_the_exact_usage():
 
 
 def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
-    request, job = asked(Completion(), prompt="once", logprobs=1)
-    answer = Answer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
+    request, job = asked(CompletionRoute(), prompt="once", logprobs=1)
+    answer = CompleteAnswer({(0, Channel.CONTENT): " one"}, {}, {0: TOKENS})
     (choice,) = json.loads(request.whole(job, answer, FINISHED))["choices"]
     assert choice["logprobs"] == {
         "tokens": [" on", "e"],
@@ -53,7 +53,7 @@ def test_log_probabilities_are_told_with_the_place_of_their_token_in_the_text():
 
 
 def test_a_stream_says_usage_once_at_its_end_and_null_before():
-    request, job = asked(Completion(), prompt="once", n=2, stream=True, stream_options={"include_usage": True})
+    request, job = asked(CompletionRoute(), prompt="once", n=2, stream=True, stream_options={"include_usage": True})
     chunks = request.chunks(Reading(job, job.demand))
     raw = chunks.opening() + chunks.deltas([Delta(7, 1, (1,), ((0, " two"),))]) + chunks.closing(ENDS)
     assert raw.endswith(b"data: [DONE]\n\n")
@@ -66,7 +66,7 @@ def test_a_stream_says_usage_once_at_its_end_and_null_before():
 
 
 def test_a_stream_that_breaks_has_no_done():
-    request, job = asked(Completion(), prompt="once", stream=True)
+    request, job = asked(CompletionRoute(), prompt="once", stream=True)
     raw = request.chunks(Reading(job, job.demand)).failing(CROWDED).decode()
     assert "[DONE]" not in raw
     ((_, data),) = events(raw)

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from router.dialects.anthropic.response import MessageChunks
-from router.dialects.ollama.response import Lines, Shape
+from router.dialects.ollama.response import AnswerShape, OllamaChunks
 from router.dialects.openai.chat_response import ChatChunks
 from router.dialects.openai.completion_response import CompletionChunks
 from router.dialects.shared.interface import Chunks
@@ -29,6 +29,6 @@ def test_a_server_sent_sign_of_life_says_in_a_comment_what_is_waited_for(chunks:
 
 
 def test_lines_have_no_comments():
-    line = Lines(Shape(a_job(), chat=True)).keepalive(WHY)
+    line = OllamaChunks(AnswerShape(a_job(), chat=True)).keepalive(WHY)
     assert json.loads(line)["message"]["content"] == ""
     assert WHY.encode() not in line

@@ -4,48 +4,48 @@ import json
 
 import pytest
 
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.responses import ResponsesRoute
 from tests.support.answers import FINISHED, WHOLE, asked
-from wire.frames import Grammar, Message, Params
+from wire.frames import GenerationParams, GrammarSpec, Message
 
 TOOL = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 
 
-def params(**body: object) -> Params:
-    return asked(Responses(), input="hi", **body)[1].params
+def params(**body: object) -> GenerationParams:
+    return asked(ResponsesRoute(), input="hi", **body)[1].params
 
 
 def test_every_parameter_arrives():
-    assert params() == Params()
-    assert params(max_output_tokens=7, temperature=0.25, top_p=0.5, tools=[TOOL], parallel_tool_calls=False) == Params(
-        max_tokens=7, temperature=0.25, top_p=0.5, one_call=True
-    )
+    assert params() == GenerationParams()
+    assert params(
+        max_output_tokens=7, temperature=0.25, top_p=0.5, tools=[TOOL], parallel_tool_calls=False
+    ) == GenerationParams(max_tokens=7, temperature=0.25, top_p=0.5, one_call=True)
     assert params(tools=[TOOL], parallel_tool_calls=True).one_call is False
 
 
 def test_a_conversation_begins_with_the_instructions():
-    _, job = asked(Responses(), input="hi", instructions="be brief")
+    _, job = asked(ResponsesRoute(), input="hi", instructions="be brief")
     assert job.messages == (Message("system", "be brief"), Message("user", "hi"))
-    assert asked(Responses(), input="hi")[1].messages == (Message("user", "hi"),)
+    assert asked(ResponsesRoute(), input="hi")[1].messages == (Message("user", "hi"),)
 
 
 @pytest.mark.parametrize(
     ("body", "grammar"),
     [
         ({"text": {"format": {"type": "text"}}}, None),
-        ({"text": {"format": {"type": "json_object"}}}, Grammar("json_object")),
+        ({"text": {"format": {"type": "json_object"}}}, GrammarSpec("json_object")),
         ({"tools": [TOOL]}, None),
-        ({"tools": [TOOL], "tool_choice": "required"}, Grammar(calls="required")),
+        ({"tools": [TOOL], "tool_choice": "required"}, GrammarSpec(calls="required")),
         (
             {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}},
-            Grammar(calls="required", tool="weather"),
+            GrammarSpec(calls="required", tool="weather"),
         ),
-        ({"tools": [{**TOOL, "strict": True}]}, Grammar(calls="free")),
-        ({"tools": [TOOL, {**TOOL, "name": "clock", "strict": True}]}, Grammar(calls="free")),
+        ({"tools": [{**TOOL, "strict": True}]}, GrammarSpec(calls="free")),
+        ({"tools": [TOOL, {**TOOL, "name": "clock", "strict": True}]}, GrammarSpec(calls="free")),
     ],
 )
-def test_formats_and_forced_calls_are_grammars(body: dict[str, object], grammar: Grammar | None):
+def test_formats_and_forced_calls_are_grammars(body: dict[str, object], grammar: GrammarSpec | None):
     assert params(**body).grammar == grammar
 
 
@@ -60,14 +60,14 @@ def test_a_schema_is_the_grammar_of_the_answer():
     [("low", {"reasoning_effort": "low"}), ("none", {"reasoning_effort": "none", "enable_thinking": False})],
 )
 def test_an_effort_is_a_variable_of_the_template(effort: str, template: dict[str, object]):
-    _, job = asked(Responses(), input="hi", reasoning={"effort": effort})
+    _, job = asked(ResponsesRoute(), input="hi", reasoning={"effort": effort})
     assert json.loads(job.template) == template
 
 
 def test_tools_that_may_not_be_called_are_not_told_to_the_model():
-    told = asked(Responses(), input="hi", tools=[TOOL])[1].tools
+    told = asked(ResponsesRoute(), input="hi", tools=[TOOL])[1].tools
     assert json.loads(told)[0]["function"]["name"] == "weather"
-    assert asked(Responses(), input="hi", tools=[TOOL], tool_choice="none")[1].tools == ""
+    assert asked(ResponsesRoute(), input="hi", tools=[TOOL], tool_choice="none")[1].tools == ""
 
 
 @pytest.mark.parametrize(
@@ -81,12 +81,12 @@ def test_tools_that_may_not_be_called_are_not_told_to_the_model():
     ],
 )
 def test_the_first_name_of_a_conversation_counts(body: dict[str, object], session: str):
-    assert asked(Responses(), input="hi", **body)[1].session == session
+    assert asked(ResponsesRoute(), input="hi", **body)[1].session == session
 
 
 def test_an_answer_that_is_not_to_be_kept_is_not():
     for store, kept in ((None, 1), (True, 1), (False, 0)):
-        responses = Responses()
+        responses = ResponsesRoute()
         body = {} if store is None else {"store": store}
         request, job = asked(responses, input="hi", **body)
         request.whole(job, WHOLE, FINISHED)

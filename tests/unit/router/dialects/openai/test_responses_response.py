@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
 from tests.support.answers import CALL, CREATED, CROWDED, CUT, FINISHED, SAID, asked, events, streamed, whole
 from wire.frames import Channel, Finished, Message
@@ -25,7 +25,7 @@ TEXT = [{"type": "output_text", "text": "I look.", "annotations": [], "logprobs"
 
 def test_a_whole_response_says_what_was_asked_and_every_item():
     found = whole(
-        Responses(),
+        ResponsesRoute(),
         input="hi",
         tools=WEATHER,
         temperature=0.25,
@@ -85,7 +85,7 @@ def test_the_choice_of_a_tool_and_the_format_are_told_as_they_were_asked(choice:
     tools = [*WEATHER, {"type": "custom", "name": "patch"}]
     form = {"format": {"type": "json_schema", "name": "s", "schema": {"type": "object"}}, "verbosity": None}
     asked: dict[str, Any] = {"input": "hi", "tools": tools, "tool_choice": choice, "text": form}
-    for found in (whole(Responses(), **asked), events(streamed(Responses(), **asked))[-1][1]["response"]):
+    for found in (whole(ResponsesRoute(), **asked), events(streamed(ResponsesRoute(), **asked))[-1][1]["response"]):
         assert found["tool_choice"] == choice
         assert found["text"] == {"format": form["format"]}
 
@@ -100,8 +100,8 @@ def test_the_choice_of_a_tool_and_the_format_are_told_as_they_were_asked(choice:
     ],
 )
 def test_only_the_limit_of_tokens_makes_it_incomplete(finished: Finished, status: str, details: object):
-    said = whole(Responses(), finished=finished, input="hi")
-    name, last = events(streamed(Responses(), *SAID[:2], finished=finished, input="hi"))[-1]
+    said = whole(ResponsesRoute(), finished=finished, input="hi")
+    name, last = events(streamed(ResponsesRoute(), *SAID[:2], finished=finished, input="hi"))[-1]
     assert name == f"response.{status}"
     for found in (said, last["response"]):
         assert (found["status"], found["incomplete_details"], found["usage"]) == (status, details, USAGE)
@@ -109,7 +109,7 @@ def test_only_the_limit_of_tokens_makes_it_incomplete(finished: Finished, status
 
 
 def test_events_are_numbered_and_each_item_is_added_filled_and_done():
-    found = events(streamed(Responses(), *SAID, (Channel.CONTENT, "Done."), input="hi", tools=WEATHER))
+    found = events(streamed(ResponsesRoute(), *SAID, (Channel.CONTENT, "Done."), input="hi", tools=WEATHER))
     assert [data["sequence_number"] for _, data in found] == list(range(len(found)))
     assert all(name == data["type"] for name, data in found)
     text = ["content_part.added", "output_text.delta", "output_text.done", "content_part.done"]
@@ -130,7 +130,7 @@ def test_events_are_numbered_and_each_item_is_added_filled_and_done():
 
 
 def test_what_is_kept_of_a_stream_is_its_last_event_and_the_whole_conversation():
-    responses = Responses()
+    responses = ResponsesRoute()
     final = events(streamed(responses, *SAID, input="hi", tools=WEATHER))[-1][1]["response"]
     kept = responses.get("k1", final["id"])
     assert isinstance(kept, bytes)
@@ -149,7 +149,7 @@ def test_what_is_kept_of_a_stream_is_its_last_event_and_the_whole_conversation()
     [(CROWDED, "server_error"), (Problem(429, "rate_limited", "slower"), "rate_limit_exceeded")],
 )
 def test_a_stream_that_breaks_keeps_what_was_said_and_says_why(broken: Problem, code: str):
-    found = events(streamed(Responses(), *SAID[:2], broken=broken, input="hi"))
+    found = events(streamed(ResponsesRoute(), *SAID[:2], broken=broken, input="hi"))
     name, last = found[-1]
     failed = last["response"]
     assert (name, failed["status"], failed["usage"]) == ("response.failed", "failed", None)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from router.admission.request_limits import MOST_IGNORED
-from router.dialects.anthropic.api import Messages, count
-from router.dialects.ollama.api import OllamaChat
-from router.dialects.openai.chat import Chat
+from router.admission.request_limits import MAX_IGNORED
+from router.dialects.anthropic.api import MessagesRoute, count
+from router.dialects.ollama.api import OllamaChatRoute
+from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.chat_response import ChatChunks, tool_call
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
 from wire.frames import Channel, Delta, ToolCall
 
@@ -27,11 +27,11 @@ PATCH = {
     "format": {"type": "grammar", "syntax": "lark", "definition": "start: /.+/"},
 }
 BASE: dict[str, tuple[Any, dict[str, Any]]] = {
-    "chat": (Chat, CHAT),
-    "completions": (Completion, {"model": "m", "prompt": "x"}),
-    "messages": (Messages, CHAT | {"max_tokens": 9}),
-    "responses": (Responses, {"model": "m", "input": "x"}),
-    "ollama": (OllamaChat, CHAT),
+    "chat": (ChatRoute, CHAT),
+    "completions": (CompletionRoute, {"model": "m", "prompt": "x"}),
+    "messages": (MessagesRoute, CHAT | {"max_tokens": 9}),
+    "responses": (ResponsesRoute, {"model": "m", "input": "x"}),
+    "ollama": (OllamaChatRoute, CHAT),
 }
 
 
@@ -172,20 +172,20 @@ def test_fields_that_steer_other_servers():
 def test_names_that_a_header_cannot_carry_are_not_repeated():
     found = good("chat", **{"evil\r\nx-injected": 1, "ä" * 100: 1, "plain": 1})
     assert found.ignored == ("(unprintable)", "plain")
-    many = good("chat", **{f"strange_{number}": 1 for number in range(MOST_IGNORED)})
-    assert len(many.ignored) == MOST_IGNORED
-    one_more: dict[str, Any] = {f"strange_{number}": 1 for number in range(MOST_IGNORED + 1)}
+    many = good("chat", **{f"strange_{number}": 1 for number in range(MAX_IGNORED)})
+    assert len(many.ignored) == MAX_IGNORED
+    one_more: dict[str, Any] = {f"strange_{number}": 1 for number in range(MAX_IGNORED + 1)}
     assert isinstance(parse("chat", **one_more), Problem)
     long: dict[str, Any] = {"x" * 300: 1}
     assert isinstance(parse("chat", **long), Problem)
     deep = good("chat", stream=True, stream_options={f"strange_{number}": 1 for number in range(100)})
-    assert (len(deep.ignored), deep.ignored[-1]) == (MOST_IGNORED + 1, "and-68-more")
+    assert (len(deep.ignored), deep.ignored[-1]) == (MAX_IGNORED + 1, "and-68-more")
 
 
 def test_a_long_conversation_with_unknown_parts_is_read_in_linear_time():
     messages = [{"role": "user", "content": "x", f"strange_{number % 500}": 1} for number in range(8_000)]
     began = time.process_time()
-    assert len(good("chat", messages=messages).ignored) == MOST_IGNORED + 1
+    assert len(good("chat", messages=messages).ignored) == MAX_IGNORED + 1
     assert time.process_time() - began < 1.0
 
 

@@ -16,15 +16,15 @@ from openai.types.responses import response_create_params as responses
 from openai.types.video_create_params import VideoCreateParams
 
 from router.dialects.anthropic import api
-from router.dialects.anthropic.api import Messages
+from router.dialects.anthropic.api import MessagesRoute
 from router.dialects.field_tables import TABLES
-from router.dialects.ollama.api import OllamaChat, OllamaGenerate
-from router.dialects.openai.chat import Chat
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
+from router.dialects.openai.chat import ChatRoute
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.dialects.openai.responses_store import entry
 from router.dialects.openai.video_schema import VIDEO
-from router.dialects.shared.field_table import Parameters, Row
+from router.dialects.shared.field_table import FieldRow, FieldTable
 from router.errors import Problem
 from wire.frames import Message
 
@@ -40,7 +40,7 @@ def counted(body: bytes) -> object:
     return found if isinstance(found, Problem) else found.asked
 
 
-KEPT = Responses()
+KEPT = ResponsesRoute()
 KEPT.kept.put("key", "resp_1", entry(b"{}", (Message("user", "before"),)))
 OPTIONS = "options of /api/chat and /api/generate"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -57,15 +57,15 @@ BASE: dict[str, dict[str, Any]] = {
     OPTIONS: {},
 }
 PARSE: dict[str, Callable[[bytes], object]] = {
-    "/v1/chat/completions": lambda body: Chat().parse(body, "key"),
-    "/v1/completions": lambda body: Completion().parse(body, "key"),
+    "/v1/chat/completions": lambda body: ChatRoute().parse(body, "key"),
+    "/v1/completions": lambda body: CompletionRoute().parse(body, "key"),
     "/v1/responses": lambda body: KEPT.parse(body, "key"),
-    "/v1/messages": lambda body: Messages().parse(body, "key"),
+    "/v1/messages": lambda body: MessagesRoute().parse(body, "key"),
     "/v1/messages/count_tokens": counted,
-    "/api/chat": lambda body: OllamaChat().parse(body, "key"),
-    "/api/generate": lambda body: OllamaGenerate().parse(body, "key"),
+    "/api/chat": lambda body: OllamaChatRoute().parse(body, "key"),
+    "/api/generate": lambda body: OllamaGenerateRoute().parse(body, "key"),
     "/v1/videos": lambda body: found if isinstance(found := VIDEO.read(body), Problem) else Clip(found[0].model_dump()),
-    OPTIONS: lambda body: OllamaChat().parse(
+    OPTIONS: lambda body: OllamaChatRoute().parse(
         json.dumps({"model": "m", "messages": HELLO, "options": json.loads(body)}).encode(), "key"
     ),
 }
@@ -256,7 +256,7 @@ TOLD = {
 PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
 
 
-def rows(verdict: str) -> list[tuple[str, Row]]:
+def rows(verdict: str) -> list[tuple[str, FieldRow]]:
     return [(route, row) for route, table in TABLES.items() for row in table.rows() if row.verdict == verdict]
 
 
@@ -279,7 +279,7 @@ def test_every_field_that_a_library_knows_stands_in_its_table(route: str):
 
 
 @pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
-def test_what_is_refused_is_named(route: str, row: Row):
+def test_what_is_refused_is_named(route: str, row: FieldRow):
     for probe in (PROBES.get(row.name, {"a": 1}), [1], "strange"):
         found = ask(route, **{row.name: probe})
         assert isinstance(found, Problem)
@@ -290,20 +290,20 @@ def test_what_is_refused_is_named(route: str, row: Row):
 
 
 @pytest.mark.parametrize(("route", "row"), rows("refused"), ids=str)
-def test_a_value_that_asks_for_nothing_passes(route: str, row: Row):
+def test_a_value_that_asks_for_nothing_passes(route: str, row: FieldRow):
     for value in TABLES[route].neutral[row.name]:
         assert essence(ask(route, **{row.name: value})) == essence(ask(route))
 
 
 @pytest.mark.parametrize(("route", "row"), rows("ignored"), ids=str)
-def test_what_is_ignored_changes_nothing_and_says_why(route: str, row: Row):
+def test_what_is_ignored_changes_nothing_and_says_why(route: str, row: FieldRow):
     for probe in ("x", 5, {"a": [1]}):
         assert essence(ask(route, **{row.name: probe})) == essence(ask(route))
     assert row.note
 
 
 @pytest.mark.parametrize(("route", "row"), rows("honoured"), ids=str)
-def test_what_is_honoured_changes_what_a_node_is_asked(route: str, row: Row):
+def test_what_is_honoured_changes_what_a_node_is_asked(route: str, row: FieldRow):
     if (route, row.name) in TOLD:
         essence(ask(route, **TOLD[route, row.name]))
         return
@@ -337,7 +337,7 @@ JSON = st.recursive(
 
 
 def bodies(route: str) -> st.SearchStrategy[bytes]:
-    table: Parameters[Any] = TABLES[route]
+    table: FieldTable[Any] = TABLES[route]
     fields = st.dictionaries(st.sampled_from(sorted(table.known)), JSON, max_size=4)
     return fields.map(lambda found: json.dumps(BASE[route] | found).encode())
 

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from router.admission.request_limits import GRAMMAR_BYTES
-from router.dialects.anthropic.api import Messages
-from router.dialects.ollama.api import OllamaChat
+from router.admission.request_limits import MAX_GRAMMAR_BYTES
+from router.dialects.anthropic.api import MessagesRoute
+from router.dialects.ollama.api import OllamaChatRoute
 from router.dialects.openai import chat
-from router.dialects.openai.completion import Completion
-from router.dialects.openai.responses import Responses
+from router.dialects.openai.completion import CompletionRoute
+from router.dialects.openai.responses import ResponsesRoute
 from router.errors import Problem
 from router.placement.place import GRAMMAR
-from wire.frames import Grammar
+from wire.frames import GrammarSpec
 
 HELLO: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}]}
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -23,7 +23,7 @@ STRICT = {"type": "function", "function": {"name": "look", "parameters": SCHEMA,
 NAMED = {"type": "function", "function": {"name": "look"}}
 
 
-def asked(**fields: object) -> Grammar | None:
+def asked(**fields: object) -> GrammarSpec | None:
     found = chat.parse(json.dumps(HELLO | fields).encode())
     assert not isinstance(found, Problem), found
     assert (GRAMMAR in found.demand.features) == (found.params.grammar is not None)
@@ -38,57 +38,59 @@ def refused(**fields: object) -> Problem:
 
 
 def test_a_format_in_every_wording():
-    wanted = Grammar("json_schema", TEXT)
+    wanted = GrammarSpec("json_schema", TEXT)
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
     assert asked(response_format=form) == wanted
     assert asked(response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}) == wanted
     assert asked(structured_outputs={"json": SCHEMA}) == wanted
     assert asked(structured_outputs={"json": TEXT}) == wanted
     assert asked(guided_json=SCHEMA, guided_decoding_backend="guidance") == wanted
-    assert asked(response_format={"type": "json_object"}) == Grammar("json_object")
-    assert asked(structured_outputs={"json_object": True, "whitespace_pattern": "_"}) == Grammar("json_object", "", "_")
-    assert asked(guided_regex="a+") == asked(structured_outputs={"regex": "a+"}) == Grammar("regex", "a+")
-    assert asked(guided_choice=["a", "b"]) == Grammar("choice", '["a","b"]')
-    assert asked(guided_grammar="start: A") == Grammar("lark", "start: A")
+    assert asked(response_format={"type": "json_object"}) == GrammarSpec("json_object")
+    assert asked(structured_outputs={"json_object": True, "whitespace_pattern": "_"}) == GrammarSpec(
+        "json_object", "", "_"
+    )
+    assert asked(guided_regex="a+") == asked(structured_outputs={"regex": "a+"}) == GrammarSpec("regex", "a+")
+    assert asked(guided_choice=["a", "b"]) == GrammarSpec("choice", '["a","b"]')
+    assert asked(guided_grammar="start: A") == GrammarSpec("lark", "start: A")
     assert asked(response_format={"type": "text"}) is asked(structured_outputs={}) is asked() is None
 
 
 def test_the_other_dialects():
-    wanted = Grammar("json_schema", TEXT)
+    wanted = GrammarSpec("json_schema", TEXT)
     hi = HELLO["messages"]
     form = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}
-    found = Responses().parse(json.dumps({"model": "tiny", "input": "Hi", "text": form}).encode(), "k")
+    found = ResponsesRoute().parse(json.dumps({"model": "tiny", "input": "Hi", "text": form}).encode(), "k")
     assert not isinstance(found, Problem)
     assert found.params.grammar == wanted
-    ollama = OllamaChat().parse(json.dumps({"model": "tiny", "messages": hi, "format": SCHEMA}).encode(), "k")
+    ollama = OllamaChatRoute().parse(json.dumps({"model": "tiny", "messages": hi, "format": SCHEMA}).encode(), "k")
     assert not isinstance(ollama, Problem)
     assert ollama.params.grammar == wanted
-    plain = Completion().parse(json.dumps({"model": "tiny", "prompt": "Hi", "guided_json": SCHEMA}).encode(), "k")
+    plain = CompletionRoute().parse(json.dumps({"model": "tiny", "prompt": "Hi", "guided_json": SCHEMA}).encode(), "k")
     assert not isinstance(plain, Problem)
     assert plain.params.grammar == wanted
 
 
 def test_what_is_asked_of_calls():
     assert asked(tools=[TOOL]) is asked(tools=[TOOL], tool_choice="auto") is None
-    assert asked(tools=[STRICT]) == Grammar(calls="free")
+    assert asked(tools=[STRICT]) == GrammarSpec(calls="free")
     assert asked(tools=[STRICT], tool_choice="none") is None
-    assert asked(tools=[TOOL], tool_choice="required") == Grammar(calls="required")
-    assert asked(tools=[TOOL], tool_choice=NAMED) == Grammar(calls="required", tool="look")
-    assert asked(tools=[TOOL], response_format={"type": "json_object"}) == Grammar("json_object", calls="free")
+    assert asked(tools=[TOOL], tool_choice="required") == GrammarSpec(calls="required")
+    assert asked(tools=[TOOL], tool_choice=NAMED) == GrammarSpec(calls="required", tool="look")
+    assert asked(tools=[TOOL], response_format={"type": "json_object"}) == GrammarSpec("json_object", calls="free")
 
 
 @pytest.mark.parametrize(
     ("choice", "wanted"),
     [
-        ({"type": "any"}, Grammar(calls="required")),
-        ({"type": "tool", "name": "look"}, Grammar(calls="required", tool="look")),
+        ({"type": "any"}, GrammarSpec(calls="required")),
+        ({"type": "tool", "name": "look"}, GrammarSpec(calls="required", tool="look")),
         ({"type": "auto"}, None),
         ({"type": "none"}, None),
     ],
 )
-def test_what_anthropic_asks_of_calls(choice: object, wanted: Grammar | None):
+def test_what_anthropic_asks_of_calls(choice: object, wanted: GrammarSpec | None):
     body = HELLO | {"max_tokens": 5, "tools": [{"name": "look", "input_schema": SCHEMA}], "tool_choice": choice}
-    found = Messages().parse(json.dumps(body).encode(), "k")
+    found = MessagesRoute().parse(json.dumps(body).encode(), "k")
     assert not isinstance(found, Problem)
     assert found.params.grammar == wanted
 
@@ -103,8 +105,8 @@ def test_what_anthropic_asks_of_calls(choice: object, wanted: Grammar | None):
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": [""]}, "guided_choice[0]"),
-        ({"guided_regex": "a" * (GRAMMAR_BYTES + 1)}, "guided_regex"),
-        ({"guided_json": {"enum": ["a" * GRAMMAR_BYTES]}}, "guided_json"),
+        ({"guided_regex": "a" * (MAX_GRAMMAR_BYTES + 1)}, "guided_regex"),
+        ({"guided_json": {"enum": ["a" * MAX_GRAMMAR_BYTES]}}, "guided_json"),
         ({"guided_regex": "a", "guided_whitespace_pattern": "_"}, "whitespace_pattern"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from router.admission.request_limits import DEEPEST, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS
+from router.admission.request_limits import MAX_JSON_DEPTH, MAX_KEYS, MAX_TEXT_BYTES, MAX_TEXTS
 from router.dialects.shared.strict_json import read_object, write
 from router.errors import Problem
 
@@ -120,7 +120,7 @@ def test_a_part_is_written_compactly_and_within_its_bounds():
     infinite = write([float("inf")], "tools", 99)
     assert isinstance(infinite, Problem)
     assert infinite.message == "tools holds a number that is too large"
-    assert isinstance(write(nested(DEEPEST), "tools", 10_000), str)
-    deep = write(nested(DEEPEST + 1), "tools", 10_000)
+    assert isinstance(write(nested(MAX_JSON_DEPTH), "tools", 10_000), str)
+    deep = write(nested(MAX_JSON_DEPTH + 1), "tools", 10_000)
     assert isinstance(deep, Problem)
-    assert deep.message == f"tools is nested more than {DEEPEST} deep"
+    assert deep.message == f"tools is nested more than {MAX_JSON_DEPTH} deep"
