@@ -1,7 +1,7 @@
-"""Every test runs with a hostile environment: junk where a developer may have settings, keys and proxies.
+"""Run every test in a hostile environment: junk values where a developer may have settings, keys and proxies.
 
-Property tests draw other examples each day: their seed is the date, or `HYPOTHESIS_SEED`, and is printed at the end.
-What failed once is kept in .hypothesis/ and tried first.
+Property tests use other examples each day: their seed is the date, or `HYPOTHESIS_SEED`, and is printed at the end.
+Failed examples are kept in .hypothesis/ and tried first.
 """
 
 import gc
@@ -34,7 +34,8 @@ JUNK = {
     "ALL_PROXY": "http://127.0.0.1:1",
 }
 os.environ.update(JUNK)
-# How long an example takes is no property of the code: the machine may be busy. pytest's own limit ends what hangs.
+# The duration of an example is no property of the code, because the machine may be busy. pytest's own limit ends
+# hanging tests.
 settings.register_profile(
     "macpool",
     deadline=None,
@@ -50,19 +51,20 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # under nohup: children i
 MODEL_SECONDS = 900
 """Limit of a test that runs a tiny model on MLX, which is slow where OpenBLAS is not installed."""
 UNLISTED_SKIP = 10
-"""Exit code of pytest when a skip is not listed in CI: none of its own, so that no second try of a test hides it."""
+"""Exit code of pytest when a skip is not listed in CI. It differs from pytest's own, because a second try must not hide
+it."""
 
 
 @pytest.fixture
 def cluster_pool() -> Iterator[Pool]:
-    """An empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
+    """Yield an empty pool in a short temporary folder (some socket paths are limited to 103 bytes)."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def tiny_model() -> Callable[..., Path]:
-    """`tests.models.path`."""
+    """Return `tests.models.path`."""
     return models.path
 
 
@@ -79,17 +81,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what was collected out of the garbage collector: a full collection, of which the engine makes many, would
-    look at 630,000 objects of ten thousand tests, for 0.4 s each time."""
+    """Exclude the collected tests from garbage collection.
+
+    The engine triggers many full collections. Each would take 0.4 s for 630,000 objects of ten thousand tests.
+    """
     gc.collect()
     gc.freeze()
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Begin with the modules that start processes, with the longest limits first, and leave the order as it is else.
+    """Move modules that start processes to the front, the longest limits first, and keep the order of the rest.
 
-    A worker that has nothing left takes from the end of another's list, so what is short has to stand there: else one
-    of them waits for minutes while the other does the longest test of all.
+    A worker that has run out of tests takes from the end of another worker's list. Short tests must therefore be at the
+    end. Otherwise a worker waits for minutes during the longest test.
     """
     limits: dict[Path, float] = {}
     for item in items:
@@ -101,8 +105,10 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, exitstatus: int) -> None:
-    """Print what tests want seen (`record_property("seen", …)`); print every skip's reason, and fail CI for one that
-    tests/skips.txt does not list."""
+    """Print recorded properties of tests (`record_property("seen", …)`) and the reason of every skip.
+
+    In CI a skip that tests/skips.txt does not list is a failure.
+    """
     terminalreporter.write_line(f"seed of property tests: {SEED} (HYPOTHESIS_SEED={SEED} repeats it)")
     for report in terminalreporter.stats.get("passed", []):
         for name, text in report.user_properties:

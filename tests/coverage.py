@@ -1,7 +1,8 @@
 """`make coverage`: run unit, contract and simulation tests with branch coverage, and compare each room with its floor.
 
-The floors stand in tests/coverage.toml; the report is .test-report/coverage.md. A branch that is taken may still be
-wrong without a red test: docs/mutation.md tells what tests notice. Other arguments than TESTS are pytest's.
+The floors are in tests/coverage.toml; the report is .test-report/coverage.md. A covered branch may still be wrong
+without a failing test: docs/mutation.md reports which changes the tests detect. Other arguments than TESTS are
+pytest's.
 """
 
 import json
@@ -31,7 +32,7 @@ TESTS = ("-n", "2", "--dist", "worksteal", "-m", "not hosts", "tests/unit", "tes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Files, and the least share of their branches in percent that tests take."""
+    """Files, and the least share of their branches in percent that tests must take."""
 
     name: str
     files: tuple[str, ...]
@@ -40,7 +41,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Covered:
-    """Branches of a room, and those that were taken."""
+    """Branches of a room, and the taken ones."""
 
     room: Room
     branches: int
@@ -48,7 +49,7 @@ class Covered:
 
     @property
     def percent(self) -> float:
-        """Share of the branches that were taken; 100 where there are none."""
+        """Return the share of the taken branches; 100 where there are none."""
         return 100.0 * self.taken / self.branches if self.branches else 100.0
 
 
@@ -80,7 +81,7 @@ def table(sums: Iterable[Covered]) -> str:
 
 
 def main() -> int:
-    """Run the tests and judge; 1 when a room is below its floor."""
+    """Run the tests and compare; return 1 when a room is below its floor."""
     folder = ROOT / ".test-report/coverage"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config").write_text(CONFIG)

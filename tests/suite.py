@@ -1,13 +1,13 @@
-"""`make test`: run the suite, and try what failed again without hiding why.
+"""`make test`: run the suite, and repeat failed tests without hiding the cause.
 
-A machine that is busy with something else can make a sound test of time fail. At most MAX_SECOND_TRIES test functions
-with MAX_CASES cases in all are tried again: each case alone, and then after the tests that ran before it on its worker,
-in the same order and with the same seeds.
-A test that fails alone is wrong. One that passes alone but not in order depends on what ran before it: wrong, too. Only
-one that passes both ways does not fail the run; it is printed and kept.
+A busy machine can make a correct test of time fail. At most MAX_SECOND_TRIES test functions with MAX_CASES cases in all
+are tried again. Each case runs alone, and then after the tests that ran before it on its worker, in the same order and
+with the same seeds. A test that fails alone is wrong. A test that passes alone but not in order depends on an earlier
+test, and is also wrong. Only a test that passes both ways does not fail the run; it is printed and kept.
 
-.test-report/ keeps the last run (`last.json`), the table of its slowest tests (`slowest.md`) and every failure of all
-runs with its seeds, order and load (`failures.jsonl`). Arguments are pytest's: `python -m tests.suite -n 2 tests/unit`.
+The folder .test-report/ has the last run (`last.json`) and the table of its slowest tests (`slowest.md`). Every failure
+of all runs is in `failures.jsonl` with its seeds, order and load. Arguments are pytest's: `python -m tests.suite -n 2
+tests/unit`.
 """
 
 import json
@@ -27,15 +27,15 @@ REPORT = ".test-report"
 MAX_SECOND_TRIES = 2
 MAX_CASES = 6
 BEFORE_SECONDS = 120.0
-"""How much of what ran before a failed test on its worker is run again before it."""
+"""Limit, in seconds of test time, for the earlier tests of a worker that run again before a failed test."""
 SLOWEST = 25
 SOUND = "it passes alone and in its order"
 RED = 1
-"""pytest's exit code for tests that failed; every other one than 0 means that the suite did not run as a whole."""
+"""pytest's exit code for failed tests. Any other code except 0 means that the suite did not run completely."""
 
 
 def run(folder: Path, arguments: Sequence[str], history: str) -> History:
-    """Run pytest in a folder; return what it did."""
+    """Run pytest in a folder; return its history."""
     file = folder / REPORT / history
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.history", "--history", str(file), *arguments]
@@ -46,7 +46,8 @@ def run(folder: Path, arguments: Sequence[str], history: str) -> History:
 
 
 def before(order: list[tuple[str, float]], test: str) -> list[str]:
-    """Return the tests that a worker ran before one, up to BEFORE_SECONDS of them, in order, and the test itself."""
+    """Return a test and, before it, the tests that ran earlier on its worker, up to BEFORE_SECONDS of them, in
+    order."""
     ids = [name for name, _ in order]
     place = ids.index(test)
     first, seconds = place, 0.0
@@ -68,7 +69,7 @@ def passes(folder: Path, tests: list[str], seed: int | None) -> bool:
 
 
 def again(folder: Path, test: str, first: History, worker: str) -> str:
-    """Try a failed test alone and in its order; return what that shows."""
+    """Run a failed test alone and in its order; return the verdict."""
     if not passes(folder, [test], first.random_seed):
         return "it fails alone, too"
     order = before(first.workers[worker], test)
@@ -78,7 +79,7 @@ def again(folder: Path, test: str, first: History, worker: str) -> str:
 
 
 def keep(folder: Path, first: History, verdicts: dict[str, str]) -> None:
-    """Append failures to failures.jsonl, with seeds, order, load and what the second try showed."""
+    """Append failures to failures.jsonl, with seeds, order, load and the verdict of the second try."""
     with (folder / REPORT / "failures.jsonl").open("a") as kept:
         for one in first.failures:
             order = before(first.workers[one.worker], one.test)[:-1]

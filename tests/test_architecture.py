@@ -1,4 +1,4 @@
-"""The rules that hold the rooms apart, checked on the code as it stands."""
+"""The rules that separate the rooms, checked on the current code."""
 
 import ast
 import importlib.metadata
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("coordinator", "host", "node", "router", "wire")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 IGNORES = {"coordinator": 2, "host": 1, "node": 0, "router": 0, "wire": 0}
-"""Lines on which the type checker is told to look away. These numbers only fall: lower them, never raise them."""
+"""Number of lines that the type checker ignores. These numbers only fall: lower them, never raise them."""
 FORBIDDEN = {
     r"\bpickle\b": "what is unpickled can run code",
     r"\btrust_remote_code\s*=\s*True": "a model repository must not run code",
@@ -32,7 +32,7 @@ FORBIDDEN = {
     r"\.when\(\)": "uvloop gives a timer that is due within half a millisecond a handle without it",
     r"\b0x?o?777\b|\bos\.umask\b": "files are private by their own mode",
 }
-"""What no line of ours may hold, and why."""
+"""Patterns that no line may contain, and the reasons."""
 ALLOWED = {
     (
         "node/agent/enrollment.py",
@@ -51,7 +51,7 @@ BROUGHT = {
     "tokenizers": "mlx-lm",
     "jinja2": "mlx-lm",
 }
-"""What we import and do not name, because what we name cannot be without it: package and who brings it."""
+"""Packages that the code imports but the requirements do not name, because a named package depends on them."""
 PERIODIC_SLEEPS = {
     "coordinator/alerts/evaluator.py": "the next look at what needs a person",
     "coordinator/alerts/webhook.py": "back-off before a message is sent again",
@@ -70,7 +70,7 @@ PERIODIC_SLEEPS = {
     "node/video/capability.py": "the next look at folders, which tell nobody of a change",
     "node/video/worker/worker_monitor.py": "the end of processes that are not our children",
 }
-"""Files that may sleep: a clock, not an event, is what they wait for."""
+"""Files that may sleep, because they wait for a clock and not for an event."""
 
 
 def modules(*packages: str) -> list[Path]:
@@ -82,14 +82,14 @@ def name_of(file: Path) -> str:
 
 
 def loaded_by(code: str) -> set[str]:
-    """Give the top-level modules that are loaded after running this in a new interpreter."""
+    """Return the top-level modules that are loaded after running this in a new interpreter."""
     report = "import json, sys; print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})))"
     done = subprocess.run([sys.executable, "-c", f"{code}\n{report}"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
-# who sees whom
+# Imports between packages
 
 
 def test_the_import_rules_hold():
@@ -160,7 +160,7 @@ def test_nobody_else_owns_the_names_of_our_packages(package: str):
     assert [owner for owner in owners if owner != "macpool"] == []
 
 
-# how it is written
+# style
 
 
 def test_every_module_says_what_it_is():
@@ -240,7 +240,7 @@ def test_no_file_knows_a_certain_machine():
 
 
 def texts() -> Iterator[Path]:
-    """Give every text file of the repository."""
+    """Yield every text file of the repository."""
     for folder in (*PACKAGES, "tests", "deploy", "dashboards", "docs", "requirements", ".ci"):
         for file in sorted((ROOT / folder).rglob("*")):
             if not file.is_file() or "__pycache__" in file.parts or file.suffix in (".safetensors", ".png"):
@@ -255,7 +255,7 @@ def test_the_rooms_exist(folder: str):
     assert any((ROOT / folder).iterdir())
 
 
-# what is installed
+# Installed packages
 
 
 @pytest.mark.parametrize("name", ["run.txt", "dev.txt"])
@@ -296,7 +296,7 @@ def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
 
 
 def test_what_is_imported_is_what_an_installation_brings() -> None:
-    """The tests' own environment has more than users get."""
+    """The tests' own environment has more packages than an installation."""
     extras = PROJECT["project"]["optional-dependencies"].values()
     named = [*PROJECT["project"]["dependencies"], *(one for extra in extras for one in extra)]
     brought = {re.split(r"[^\w.-]", one)[0].lower().replace("_", "-") for one in named}
@@ -311,7 +311,7 @@ def test_what_is_imported_is_what_an_installation_brings() -> None:
 
 
 def third_party() -> Iterator[tuple[str, str]]:
-    """Give every import of somebody else's package: our file, their package."""
+    """Yield every import of a third-party package: the file and the package."""
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for line in ast.walk(ast.parse(path.read_text())):
             modules = [one.name for one in line.names] if isinstance(line, ast.Import) else []

@@ -1,4 +1,4 @@
-"""The benchmarks' plan, their documentation, and the bound that the torture is held against."""
+"""The benchmarks' plan, their documentation, and the bound with which the torture test is compared."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""The generated pages of the manual equal what the code gives, and say something about everything."""
+"""The generated pages of the manual equal the output of the generator, and describe everything."""
 
 import importlib.util
 import json
@@ -146,7 +146,7 @@ VERBS = dict(contexts())
 
 
 def commands() -> list[object]:
-    """Give every `cluster …` line of every shell block of every page."""
+    """Return every `cluster …` line of every shell block of every page."""
     pages = [ROOT / "README.md", *sorted(HERE.glob("*.md"))]
     lines = [
         (page.name, line.strip())

@@ -1,4 +1,4 @@
-"""tests/guarantees lists what a user relies on, area by area, each with the test that fails without it."""
+"""tests/guarantees lists properties that a user relies on, by area, each with the test that fails without it."""
 
 import ast
 import re

@@ -23,7 +23,7 @@ OPEN = {
     "/api/v1/page/visits": "changes the code of a link that works once for a key",
     "/api/v1/ca.pem": "the certificate that a client needs before it can trust the connection on which it sends a key",
 }
-"""Paths that need no key, and why."""
+"""Paths that need no key, and the reasons."""
 VERBS: dict[str, tuple[str, ...] | str] = {
     "up": "starts the coordinator",
     "join": "runs on the node, whose door is the link",
@@ -124,7 +124,7 @@ VERBS: dict[str, tuple[str, ...] | str] = {
     "version": ("GET /api/v1/version", "GET /api/v1/nodes"),
     "completion": "prints a script",
 }
-"""Each verb's routes, or why it has none."""
+"""Each verb's routes, or the reason why it has none."""
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_every_path_that_the_command_asks_for_is_documented(built: Application):
 
 
 def _paths(tree: ast.AST) -> Iterator[str]:
-    """Give every literal path of the API below a module, its parameters written as x."""
+    """Yield every literal path of the API below a module, with its parameters written as x."""
     inside = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,4 @@
-"""The promise of conftest.py: with CI set, a skip whose reason is not listed fails the run, however it is run."""
+"""The rule of conftest.py: with CI set, a skip with an unlisted reason fails the run, for any way of running it."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def project(tmp_path: Path) -> Path:
 
 def run(project: Path, *arguments: str, ci: bool = True) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("CI", "PYTEST_"))}
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # to import all plugins takes longer than these runs
+    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # importing all plugins takes longer than these runs
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "xdist", *arguments, "tests"]
     return subprocess.run(
         command, cwd=project, env=environment | ({"CI": "true"} if ci else {}), capture_output=True, text=True

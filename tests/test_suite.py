@@ -41,13 +41,13 @@ RIGHT = """
 
 @pytest.fixture(autouse=True)
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To import all plugins takes longer than these suites."""
+    """Load few plugins, because importing all takes longer than these suites."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
 def _suite(folder: Path, program: str, capfd: pytest.CaptureFixture[str]) -> tuple[int, str, list[dict[str, object]]]:
-    """Run a suite of one file in its order; return the exit code, the output and the failures that were kept."""
+    """Run a suite of one file in its order; return the exit code, the output and the recorded failures."""
     (folder / "test_it.py").write_text(dedent(program))
     (folder / "pytest.ini").write_text("[pytest]\naddopts = -p pytest_randomly\n")
     code = main(["-q", "--randomly-dont-reorganize", "--randomly-seed=7"], folder)
@@ -101,7 +101,7 @@ def test_more_than_two_failed_tests_are_not_tried_again(tmp_path: Path, capfd: p
 
 
 def test_an_exit_code_that_a_plugin_sets_last_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """As for a skip that is not listed, beside a failure that a second try would forgive."""
+    """As for a skip that is not listed, next to a failure that a second try would forgive."""
     plugin = "def pytest_terminal_summary(terminalreporter):\n    terminalreporter._session.exitstatus = 10\n"
     (tmp_path / "conftest.py").write_text(plugin)
     assert _suite(tmp_path, RIGHT, capfd)[0] == 10

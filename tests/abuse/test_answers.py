@@ -1,4 +1,4 @@
-"""What nodes answer to questions: taken only from the node that was asked, and never more than was asked for."""
+"""Answers of nodes to queries: accepted only from the queried node, and never with more than was requested."""
 
 import asyncio
 import hashlib
@@ -32,7 +32,7 @@ async def _all(port: Port, node: str, limit: int) -> bytes:
 
 
 async def test_no_node_answers_for_another(port: Port) -> None:
-    """Before: any node could forge the logs and metrics of another, by the number of the question alone."""
+    """Before this check any node could forge the logs and metrics of another, with the number of the query alone."""
     honest, liar = await _linked(port, "honest"), await _linked(port, "liar")
     asking = asyncio.create_task(_all(port, "node-1", 1000))
     asked = await honest.until(FetchRequest)

@@ -1,4 +1,4 @@
-"""Strangers who ask for join codes and leave, or stay and say nothing: they keep no other machine out."""
+"""Strangers that ask for join codes and disconnect, or stay silent: no other machine is kept out."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def _ask(line: Approvals, code: str, address: str, now: float = 0.0) -> Approval
 
 
 def test_a_stranger_who_asks_and_leaves_blocks_itself_alone() -> None:
-    """Before: 32 codes of one stranger blocked every approval for ten minutes."""
+    """Before this limit, 32 codes of one stranger blocked every approval for ten minutes."""
     line = Approvals()
     answers = [_ask(line, f"{number:06d}", "10.0.0.66") for number in range(100)]
     for answer in answers:

@@ -1,5 +1,7 @@
-"""Bodies within 8 MiB, right and wrong, from a client with a key: none holds the loop, and none takes more than eight
-times the longest body."""
+"""Valid and invalid bodies within 8 MiB, from a client with a key.
+
+No body may hold the loop, or take more than eight times the memory of the longest body.
+"""
 
 import asyncio
 import gc
@@ -91,7 +93,7 @@ HOSTILE: dict[str, tuple[str, Callable[[], bytes], int]] = {
     ),
     "ids": (COMPLETIONS, lambda: filled(PROMPT, b"123456", b"]}", 500_000), 404),
 }
-"""By name: the route, the body, and the status that it gets; 404 is for a good body that asks for a missing model."""
+"""Route, body and expected status by name. 404 is for a valid body that names a missing model."""
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +105,13 @@ def running() -> Iterator[Pool]:
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process had since the last `forget_peak`."""
+    """Return the peak memory of a process since the last `forget_peak`."""
     line = next(line for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("VmHWM"))
     return int(line.split()[1]) * 1024
 
 
 def forget_peak(pid: int) -> bool:
-    """Begin a new peak; return whether the kernel measures it."""
+    """Reset the peak; return whether the kernel supports that."""
     forget = Path(f"/proc/{pid}/clear_refs")
     if forget.exists():
         forget.write_text("5")
@@ -125,7 +127,7 @@ async def test_no_body_holds_the_loop_or_takes_much_memory(running: Pool, name: 
     pid = running.coordinator.pid
     measured = forget_peak(pid)
     before = psutil.Process(pid).memory_info().rss
-    least = math.inf  # of four times at most: a busy machine makes it longer, and nothing makes it shorter
+    least = math.inf  # the best of up to four runs, because a busy machine only makes it longer
     for _ in range(4):
         with watch_server(running.base, pid) as held:
             for _ in range(2):
@@ -179,7 +181,7 @@ async def test_a_long_chat_is_answered(running: Pool):
 
 @pytest.fixture
 def as_a_coordinator() -> Iterator[None]:
-    """Run this process as `coordinator.run` sets itself up; the tests' own objects are many to collect."""
+    """Configure this process like `coordinator.run`, and exclude the objects of the tests from garbage collection."""
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
     sys.setswitchinterval(SWITCH_SECONDS)
     gc.collect()

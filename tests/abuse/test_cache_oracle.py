@@ -1,4 +1,5 @@
-"""One key asks what another key has asked, through `cached_tokens`: the prefix cache of a real engine is the oracle."""
+"""One key guesses the prompts of another key through `cached_tokens`, with the prefix cache of a real engine as
+oracle."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,14 +35,14 @@ def letter(word: str) -> Message:
 
 
 def guessed(driver: Driver, scope: str = "") -> str:
-    """Return the word for which most of the prompt was cached: what an attacker takes for the other key's word."""
+    """Return the word with the most cached prompt tokens: an attacker's guess of the other key's word."""
     found = {word: cached(driver, MALLORY, letter(word), scope=scope) for word in WORDS}
     assert len(set(found.values())) == 1 or scope, "no guess differs from another"
     return max(found, key=lambda word: found[word])
 
 
 def test_cached_tokens_tell_no_key_what_another_one_asked(driver: Driver):
-    """Each guess is the attacker's first with that word; nothing of the other key's prompt shows in its count."""
+    """Each guess is the attacker's first with that word; the count reveals no part of the other key's prompt."""
     cached(driver, ALICE, letter(SECRET))
     assert cached(driver, MALLORY, letter(SECRET)) == 0
     assert cached(driver, ALICE, letter(SECRET)) > 20, "a key still finds its own prompts"
@@ -54,14 +55,14 @@ def test_guessing_word_by_word_finds_nothing(driver: Driver):
 
 
 def test_the_oracle_exists_where_an_administrator_shares_the_cache_in_the_pool(driver: Driver):
-    """The same attack with `cache.share = "pool"`: else the tests above would prove nothing."""
+    """The same attack with `cache.share = "pool"`. Without it the tests above would prove nothing."""
     cached(driver, ALICE, letter(SECRET), scope=SHARED_SCOPE)
     assert guessed(driver, SHARED_SCOPE) == SECRET
 
 
 @pytest.mark.parametrize("name", ["llama", "lfm2"])
 def test_of_a_shared_system_prompt_nothing_behind_it_is_shared(name: str, tiny_model: Callable[..., Path]):
-    """Caches that can be cut, and states that cannot."""
+    """Covers caches that can be cut, and states that cannot."""
     driver = Driver(tiny_model(name))
     system = Message("system", OPENING * 3)
     assert cached(driver, ALICE, system, letter(SECRET), shared=True) == 0
@@ -76,7 +77,7 @@ def test_of_a_shared_system_prompt_nothing_behind_it_is_shared(name: str, tiny_m
 
 
 def test_tools_before_a_shared_system_prompt_end_the_sharing(driver: Driver):
-    """What a client puts before or into the system prompt is its own."""
+    """Text of a client before or inside the system prompt is private to its key."""
     system = Message("system", OPENING * 3)
     tools = '[{"type":"function","function":{"name":"secret_tool","parameters":{"type":"object"}}}]'
     for owner in (ALICE, MALLORY):
@@ -87,7 +88,7 @@ def test_tools_before_a_shared_system_prompt_end_the_sharing(driver: Driver):
 
 
 def test_prompts_of_two_keys_that_begin_alike_are_read_at_once(driver: Driver):
-    """No key waits for a prefix that is another key's: the wait would tell that they begin alike."""
+    """No key waits for the prefix of another key, because the wait would reveal that the prompts begin alike."""
     numbers = [driver.ask(messages=(letter(SECRET),), params=ONE, owner=owner) for owner in (ALICE, MALLORY)]
     driver.until(lambda: any(driver.ids[number, 0] for number in numbers))
     assert all(driver.ids[number, 0] for number in numbers), "both had their first token in the same step"

@@ -1,7 +1,7 @@
-"""The whole cluster port against peers that misbehave: each loses its own connection, with a reason in the log, and
-the stream of an honest node goes on token by token.
+"""The complete cluster port against peers that misbehave.
 
-Enrolment's own abuse is in test_enrolment.py.
+Each loses its own connection, with a reason in the log. The stream of an honest node continues token by token. Abuse of
+enrolment is in test_enrolment.py.
 """
 
 import asyncio
@@ -112,8 +112,8 @@ async def test_the_coordinators_own_certificate_is_no_node(port: Port) -> None:
 
 
 async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
-    """A quarter of STRANGERS may wait from one address. A machine that wants to join from there must try again until
-    they have timed out; a node that shows its certificate need not."""
+    """One address may have a quarter of MAX_STRANGERS. A machine that wants to join from there must retry until they
+    have timed out; a node that shows its certificate need not."""
     async with opened(tmp_path, RateLimit(6000, 1000)) as port, port.undisturbed():
         crowd = [line for line in await asyncio.gather(*(_idle(port) for _ in range(300))) if line is not None]
         assert port.said("strangers are connected")
@@ -133,7 +133,7 @@ async def _idle(port: Port) -> Line | None:
 
 
 async def _enrolling(port: Port) -> None:
-    """Try as a node without a certificate does, until the coordinator answers."""
+    """Retry as a node without a certificate does, until the coordinator answers."""
     while True:
         line = await port.dial()
         line.send(EnrollStart(PROTOCOL))
@@ -209,7 +209,7 @@ async def test_a_copied_identity_on_another_machine_is_refused(port: Port) -> No
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every older link count as broken, as after three seconds without a report."""
+    """Count every older link as broken, as after three seconds without a report."""
     monkeypatch.setattr(registry, "ALIVE_REPORT_AGE_SECONDS", 0.0)
 
 
@@ -272,7 +272,7 @@ def _question() -> dict[str, object]:
 
 
 def nested(depth: int) -> bytes:
-    """A Report whose first field is arrays in arrays."""
+    """Return a Report whose first field is nested arrays."""
     body = b"\x91" * depth + b"\xc0"
     return (len(body) + 1).to_bytes(4, "big") + b"\x0d" + body
 
@@ -361,7 +361,7 @@ PATHS = ("/api/v1/status", "/api/v1/nodes", "/api/v1/nodes/liar", "/api/v1/model
 
 
 def _printed(answers: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> str:
-    """Give what `cluster nodes` and `cluster node show` print of these answers."""
+    """Return the output of `cluster nodes` and `cluster node show` for these answers."""
     verbs.print_status(answers["/api/v1/status"])
     verbs.print_nodes(answers["/api/v1/nodes"])
     verbs.print_node(answers["/api/v1/nodes/liar"]["node"])
@@ -380,7 +380,7 @@ async def test_a_node_cannot_speak_for_anothers_request(port: Port) -> None:
 
 @pytest.mark.slow
 async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp_path: Path) -> None:
-    """The coordinator here knows one answer: the one that `test_other_protocols_are_told_who_must_update` gets."""
+    """The coordinator here sends the answer that `test_other_protocols_are_told_who_must_update` checks."""
     denied = Denied("protocol", "the node speaks protocol 99: update macpool on the coordinator", final=True)
 
     async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -413,11 +413,11 @@ async def test_a_node_that_is_too_old_or_too_new_ends_with_its_own_exit_code(tmp
     assert "update macpool on the coordinator" in words.decode()
 
 
-# -- what clients make the coordinator send -----------------------------------------------------
+# -- data that clients make the coordinator send --------------------------------------------------
 
 
 async def test_large_prompts_at_once_cut_no_link(port: Port) -> None:
-    """Each within the limit of a body; the node joins all of them over the link that it had."""
+    """Each prompt is within the limit of a body. The node receives all of them over its existing link."""
     async with port.undisturbed():
         who = port.member("studio")
         line = await port.link(who)

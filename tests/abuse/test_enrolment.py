@@ -1,5 +1,8 @@
-"""The cluster port against strangers, over real TLS: each gets a clear answer or a closed connection, nobody else
-notices, and afterwards an honest node still joins."""
+"""The cluster port against strangers, over real TLS.
+
+Each gets a clear answer or a closed connection. Other peers are not affected, and an honest node still joins
+afterwards.
+"""
 
 import asyncio
 import ssl

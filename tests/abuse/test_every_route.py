@@ -1,8 +1,8 @@
-"""Every route of the OpenAPI document against whoever means no good, through the product's protocol class and through
-the ASGI application alone: keys, hosts, other sites, framing, bodies, patience.
+"""Every route of the OpenAPI document against hostile clients: keys, hosts, other sites, framing, bodies, slow
+requests.
 
-`CHECKLIST` says of every item which tests show it; the routes are those of the document, so a new one is tried without
-anybody thinking of it.
+Each case runs through the product's protocol class and through the ASGI application alone. `CHECKLIST` names the tests
+of every item. The routes come from the document, therefore a new route is tested without a change here.
 """
 
 import ast
@@ -122,7 +122,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 @pytest.fixture(autouse=True)
 def still_serves(served: Served) -> Iterator[None]:
-    """Whatever was tried, the next honest request is answered."""
+    """Check that the next honest request is answered."""
     yield
     answer = served.ask(request(served, "POST /v1/chat/completions", body=honest("POST /v1/chat/completions")))
     assert [status(one) for one in answer] == [200]
@@ -152,13 +152,13 @@ def request(
 
 
 def message_of(answer: bytes) -> str:
-    """Read the error of any dialect: an answer that is no error has none."""
+    """Return the message of an error in any dialect, empty for any other answer."""
     error = json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
     return error if isinstance(error, str) else error["message"]
 
 
 def only(served: Served, raw: bytes) -> bytes:
-    """Send a request; give its one answer, which must come soon."""
+    """Send a request; return its only answer, which must arrive soon."""
     began = time.monotonic()
     found = served.ask(raw)
     assert len(found) == 1, found
@@ -283,7 +283,7 @@ def test_targets_and_methods_that_are_not_for_us(served: Served, operation: str)
         assert status(only(served, request(served, operation, target=target))) in (400, 404), target
     for target in (f"//evil.example{path}", f"/{path}", path + "/", path + "%00", path + "/..", f"/x/..{path}"):
         listed = (200,) if target == "/v1/models/" else ()
-        guessed = (429,) if "/joins/" in target else ()  # others of these tests have guessed codes before
+        guessed = (429,) if "/joins/" in target else ()  # earlier tests may have used up the guesses of codes
         answer = status(only(served, request(served, operation, target=target)))
         assert answer in (400, 404, 405, 501, *listed, *guessed), target
     for method in ("TRACE", "PATCH", "OPTIONS", "PROPFIND", "PURGE"):
@@ -352,7 +352,8 @@ def test_answers_of_the_control_api_are_kept_by_no_cache(served: Served, operati
 
 
 def test_local_names_are_not_ours_where_no_key_is_needed():
-    """Anybody on the network answers for a name under .local: a page of theirs could ask models."""
+    """Any machine on the network can answer for a name under .local, and its page could then send requests to the
+    models."""
     headers = [(b"host", b"studio.local:8080")]
     assert OriginCheck(not_found_app).judge("GET", headers) is None
     for hosts, expected in (("", 421), ("studio.local", None)):
@@ -389,7 +390,7 @@ FRAMING = [
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_ambiguous_framing(served: Served, operation: str):
-    """One 4xx at most, then the end of the connection: what follows is never taken for a request."""
+    """One 4xx at most, then the end of the connection. The bytes behind the body are never read as a request."""
     hidden = request(served, "GET /api/v1/keys")
     for shape in FRAMING:
         raw = request(served, operation, shape.partition("\r\n\r\n")[0], body=None)
@@ -485,7 +486,7 @@ def test_long_bodies_are_not_read(served: Served, operation: str):
 
 
 def test_bodies_that_drip(served: Served):
-    """All at once, for each has its own deadline."""
+    """All run at once, because each has its own deadline."""
     began = time.monotonic()
     with ExitStack() as stack:
         dialed = {
@@ -501,7 +502,7 @@ def test_bodies_that_drip(served: Served):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_clients_that_leave_at_once(served: Served, operation: str):
-    """After a part of the head, of the body, and after all of it, without reading."""
+    """They disconnect after a part of the head, after a part of the body, and after all of it, without reading."""
     body = honest(operation) if operation in ASKED else b"{}"
     raw = request(served, operation, body=body)
     for sent in (raw[:30], raw[:-1], raw):
@@ -525,7 +526,7 @@ def test_requests_sent_ahead_are_answered_in_order(served: Served, operation: st
     heads = [int(found) for found in re.findall(rb"HTTP/1\.1 (\d{3}) ", got)]
     assert len(heads) == 4
     assert heads[-1] == 200
-    pause = {429} if "/joins/" in operation else set[int]()  # guesses at codes, these three or those before
+    pause = {429} if "/joins/" in operation else set[int]()  # wrong codes, of these three requests or of earlier ones
     assert len(set(heads[:3]) - pause) <= 1 or operation.startswith("DELETE"), heads
 
 
@@ -581,7 +582,7 @@ LONGEST = 4096
 
 @pytest.mark.parametrize("operation", ASKED)
 def test_values_that_would_hurt(served: Served, operation: str):
-    """Refused at once, or of no effect: no node is ever asked for more than a client may have."""
+    """They are refused at once or have no effect: no node gets a request beyond the limits of a client."""
     node = next(iter(served.cluster.nodes.values()))
     for fields in HOSTILE:
         body = json.dumps({"model": "tiny", **ASKED[operation], **fields}).encode()

@@ -1,4 +1,5 @@
-"""One member that floods: its link ends with a reason that it is told and that people see, and nobody else notices."""
+"""A member that floods: its link ends with a reason, sent to the member and shown by the API. Other peers are
+unaffected."""
 
 import asyncio
 from collections.abc import AsyncGenerator
@@ -42,7 +43,8 @@ FLOODS: dict[str, tuple[Frame | bytes, float]] = {
 
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_a_flood_ends_the_link_of_its_node_alone(port: Port, flood: str) -> None:
-    """Before: reports, renewals and links of one member held the loop for up to 19 s and left 300 links open."""
+    """Before these limits, reports, renewals and links of one member held the loop for up to 19 s and left 300 links
+    open."""
     frame, most = FLOODS[flood]
     who = port.member("rogue")
     word = frame if isinstance(frame, bytes) else encode(frame)
@@ -101,7 +103,7 @@ async def _greeted(line: Line) -> list[Denied]:
 
 
 async def test_what_a_node_sent_before_it_left_is_taken(port: Port) -> None:
-    """A link that rests until the next turn of the loop still has frames when its peer closes the connection."""
+    """A link that waits for the next turn of the loop still has frames when its peer closes the connection."""
     who = port.member("leaver")
     line = await port.link(who)
     await port.until(lambda: port.state(who) == "ready")

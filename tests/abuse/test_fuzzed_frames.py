@@ -1,4 +1,4 @@
-"""A few thousand mutated frames, with a seed that is always the same."""
+"""A few thousand mutated frames, always with the same seed."""
 
 from tests.fuzz.frames import inputs, run
 

@@ -1,4 +1,4 @@
-"""Grammars that cannot be followed: the fault of the client that sent them, and no other key's concern."""
+"""Grammars that cannot be followed: an error for the client that sent them, without an effect on other keys."""
 
 import json
 import socket
@@ -17,7 +17,7 @@ from wire.frames import Failed, Finished, Generate, GenerationParams, GrammarSpe
 from wire.refusals import GRAMMAR_FAILED
 
 NESTED = "(((a{1,100}){1,100}){1,100})"
-"""Compiles within the limits of its process, and fails while it is followed."""
+"""A grammar that compiles within the limits of its process and fails during generation."""
 
 
 def test_nested_counts_end_their_own_request_as_the_clients_fault():
@@ -40,7 +40,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def ask(served: Served, path: str, body: dict[str, object]) -> bytes:
-    """Ask for a grammar that fails, at once or after a first word as the body's `stream` says; return the answer."""
+    """Request a grammar that fails at once, or after a first token if the body has `stream`; return the answer."""
     node = next(iter(served.cluster.nodes.values()))
     content = json.dumps({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **body}).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer {served.keys['infer']}\r\n"

@@ -1,5 +1,7 @@
-"""The HTTP port of a running pool against clients that misbehave: each gets a clear answer or loses its connection, and
-an honest request is served right after, and while, they try."""
+"""The HTTP port of a running pool against clients that misbehave.
+
+Each gets a clear answer or loses its connection. An honest request is served at the same time, and right afterwards.
+"""
 
 import asyncio
 import json
@@ -46,7 +48,7 @@ async def still_serves(running: Pool) -> Any:
 
 @pytest.fixture(scope="module")
 def patient(running: Pool) -> Iterator[Patient]:
-    """Those that take as long as a deadline, begun all at once: each test waits for its own."""
+    """Start the requests that last as long as a deadline all at once. Each test then awaits its own."""
     with ThreadPoolExecutor(4) as threads:
         yield {
             one.__name__: threads.submit(asyncio.run, one(running))
@@ -55,7 +57,7 @@ def patient(running: Pool) -> Iterator[Patient]:
 
 
 async def raw(running: Pool, *parts: bytes, seconds: float = 20.0) -> bytes:
-    """Send bytes, give what comes back until the server closes, or its first whole answer."""
+    """Send bytes; return the received bytes until the server closes, or its first complete answer."""
     reader, writer = await dial(running)
     answer = b""
     try:
@@ -89,7 +91,7 @@ def request(running: Pool, *lines: str, path: str = CHAT, host: str = "127.0.0.1
 
 
 async def ask(running: Pool, *lines: str, body: bytes | None = None, **how: str) -> int:
-    """Send a whole chat; give the status."""
+    """Send a complete chat; return the status."""
     content = json.dumps(QUESTION).encode() if body is None else body
     return status(await raw(running, request(running, f"content-length: {len(content)}", *lines, **how) + content))
 
@@ -227,7 +229,7 @@ async def streams(running: Pool) -> None:
 
 
 async def _in_two_packets(running: Pool, head: bytes, body: bytes) -> bytes:
-    """Send a body once the server has read the head, as most clients do; return what comes until the server closes."""
+    """Send a body once the server has read the head, as most clients do; return all bytes until the server closes."""
     reader, writer = await dial(running)
     with closing(writer):
         writer.write(head)
@@ -295,7 +297,7 @@ async def test_heads_that_mean_two_things_are_refused(
 
 
 async def test_an_offer_to_upgrade_is_not_taken_and_the_body_is_the_body(running: Pool) -> None:
-    """Read as the next request, the body would pass whatever stands before this port."""
+    """If the body were read as the next request, it would bypass any proxy in front of this port."""
     hidden = request(running, path="/livez", method="GET")
     offer = ("connection: Upgrade, HTTP2-Settings", "upgrade: h2c", "http2-settings: AAMAAABkAAQAAP__")
     answer = await raw(running, request(running, *offer, f"content-length: {len(hidden)}") + hidden, seconds=3)
@@ -360,7 +362,7 @@ async def test_the_end_of_a_body_that_was_refused_unread_is_no_head(running: Poo
         for _ in range(size // part - 1):
             writer.write(b"x" * part)
             await writer.drain()
-        await asyncio.sleep(0.5)  # the rest comes in a read of its own, longer than a head may be
+        await asyncio.sleep(0.5)  # the rest arrives in a separate read, longer than a head may be
         writer.write(b"x" * (part + size % part))
         question = json.dumps(QUESTION).encode()
         writer.write(request(running, f"content-length: {len(question)}") + question)

@@ -1,5 +1,8 @@
-"""A key's limits against one who wants more: a hundred requests at once that end in every way leave nothing running;
-and no key, token or pepper is in anything that the pool writes."""
+"""The limits of a key against a client that tries to exceed them, and secrets in the pool's output.
+
+After a hundred concurrent requests that end in every way, nothing is left running. No key, token or pepper is in any
+file or output of the pool.
+"""
 
 import json
 import socket
@@ -43,7 +46,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def limited(served: Served, **limits: object) -> tuple[str, str]:
-    """Make a key with limits; give its id and its text."""
+    """Make a key with limits; return its id and its text."""
     made = served.call(lambda: served.built.admin.create_key("greedy", ["infer"], None, KeyLimits(**limits)))  # pyright: ignore
     assert isinstance(made, dict)
     return made["id"], made["key"]
@@ -71,7 +74,7 @@ def all_gone(served: Served, key: str) -> None:
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("path", ROUTES)
 def test_nothing_runs_on_after_a_hundred_requests(served: Served, path: str, end: str):
-    """Never more than two at once, and none when all have ended, however they ended."""
+    """At most two requests run at once, and none after all have ended, for any kind of end."""
     name, key = limited(served, concurrency=2)
     cluster, node = served.cluster, next(iter(served.cluster.nodes.values()))
     stream = path.startswith("/v1/") and end != "success"
@@ -113,7 +116,8 @@ def test_nothing_runs_on_after_a_hundred_requests(served: Served, path: str, end
 
 @pytest.mark.parametrize("path", ROUTES)
 def test_tokens_a_minute_are_not_outrun_by_leaving_early(served: Served, path: str):
-    """Each reads a first word and leaves: what they took is less than what the key may take, and it is counted."""
+    """Each client reads the first bytes and disconnects. Their tokens are counted, and stay below the limit of the
+    key."""
     name, key = limited(served, tokens_per_minute=2000)
     refused = 0
     for _ in range(40):
@@ -132,7 +136,7 @@ def test_tokens_a_minute_are_not_outrun_by_leaving_early(served: Served, path: s
 
 
 def test_no_secret_is_in_anything_that_is_written(served: Served, capfd: pytest.CaptureFixture[str]):
-    """A run with everything in it: good and bad requests, keys made and revoked, limits, explanations, exports."""
+    """The run has good and bad requests, keys made and revoked, limits, explanations and exports."""
     token = json.loads(whole(ask(served, "POST", "/api/v1/tokens", b'{"name":"t"}')))["token"]
     name, key = limited(served, concurrency=1)
     said: list[bytes] = []
@@ -191,7 +195,7 @@ def whole(answer: bytes) -> bytes:
 
 
 def test_more_connections_than_there_is_room_for_are_told(monkeypatch: pytest.MonkeyPatch, served: Served):
-    """Files are kept for the links of the nodes; those that are in stay in."""
+    """Open files are kept for the links of the nodes, and existing connections stay."""
     with socket.create_connection(served.address, timeout=10) as first:
         monkeypatch.setattr("coordinator.http.limits.DeadlineProtocol.most", 3)
         others = [socket.create_connection(served.address, timeout=10) for _ in range(10)]
@@ -209,6 +213,6 @@ def test_more_connections_than_there_is_room_for_are_told(monkeypatch: pytest.Mo
 
 
 def test_the_loop_of_the_pool_is_another_thread(served: Served):
-    """Else these tests would wait for themselves."""
+    """Otherwise these tests would block themselves."""
     assert served.call(threading.get_ident) != threading.get_ident()
     assert isinstance(served.cluster, LoopbackCluster)

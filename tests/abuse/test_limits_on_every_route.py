@@ -1,7 +1,7 @@
-"""Every route that a plain key opens, against every limit of a key: held, or with the reason why it does not apply.
+"""Every route that a plain key may use, against every limit of a key: it holds, or a reason says why it does not apply.
 
-`TABLE` has a row for each route and a column for each limit; the routes are those of the OpenAPI document and the
-columns those of `KeyLimits`, so a new one of either fails here until it has its entries.
+`TABLE` has a row for each route and a column for each limit. The routes come from the OpenAPI document and the columns
+from `KeyLimits`. A new route or limit therefore fails here until it has entries.
 """
 
 import json
@@ -80,7 +80,7 @@ TABLE: dict[str, dict[str, str]] = {
     "POST /api/push": FIXED,
     "DELETE /api/delete": FIXED,
 }
-"""By route and limit: HELD, or why the limit does not apply."""
+"""By route and limit: HELD, or the reason why the limit does not apply."""
 
 HELLO = [{"role": "user", "content": "hello " * 20}]
 BODIES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ VIDEO = VideoState(
 
 @pytest.fixture(scope="module", params=["front", "asgi"])
 def served(request: pytest.FixtureRequest) -> Iterator[Served]:
-    """Serve two nodes: `office` has the label, `attic` has not, and each has a model that the other has not."""
+    """Serve two nodes with different models: `office` has the label, `attic` does not."""
     office = LoopbackNode("office", models=(a_model(TINY), a_model(DESK)), labels=frozenset({"office"}))
     attic = LoopbackNode("attic", models=(a_model(TINY), a_model(ATTIC)))
     with whole_pool.served(office, attic, front=request.param == "front", queue_timeout_seconds=0.4) as one:
@@ -117,7 +117,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[Served]:
 
 
 def _show(served: Served) -> None:
-    """Show the same nodes to the routes of the control plane and of videos."""
+    """Set the same nodes for the routes of the control plane and of videos."""
     nodes = served.cluster.dispatcher.view.nodes
     view = ClusterView(
         tuple(replace(node, video=VIDEO, video_allowed=True, memory=a_memory(80 * GIB, 128 * GIB)) for node in nodes)
@@ -128,7 +128,7 @@ def _show(served: Served) -> None:
 
 @pytest.fixture(autouse=True)
 def restored(served: Served) -> Iterator[None]:
-    """Leave the nodes as they were, and no video behind."""
+    """Restore the nodes, and delete all videos."""
     yield
     for node in served.cluster.nodes.values():
         node.mute, node.memory = False, a_memory()
@@ -163,13 +163,13 @@ def ask(served: Served, operation: str, key: str, model: str = TINY) -> bytes:
 
 
 def asked(served: Served, name: str) -> list[Generate | CountTokens]:
-    """Return what a node was asked to generate or to count."""
+    """Return the Generate and CountTokens frames that a node received."""
     return [one for one in served.cluster.nodes[NodeId(name)].heard if isinstance(one, Generate | CountTokens)]
 
 
 @contextmanager
 def under_way(served: Served, key: str) -> Iterator[None]:
-    """Keep a stream of this key open meanwhile."""
+    """Keep a stream of this key open during the block."""
     for node in served.cluster.nodes.values():
         node.mute = True
     with socket.create_connection(served.address, timeout=20) as dialed:
@@ -224,7 +224,7 @@ def test_a_wrong_name_is_not_answered_with_one_that_the_key_may_not_use(served: 
 
 @pytest.mark.parametrize("route", held("labels"))
 def test_labels(served: Served, route: str):
-    """Served by the office alone, whose models alone are shown."""
+    """Only the office serves the key, and only its models are listed."""
     key = key_with(served, labels=("office",))
     if route == VIDEOS:
         assert status(ask(served, route, key)) == 200
@@ -251,7 +251,7 @@ def test_requests_per_minute(served: Served, route: str):
 
 @pytest.mark.parametrize("route", held("tokens_per_minute"))
 def test_tokens_per_minute(served: Served, route: str):
-    """A prompt of thirty tokens beside one that has taken the minute's."""
+    """Send a prompt of thirty tokens after one that has used up the minute's tokens."""
     key = key_with(served, tokens_per_minute=20)
     assert status(ask(served, "POST /v1/chat/completions", key)) == 200
     assert status(ask(served, route, key)) == 429

@@ -1,4 +1,4 @@
-"""The watch itself: a loop that is held is seen, one that waits for its turn is not."""
+"""The watch itself: it detects a held loop, and ignores a process that waits for a core."""
 
 import asyncio
 import tempfile

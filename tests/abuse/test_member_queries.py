@@ -1,4 +1,4 @@
-"""What a member's certificate reads over the cluster port: three views of the pool, and nothing else."""
+"""A member's certificate allows three queries over the cluster port, each a view of the pool, and nothing else."""
 
 import asyncio
 import json

@@ -1,8 +1,8 @@
-"""The memory of a coordinator under every kind of attack: at most 64 MiB more at its peak, given back within 30 s, and
-the loop held for at most 50 ms meanwhile.
+"""The memory of a coordinator under every kind of attack.
 
-Each attack runs against one coordinator in its own process, one after the other, so that the memory of the attacker is
-not counted, and what one attack leaves behind shows in the next one.
+The limits are 64 MiB more at the peak, released within 30 s, and a loop that is held for at most 50 ms. The attacks run
+one after the other against one coordinator in its own process. The memory of the attacker is therefore not counted, and
+the next attack shows leftovers of the one before.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 MAX_GROWTH_BYTES = 64 * MIB
 MAX_LEFT_BYTES = 24 * MIB
-"""What an allocator may keep of an attack after GIVEN_BACK_SECONDS: pages that are free in part."""
+"""Bytes that an allocator may keep of an attack after GIVEN_BACK_SECONDS: pages that are partly free."""
 GIVEN_BACK_SECONDS = 30.0
 GET = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
@@ -69,7 +69,7 @@ class Target:
         return line
 
     def close(self) -> None:
-        """Leave without a word."""
+        """Close all connections without a goodbye."""
         for writer in self.connections:
             writer.transport.abort()
         self.connections.clear()
@@ -100,7 +100,7 @@ def target() -> Iterator[Target]:
 
 
 async def send_bodies(target: Target) -> None:
-    """Long bodies, right and wrong, ten at once."""
+    """Send long bodies, valid and invalid, ten at once."""
     sent = list[Awaitable[bytes]]()
     for name in ("wrong parts", "many messages", "pairs", "wide text of 2 MiB", "one turn"):
         path, make, _ = HOSTILE[name]
@@ -111,7 +111,7 @@ async def send_bodies(target: Target) -> None:
 
 
 async def send_requests_ahead(target: Target) -> None:
-    """Requests of 8 MiB on each of twelve connections that never read."""
+    """Send requests of 8 MiB on each of twelve connections that never read."""
     for _ in range(12):
         _, writer = await target.connect()
         writer.write(GET * (8 * MIB // len(GET)))
@@ -119,13 +119,13 @@ async def send_requests_ahead(target: Target) -> None:
 
 
 async def open_connections(target: Target) -> None:
-    """Connections without a word, far more than there are places for one address."""
+    """Open silent connections, far more than one address has slots."""
     for _ in range(800):
         await target.connect()
 
 
 async def drip_bodies(target: Target) -> None:
-    """Two hundred clients with a key that announce 8 MiB, send a half, and wait."""
+    """Announce 8 MiB from two hundred clients with a key, send a half, and wait."""
     body = HOSTILE["one text"][1]()
     for _ in range(200):
         _, writer = await target.connect()
@@ -134,7 +134,7 @@ async def drip_bodies(target: Target) -> None:
 
 
 async def leave_answers_unread(target: Target) -> None:
-    """Clients that ask for long streams and do not read them."""
+    """Request long streams from clients that do not read them."""
     body = b'{"model":"scripted-1","max_tokens":4000,"stream":true,"messages":[{"role":"user","content":"a"}]}'
     for _ in range(32):
         _, writer = await target.connect()
@@ -143,7 +143,7 @@ async def leave_answers_unread(target: Target) -> None:
 
 
 async def send_long_prompts(target: Target) -> None:
-    """Prompts of 7.5 MiB, three at once."""
+    """Send prompts of 7.5 MiB, three at once."""
     body = b'{"model":"scripted-1","max_tokens":2,"messages":[{"role":"user","content":"%s"}]}' % (b"a b " * 1_900_000)
     head = request(target.pool, f"content-length: {len(body)}")
     answers = await asyncio.gather(*(raw(target.pool, head + body, seconds=60) for _ in range(3)))
@@ -156,7 +156,7 @@ async def flood(target: Target, frame: Frame | bytes, count: int) -> None:
     for _ in range(3):
         try:
             line = await target.link()
-        except Ended:  # too many links of this member by now: it waits as all do
+        except Ended:  # the member has had too many links by now and must wait
             return
         ending = asyncio.create_task(line.ended(60))
         batch = max(1, 16_384 // len(word))
@@ -190,7 +190,7 @@ async def renewals(target: Target) -> None:
 
 
 async def strangers_at_the_cluster_port(target: Target) -> None:
-    """Connections that begin to enrol and go silent."""
+    """Open connections that begin to enrol and fall silent."""
     context = authority_context(target.rogue.ca)
     for _ in range(300):
         try:
@@ -201,7 +201,7 @@ async def strangers_at_the_cluster_port(target: Target) -> None:
 
 
 async def grammars(target: Target) -> None:
-    """Schemas of 100 kB, none like another."""
+    """Send schemas of 100 kB, all different."""
     for number in range(40):
         names = ",".join(f'"p{number}_{key}":{{"type":"string"}}' for key in range(3_500))
         body = (
@@ -238,7 +238,7 @@ async def test_no_attack_takes_much_memory_or_keeps_it(target: Target, attack: s
     least, growth = (
         math.inf,
         MAX_GROWTH_BYTES,
-    )  # of three times at most: a busy machine makes both larger, never smaller
+    )  # the best of up to three runs, because a busy machine makes both larger, never smaller
     for _ in range(3):
         measured = forget_peak(process.pid)
         before = process.memory_info().rss

@@ -1,4 +1,4 @@
-"""One key takes all rows, or all memory, of a real engine with long answers; another key asks for four tokens."""
+"""One key holds all rows, or all memory, of a real engine with long answers; another key asks for four tokens."""
 
 import json
 import time
@@ -29,7 +29,7 @@ def driver() -> Driver:
 
 @pytest.fixture(scope="module")
 def alone() -> list[int]:
-    """The tokens of a long answer that nothing interrupts."""
+    """Return the tokens of a long answer that nothing interrupts."""
     driver = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256)
     number = driver.ask("hello", ENDLESS)
     driver.end(number)
@@ -37,7 +37,7 @@ def alone() -> list[int]:
 
 
 def fill(driver: Driver, count: int) -> list[int]:
-    """Let one key take all rows, with more of its requests waiting."""
+    """Fill all rows with requests of one key, and queue more of them."""
     numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY) for _ in range(count)]
     driver.until(lambda: all(len(driver.ids[number, 0]) > 2 for number in numbers[:ROWS]))
     return numbers
@@ -66,7 +66,7 @@ def test_another_keys_four_tokens_come_at_once_beside_one_that_has_all_rows(driv
 
 
 def test_what_was_preempted_for_another_key_takes_its_turn_among_all(driver: Driver):
-    """Else it would take the row that it has just given up before a new request of the other key."""
+    """Otherwise it would take back its row before a new request of the other key."""
     fill(driver, ROWS)
     turns_to_first(driver, OTHER)
     (sequence,) = driver.engine.scheduler.preempted
@@ -104,7 +104,7 @@ def test_a_key_with_more_weight_has_more_rows(driver: Driver):
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
@@ -113,7 +113,7 @@ def squeeze(driver: Driver, room: int) -> None:
 
 
 def test_another_key_is_admitted_where_one_has_taken_all_memory():
-    """The youngest of the key that holds the memory gives way at once, and comes back when there is room."""
+    """The newest request of the key that holds the memory is preempted at once, and returns when there is room."""
     driver = Driver(models.path("llama"), max_batch_size=ROWS, prefill_step_size=256, prefix_cache_size="off")
     driver.answer("hello", FOUR)
     numbers = [driver.ask("hello", ENDLESS, owner=GREEDY_KEY, expected=LONG) for _ in range(ROWS)]

@@ -1,4 +1,4 @@
-"""Clients without a key: none of them may hold the loop, have a body read, or keep an honest client out."""
+"""Clients without a key: none may hold the loop, have a body read, or keep an honest client out."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ def running() -> Iterator[Pool]:
 
 @pytest.fixture
 def held(running: Pool) -> Iterator[Held]:
-    """Watch the coordinator for the whole test: nothing in it may hold the loop."""
+    """Watch the coordinator for the whole test: its loop must not be held."""
     assert running.coordinator is not None
     with watch_server(running.base, running.coordinator.pid) as found:
         yield found
@@ -80,7 +80,7 @@ async def test_objects_of_many_keys_that_stand_twice_are_refused(running: Pool):
 
 
 async def test_a_body_is_not_waited_for_before_its_key_is_good(running: Pool):
-    """The answer comes while the body is still to come."""
+    """The answer arrives before the body."""
     for path in ("/api/v1/keys", "/api/v1/place", "/api/v1/models/load", "/v1/chat/completions", "/v1/videos"):
         head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: 1000\r\n"
         for key in ("", "authorization: Bearer mp_wrong_wrong\r\n"):
@@ -93,7 +93,7 @@ async def test_a_body_is_not_waited_for_before_its_key_is_good(running: Pool):
 
 
 async def test_what_is_sent_ahead_becomes_no_requests_and_is_given_back(running: Pool):
-    """Twelve connections that ask for a long answer and send 8 MiB of requests behind it, without reading."""
+    """Twelve connections ask for a long answer and send 8 MiB of requests behind it, without reading."""
     assert running.coordinator is not None
     process = psutil.Process(running.coordinator.pid)
     before = process.memory_info().rss
@@ -113,7 +113,7 @@ async def test_what_is_sent_ahead_becomes_no_requests_and_is_given_back(running:
 
 
 async def test_idle_connections_make_room_for_honest_ones(running: Pool):
-    """Far more than there are places for: the longest at rest end, an honest client is served at once."""
+    """Open far more connections than there are slots: the longest idle ones end, an honest client is served at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 8192), hard))
     opened = list[socket.socket]()
@@ -153,7 +153,7 @@ async def test_a_connection_ends_after_its_answer_when_too_much_was_sent_ahead(r
 )
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_a_client_that_leaves_is_seen_whatever_it_sent_ahead(running: Pool, more: bytes, path: str):
-    """On the way of the front door and on that of the app."""
+    """Covers the fast path (chat completions) and the ASGI application (completions)."""
     asked: dict[str, Any] = {"model": "scripted-1", "max_tokens": 3000}
     asked |= {"messages": [{"role": "user", "content": "a"}]} if path.endswith("chat/completions") else {"prompt": "a"}
     body, name = json.dumps(asked).encode(), f"leaves-{next(NUMBERS)}"
@@ -168,12 +168,12 @@ async def test_a_client_that_leaves_is_seen_whatever_it_sent_ahead(running: Pool
 def under_way(running: Pool, name: str) -> bool:
     try:
         return bool(running.get(f"/api/v1/requests/{name}")["under_way"])
-    except urllib.error.HTTPError:  # 404: nothing is known of it yet, or any more
+    except urllib.error.HTTPError:  # 404: the request is not known yet, or no longer
         return False
 
 
 async def test_a_body_that_never_begins_ends_after_its_time(running: Pool):
-    """Announced, also with an expectation that is met, and never sent."""
+    """The body is announced, also with an expectation that is met, and never sent."""
     for lines in ((), ("expect: 100-continue",)):
         began = time.monotonic()
         head = request(running, "content-length: 100", *lines)
@@ -183,7 +183,7 @@ async def test_a_body_that_never_begins_ends_after_its_time(running: Pool):
 
 
 async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(running: Pool):
-    """Its length is not announced, so it takes no room before it is long."""
+    """Its length is not announced. It reserves no room until it is long."""
     lines = ("transfer-encoding: chunked", "content-type: application/json")
     slow = [await dial(running) for _ in range(3)]
     for _, writer in slow:
@@ -193,7 +193,7 @@ async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(r
     began = time.monotonic()
     reader, writer = await dial(running)
     slow.append((reader, writer))
-    for part in (body[:20], body[20:]):  # in two reads, so that it has not ended at the first
+    for part in (body[:20], body[20:]):  # in two reads, because it must not end at the first
         writer.write((request(running, *lines) if part == body[:20] else b"") + b"%x\r\n%s\r\n" % (len(part), part))
         await asyncio.sleep(0.1)
     writer.write(b"0\r\n\r\n")
@@ -204,7 +204,7 @@ async def test_a_short_body_in_chunks_does_not_wait_for_another_one_of_its_key(r
 
 
 async def raw_after_continue(running: Pool, head: bytes) -> list[bytes]:
-    """Send a head; give every answer until the body's time is over."""
+    """Send a head; return every answer until the time of the body is over."""
     reader, writer = await dial(running)
     writer.write(head)
     got = b""

@@ -1,4 +1,4 @@
-"""A newcomer that names the machine of a member takes nothing over without that member's key or an administrator."""
+"""A new machine that names a member's machine replaces the member only with its key or through an administrator."""
 
 import asyncio
 from dataclasses import replace
@@ -26,7 +26,7 @@ def _row(door: Door, who: NodeIdentity) -> tuple[NodeId, str, str]:
 
 
 async def test_a_token_takes_over_no_member(tmp_path: Path) -> None:
-    """Before: the newcomer got the member's id, name and labels, and the member was thrown out."""
+    """Before this check the new machine got the member's id, name and labels, and the member was disconnected."""
     async with opened(tmp_path / "c") as door:
         token = door.tokens.create(uses=3)
         victim = await join(door, tmp_path / "victim", token)

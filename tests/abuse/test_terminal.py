@@ -1,4 +1,4 @@
-"""No command prints what a terminal would obey, whatever the pool's names, messages and logs hold."""
+"""No command prints control sequences that a terminal would obey, for any names, messages and logs of the pool."""
 
 import io
 import json
@@ -44,7 +44,7 @@ FIXED = frozenset(
         "model",
     }
 )
-"""Values that commands look up or calculate with."""
+"""Values that commands use for look-ups or calculations."""
 
 
 def _poisoned(value: Any, name: str = "") -> Any:
@@ -91,7 +91,7 @@ def pool() -> Iterator[Served]:
 
 @pytest.fixture
 def hostile(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Poison every answer that a command gets; the paths that were asked for."""
+    """Poison every answer that a command gets; return the requested paths."""
     asked: list[str] = []
     plain = ApiSession.request
 
@@ -132,7 +132,7 @@ def test_no_command_prints_what_a_terminal_obeys(
 
 @click.command()
 def careless() -> None:
-    """Print what other machines say, as a new command might."""
+    """Print texts of other machines, as a new command might."""
     print(ATTACK)
     click.echo(ATTACK, err=True)
     click.secho("fine", fg="red")

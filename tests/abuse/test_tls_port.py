@@ -56,7 +56,7 @@ def chat(running: Pool, *lines: str) -> bytes:
 
 
 async def until_closed(dialed: Dialed, seconds: float) -> bytes:
-    """Give what comes until the server closes; TimeoutError when it does not."""
+    """Return all bytes until the server closes; raise TimeoutError if it does not."""
     got = b""
     async with asyncio.timeout(seconds):
         with contextlib.suppress(ConnectionError, ssl.SSLError):
@@ -66,7 +66,7 @@ async def until_closed(dialed: Dialed, seconds: float) -> bytes:
 
 
 async def good(running: Pool) -> None:
-    """Be an honest client."""
+    """Send an honest request."""
     dialed = await dial(running, context())
     began = time.monotonic()
     dialed[1].write(chat(running, "connection: close"))
@@ -77,7 +77,7 @@ async def good(running: Pool) -> None:
 
 @pytest.fixture
 async def served_meanwhile(running: Pool) -> AsyncIterator[None]:
-    """Let an honest client ask again and again; it must never wait."""
+    """Send honest requests repeatedly; none may wait."""
     ended = asyncio.Event()
 
     async def ask() -> None:
@@ -94,12 +94,12 @@ async def served_meanwhile(running: Pool) -> AsyncIterator[None]:
 
 
 HELLO = bytes.fromhex("16030100c8010000c40303") + bytes(32)
-"""A ClientHello that says that 200 bytes follow, and has a fifth of them."""
+"""A ClientHello that announces 200 bytes and has a fifth of them."""
 
 
 @pytest.mark.usefixtures("served_meanwhile")
 async def test_handshakes_that_stall_are_given_up(running: Pool):
-    """Silent ones, half ones, ones that drip, and those after which nothing comes."""
+    """Covers silent handshakes, half ones, slow ones, and those without a request afterwards."""
     began = time.monotonic()
     stalled = [await dial(running, None) for _ in range(200)]
     for _, writer in stalled[50:]:
@@ -197,7 +197,7 @@ SHAPES: dict[str, tuple[bytes, list[int]]] = {
 @pytest.mark.usefixtures("served_meanwhile")
 @pytest.mark.parametrize("name", SHAPES)
 async def test_shapes_within_tls(running: Pool, name: str):
-    """What is understood is answered, what could be understood in two ways is a 4xx, and the connection ends there."""
+    """A valid request is answered. An ambiguous request gets a 4xx, and the connection ends there."""
     sent, wanted = SHAPES[name]
     dialed = await dial(running, context())
     dialed[1].write(sent)

@@ -1,4 +1,7 @@
-"""A node that lies in what a request used, and a state that cannot be written: no key is used up, no change is lost."""
+"""A node that lies about the usage of a request, and a state that cannot be written.
+
+A lie uses up no key, and no change is lost.
+"""
 
 import asyncio
 import sqlite3
@@ -44,7 +47,7 @@ async def _chat(client: httpx.AsyncClient, **changes: object) -> httpx.Response:
 
 @pytest.mark.parametrize("bounded", [True, False])
 async def test_a_lie_about_tokens_costs_a_key_no_more_than_it_asked_for(port: Port, *, bounded: bool) -> None:
-    """Before: 2^63 tokens locked a key out for 10^15 s, and ended the database's writer."""
+    """Before this check, 2^63 tokens locked a key out for 10^15 s, and ended the database's writer."""
     line = await port.link(who := port.member("liar"))
     await port.until(lambda: port.state(who) == "ready")
     limits = KeyLimits(tokens_per_minute=60_000)
@@ -81,7 +84,7 @@ async def test_what_was_sent_counts_whatever_the_node_says(port: Port) -> None:
 
 
 async def test_a_write_that_fails_answers_every_caller_and_keeps_what_was_revoked(tmp_path: Path) -> None:
-    """Before: the writer's thread ended, every later change hung, and a removal was in memory only."""
+    """Before this check the writer's thread ended, every later change hung, and a removal was in memory only."""
     store = Database(tmp_path)
     store.count("key", "model", "2026-11-23", UsageTotals(prompt_tokens=2**63))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""A hostile member that claims to make videos: what it is sent, and what it is not."""
+"""A hostile member that claims to make videos: the frames that it is sent, and those that it is not."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ async def test_a_member_that_is_not_allowed_gets_no_prompt_whatever_it_reports(t
         assert hostile.who is not None
         one.port.application.registry.allow_video(hostile.who.node, on=False)
         await one.port.until(lambda: not hostile.allowed)
-        hostile.video = {"allowed": True}  # and it has more room than anybody else
+        hostile.video = {"allowed": True}  # and it has the most room
         hostile.room, good.room = 100 * 2**30, 60 * 2**30
         for _ in range(2):
             assert (await http.post("/v1/videos", json={"prompt": "a secret fox"})).status_code == 200

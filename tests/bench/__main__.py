@@ -1,8 +1,8 @@
-"""Run the bench: every row has a target, a figure and a verdict, and carries its group, commit, date, machine and load;
-all go to bench-results.json.
+"""Run the benchmarks. Each row has a target, a figure, a verdict, and its group, commit, date, machine and load.
 
-`python -m tests.bench` runs the plan, in an hour at most: every group but those of BY_NAME. `python -m tests.bench
-NAME…` runs only the groups with these names. The plan, and each group after its end, says how long it may take.
+All rows are written to bench-results.json. `python -m tests.bench` runs the plan in an hour at most: every group but
+those of BY_NAME. `python -m tests.bench NAME…` runs only the groups with these names. The plan states how long each
+group may take; the end of each group states it again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.support.processes import CLI, ROOT, environment, pool
 
 
 def bench_memory(folder: Path) -> list[Row]:
-    """Resident memory of coordinator and agent, and growth from request 1,000 to 10,000."""
+    """Measure the resident memory of coordinator and agent, and its growth from request 1,000 to 10,000."""
     with pool(folder) as made:
         ours = two_nodes(made, "step_ms=1")
         asyncio.run(load.plain(ours.base, made.key, 20, 50, 4))
@@ -52,7 +52,7 @@ def bench_memory(folder: Path) -> list[Row]:
 
 
 def bench_idle(folder: Path) -> list[Row]:
-    """CPU and wake-ups of an idle agent, and of a coordinator that nobody asks for anything."""
+    """Measure CPU and wake-ups of an idle agent and an idle coordinator."""
     with pool(folder) as made:
         ours = two_nodes(made)
         watched = {"idle agent": psutil.Process(made.nodes["one"].pid), "idle coordinator": ours.process}
@@ -71,12 +71,12 @@ def bench_idle(folder: Path) -> list[Row]:
 
 
 def _used(process: psutil.Process) -> tuple[float, int]:
-    """Give seconds of CPU, and how often it woke up."""
+    """Return the CPU seconds and the voluntary context switches of a process."""
     return sum(process.cpu_times()[:2]), process.num_ctx_switches().voluntary
 
 
 def bench_help(_: Path) -> list[Row]:
-    """CPU of `cluster --help`."""
+    """Measure the CPU time of `cluster --help`."""
     figures: list[float] = []
     for _round in range(9):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -88,7 +88,7 @@ def bench_help(_: Path) -> list[Row]:
 
 
 def bench_doctor(folder: Path) -> list[Row]:
-    """Time of `cluster doctor` on a machine in no cluster, every check at once."""
+    """Measure `cluster doctor` on a machine in no cluster, with all checks at once."""
     seconds: list[float] = []
     for _round in range(5):
         began = time.monotonic()
@@ -107,7 +107,7 @@ def bench_doctor(folder: Path) -> list[Row]:
 
 
 def bench_parts(folder: Path) -> list[Row]:
-    """A long answer over a link of 100 Mbit/s beside streams: how far it moves the gaps between tokens."""
+    """Measure how far a long answer over a link of 100 Mbit/s changes the gaps between tokens of streams."""
     target = "ITL p99 moves by <= 50 ms"
     reason = unsupported()
     if reason:
@@ -129,7 +129,7 @@ def bench_parts(folder: Path) -> list[Row]:
         found = json.loads(done.stdout)
     moved = (found["beside"] - found["alone"]) * 1000
     figure = (
-        f"{moved:.1f} ms (p99 {found['alone'] * 1000:.1f} alone, {found['beside'] * 1000:.1f} beside "
+        f"{moved:.1f} ms (p99 {found['alone'] * 1000:.1f} alone, {found['beside'] * 1000:.1f} during "
         f"{found['bytes'] / 1e6:.0f} MB in {found['seconds']:.1f} s)"
     )
     return [Row("100 MB of parts over 100 Mbit/s", target, figure, moved <= 50, commit())]
@@ -151,7 +151,8 @@ GROUPS: dict[str, Callable[[Path], list[Row]]] = {
     "end": end_to_end.bench_end_to_end,
 }
 BY_NAME = frozenset({"simulation"})
-"""Not in the plan: it plays in virtual time, so its figures are the same on every machine, all but one."""
+"""Groups outside the plan. They run in virtual time, therefore all their figures but one are the same on every
+machine."""
 BUDGETS = {
     "begin": 90,
     "help": 10,
@@ -214,7 +215,7 @@ def main() -> int:
 
 
 def _rows(name: str) -> list[Row]:
-    """Run a group; one that breaks is a miss, and the others run."""
+    """Run a group. A group that raises is a miss, and the remaining groups run."""
     with tempfile.TemporaryDirectory(prefix="mp-bench-") as folder:
         try:
             return GROUPS[name](Path(folder))

@@ -1,8 +1,8 @@
-"""From a machine with nothing but a checkout to an answer of a second node, by the three commands that a new user
-types: install, `cluster up` (which has a node of its own), and `cluster join` with the line that it prints.
+"""Time from a bare checkout to an answer of a second node.
 
-Everything that would be downloaded is in uv's cache before the clock starts, so what is timed is ours: building,
-installing, starting, joining, loading the model, and the first token.
+A new user types three commands: install, `cluster up` (which starts a node of its own), and `cluster join` with the
+printed line. All downloads are in uv's cache before the clock starts. The time therefore covers only our own work:
+building, installing, starting, joining, loading the model, and the first token.
 """
 
 import json
@@ -74,7 +74,7 @@ def bench_begin(folder: Path) -> list[Row]:
         up.close()
     figure = f"{whole:.1f} s (install {installed - began:.1f}), 3 commands"
     return [
-        Row("nothing to a token of a second node", "<= 120 s, <= 3 commands", figure, whole <= 120, commit()),
+        Row("bare checkout to a token of a second node", "<= 120 s, <= 3 commands", figure, whole <= 120, commit()),
         Row("join to its first token", "<= 10 s", f"{join:.1f} s", join <= 10, commit()),
     ]
 
@@ -89,7 +89,8 @@ def _install(place: Path) -> Path:
 
 
 def _first_token(facts: dict[str, str]) -> float:
-    """Ask several things at once until the node `second` has answered; give when its first token came. 30 s at most."""
+    """Send several requests at once until the node `second` has answered, for 30 s at most; return when its first token
+    came."""
     direct = DefaultHttpxClient(trust_env=False, timeout=30)
     client = OpenAI(base_url=facts["base_url"], api_key=facts["api_key"], http_client=direct, max_retries=5)
     deadline = time.monotonic() + 30
@@ -98,11 +99,11 @@ def _first_token(facts: dict[str, str]) -> float:
             for node, first in threads.map(lambda _: _answer(client), range(AT_ONCE)):
                 if node == "second":
                     return first
-    raise RuntimeError("the second node answered nothing: " + json.dumps(facts))
+    raise RuntimeError("the second node sent no answer: " + json.dumps(facts))
 
 
 def _answer(client: OpenAI) -> tuple[str, float]:
-    """Stream one answer; give who gave it and when its first token came."""
+    """Stream one answer; return its node and when its first token came."""
     raw = client.chat.completions.with_raw_response.create(
         model="macpool-tiny", messages=[{"role": "user", "content": HELLO}], stream=True
     )

@@ -1,4 +1,5 @@
-"""Streamed chats over raw sockets, the same client for every server: when each event with text came, and the usage."""
+"""Streamed chats over raw sockets: the same client for every server. It records the time of each event with text, and
+the usage."""
 
 import asyncio
 import json
@@ -32,7 +33,7 @@ TEXTS = ("content", "reasoning", "reasoning_content")
 
 @dataclass(slots=True)
 class Chat:
-    """One answer: seconds (monotonic) at which it was asked for and at which each event with text came."""
+    """One answer: seconds (monotonic) of its request and of each event with text."""
 
     asked: float = 0.0
     times: list[float] = field(default_factory=list[float])
@@ -43,17 +44,17 @@ class Chat:
 
     @property
     def first(self) -> float:
-        """Seconds to the first text."""
+        """Return the seconds to the first text."""
         return self.times[0] - self.asked
 
 
 def words(random: Random, count: int) -> str:
-    """Give a prompt that nobody has seen: `count` words, each about one token."""
+    """Return a new random prompt of `count` words, each about one token."""
     return " ".join(random.choice(WORDS) for _ in range(count))
 
 
 def body(model: str, prompt: str, tokens: int) -> dict[str, object]:
-    """Give a greedy, streamed request for exactly `tokens` tokens (a random model hardly ever ends by itself)."""
+    """Return a greedy, streamed request for `tokens` tokens (a random model hardly ever ends earlier)."""
     return {
         "model": model,
         "messages": [{"role": "user", "content": prompt}],
@@ -65,7 +66,7 @@ def body(model: str, prompt: str, tokens: int) -> dict[str, object]:
 
 
 async def chat(base: str, key: str, asked: Mapping[str, object], heard: Callable[[], object] | None = None) -> Chat:
-    """Ask, and read to the end; `heard` is called at each text. A cancelled task closes the connection."""
+    """Send a chat and read to the end; `heard` is called at each text. A cancelled task closes the connection."""
     reader, writer = await connect(base)
     seen = Chat(time.monotonic())
     try:
@@ -94,5 +95,5 @@ def _take(seen: Chat, event: Mapping[str, Any], now: float, heard: Callable[[], 
 
 
 async def together(base: str, key: str, bodies: Iterable[Mapping[str, object]]) -> list[Chat]:
-    """Ask everything at once."""
+    """Run all chats at once."""
     return list(await asyncio.gather(*[chat(base, key, one) for one in bodies]))

@@ -1,7 +1,8 @@
-"""The same tiny model behind nothing, nginx, sglang-router and us: what a client sees of all of it, at saturation.
+"""The same tiny model behind no router, nginx, sglang-router and Macpool: latency and throughput for clients at
+saturation.
 
-Two servers of the model stand behind each: mlx_lm.server behind peers, which are put in front of it, and our own nodes
-behind ours. Behind nothing every second client asks the first server and the others the second.
+Each case has two servers of the model: mlx_lm.server behind the peers, and our own nodes behind our router. Without a
+router, clients alternate between the two servers.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ OURS, NOTHING = "macpool", "nothing"
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What clients talk to: a name, base URLs that they take in turn, a key, and how the model is called there."""
+    """An endpoint under test: a name, base URLs that clients use in turn, a key, and the name of the model there."""
 
     name: str
     bases: Sequence[str]
@@ -38,14 +39,14 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One round: seconds that each chat took, and chats a second."""
+    """One round: seconds of each chat, and chats a second."""
 
     took: list[float]
     speed: float
 
 
 def bench_end_to_end(folder: Path) -> list[Row]:
-    """Chats of 16 tokens over 16 connections: p50, p99 and chats a second, a row for each front."""
+    """Measure chats of 16 tokens over 16 connections: p50, p99 and chats a second, a row for each front."""
     if missing():
         return [not_measured("end to end, the same tiny model", "no slower than any other", missing())]
     model = models.EMBEDDED
@@ -72,7 +73,7 @@ def bench_end_to_end(folder: Path) -> list[Row]:
 
 
 async def _load(front: Front, number: int) -> Load:
-    """Let every lane ask one chat after the other."""
+    """Run chats one after the other in every lane."""
     took: list[float] = []
     began = time.monotonic()
 
@@ -90,7 +91,7 @@ async def _load(front: Front, number: int) -> Load:
 
 
 def _rows(found: dict[str, list[Load]]) -> list[Row]:
-    """Give a row for each front; ours has to be no slower than the best of the others, by medians over the rounds."""
+    """Return a row for each front. Ours must be no slower than the best other front, by medians over the rounds."""
     seen = {
         name: (
             statistics.median(statistics.median(one.took) for one in loads),
@@ -109,7 +110,7 @@ def _rows(found: dict[str, list[Load]]) -> list[Row]:
     return [
         Row(
             f"end to end behind {name}, {LANES} chats at a time",
-            "no figure worse than the best of the others" if name == OURS else "told",
+            "no figure worse than the best other" if name == OURS else "reported",
             f"p50 {middle * 1000:.0f} ms, p99 {late * 1000:.0f} ms, {speed:.1f} chats/s (by round "
             f"{spread([one.speed for one in found[name]])})",
             good if name == OURS else True,

@@ -1,7 +1,8 @@
-"""Rows of the MLX engine: the whole stack over HTTP beside mlx-lm, and what the engine promises about itself.
+"""Rows of the MLX engine: the complete stack over HTTP compared with mlx-lm, and the limits of the engine itself.
 
-The model is random, 42 million parameters in fp32: it takes time as a larger one would, and says nothing. Both sides
-compute with the same BLAS in one thread; prompts are new in every round, so that no cache of prefixes helps.
+The model is random, with 42 million parameters in fp32: its speed is that of a larger model, its text has no meaning.
+Both sides compute with the same BLAS in one thread. Prompts are new in every round, because a prefix cache must not
+help.
 """
 
 import asyncio
@@ -33,11 +34,12 @@ from tests.support.processes import ROOT, Pool, environment, pool, until
 ROUNDS = 4
 ROWS = 8
 PROMPT_WORDS = 98
-"""With the template around it 108 tokens."""
+"""With the template 108 tokens."""
 LONG_WORDS = 5990
 TURN_WORDS = 1490
 ALONE_WORDS = 1990
-"""A prompt that is alone: its first 2,000 tokens are what a client that hangs up early sees of a long one."""
+"""A prompt that runs alone. Its 2,000 tokens are the part of a long prompt that is prefilled before a client
+disconnects."""
 DECODE_TOKENS = 80
 ANSWER_TOKENS = 32
 QUIET_STEPS = 200
@@ -55,14 +57,14 @@ THREADS = {"OPENBLAS_NUM_THREADS": "1"}
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server of the model: its base URL, a key, and how the model is called there."""
+    """A server of the model: its base URL, a key, and the name of the model there."""
 
     base: str
     key: str
     model: str
 
     async def chat(self, prompt: str, tokens: int, heard: Callable[[], object] | None = None) -> Chat:
-        """Ask; RuntimeError unless all tokens came, each in an event of its own."""
+        """Send a chat; raise RuntimeError unless all tokens came, each in an event of its own."""
         seen = await chat(self.base, self.key, body(self.model, prompt, tokens), heard)
         if seen.error or not seen.ended or seen.tokens != tokens or len(seen.times) != tokens:
             raise RuntimeError(f"{len(seen.times)} events, {seen.tokens} tokens of {tokens}: {seen.error}")
@@ -70,12 +72,12 @@ class Server:
 
 
 def model() -> Path:
-    """Give the model's folder, made when it is not there."""
+    """Return the model's folder; make it if it does not exist."""
     return models.path("llama", trained=False, preset="bench50m")
 
 
 def missing() -> str:
-    """Say what this machine has not and the rows need; empty when it has all."""
+    """Return a missing requirement of these rows; empty when there is none."""
     if sys.platform == "linux" and not models.fast_blas():
         return "OpenBLAS is not installed (Debian: apt-get install libopenblas0-pthread)"
     return ""
@@ -83,7 +85,7 @@ def missing() -> str:
 
 @contextmanager
 def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
-    """Start a coordinator and a node as a user would, keys and TLS on, the model loaded."""
+    """Start a coordinator and a node as a user would, with keys and TLS on and the model loaded."""
     os.environ |= THREADS
     with pool(folder) as made:
         made.up()
@@ -105,7 +107,7 @@ def one_node(folder: Path) -> Iterator[tuple[Pool, Server]]:
 
 
 def prompts(seed: str, count: int, length: int = PROMPT_WORDS) -> list[str]:
-    """Give prompts that no round has seen."""
+    """Return prompts that no round has used."""
     random = Random(seed)
     return [words(random, length) for _ in range(count)]
 
@@ -114,7 +116,7 @@ def prompts(seed: str, count: int, length: int = PROMPT_WORDS) -> list[str]:
 
 
 def bench_decode(folder: Path) -> list[Row]:
-    """Eight rows decoding, over HTTP, against mlx-lm's own batch in one process."""
+    """Compare eight decoding rows, over HTTP, with mlx-lm's own batch in one process."""
     name, peer = f"{ROWS} rows decoding", "mlx-lm's BatchGenerator"
     if missing():
         return [not_measured(name, f">= 0.95 x {peer}", missing())]
@@ -137,7 +139,7 @@ async def _times(server: Server, asked: Sequence[str]) -> list[list[float]]:
 
 
 def steady(rows: Sequence[Sequence[float]]) -> float:
-    """Give tokens per second from the last row's first token to the first row's last: all rows decode then."""
+    """Return the tokens per second while all rows decode: from the last row's first token to the first row's last."""
     begin, end = max(row[0] for row in rows), min(row[-1] for row in rows)
     return sum(begin < when <= end for row in rows for when in row) / (end - begin)
 
@@ -146,9 +148,12 @@ def steady(rows: Sequence[Sequence[float]]) -> float:
 
 
 def bench_server(folder: Path) -> list[Row]:
-    """Streams of 108 tokens in and 32 out, one and eight at a time, against mlx_lm.server. Told with it is in how many
-    forwards a prompt was read: a prompt that takes more than 0.25 s by itself is read in small chunks beside rows that
-    decode, which keeps their gaps short and costs many forwards. So the row depends on how fast the machine is."""
+    """Compare streams of 108 prompt and 32 generated tokens, one and eight at a time, with mlx_lm.server.
+
+    The figure includes the forwards per prompt. A prompt whose prefill takes more than 0.25 s alone is prefilled in
+    small chunks while other rows decode. Small chunks keep the gaps of those rows short, but need many forwards. The
+    row therefore depends on the speed of the machine.
+    """
     peer = "mlx_lm.server"
     if missing():
         return [not_measured("streams of the MLX engine", f">= 1.0 and 1.1 x {peer}", missing())]
@@ -171,7 +176,7 @@ def bench_server(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one load gave: tokens per second over all of it, and the median of seconds to the first token."""
+    """Result of one load: tokens per second in total, and median seconds to the first token."""
 
     speed: float
     first: float
@@ -196,8 +201,8 @@ def _loaded(server: Server, lanes: int, each: int) -> Callable[[int], Load]:
 
 
 def bench_itl(folder: Path) -> list[Row]:
-    """Seven chats decode, a prompt of 6,000 tokens arrives: how far their gaps grow."""
-    name, peer = "gap between tokens p99 of 7 chats beside a prompt of 6,000 tokens", "quiet"
+    """Measure how far the gaps of seven decoding chats grow when a prompt of 6,000 tokens arrives."""
+    name, peer = "gap between tokens p99 of 7 chats during a prompt of 6,000 tokens", "quiet"
     if missing():
         return [not_measured(name, f"<= 3 x {peer}", missing())]
     with one_node(folder) as (_, ours):
@@ -213,7 +218,7 @@ def bench_itl(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Gaps:
-    """Gaps in seconds, before the long prompt and after it, and until its first token, and how long that took."""
+    """Gaps in seconds, before the long prompt, after it and until its first token, and the seconds to that token."""
 
     quiet: list[float]
     loud: list[float]
@@ -221,7 +226,8 @@ class Gaps:
 
 
 async def _gaps(server: Server, number: int) -> Gaps:
-    """Measure a quiet phase, one beside the long prompt, and a quiet one again, for answers are longer by then."""
+    """Measure a quiet phase, a phase with the long prompt, and a second quiet phase, because the answers are longer by
+    then."""
     times: list[list[float]] = [[] for _ in range(ROWS - 1)]
     heard = asyncio.Event()
 
@@ -262,8 +268,8 @@ def _between(times: Sequence[Sequence[float]], begin: float, end: float) -> list
 
 
 def bench_cancel(folder: Path) -> list[Row]:
-    """A client hangs up while its long prompt is written: until the engine's memory is back, and all promises too."""
-    name, target = "hang-up to freed memory", "<= 1 chunk + 100 ms"
+    """Measure the time from a client's disconnect during a long prefill until memory and commitments are released."""
+    name, target = "disconnect to released memory", "<= 1 chunk + 100 ms"
     if missing():
         return [not_measured(name, target, missing())]
     with one_node(folder) as (made, ours):
@@ -274,14 +280,14 @@ def bench_cancel(folder: Path) -> list[Row]:
     worst, most = max(one.seconds for one in found), chunk + 0.1
     figure = (
         f"{worst * 1000:.0f} ms at most, {statistics.median(one.seconds for one in found) * 1000:.0f} ms median "
-        f"of {CANCELS} (a chunk takes {chunk * 1000:.0f} ms; {max(one.size for one in found) / MIB:.0f} MiB freed; "
+        f"of {CANCELS} (a chunk takes {chunk * 1000:.0f} ms; {max(one.size for one in found) / MIB:.0f} MiB released; "
         "reserved is 0 again)"
     )
     return [Row(name, target, figure, worst <= most, commit())]
 
 
 def _engine(made: Pool) -> psutil.Process:
-    """Find the engine's process below the node."""
+    """Return the engine's process below the node."""
     return next(one for one in made.nodes["one"].children() if "node.engine.process.main" in one.cmdline())
 
 
@@ -294,24 +300,24 @@ def _reserved(made: Pool) -> int:
 
 
 async def _chunk_seconds(made: Pool, server: Server, number: int) -> float:
-    """Give the mean time of a chunk of a long prompt that is alone."""
+    """Return the mean time of a chunk of a long prompt that runs alone."""
     before = _counts(made)
     (long,) = prompts(f"cancel alone {number}", 1, ALONE_WORDS)
-    seen = await server.chat(long, 2)  # the second token takes a step, and the report of that has all chunks
+    seen = await server.chat(long, 2)  # the second token needs a step, whose report has all chunks
     until(lambda: _counts(made)["steps"] > before["steps"], what="the report of its step")
     return seen.first / max(1, _counts(made)["forwards"] - before["forwards"] - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """How long it took until the memory was back, and how much that was, in bytes."""
+    """Seconds until the memory was released, and its bytes."""
 
     seconds: float
     size: int
 
 
 async def _hang_up(server: Server, engine: psutil.Process, after: float, number: int) -> Freed:
-    """Hang up some seconds into a long prompt; freed is when nine tenths of what it took are gone from the process."""
+    """Disconnect `after` seconds into a long prompt, and measure until nine tenths of its memory are released."""
     base = engine.memory_info().rss
     (long,) = prompts(f"cancel {number}", 1, LONG_WORDS)
     asking = asyncio.ensure_future(server.chat(long, 1))
@@ -332,7 +338,7 @@ async def _hang_up(server: Server, engine: psutil.Process, after: float, number:
 
 
 def bench_gate(_: Path) -> list[Row]:
-    """One question to the gate of a real engine with eight rows, live readings in it."""
+    """Measure one check of the gate of a real engine with eight rows and live readings."""
     name, target = "gate, per chunk", "<= 30 us"
     if missing():
         return [not_measured(name, target, missing())]
@@ -356,8 +362,8 @@ def bench_gate(_: Path) -> list[Row]:
 
 
 def bench_prefix(folder: Path) -> list[Row]:
-    """The second turn of a chat whose first had 1,500 tokens: its first token, with what was kept and without."""
-    name, peer = "first token of a second turn, 1,500 tokens before it", "a chat that nobody has begun"
+    """Compare the first token of a chat's second turn, after 1,500 tokens, with and without the cached prefix."""
+    name, peer = "first token of a second turn, 1,500 tokens before it", "a new chat"
     if missing():
         return [not_measured(name, f"<= 0.35 x {peer}", missing())]
     rows: list[Row] = []
@@ -375,7 +381,10 @@ def bench_prefix(folder: Path) -> list[Row]:
 
 
 def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], float]:
-    """Give the seconds to the first token of a second turn; not `known`: of one whose first turn was another's."""
+    """Return a function for the seconds to the first token of a second turn.
+
+    If not `known`, the server has processed another first turn.
+    """
 
     def run(number: int) -> float:
         first, other, second = prompts(f"prefix {seed} {known} {number}", 3, TURN_WORDS)
@@ -389,7 +398,7 @@ def _second_turn(server: Server, seed: str, *, known: bool) -> Callable[[int], f
 
 
 def bench_estimate(_: Path) -> list[Row]:
-    """The fitted estimate against MLX's peak, on six architectures, at chunks that the probe did not see."""
+    """Compare the fitted estimate with MLX's peak, on six architectures, at chunks that the probe did not use."""
     name, target = "estimate / measured peak on six architectures", "1.00 to 1.25"
     if missing():
         return [not_measured(name, target, missing())]
@@ -411,7 +420,7 @@ def bench_estimate(_: Path) -> list[Row]:
 
 
 def bench_grammar(_: Path) -> list[Row]:
-    """A step's mask at a vocabulary of 152,000, and how long the worst of the hostile grammars takes to be refused."""
+    """Measure a step's mask at a vocabulary of 152,000, and the time to refuse the worst hostile grammar."""
     step, refusal = "CPU of a step's mask at 151,936 tokens, p99", "hostile grammar refused, the slowest"
     if missing():
         return [not_measured(step, "<= 1.5 ms", missing()), not_measured(refusal, "<= 100 ms", missing())]
@@ -441,7 +450,7 @@ def bench_grammar(_: Path) -> list[Row]:
 
 
 def bench_torture(folder: Path) -> list[Row]:
-    """More than fits, for 90 s under each cap; then the same without the guard, which must pass the cap."""
+    """Run more than fits, for 90 s under each cap; then the same without the guard, which must exceed the cap."""
     name = "torture: cap = rest + {} MiB"
     if missing():
         return [not_measured(name.format(room), "0 over", missing()) for room in ROOMS]
@@ -469,8 +478,8 @@ def bench_torture(folder: Path) -> list[Row]:
 
 
 def bench_steady(folder: Path) -> list[Row]:
-    """Unique prompts, one after the other, with the memory held where each makes something older go."""
-    name, target = f"steady state: {STEADY_COUNT} unique prompts near the trip point", "0 refused, 0 over, 0 restarts"
+    """Run unique prompts, one after the other, with full memory: each prompt evicts an older prefix."""
+    name, target = f"steady state: {STEADY_COUNT} unique prompts near the limit", "0 refused, 0 over, 0 restarts"
     if missing():
         return [not_measured(name, target, missing())]
     os.environ |= THREADS

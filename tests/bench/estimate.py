@@ -1,8 +1,8 @@
-"""How close the fitted estimate of a forward's peak is, on six architectures: `python -m tests.bench.estimate`.
+"""Accuracy of the fitted estimate of a forward's peak, on six architectures: `python -m tests.bench.estimate`.
 
-Each model is loaded as a node loads it, with its probe; then chunks run that the probe did not see, in sizes and places
-of their own. Predicted is what was active before, what the chunk writes, and the estimate; measured is MLX's peak.
-Prints one JSON object: architecture → the ratios of predicted to measured, and of the transients alone.
+Each model is loaded as on a node, with its probe. Then chunks run in sizes and at positions that the probe did not use.
+The predicted value is the sum of the active memory before, the KV of the chunk, and the estimate. The measured value is
+MLX's peak. The output is one JSON object: architecture → ratios of predicted to measured, and of the transients alone.
 """
 
 import json
@@ -37,7 +37,7 @@ FILL = 500
 
 
 def ratios(resident: LoadedModel, tokens: int, past: int, random: Random) -> tuple[float, float]:
-    """Run one chunk; give predicted peak over measured peak, and estimate over transient."""
+    """Run one chunk; return predicted peak over measured peak, and estimate over transient."""
     ids = [random.randrange(resident.vocabulary) for _ in range(past + tokens)]
     cache = new_cache(resident.model)
     for begin in range(0, past, FILL):
@@ -55,7 +55,7 @@ def ratios(resident: LoadedModel, tokens: int, past: int, random: Random) -> tup
 
 
 def main() -> None:
-    """Load each, and try."""
+    """Load each model and measure its chunks."""
     found: dict[str, list[tuple[float, float]]] = {}
     for arch in sys.argv[1:] or ARCHITECTURES:
         driver = Driver(models.path(arch, trained=False), profile="auto", prefill_step_size=512)

@@ -1,7 +1,7 @@
-"""Rows of the front door: what a token and a request cost beside what others put in front of their nodes.
+"""Rows of the HTTP side: CPU and latency per token and request, compared with the routers of other projects.
 
-The peers route to mock nodes over HTTP; our own routes to scripted nodes over its link, started by `cluster up` and
-`cluster join` as a user would, keys and TLS on.
+The peers route to mock nodes over HTTP. Our router uses scripted nodes over its link, started by `cluster up` and
+`cluster join` as by a user, with keys and TLS on.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from tests.support.processes import Pool, pool
 STREAMS, TOKENS, STEP_MS = 64, 470, 20
 ROUNDS = 3
 PLAIN_SECONDS, PLAIN_TOKENS = 4, range(4, 13)
-"""Answers of one length would end in one instant, all of them, and so would the next ones."""
+"""Lengths differ, because answers of one length would all end, and restart, at the same instant."""
 MANY, MANY_TOKENS, MANY_STEP_MS = 1000, 200, 50
 APART, APART_TOKENS = 16, 60
 ALONE, PAUSE = 100, 0.02
@@ -48,14 +48,17 @@ def two_nodes(made: Pool, *settings: str) -> Peer:
 
 
 def build() -> str:
-    """Say which Python runs this: what our side costs depends on how it was compiled."""
+    """Return the Python that runs this, because our CPU time depends on how Python was compiled."""
     return f"Python {sys.version.split()[0]} in {sys.base_prefix}"
 
 
 @contextmanager
 def node_kinds(step_ms: float) -> Iterator[dict[str, tuple[int, int]]]:
-    """Run mock nodes of both kinds, and return the ports of each: those that close a connection after each answer and
-    write a step to one request after the other, as mlx_lm.server does, and those that do neither, as most servers."""
+    """Run mock nodes of both kinds, and return the ports of each.
+
+    The first kind closes a connection after each answer and writes a step to one request after the other, as
+    mlx_lm.server does. The second kind keeps connections and writes a step at once, as most servers do.
+    """
     with mock_nodes(step_ms) as closing, mock_nodes(step_ms, 0, keeps=True) as keeping:
         yield {"close connections": closing, "keep connections and write a step at once": keeping}
 
@@ -72,7 +75,7 @@ class Cost:
 
 
 def in_rounds(peers: Sequence[Peer], measure: Callable[[Peer], T]) -> list[list[T]]:
-    """Measure all peers in every round, each time another one first; round 0 is not counted."""
+    """Measure all peers in every round, each time in another order; round 0 is not counted."""
     found: list[list[T]] = []
     for number in range(ROUNDS + 1):
         first = number % len(peers)
@@ -91,7 +94,7 @@ def per_event(peer: Peer) -> tuple[Cost, load.Seen]:
 
 
 def per_request(peer: Peer, body: Mapping[str, object]) -> Cost:
-    """Send as many plain requests as go through in one round."""
+    """Send as many plain requests as complete in one round."""
     router, agents = peer.cpu(), peer.agents_cpu()
     try:
         requests = load.rush(peer.base, peer.key, 2 * STREAMS, PLAIN_SECONDS, PLAIN_TOKENS, body)
@@ -106,7 +109,7 @@ def _cost(peer: Peer, router: float, agents: float, count: int) -> Cost:
 
 
 def bench_stream(folder: Path) -> list[Row]:
-    """Streamed tokens against nginx and sglang-router; and how long a token is under way, against a node's socket."""
+    """Compare streamed tokens with nginx and sglang-router, and the transit time of a token with a node's socket."""
     with pool(folder) as made, node_kinds(STEP_MS) as kinds, ExitStack() as stack:
         ours = two_nodes(made, f"step_ms={STEP_MS}", "text=clock")
         peers = [
@@ -130,19 +133,21 @@ def bench_stream(folder: Path) -> list[Row]:
 
 
 def bench_plain(folder: Path) -> list[Row]:
-    """Plain requests against sglang-router, as many at once as nodes of 20 ms steps let through."""
+    """Compare plain requests with sglang-router, as many at once as nodes with 20 ms steps allow."""
     name = f"plain request, {2 * STREAMS} at a time, 4 to 12 steps of {STEP_MS} ms"
     return _bodies(folder, STEP_MS, 0.8, {name: hello()})
 
 
 def bench_bodies(folder: Path) -> list[Row]:
-    """Plain requests of three lengths against sglang-router, as many as go through."""
+    """Compare plain requests of three lengths with sglang-router, as many as complete."""
     return _bodies(folder, 1, 1.0, {f"body {name}": make() for name, make in BODIES.items()})
 
 
 def _bodies(folder: Path, step_ms: int, limit: float, bodies: Mapping[str, Mapping[str, object]]) -> list[Row]:
-    """Send each body to ours, and to sglang-router before both kinds of nodes. The gate refuses none: what is measured
-    is not the refusing."""
+    """Send each body to our router, and to sglang-router in front of both kinds of nodes.
+
+    The gate refuses none of them, because refusals are not measured here.
+    """
     with pool(folder) as made, node_kinds(step_ms) as kinds, ExitStack() as stack:
         ours = two_nodes(made, f"step_ms={step_ms}", "tools=true", "kv_per_token=1024")
         peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
@@ -167,9 +172,12 @@ def _cpu(name: str, limit: float, pairs: Sequence[tuple[Cost, Cost]], peer: Peer
 
 
 def bench_apart(folder: Path) -> list[Row]:
-    """Whether peers stand before nodes like real ones: how far apart a server of MLX writes what one step gave its
-    streams, and how far a mock node; and whether it keeps connections. A router that wakes up once for all streams of a
-    step, or has not to connect for each request, has less to do."""
+    """Compare the mock nodes with a real server of MLX, in two properties that change the work of a router.
+
+    The first is the time between events of one step on different streams. A router that wakes up once for all of them
+    has less to do. The second is whether the server keeps connections. If it does, a router need not connect for each
+    request.
+    """
     events, kept = "events of one step, mock node", "plain answer, mock node"
     target = "no further apart than mlx_lm.server's"
     if missing():
@@ -191,9 +199,12 @@ def bench_apart(folder: Path) -> list[Row]:
 
 
 def bench_delay(folder: Path) -> list[Row]:
-    """What a request alone waits for beside its engine, against sglang-router: all that its client waits without what
-    it waits for at the socket of a mock node that keeps connections. That takes the client's own time off both sides
-    alike. Ours has a second process on the node, the agent, and TLS to it; how long the node has it is told."""
+    """Compare the delay that a router adds to a request that runs alone with the delay of sglang-router.
+
+    The delay is the client's waiting time minus the waiting time at the socket of a mock node that keeps connections.
+    This removes the client's own time from both sides. Our side has a second process on the node, the agent, and TLS to
+    that process. The figure includes the time that the request spends on the node.
+    """
     with pool(folder) as made, node_kinds(0) as kinds, ExitStack() as stack:
         ours = two_nodes(made, "step_ms=0")
         peers = [stack.enter_context(sglang(folder, ports)) for ports in kinds.values()]
@@ -208,7 +219,7 @@ def bench_delay(folder: Path) -> list[Row]:
             f"({mine * 1e6:.0f} against {other * 1e6:.0f} us; by round {spread(ratios)}; ours is on its node for "
             f"{nodes * 1e6:.0f} us; {build()})"
         )
-        rows.append(at_most(f"plain request alone, added p50, nodes that {kind}", 1.0, ratio, words, peer.name))
+        rows.append(at_most(f"single plain request, added p50, nodes that {kind}", 1.0, ratio, words, peer.name))
     return rows
 
 
@@ -220,14 +231,14 @@ def _alone(peer: Peer) -> float:
 
 
 def _node_seconds(made: Pool) -> float:
-    """Return the median over the newest requests of the seconds from sending to the node's last word."""
+    """Return the median seconds from sending a request to the node's last frame, over the newest requests."""
     ended: list[dict[str, Any]] = made.get("/api/v1/requests?last=100")["requests"]
     sent = (next(step["at"] for step in one["steps"] if step["what"] == "sent") for one in ended)
     return statistics.median(one["seconds"] - at for one, at in zip(ended, sent, strict=True))
 
 
 def bench_many(folder: Path) -> list[Row]:
-    """A thousand streams at once through one process."""
+    """Run a thousand streams at once through one process."""
     with pool(folder) as made:
         ours = two_nodes(made, f"step_ms={MANY_STEP_MS}", f"batch={MANY}", "text=clock", "memory=512GiB")
         before = ours.cpu(), ours.agents_cpu()
@@ -248,7 +259,7 @@ def bench_many(folder: Path) -> list[Row]:
 
 
 def bench_refusing(folder: Path) -> list[Row]:
-    """One of two nodes refuses: what that adds to who was sent there first. Then both refuse."""
+    """Measure the extra time of a request that one of two nodes refuses. Then both nodes refuse."""
     with pool(folder) as made:
         made.up("router.queue_timeout_seconds=2")
         made.join("one", "engine.scripted.step_ms=5", f"engine.scripted.refuse={REFUSED_WORD}")
@@ -273,8 +284,8 @@ def bench_refusing(folder: Path) -> list[Row]:
         ),
         Row(
             "all refuse",
-            "503 with numbers, <= 10 ms after that was decided",
-            f"{last.status} after {last.seconds:.2f} s, {after:.1f} ms after that was decided",
+            "503 with numbers, <= 10 ms after the decision",
+            f"{last.status} after {last.seconds:.2f} s, {after:.1f} ms after the decision",
             last.status == 503 and last.memory and after <= 10,
             commit(),
         ),
@@ -283,7 +294,7 @@ def bench_refusing(folder: Path) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """How one request ended: its status, how many nodes it was sent to, whether memory numbers came, in seconds."""
+    """End of one request: its status, the number of nodes, whether memory numbers came, and its seconds."""
 
     status: int
     attempts: int

@@ -1,7 +1,7 @@
-"""What one question to the gate costs, on a real engine with several rows: `python -m tests.bench.gate MODEL ROWS`.
+"""CPU time of one check of the gate, on a real engine with several rows: `python -m tests.bench.gate MODEL ROWS`.
 
-Prints `{"microseconds": [...]}` of this thread's CPU, one figure a round: the engine reads its footprint and MLX's
-memory, sums what it has promised, judges and answers, as before every chunk of a prompt.
+Prints `{"microseconds": [...]}` of this thread's CPU, one figure a round. As before every chunk of a prompt, the engine
+reads its footprint and MLX's memory, adds up its commitments, decides and answers.
 """
 
 import json
@@ -19,7 +19,7 @@ ROUNDS, CHECKS = 9, 2000
 
 
 def main() -> None:
-    """Let the rows decode, then ask again and again."""
+    """Start decoding all rows, then check repeatedly."""
     folder, rows = Path(sys.argv[1]), int(sys.argv[2])
     driver = Driver(folder, preload=(folder.name,))
     random = Random(1)

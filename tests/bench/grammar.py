@@ -1,8 +1,8 @@
-"""What a grammar costs: `python -m tests.bench.grammar`.
+"""CPU time of a grammar: `python -m tests.bench.grammar`.
 
-Prints milliseconds as JSON: `steps`, of CPU, one list a round (mask computed and applied, at 151,936 tokens made of the
-words in Python's library), and `refusals`, by the name of what was refused, the best of three (the process that vets is
-running).
+Prints milliseconds as JSON. `steps` has the CPU time of computing and applying a mask, one list a round, at 151,936
+tokens made of the words in Python's library. `refusals` has the time of a refusal by the name of its grammar, the best
+of three while the vetting process is running.
 """
 
 import json
@@ -56,7 +56,7 @@ HOSTILE = {
 
 
 def _words() -> Iterator[bytes]:
-    """Give the beginnings of every word in Python's library, the shortest of each first."""
+    """Yield the prefixes of every word in Python's library, the shortest of each word first."""
     for file in sorted(Path(json.__file__).parents[1].rglob("*.py")):
         for word in re.findall(rb" ?\w+|\s+|[^\w\s]+", file.read_bytes()):
             yield from (word[:length] for length in range(2, min(len(word), 16) + 1))
@@ -78,7 +78,7 @@ def tokenizer() -> LLTokenizer:
 
 
 def steps() -> list[list[float]]:
-    """Walk through an answer; give the milliseconds of each step."""
+    """Walk through an answer; return the milliseconds of each step."""
     guide, logits = tokenizer(), mx.random.normal((1, VOCABULARY))
     ids = [*guide.tokenize_str(ANSWER), VOCABULARY - 1]
     found: list[list[float]] = []
@@ -95,7 +95,7 @@ def steps() -> list[list[float]]:
 
 
 def refusals() -> dict[str, float]:
-    """Give the milliseconds until each is refused."""
+    """Return the milliseconds until each hostile grammar is refused."""
     model, found = load(models.EMBEDDED), dict[str, float]()
     for name, asked in [*HOSTILE.items()] * 3:
         grammars = GrammarCompiler()

@@ -1,7 +1,7 @@
-"""The peer of `decode`: mlx-lm's own `BatchGenerator` in a process of its own, with nothing around it.
+"""The peer of `decode`: mlx-lm's own `BatchGenerator` in a process of its own, without a server.
 
 `python -m tests.bench.library MODEL` prints a line once the model is loaded. Each line of its standard input is
-`{"prompts": [text, …], "tokens": N}`; it answers with the monotonic times at which each row got its tokens.
+`{"prompts": [text, …], "tokens": N}`. Its answer has the monotonic times at which each row got its tokens.
 """
 
 import json
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def generate(model: object, ids: list[list[int]], tokens: int) -> list[list[float]]:
-    """Decode all prompts as one batch, greedily; give each row's times."""
+    """Decode all prompts as one batch, greedily; return the times of each row."""
     generator = BatchGenerator(model)
     times: dict[int, list[float]] = {number: [] for number in generator.insert(ids, [tokens] * len(ids))}
     while responses := generator.next_generated():

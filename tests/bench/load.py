@@ -18,13 +18,17 @@ from urllib.parse import urlsplit
 PATIENCE = 30
 """Seconds after which an answer counts as lost."""
 LINGERS = 2.0
-"""Seconds after an answer in which a server closes its connection, or keeps it."""
+"""Seconds after an answer in which a server either closes its connection or keeps it."""
 
 
 @dataclass(slots=True)
 class Seen:
-    """What came back. In seconds `gaps` between two events of one stream, `transit` from the node's clock to here, and
-    what each plain request `took`."""
+    """Results of a load.
+
+    `gaps`: Seconds between two events of one stream.
+    `transit`: Seconds from the node's clock to the client.
+    `took`: Seconds of each plain request.
+    """
 
     events: int = 0
     requests: int = 0
@@ -36,7 +40,7 @@ class Seen:
 
 
 def request(base: str, key: str, body: Mapping[str, object]) -> bytes:
-    """Give the bytes of one request."""
+    """Return the bytes of one request."""
     parts = urlsplit(base)
     content = json.dumps(body).encode()
     return (
@@ -87,7 +91,7 @@ async def _stream(base: str, key: str, tokens: int, seen: Seen) -> None:
 
 
 async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
-    """Run `count` streams of `tokens` tokens side by side."""
+    """Run `count` streams of `tokens` tokens in parallel."""
     seen = Seen()
     began = time.monotonic()
     await asyncio.gather(*[_stream(base, key, tokens, seen) for _ in range(count)])
@@ -96,8 +100,10 @@ async def streams(base: str, key: str, count: int, tokens: int) -> Seen:
 
 
 def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[float]:
-    """Run `count` streams side by side; give the seconds between what came on any of them and what came on another
-    next, as far as they are below `most`: the time of a step is not between two events of one."""
+    """Run `count` streams in parallel and return the seconds between consecutive reads of any stream.
+
+    Gaps of `most` and more are left out, because they are the time between two steps.
+    """
     body = {
         "model": model,
         "messages": [{"role": "user", "content": "hello there"}],
@@ -113,7 +119,7 @@ def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[f
         while selector.get_map():
             ready = selector.select(30)
             if not ready:
-                raise RuntimeError(f"{base} says no more")
+                raise RuntimeError(f"{base} sends no more data")
             for key, _ in ready:
                 data = key.data.recv(2**16)
                 times.append(time.monotonic())
@@ -123,7 +129,7 @@ def apart(base: str, model: str, count: int, tokens: int, most: float) -> list[f
 
 
 def manners(base: str, model: str) -> str:
-    """Say which HTTP a server of models answers a plain request in, and whether it closes the connection then."""
+    """Return the HTTP version of a server's plain answer, and whether the server then closes the connection."""
     body = {"model": model, "messages": [{"role": "user", "content": "hello there"}], "max_tokens": 2}
     parts = urlsplit(base)
     with socket.create_connection((parts.hostname or "", parts.port or 0), 30) as connection:
@@ -186,9 +192,12 @@ end
 
 
 def rush(base: str, key: str, lanes: int, seconds: int, tokens: Sequence[int], body: Mapping[str, object]) -> int:
-    """Run plain requests in `lanes` connections for some seconds with wrk, which is fast enough not to be what is
-    measured; return how many were answered. Each asks for one of these lengths. RuntimeError with the first answer that
-    was no success, or where wrk is not installed."""
+    """Run plain requests in `lanes` connections for `seconds` and return the number of answers.
+
+    The program wrk sends the requests, because its own speed does not limit the result. Each request asks for one of
+    the lengths in `tokens`. RuntimeError: an answer was no success (the text has the first one), or wrk is not
+    installed.
+    """
     if shutil.which("wrk") is None:
         raise RuntimeError("wrk is not installed (Debian: apt-get install wrk)")
     bodies = [{"model": "scripted-1", **body, "max_tokens": length} for length in tokens]

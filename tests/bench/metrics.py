@@ -1,4 +1,4 @@
-"""What it costs to be observed: a scrape of a pool of ten nodes with ten models each, and the counting of a request."""
+"""CPU time of metrics: a scrape of a pool of ten nodes with ten models each, and the counting of a request."""
 
 import json
 import statistics
@@ -23,12 +23,12 @@ TIMES = 200_000
 
 
 def bench_metrics(_: Path) -> list[Row]:
-    """All rows."""
+    """Measure all rows."""
     return [_scrape(), _per_request(), _per_step()]
 
 
 def _scrape() -> Row:
-    """The coordinator's page over HTTP, and the pages of all nodes as they are written."""
+    """Measure the coordinator's page over HTTP, and the rendering of all nodes' pages."""
     models = tuple(a_model(f"model-{number}") for number in range(MODELS))
     with served(*(LoopbackNode(f"n{number}", models=models) for number in range(NODES))) as pool:
         for number in range(MODELS):
@@ -50,7 +50,7 @@ def _scrape() -> Row:
 
 
 def _per_request() -> Row:
-    """Everything that is counted of a request that is placed at once."""
+    """Measure all counting of a request that is placed at once."""
     counters, node = Counters(), NodeId("n")
 
     def request() -> None:
@@ -64,7 +64,7 @@ def _per_request() -> Row:
 
 
 def _per_step() -> Row:
-    """What is counted of a node's step, however many streams it serves: shared by all of its tokens."""
+    """Measure the counting of one step of a node. All streams and tokens of the step share this cost."""
     counters, node = Counters(), NodeId("n")
     clock = time.monotonic
     took = _each(lambda: counters.stepped(node, "model", 7, 8, clock()))

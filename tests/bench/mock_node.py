@@ -1,12 +1,12 @@
 """An HTTP node for the peers to route to: streams one event per step to every open stream, or answers at once.
 
-`python -m tests.bench.mock_node STEP_MS APART_US KEEPS` prints its port and serves until its standard input ends. What
-a step gave goes to its requests one after the other, APART_US or a little more from the one to the next, as from a
-server that has a thread or a task for each; 0: all in one instant. It sleeps until then: a real node is another
-machine, and leaves this one's cores alone. With steps of 0 it answers at once, and streams nothing.
+`python -m tests.bench.mock_node STEP_MS APART_US KEEPS` prints its port and serves until its standard input ends. The
+events of a step go to one request after the other, at least APART_US apart. A server with a thread or a task for each
+request does the same. With 0 all go at one instant. The node sleeps between them: a real node is another machine and
+does not use the cores of this one. With steps of 0 it answers at once, without streams.
 
-It speaks HTTP/1.0 as mlx_lm.server does, which closes a connection after each answer; with KEEPS of 1 it speaks
-HTTP/1.1 and keeps them.
+It speaks HTTP/1.0 as mlx_lm.server does, which closes a connection after each answer. With KEEPS of 1 it speaks
+HTTP/1.1 and keeps connections.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class Exchange(asyncio.Protocol):
         self.over()
 
     def over(self) -> None:
-        """An answer has ended."""
+        """Handle the end of an answer."""
         if not self.keeps:
             self.transport.close()
 
@@ -97,7 +97,7 @@ class Exchange(asyncio.Protocol):
         self.transport.write(b"%x\r\n%s\r\n" % (len(data), data) if self.keeps else data)
 
     def gave(self, event: bytes) -> bool:
-        """Take a step; False where it gave nothing to send."""
+        """Take a step; return False if there was nothing to send."""
         self.left -= 1
         if self in self.streams:
             self.chunk(event)
@@ -116,7 +116,7 @@ class Exchange(asyncio.Protocol):
 
 
 def asked_tokens(asked: dict[str, int]) -> int:
-    """Read the length under either of its names: sglang-router renames it."""
+    """Return the length under either of its names: sglang-router renames it."""
     return asked.get("max_tokens") or asked.get("max_completion_tokens") or 8
 
 
@@ -138,13 +138,13 @@ async def main(step: float, apart: float) -> None:
         for exchange in (*Exchange.streams, *Exchange.answers):
             if not exchange.gave(event) or not apart:
                 continue
-            await asyncio.sleep(0)  # which lets out what was written
+            await asyncio.sleep(0)  # sends the written bytes
             time.sleep(max(0.0, given + apart - time.monotonic()))  # noqa: ASYNC251  the loop's timers count in milliseconds
             given = time.monotonic()
 
 
 def sleep_exactly() -> None:
-    """Have this process woken when it wants to be, not up to 50 us later."""
+    """Make the kernel wake this process on time, not up to 50 us later."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_TIMER_SLACK, 1000, 0, 0, 0)
 

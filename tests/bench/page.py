@@ -1,4 +1,4 @@
-"""The page: how soon its first bars stand, and what an open page costs the coordinator."""
+"""The page: time until its first bars appear, and the CPU time of the coordinator for an open page."""
 
 import shutil
 import statistics
@@ -15,7 +15,7 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-backgroun
 
 
 def bench_page(folder: Path) -> list[Row]:
-    """Time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
+    """Measure the time from navigation to the first bars, and CPU for each viewer; needs Chromium."""
     from playwright.sync_api import sync_playwright
 
     chromium = shutil.which("chromium")
@@ -47,7 +47,7 @@ def bench_page(folder: Path) -> list[Row]:
 
 
 def _share(process: psutil.Process) -> float:
-    """Give the share of a core that a process takes, in percent."""
+    """Return the share of a core that a process uses, in percent."""
     before, began = sum(process.cpu_times()[:2]), time.monotonic()
     time.sleep(SECONDS)
     return (sum(process.cpu_times()[:2]) - before) / (time.monotonic() - began) * 100

@@ -1,4 +1,5 @@
-"""Inside the coordinator's host: gaps between tokens alone, then beside a long log being fetched over the same link."""
+"""Runs on the coordinator's host: gaps between tokens alone, then during the download of a long log over the same
+link."""
 
 import asyncio
 import json
@@ -12,7 +13,7 @@ SIZE = 100_000_000
 
 
 async def fetch(base: str, key: str) -> tuple[int, float]:
-    """Fetch the log of the node; give bytes and seconds."""
+    """Fetch the log of the node; return bytes and seconds."""
     parts = urlsplit(base)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port, limit=2**20)
     writer.write(
@@ -27,7 +28,7 @@ async def fetch(base: str, key: str) -> tuple[int, float]:
 
 
 def p99(gaps: list[float]) -> float:
-    """Give the 99th percentile."""
+    """Return the 99th percentile."""
     return sorted(gaps)[int(len(gaps) * 0.99)]
 
 

@@ -1,5 +1,8 @@
-"""The peers: nginx (Debian's) and sglang-router (its wheel, in an environment of its own), before mock nodes; for the
-engine mlx-lm, of the version that the engine uses: its server, and its batches in a process of their own."""
+"""The peers of the benchmarks, each in a process or environment of its own.
+
+In front of mock nodes: nginx (Debian's) and sglang-router (its wheel). For the engine: mlx-lm in the engine's version,
+as its server and as its batches.
+"""
 
 import json
 import os
@@ -21,9 +24,11 @@ from tests.support.processes import ROOT, environment, until
 NGINX, SGLANG, MLX = "nginx", "sglang-router", "mlx_lm.server"
 SGLANG_WHEEL = f"{SGLANG}==0.3.2"
 APART = 50
-"""Microseconds that a mock node waits at least between what it gives two requests of a step: with waking up it is 80.
-mlx_lm.server's threads write theirs some 100 apart (`python -m tests.bench apart`). A peer that wakes up once for a
-whole step has less to do: a node that writes all in one instant would flatter it."""
+"""Least microseconds of a mock node between the events of a step for two requests; 80 including the wake-up.
+
+The threads of mlx_lm.server write their events some 100 µs apart (`python -m tests.bench apart`). A node that writes
+all events at one instant would favour a peer that wakes up once for a whole step.
+"""
 NGINX_CONFIG = """
 daemon off; master_process on; worker_processes 1; pid {folder}/nginx-{port}.pid; error_log {folder}/error.log;
 events {{ worker_connections 1024; }}
@@ -43,7 +48,7 @@ http {{
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if it has some."""
+    """A router: its name, its base URL, its process, a key for it, and the agents on its nodes, if any."""
 
     name: str
     base: str
@@ -52,16 +57,16 @@ class Peer:
     agents: tuple[psutil.Process, ...] = ()
 
     def cpu(self) -> float:
-        """Return the CPU seconds of its process tree so far, agents not counted."""
+        """Return the CPU seconds of its process tree until now, without agents."""
         return cpu_of([self.process, *self.process.children(recursive=True)])
 
     def agents_cpu(self) -> float:
-        """Return the CPU seconds of its agents so far; their engines do the work of a node, and are not counted."""
+        """Return the CPU seconds of its agents until now, without their engines, which do the work of a node."""
         return cpu_of(self.agents)
 
 
 def cpu_of(processes: Iterable[psutil.Process]) -> float:
-    """Return the CPU seconds that some processes took so far."""
+    """Return the CPU seconds of some processes until now."""
     total = 0.0
     for process in processes:
         with suppress(psutil.NoSuchProcess):
@@ -71,15 +76,18 @@ def cpu_of(processes: Iterable[psutil.Process]) -> float:
 
 
 def free_port() -> int:
-    """Give a port that is free now."""
+    """Return a port that is free now."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 @contextmanager
 def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) -> Iterator[tuple[int, int]]:
-    """Run two mock nodes; give their ports. Without steps they answer at once, and stream nothing. With `keeps` they
-    keep connections between two requests, which mlx_lm.server does not."""
+    """Run two mock nodes; return their ports.
+
+    Without steps they answer at once, and stream nothing. With `keeps` they keep connections between two requests,
+    which mlx_lm.server does not.
+    """
     with ExitStack() as stack:
         ports: list[int] = []
         for _ in range(2):
@@ -99,7 +107,7 @@ def mock_nodes(step_ms: float, apart_us: float = APART, *, keeps: bool = False) 
 
 @contextmanager
 def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run nginx before two nodes. RuntimeError where it is not installed."""
+    """Run nginx in front of two nodes; raise RuntimeError if it is not installed."""
     program = shutil.which("nginx") or "/usr/sbin/nginx"
     if not os.path.exists(program):
         raise RuntimeError("nginx is not installed (Debian: apt-get install nginx-light)")
@@ -117,7 +125,7 @@ def nginx(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 @contextmanager
 def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
-    """Run sglang-router before two nodes, installed on first use into .bench/."""
+    """Run sglang-router in front of two nodes, installed on first use into .bench/."""
     python = _sglang_python()
     port = free_port()
     with (folder / f"sglang-{port}.log").open("wb") as log:
@@ -153,7 +161,7 @@ def sglang(folder: Path, ports: tuple[int, int]) -> Iterator[Peer]:
 
 @contextmanager
 def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
-    """Run mlx_lm.server with one model and a home of its own, on the BLAS that the engine gets, too."""
+    """Run mlx_lm.server with one model and a home folder of its own, on the same BLAS as the engine."""
     port = free_port()
     home = folder / "mlx-home"
     home.mkdir()
@@ -186,13 +194,13 @@ def mlx_server(folder: Path, model: Path) -> Iterator[Peer]:
 
 
 class Library:
-    """mlx-lm's batches, spoken to over a pipe."""
+    """The batches of mlx-lm, in a process that is reached over a pipe."""
 
     def __init__(self, process: "subprocess.Popen[str]") -> None:
         self._process = process
 
     def generate(self, prompts: list[str], tokens: int) -> list[list[float]]:
-        """Give the monotonic times of each prompt's tokens; RuntimeError when it ended."""
+        """Return the monotonic times of each prompt's tokens; raise RuntimeError when the process has ended."""
         self.say(json.dumps({"prompts": prompts, "tokens": tokens}))
         return json.loads(self.hear())
 
@@ -213,7 +221,7 @@ class Library:
 
 @contextmanager
 def library(model: Path) -> Iterator[Library]:
-    """Run mlx-lm's batches, model loaded, on the BLAS that the engine gets, too."""
+    """Run the batches of mlx-lm with a loaded model, on the same BLAS as the engine."""
     process = subprocess.Popen(
         [sys.executable, "-m", "tests.bench.library", str(model)],
         stdin=subprocess.PIPE,

@@ -1,8 +1,9 @@
-"""Memory pressure on a real engine: two length groups of one model, a second model, answers that outgrow their promise,
-and checkpoints in fp8 and bf16 that are loaded and unloaded. No engine may die, no answer may be cut, no sample may
-stand over the cap.
+"""Memory pressure on a real engine.
 
-Driven like `torture`: the shipped engine process under the shipped limiter, poll and enforcer.
+The load has two length groups of one model, a second model, and answers that outgrow their commitment. Checkpoints in
+fp8 and bf16 are loaded and unloaded. No engine may crash, no answer may be cut, and no sample may be over the cap.
+
+Like `torture`, this runs the shipped engine process under the shipped limiter, poll and enforcer.
 """
 
 import asyncio
@@ -23,17 +24,17 @@ CLIENTS = 12
 ROOMS = (20, 32, 48, 64)
 SECONDS = 45.0
 SHORT, LONG = Kind(60, 96, 0.6), Kind(1500, 96, 0.4)
-"""So far apart that rows of both share no batch under these caps."""
+"""Lengths that share no batch under these caps."""
 EXPECTED = 8
 """Tokens reserved for an answer of 96: every row has to grow."""
 ASK_AGAIN, SAMPLE, REST = 0.2, 0.01, 2.0
 LOADED = ("packed", "plain")
-"""Checkpoints that come and go: 8 MiB of fp8 that become 16, and 16 MiB of bf16."""
+"""Checkpoints that are loaded and unloaded: 8 MiB of fp8 that become 16, and 16 MiB of bf16."""
 
 
 @dataclass
 class Seen:
-    """What a run showed."""
+    """Results of a run."""
 
     ends: Counter[str] = field(default_factory=Counter[str])
     loads: Counter[str] = field(default_factory=Counter[str])
@@ -45,7 +46,7 @@ class Seen:
 
 
 def lay_out_pressure(folder: Path) -> None:
-    """Put the models where the node finds them."""
+    """Write the models into the folder of the node."""
     lay_out(folder)
     fp8(folder / "models" / LOADED[0], layers=1)
     fp8(folder / "models" / LOADED[1], layers=1, packed=False)
@@ -59,7 +60,7 @@ async def rest_of(folder: Path) -> int:
 
 
 async def press(folder: Path, cap: int, seconds: float) -> Seen:
-    """Ask for more than fits for so long, and return what was seen."""
+    """Ask for more than fits for `seconds`, and return the results."""
     seen = Seen()
     async with started(folder, {"cap": cap, "margin": MARGIN}) as node:
         until = time.monotonic() + seconds
@@ -107,7 +108,7 @@ async def _sample(node: Node, seen: Seen, cap: int) -> None:
 
 
 async def _load(node: Node, seen: Seen) -> None:
-    """Load and unload checkpoints, one of them in the middle of its load every second time."""
+    """Load and unload checkpoints, every second time in the middle of the load."""
     turn = 0
     while True:
         turn += 1
@@ -135,10 +136,10 @@ def bench_pressure(folder: Path) -> list[Row]:
         cut = sum(count for word, count in seen.ends.items() if word not in allowed)
         ok = not (seen.deaths or cut or seen.over) and seen.ends["done"] > 0
         figure = (
-            f"{seen.deaths} deaths, {cut} cut, {seen.over} of {seen.samples} samples over; highest "
+            f"{seen.deaths} crashes, {cut} cut, {seen.over} of {seen.samples} samples over; highest "
             f"{(rest + room * MIB - seen.highest) / MIB:.1f} MiB below the cap; ends {dict(seen.ends)}, loads "
             f"{dict(seen.loads)}, {seen.preemptions} preemptions"
         )
         name = f"pressure: two length groups, two models, loads, cap = rest + {room} MiB"
-        rows.append(Row(name, "0 deaths, 0 cut, 0 over", figure, ok, commit()))
+        rows.append(Row(name, "0 crashes, 0 cut, 0 over", figure, ok, commit()))
     return rows

@@ -1,4 +1,4 @@
-"""One measured promise, and how figures become one: medians, and ratios pair by pair."""
+"""One measured target, and its statistics: medians, and ratios of pairs."""
 
 import platform
 import re
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One measured promise."""
+    """One measured target."""
 
     name: str
     target: str
@@ -28,7 +28,7 @@ class Row:
 
 
 def commit() -> str:
-    """Give the commit, marked when the tree differs from it."""
+    """Return the commit, marked when the tree differs from it."""
     done = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return done.stdout.strip() or "unknown"
 
@@ -45,32 +45,32 @@ def machine() -> str:
 
 
 def at_most(name: str, limit: float, ratio: float, words: str, peer: str) -> Row:
-    """Give the row of a ratio that may be `limit` at most."""
+    """Return the row of a ratio that may be at most `limit`."""
     return Row(name, f"<= {limit} x {peer}", f"{ratio:.2f} x {words}", ratio <= limit, commit())
 
 
 def at_least(name: str, limit: float, ratio: float, words: str, peer: str) -> Row:
-    """Give the row of a ratio that has to be `limit` at least."""
+    """Return the row of a ratio that must be at least `limit`."""
     return Row(name, f">= {limit} x {peer}", f"{ratio:.2f} x {words}", ratio >= limit, commit())
 
 
 def not_measured(name: str, target: str, reason: str) -> Row:
-    """Give the row of a promise that cannot be measured here: a miss, and why."""
+    """Return the row of a target that cannot be measured here: a miss with its reason."""
     return Row(name, target, f"not measured: {reason}", False, commit())
 
 
 def p99(figures: Sequence[float]) -> float:
-    """Give the figure that one in a hundred exceeds."""
+    """Return the 99th percentile."""
     return sorted(figures)[int(0.99 * len(figures))]
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Give all ratios, for who wants to know how sure their median is."""
+    """Return all ratios as text, which shows how reliable their median is."""
     return ", ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def in_turn(ours: Callable[[int], T], theirs: Callable[[int], T], rounds: int) -> list[tuple[T, T]]:
-    """Measure both in every round, round 0 not counted, and every second time the peer first."""
+    """Measure both in every round, every second time the peer first; round 0 is not counted."""
     pairs: list[tuple[T, T]] = []
     for number in range(rounds + 1):
         if number % 2:
@@ -82,7 +82,7 @@ def in_turn(ours: Callable[[int], T], theirs: Callable[[int], T], rounds: int) -
 
 
 def ratio_of(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float, list[float]]:
-    """Give the medians of both, the median of the ratios pair by pair, and these."""
+    """Return the medians of both sides, the median of the ratios of the pairs, and these ratios."""
     ours, theirs = zip(*pairs, strict=True)
     ratios = [one / other for one, other in pairs]
     return statistics.median(ours), statistics.median(theirs), statistics.median(ratios), ratios

@@ -1,7 +1,7 @@
-"""What the router promises under load, in virtual time: the scenarios that were committed before anything was tuned.
+"""Targets of the router under load, in virtual time. The scenarios were committed before any tuning.
 
-`ratio` rows are means over SEEDS: with some hundred requests one seed more or less long prompts moves the 95th
-percentile by a third.
+`ratio` rows are means over SEEDS. A run has only some hundred requests, and a few more or fewer long prompts move the
+95th percentile by a third.
 """
 
 import random
@@ -26,7 +26,7 @@ DECISIONS = 20_000
 
 
 def bench_small(_: Path) -> list[Row]:
-    """The household and the lab against the clairvoyant."""
+    """Compare the household and the lab with the clairvoyant policy."""
     rows: list[Row] = []
     for name in ("household", "lab"):
         scenario, folder = load(name)
@@ -43,7 +43,7 @@ def bench_small(_: Path) -> list[Row]:
 
 
 def bench_large(_: Path) -> list[Row]:
-    """A thousand mixed nodes, the same with little memory, and five thousand."""
+    """Simulate a thousand mixed nodes, the same with little memory, and five thousand."""
     rows: list[Row] = []
     for name, limit in (("thousand", 0.005), ("tight", 0.02)):
         runs = _all(name)
@@ -68,8 +68,13 @@ def bench_large(_: Path) -> list[Row]:
 
 
 def bench_scarce(_: Path) -> list[Row]:
-    """Six models on memory for three, one greedy key among five with long prompts and with short ones, a bad day, a
-    machine that joins in a batch."""
+    """Run the scenarios of scarcity.
+
+    Six models on memory for three.
+    A greedy key among five, with long and with short prompts.
+    A day with lost machines.
+    A machine that joins in a batch.
+    """
     six, greedy, chatty, death = _all("six-models"), _all("greedy"), _all("chatty"), _all("death")
     joining = _all("joining")
     late = joining[OURS].ttft_p95 / joining[CLAIRVOYANT].ttft_p95
@@ -84,7 +89,11 @@ def bench_scarce(_: Path) -> list[Row]:
             commit(),
         ),
         Row(
-            "six models: nobody starved", "0 not served", str(ours.fit - ours.served), ours.served == ours.fit, commit()
+            "six models: no request starved",
+            "0 not served",
+            str(ours.fit - ours.served),
+            ours.served == ours.fit,
+            commit(),
         ),
         Row("one greedy key of five: Jain's index", ">= 0.9", f"{jain:.3f}", jain >= 0.9, commit()),
         Row(
@@ -101,12 +110,12 @@ def bench_scarce(_: Path) -> list[Row]:
             late <= 1.15,
             commit(),
         ),
-        Row("nodes die and return: not served", "0", str(lost), lost == 0, commit()),
+        Row("nodes are lost and return: not served", "0", str(lost), lost == 0, commit()),
     ]
 
 
 def bench_decision(_: Path) -> list[Row]:
-    """One decision among a thousand nodes."""
+    """Measure one decision among a thousand nodes."""
     scenario, _folder = load(str(SCENARIOS / "thousand.toml"))
     loop = VirtualLoop()
     pool = SimulatedPool(scenario, [], loop, 1)
@@ -124,7 +133,7 @@ def bench_decision(_: Path) -> list[Row]:
 
 
 def _all(name: str) -> dict[str, RunStatistics]:
-    """Play a scenario under all its policies and show the table."""
+    """Play a scenario under all its policies and print the table."""
     scenario, folder = load(str(SCENARIOS / f"{name}.toml"))
     rows = list(compare(scenario, policies_of(scenario, ()), scenario.seed, folder))
     print(f"{name}: {scenario.about}\n{table(rows)}\n", flush=True)
@@ -132,5 +141,6 @@ def _all(name: str) -> dict[str, RunStatistics]:
 
 
 def bench_simulation(folder: Path) -> list[Row]:
-    """All of it; a quarter of an hour, most of which the peers' rules take among a thousand nodes."""
+    """Run all simulations in a quarter of an hour. Most of the time goes to the peers' policies with a thousand
+    nodes."""
     return [*bench_decision(folder), *bench_small(folder), *bench_scarce(folder), *bench_large(folder)]

@@ -1,4 +1,4 @@
-"""Signs of life while long texts are tokenized, by the shipped engine process, driven over its socket."""
+"""Pings during the tokenization of long texts, with the shipped engine process, driven over its socket."""
 
 import json
 import os
@@ -23,18 +23,18 @@ from wire.units import GIB, MIB
 BODIES = 4
 EVERY, SHORT_EVERY = 0.01, 0.2
 LINE = "word and more text, some Code(x) 12345\n"
-CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized whole, context of 1 M tokens"))
+CASES = ((7_900_000, 0, "longer than the context"), (1_500_000, 2**20, "tokenized completely, context of 1 M tokens"))
 """Bytes of a body, context in tokens (0: the model's own), and the case in words."""
 LIMIT = 0.1
 MOST_SECONDS = 240.0
 TOO_MANY = 2**21
-"""Tokens of an answer that no context holds: a body is refused once it is tokenized, and never prefilled."""
+"""Tokens of an answer that exceeds any context: a body is refused once it is tokenized, and never prefilled."""
 SHORTS = 1000
 """Number of the first short prompt."""
 
 
 class Engine:
-    """An engine process; `answered` has the moment of each pong by nonce, and of each end by request."""
+    """An engine process; `answered` has the time of each pong by nonce, and of each end by request."""
 
     def __init__(self, folder: Path) -> None:
         flat: dict[str, object] = {
@@ -67,7 +67,7 @@ class Engine:
         self.line.sendall(encode(frame))
 
     def ask(self, number: int, text: str, tokens: int = 1) -> None:
-        """Ask for so many tokens after a prompt."""
+        """Send a request for `tokens` tokens."""
         params = GenerationParams(max_tokens=tokens)
         self.send(Generate(number, number, f"r{number}", "chat", (Message("user", text),), params, 0, 1))
 
@@ -136,7 +136,7 @@ def measure(folder: Path, size: int) -> tuple[list[float], list[float], float]:
 
 
 def lay_out(folder: Path, context: int) -> None:
-    """Put the tiny model where the engine finds it, with this context in tokens (0: its own)."""
+    """Write the tiny model into the folder of the engine, with this context in tokens (0: its own)."""
     source, target = models.path("llama"), folder / "models" / "chat"
     target.mkdir(parents=True)
     for file in source.iterdir():
@@ -148,7 +148,7 @@ def lay_out(folder: Path, context: int) -> None:
 
 
 def bench_tokenize(folder: Path) -> list[Row]:
-    """Pings and short prompts beside four long bodies: refused by their count, and tokenized whole."""
+    """Measure pings and short prompts during four long bodies: refused by their count, and tokenized completely."""
     rows: list[Row] = []
     for size, context, name in CASES:
         lay_out(folder / str(size), context)
@@ -158,6 +158,6 @@ def bench_tokenize(folder: Path) -> list[Row]:
             f"{max(pings) * 1000:.0f}, {len(pings)} pings in {seconds:.1f} s; "
             f"short prompts p99 {p99(shorts) * 1000:.0f} ms of {len(shorts)})"
         )
-        row = f"ping p99 beside {BODIES} bodies of {size / 1e6:.1f} MB, {name}"
+        row = f"ping p99 during {BODIES} bodies of {size / 1e6:.1f} MB, {name}"
         rows.append(Row(row, f"<= {LIMIT * 1000:.0f} ms", figure, p99(pings) <= LIMIT, commit()))
     return rows

@@ -1,15 +1,18 @@
-"""The torture: a real engine under a cap a few MiB above its rest, more asked of it than it can hold, leases and loads
-coming and going. It must never pass its cap, lose no request, and still do most of what could be done at all.
+"""Torture test: a real engine near its cap, with more load than memory, and with leases and model loads.
 
-The engine is the shipped child under the shipped agent's limiter, poll and enforcer; only the coordinator is left out:
-a client is told "not now" and asks again, as the router's queue does. Memory is read by the kernel's high-water mark.
-Requests arrive at times that follow from a seed and wait for nothing that happened before.
+The engine must never exceed its cap, lose no request, and still complete most of the possible work. The cap is a few
+MiB above its footprint at rest.
 
-The oracle is an upper bound of the tokens that anybody could complete of the same arrivals until the same moment. Each
-kind of request is measured alone: the bytes above rest that it holds on average, in the smallest chunks, for how many
-seconds, in the largest, and how long the engine computes for it. The bound fills the room's bytes × seconds and the
-engine's seconds, each by itself, with the requests that give most tokens for them, the last one in part; the smaller
-sum counts. It knows all sizes and arrivals beforehand, has no margin, waits for nothing, and cuts requests as it likes.
+The engine is the shipped child under the limiter, poll and enforcer of the shipped agent; only the coordinator is
+missing. A client that is refused for now asks again, as the router's queue does. Memory is read from the kernel's
+high-water mark. Requests arrive at times that follow from a seed, independent of earlier requests.
+
+The oracle is an upper bound of the tokens that any engine could complete of the same arrivals until the same moment.
+Each kind of request is measured alone. Its bytes above rest are an average in the smallest chunks; its seconds are
+those in the largest chunks. Its seconds of computing are counted separately. The bound fills two budgets: the room's
+bytes × seconds, and the engine's seconds. It takes the requests with the most tokens per unit first, and the last one
+in part. The smaller sum counts. The oracle knows all sizes and arrivals beforehand, has no margin, never waits, and may
+cut requests.
 """
 
 import asyncio
@@ -54,8 +57,8 @@ ASK_AGAIN = 0.25
 HUNG = 60.0
 SAMPLE = 0.02
 CLEAN = frozenset({"done", *RefusalCode})
-"""How a request may end: anything else, "hung" or a fault, is a broken promise. What the enforcer ended is counted as
-refused; the newest of what ran is told so."""
+"""Allowed ends of a request. Any other end, "hung" or a fault, breaks a guarantee. A request that the enforcer ended
+counts as refused: the enforcer ends the newest running request with such a code."""
 LEASE_EVERY, LEASE_FOR, LEASE_SHARE = 20.0, 6.0, 4
 LOAD_EVERY, LOAD_FOR = 25.0, 5.0
 FLOOR = 64
@@ -77,7 +80,7 @@ class Kind:
 
     @property
     def tokens(self) -> int:
-        """Tokens that it is worth."""
+        """Return the tokens of its answers."""
         return self.prompt + self.answer * self.choices
 
 
@@ -95,8 +98,12 @@ BEYOND = KINDS[-1]
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a kind takes alone: the most bytes above rest, bytes × seconds, and seconds of the engine's computing, a
-    decode step shared by a full batch."""
+    """Cost of one request of a kind that runs alone.
+
+    `peak`: Most bytes above rest.
+    `held`: Bytes × seconds.
+    `computed`: Seconds of computing; a decode step is shared by a full batch.
+    """
 
     peak: int
     held: float
@@ -115,7 +122,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Seen:
-    """What a run showed. Times are seconds from its start, sizes bytes."""
+    """Results of a run. Times are seconds from its start, sizes bytes."""
 
     asked: list[Asked] = field(default_factory=list[Asked])
     leases: list[tuple[float, float, int]] = field(default_factory=list[tuple[float, float, int]])
@@ -132,12 +139,12 @@ class Seen:
         return dict(sorted(Counter(one.outcome for one in self.asked).items()))
 
     def tokens(self, until: float) -> int:
-        """Sum up what was completed until a moment."""
+        """Return the tokens completed until a moment."""
         return sum(one.kind.tokens for one in self.asked if one.outcome == "done" and one.ended <= until)
 
 
 class Node:
-    """The agent's half without a link: machine, limiter, supervisor, poll, as `node.run` makes them."""
+    """The agent without a link: machine, limiter, supervisor and poll, as in `node.run`."""
 
     def __init__(self, folder: Path, memory: dict[str, object], **mlx: object) -> None:
         flat: dict[str, object] = {
@@ -177,7 +184,7 @@ class Node:
         self._changed.set()
 
     async def start(self) -> None:
-        """Start, and wait until the model is there."""
+        """Start, and wait until the model is loaded."""
         self.poll.start()
         await self.supervisor.start()
         async with asyncio.timeout(HUNG):
@@ -194,12 +201,14 @@ class Node:
         return self.supervisor.phys().phys or 0
 
     async def order(self, kind: type[LoadModel | UnloadModel], model: str) -> Frame:
-        """Send an order about a model, and give its end."""
+        """Send an order about a model, and return its end."""
         return await self._sent(lambda number: kind(number, model))
 
     async def generate(self, kind: Kind, seed: int, model: str = MODEL, expected: int = 0) -> Frame:
-        """Ask for one request of a kind, whose words follow from the seed, and return its end. `expected`: tokens that
-        are reserved for its answer, all of them where 0."""
+        """Send one request of a kind, whose words follow from the seed, and return its end.
+
+        `expected`: tokens that are reserved for its answer, all of them where 0.
+        """
         bias = ((_end_token(), -100.0),)
         params = GenerationParams(temperature=0.0, max_tokens=kind.answer, n=kind.choices, logit_bias=bias)
         message = Message("user", f"{seed} " + "word " * (kind.prompt // TOKENS_PER_WORD))
@@ -231,7 +240,7 @@ def _end_token() -> int:
 
 @asynccontextmanager
 async def started(folder: Path, memory: dict[str, object], **mlx: object) -> AsyncGenerator[Node]:
-    """Run a node, its model loaded and warm."""
+    """Run a node with its model loaded and warm."""
     node = Node(folder, memory, **mlx)
     try:
         await node.start()
@@ -242,17 +251,17 @@ async def started(folder: Path, memory: dict[str, object], **mlx: object) -> Asy
 
 
 def lay_out(folder: Path) -> None:
-    """Put two models where the node finds them."""
+    """Write two models into the folder of the node."""
     (folder / "models").mkdir(parents=True, exist_ok=True)
     for name, architecture in ((MODEL, "llama"), (SECOND, "qwen3")):
         (folder / "models" / name).symlink_to(models.path(architecture))
 
 
-# what is known beforehand
+# Measured before a run
 
 
 async def alone(folder: Path) -> tuple[int, dict[Kind, Cost]]:
-    """Return the footprint at rest, and what each kind costs alone."""
+    """Return the footprint at rest, and the cost of each kind alone."""
     roomy: dict[str, object] = {"cap": "512MiB", "margin": MARGIN}
     levels: dict[Kind, tuple[int, float]] = {}
     async with started(folder, roomy, prefill_step_size=FLOOR, prefix_cache_size="off") as node:
@@ -291,7 +300,7 @@ async def _finished(node: Node, kind: Kind, number: int) -> Finished:
 
 
 async def settled(node: Node) -> int:
-    """Wait until the footprint has stopped falling, and give it."""
+    """Wait until the footprint has stopped falling, and return it."""
     last = node.phys()
     while True:
         await asyncio.sleep(0.5)
@@ -305,7 +314,7 @@ async def settled(node: Node) -> int:
 
 
 async def torture(folder: Path, cap: int, seconds: float, *, guard: bool = True) -> Seen:
-    """Ask for more than fits for so long, and give what was seen."""
+    """Ask for more than fits for `seconds`, and return the results."""
     seen = Seen()
     memory: dict[str, object] = {"cap": cap, "margin": MARGIN, "guard": "on" if guard else "off"}
     async with started(folder, memory) as node:
@@ -356,7 +365,7 @@ async def _client(node: Node, seen: Seen, asked: Asked, number: int, begun: floa
 
 
 async def _patiently(node: Node, kind: Kind, seed: int) -> str:
-    """Ask until it is done, or refused for good, or patience ends."""
+    """Send a request until it is done, refused for good, or PATIENCE ends."""
     until = time.monotonic() + PATIENCE
     while True:
         end = await node.generate(kind, seed)
@@ -386,7 +395,7 @@ async def _watch(node: Node, seen: Seen, cap: int) -> None:
 
 
 async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
-    """Take memory off the ceiling now and then, as a video job does."""
+    """Lower the ceiling at intervals, as a video job does."""
     while True:
         await asyncio.sleep(LEASE_EVERY)
         since = time.monotonic() - begun
@@ -401,7 +410,7 @@ async def _lend(node: Node, seen: Seen, lease: int, begun: float) -> None:
 
 
 async def _load(node: Node, seen: Seen) -> None:
-    """Load a second model now and then, and unload it again."""
+    """Load and unload a second model at intervals."""
     while True:
         await asyncio.sleep(LOAD_EVERY)
         for kind in (LoadModel, UnloadModel):
@@ -412,7 +421,7 @@ async def _load(node: Node, seen: Seen) -> None:
 
 
 def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> tuple[bool, float, str]:
-    """Return whether a run kept every promise, its share of the oracle's tokens, and all of it in words."""
+    """Return whether a run kept every guarantee, its share of the oracle's tokens, and a summary."""
     mine, best = seen.tokens(until), oracle(seen, costs, room, until)
     share = mine / max(1.0, best)
     outcomes = seen.outcomes()
@@ -430,8 +439,10 @@ def verdict(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> 
 
 
 async def steady(folder: Path, cap: int, count: int, clients: int) -> Seen:
-    """Ask for `count` unique prompts of a moderate kind, so many at once, once: a refusal is not asked again. What is
-    kept of them fills the memory up to the point where something must go for each."""
+    """Send `count` unique prompts of a moderate kind, at most `clients` at once, without retries.
+
+    Their cached prefixes fill the memory until each new one evicts another.
+    """
     seen, kind, begun = Seen(), KINDS[0], time.monotonic()
     numbers = iter(range(count))
 
@@ -459,7 +470,7 @@ async def steady(folder: Path, cap: int, count: int, clients: int) -> Seen:
 
 
 def oracle(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> float:
-    """Return the most tokens that anybody could complete of the same arrivals until a moment, in `room` bytes."""
+    """Return the upper bound of tokens completed until a moment, for the same arrivals in `room` bytes."""
     kinds = [one.kind for one in seen.asked if one.at <= until and one.kind in costs and costs[one.kind].peak <= room]
     lent = sum(size * max(0.0, min(end, until) - since) for since, end, size in seen.leases)
     return min(
@@ -469,7 +480,7 @@ def oracle(seen: Seen, costs: Mapping[Kind, Cost], room: int, until: float) -> f
 
 
 def filled(requests: Iterable[tuple[int, float]], budget: float) -> float:
-    """Return the most tokens of requests, `(tokens, cost)` each, that a budget pays for, the last of them in part."""
+    """Return the most tokens of requests, `(tokens, cost)` each, within a budget, the last request in part."""
     tokens = 0.0
     for worth, cost in sorted(requests, key=lambda one: one[1] / one[0]):
         if cost >= budget:

@@ -1,7 +1,7 @@
-"""Rows of video: what it costs to make a clip in the pool instead of alone, and what it costs the chats beside it.
+"""Rows of video: cost of a clip in the pool compared with the engine alone, and its effect on chats at the same time.
 
-The engine is the real one on a very small package, so a clip is mostly the beginning of a process; where a row is about
-processes and leases only, its stand-in says what it would say.
+The engine is the real one on a very small package; most of a clip's time is therefore the start of a process. Rows
+about processes and leases alone use its stand-in.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ ROUNDS = 2
 CLIP = {**JOB, "frames": 17, "steps": 8}
 PORTS = 25_000
 WINDOW = 12.0
-"""Seconds of chatting beside a job."""
+"""Seconds of chats during a job."""
 STREAMS = 4
 MIB = 2**20
 WORKER = ROOT / "node" / "video" / "worker.py"
@@ -54,11 +54,11 @@ video = model.generate_video(
 )
 video.save(path=Path(job["out"], "bare.mp4"), overwrite=True)
 """
-"""The engine as its own documentation calls it."""
+"""The engine's command as in its own documentation."""
 
 
 def bench_video(folder: Path) -> list[Row]:
-    """Every row of video."""
+    """Measure every row of video."""
     parts = (bench_lease, bench_clip, bench_beside, bench_chain)
     return [row for number, part in enumerate(parts) for row in part(_place(folder, number))]
 
@@ -69,20 +69,20 @@ def _place(folder: Path, number: int) -> Path:
     return place
 
 
-# what a lease costs
+# Cost of a lease
 
 
 def bench_lease(folder: Path) -> list[Row]:
-    """The grant on a node with a real engine process, and how long a breach lives."""
+    """Measure the grant on a node with a real engine process, and the duration of a breach."""
     with capture_logs():
         granted, back, breach = asyncio.run(_leases(folder))
     words_ = f"{statistics.median(granted) * 1000:.0f} ms ({min(granted) * 1000:.0f} to {max(granted) * 1000:.0f})"
     ends = f"{max(back):.2f} s at most of {len(back)}"
     kills = f"{max(breach):.2f} s at most of {len(breach)}"
     return [
-        Row("lease, asked to confirmed", "< 200 ms", words_, statistics.median(granted) < 0.2, commit()),
-        Row("lease back after the worker's end", "<= 2 s", ends, max(back) <= 2, commit()),
-        Row("a breach of the lease, until nothing of it lives", "<= 1 s", kills, max(breach) <= 1, commit()),
+        Row("lease, request to confirmation", "< 200 ms", words_, statistics.median(granted) < 0.2, commit()),
+        Row("lease returned after the worker's end", "<= 2 s", ends, max(back) <= 2, commit()),
+        Row("worker over its lease, until all its processes have ended", "<= 1 s", kills, max(breach) <= 1, commit()),
     ]
 
 
@@ -117,7 +117,7 @@ async def _after_death(node: Node, lease: str) -> float:
 
 
 async def _breach(node: Node, lease: str) -> float:
-    """Give the seconds for which a worker was above its lease, looked at from outside."""
+    """Return the seconds for which a worker was above its lease, measured from outside."""
     size = 256 * MIB
     node.ask(size, {**JOB, "prompt": f"take={2 * size} hold=loading"}, lease)
     worker = await node.working(LeasePhase.STARTING, lease)
@@ -139,7 +139,7 @@ async def _breach(node: Node, lease: str) -> float:
 
 
 def bench_clip(folder: Path) -> list[Row]:
-    """A clip from its creation to its file, beside the engine by itself; what Ray takes for it."""
+    """Compare a clip from creation to file with the engine alone, and measure the memory of Ray."""
     with pool(folder) as made:
         one = _real(made, folder)
         pairs = in_turn(lambda number: _made(one, number), lambda number: _alone(folder, number), ROUNDS)
@@ -149,10 +149,10 @@ def bench_clip(folder: Path) -> list[Row]:
         one.close()
     ours, alone, ratio, ratios = ratio_of(pairs)
     figure = f"the engine alone ({ours:.1f} s against {alone:.1f}; {spread(ratios)})"
-    told = f"{own / MIB:.0f} MiB of its own, {resident / MIB:.0f} resident, {len(family)} processes"
+    told = f"{own / MIB:.0f} MiB unshared, {resident / MIB:.0f} resident, {len(family)} processes"
     return [
         at_most("a clip, created to completed", 3, ratio, figure, "the bare engine"),
-        Row("Ray's footprint on a node", "told", told, True, commit()),
+        Row("Ray's footprint on a node", "reported", told, True, commit()),
     ]
 
 
@@ -194,11 +194,11 @@ def _alone(folder: Path, number: int) -> float:
     return time.monotonic() - began
 
 
-# chats beside a job
+# Chats during a job
 
 
 def bench_beside(folder: Path) -> list[Row]:
-    """Chats beside a job under a lease, and beside the same worker that nobody lends or watches."""
+    """Compare chats during a job under a lease with chats during the same worker without lease and watchdog."""
     (folder / "models").mkdir()
     (folder / "models" / "chatter").symlink_to(models.path("llama", trained=False, preset="bench50m"))
     over: list[int] = []
@@ -219,12 +219,12 @@ def bench_beside(folder: Path) -> list[Row]:
         restarts = one.node()["engine"]["restarts"]
         one.close()
     ours, bare, ratio, ratios = ratio_of(pairs)
-    figure = f"the same beside a bare worker ({ours:.1f} tokens/s against {bare:.1f}; {spread(ratios)})"
+    figure = f"the same during a bare worker ({ours:.1f} tokens/s against {bare:.1f}; {spread(ratios)})"
     above = sum(over)
     return [
-        at_least("chats beside a video", 0.9, ratio, figure, "the same load without leases"),
+        at_least("chats during a video", 0.9, ratio, figure, "the same load without leases"),
         Row(
-            "samples over the cap meanwhile",
+            "samples over the cap",
             "0",
             f"{above} of {len(over)}, {restarts} restarts",
             not above and not restarts,
@@ -249,7 +249,7 @@ def _beside_ours(one: Chain, number: int, over: list[int]) -> float:
 
 
 def _look_on(one: Chain, over: list[int], stop: threading.Event) -> None:
-    """Note for each look whether engine and worker together are above the cap."""
+    """Record for each sample whether engine and worker together are above the cap."""
     engine, worker = one.find("engine"), one.find("worker")
     cap = one.node()["cap"]
     while not stop.wait(0.05):
@@ -265,7 +265,7 @@ def _beside_bare(one: Chain, folder: Path, number: int) -> float:
 
 @contextmanager
 def _bare(folder: Path, number: int) -> Iterator[None]:
-    """Run the same worker by itself while it denoises."""
+    """Run the same worker alone while it denoises."""
     package = {"package": str(tiny_wan() / "tiny-wan"), "out": str(folder), "size": LEASE}
     job = {**JOB, "steps": 50, "frames": 121, "seed": number, **package}
     with (
@@ -295,7 +295,7 @@ def _bare(folder: Path, number: int) -> Iterator[None]:
 
 
 def _chats(one: Chain, number: int) -> float:
-    """Chat for WINDOW seconds in STREAMS lanes; give tokens a second."""
+    """Chat for WINDOW seconds in STREAMS lanes; return tokens a second."""
     return asyncio.run(_chatting(one, Random(number)))
 
 
@@ -323,7 +323,7 @@ async def _chatting(one: Chain, random: Random) -> float:
 
 
 def bench_chain(folder: Path) -> list[Row]:
-    """Every process killed in every phase."""
+    """Kill every process in every phase."""
     cells = [(victim, phase) for phase in PHASES for victim in VICTIMS if phase in RUNNING or victim not in WORKERS]
     with pool(folder) as made, chain(made, PORTS) as one:
         outcomes = [one.kill(victim, phase) for victim, phase in cells]
@@ -338,7 +338,7 @@ def bench_chain(folder: Path) -> list[Row]:
             not wrong,
             commit(),
         ),
-        Row("memory back after any of them", "<= 2 s", f"{slowest:.2f} s at most", slowest <= 2, commit()),
+        Row("memory returned after any of them", "<= 2 s", f"{slowest:.2f} s at most", slowest <= 2, commit()),
     ]
 
 

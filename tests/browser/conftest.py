@@ -1,4 +1,4 @@
-"""One Chromium for each module of tests, and a context of its own for each test."""
+"""One Chromium for each module of tests, and a separate context for each test."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,7 +1,7 @@
-"""`python -m tests.browser.screenshots`: the pictures of docs/page.md, of a pool of three nodes at work.
+"""`python -m tests.browser.screenshots`: the screenshots of docs/page.md, of a pool of three nodes at work.
 
-One node makes a video, one answers by a real model, one pretends a big model; a request was refused, and one is under
-way. The pictures are looked at before they are committed.
+One node makes a video, one answers with a real model, one pretends to have a large model. One request was refused, and
+one is running. Review the screenshots before committing them.
 """
 
 import random
@@ -35,12 +35,12 @@ BIG = (
 WIDE, DESKTOP, PHONE = {"width": 1120, "height": 700}, {"width": 1280, "height": 800}, {"width": 390, "height": 800}
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
 POINTS = 12
-"""Points of the charts that are waited for: two minutes."""
+"""Points of the charts to wait for: two minutes."""
 
 
 @contextmanager
 def at_work(folder: Path) -> Iterator[Pool]:
-    """Give the pool of the pictures."""
+    """Yield the pool of the screenshots."""
     with pool(folder) as made:
         made.up("video.max_steps=1000", "cluster.name=home", "router.queue_timeout_seconds=1")
         filming = words(worker__ray_ports=RAY_PORTS, engine__scripted__model="big-120b", node__report_busy_seconds=0.2)
@@ -59,7 +59,7 @@ def at_work(folder: Path) -> Iterator[Pool]:
 
 @contextmanager
 def _asked(made: Pool) -> Iterator[None]:
-    """Ask what is answered, what is refused, and something long that goes on."""
+    """Send requests that succeed, requests that are refused, and a long request that continues during the block."""
     direct = DefaultHttpxClient(trust_env=False, timeout=60)
     client = OpenAI(base_url=f"{made.base}/v1", api_key=made.key, max_retries=0, http_client=direct)
 
@@ -97,7 +97,7 @@ def _asked(made: Pool) -> Iterator[None]:
 
 
 def take(browser: Browser, made: Pool) -> None:
-    """Take all pictures: the large ones of the manual, and every view in both themes on a screen and a phone."""
+    """Take all screenshots: the large ones of the manual, and every view in both themes on a screen and a phone."""
     (FOLDER / "views").mkdir(parents=True, exist_ok=True)
     for theme, screen in (("light", WIDE), ("dark", PHONE)):
         context = browser.new_context(color_scheme=theme, viewport=screen)  # type: ignore[arg-type]
@@ -126,7 +126,7 @@ def _visit(context: BrowserContext, made: Pool) -> Page:
 
 
 def _own_usage(page: Page, made: Pool) -> None:
-    """Sign in as a program's key, and open its usage."""
+    """Sign in with a program's key, and open its usage."""
     page.get_by_role("button", name="Sign out").click()
     page.get_by_label("Or an API key").fill(made.key)
     page.get_by_role("button", name="Sign in").click()
@@ -146,7 +146,7 @@ def _views(page: Page) -> None:
 
 
 def _open(page: Page, view: str) -> None:
-    """Open a view and bring it to what its picture shows."""
+    """Open a view and bring it to the state of its screenshot."""
     go(page, view)
     if view == "Videos":
         page.get_by_role("button", name="Play").click()
@@ -176,7 +176,7 @@ def _browser() -> Iterator[Browser]:
 
 
 def main() -> int:
-    """Take the pictures."""
+    """Take the screenshots."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, at_work(Path(folder)) as made, _browser() as browser:
         take(browser, made)
     return 0

@@ -1,4 +1,4 @@
-"""Chat, keys, usage and requests of the page in a real browser, over a node that echoes what it is sent."""
+"""Chat, keys, usage and requests of the page in a real browser, over a node that echoes its input."""
 
 import csv
 import io

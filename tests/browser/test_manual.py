@@ -1,4 +1,4 @@
-"""The manual as a site: accessible in both colour schemes, readable on a phone, and without a request to elsewhere."""
+"""The manual as a site: accessible in both colour schemes, readable on a phone, without requests to other hosts."""
 
 import shutil
 import subprocess
@@ -14,9 +14,9 @@ from tests.support.processes import ROOT, environment
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 IN_THE_DARK = ("index.md", "start.md", "cli.md", "security.md")
-"""Pages that have between them every kind of element: in the dark only the colours differ."""
+"""Pages that together have every kind of element. In the dark scheme only the colours differ."""
 RULES = {"rules": {"landmark-unique": {"enabled": False}}}
-"""All of axe's, but for one that the theme's copy buttons break: each is a nav element without a name."""
+"""All rules of axe except one that the theme's copy buttons break: each is a nav element without a name."""
 PAGES = sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").glob("*.md"))
 
 

@@ -20,7 +20,7 @@ from tests.support.studio import words
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")
 RAY_PORTS = 27000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-"""A range of this worker's own: Ray cannot be given any free ones."""
+"""A port range of this worker, because Ray needs a range of ports."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 HOSTILE = "<img src=x onerror=document.title='gone'>"
 
@@ -284,7 +284,7 @@ def test_every_view_is_accessible_in_light_and_dark_on_a_phone_and_a_screen(brow
 
 
 def sound(page: Page, what: str) -> None:
-    """Demand that everybody can use what is shown, on a screen of its width."""
+    """Check that the page is accessible and no wider than the screen."""
     found = Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
     wider = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
@@ -365,7 +365,7 @@ def test_a_coordinator_that_is_gone_is_told_and_one_that_is_back_is_followed(bro
         made.coordinator.stop()
         expect(page.get_by_text("The coordinator does not answer")).to_be_visible()
         made.up(listen=facts["base_url"].removeprefix("http://").removesuffix("/v1"))
-        expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()  # its keys live in memory only
+        expect(page.get_by_role("heading", name="Sign in to Macpool")).to_be_visible()  # its keys exist in memory only
         context.close()
 
 

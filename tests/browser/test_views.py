@@ -1,6 +1,6 @@
-"""Each view of the page shows the values that the API has, and each button sends what it says.
+"""Each view of the page shows the values of the API, and each button sends the right request.
 
-The page's own files run in a real browser; the API is a table of answers, so that every value is known.
+The page's own files run in a real browser. The API is a table of answers, therefore every value is known.
 """
 
 import json
@@ -34,7 +34,7 @@ OWN: dict[str, Any] = {"id": "k0", "name": "boss", "scopes": ["admin"], "expires
 
 
 def node(name: str = "studio", state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
-    """Return a node as the API shows it; every size differs."""
+    """Return a node as in the API; every size differs."""
     memory = Memory(
         cap=96 * GIB,
         ceiling=96 * GIB,
@@ -89,7 +89,7 @@ def load(**values: float | None) -> dict[str, list[float | None]]:
 
 @dataclass
 class Answers:
-    """What the API answers, by method and path, and what it was asked."""
+    """Answers of the API by method and path, and the requests that were sent."""
 
     sections: dict[str, Any] = field(default_factory=dict[str, Any])
     by_path: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -155,11 +155,11 @@ SETTLED = """async () => {
     }
     await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
 }"""
-"""Waits until no further answer of the API has come for a quarter of a second, and two frames were painted."""
+"""Waits until no answer of the API has arrived for a quarter of a second, and two frames were painted."""
 
 
 def show(page: Page, view: str = "pool") -> None:
-    """Open a view; return when it shows what the API answered."""
+    """Open a view; return when it shows the answer of the API."""
     page.goto(f"{BASE}/#/{view}")
     expect(page.get_by_role("heading", level=2)).to_be_visible()
     page.evaluate(SETTLED)

@@ -1,1 +1,1 @@
-"""What real clients say to the endpoint: driven (`drive`), recorded (`recorded/`) and replayed (`test_recorded`)."""
+"""Requests of real clients to the endpoint: driven (`drive`), recorded (`recorded/`) and replayed (`test_recorded`)."""

@@ -1,8 +1,9 @@
 """`python -m tests.clients.agent`: a coding agent's traffic through both official libraries, written to docs/agent.md.
 
-A pool of two nodes with the embedded model, a long system prompt, tools, and many turns: each answer is a call, the
-next request brings everything so far and the call's result. The model knows nothing of code, so every call is asked
-for by name, and the schemas of the tools leave it little to choose: it is the traffic that is shown, not the wit.
+The session has a pool of two nodes with the embedded model, a long system prompt, tools, and many turns. Each answer is
+a call; the next request has the conversation up to the result of that call. The model cannot program. Every call is
+therefore requested by name, and the schemas of the tools leave little choice. The page shows the traffic, not the
+quality of a model.
 """
 
 import json
@@ -119,12 +120,12 @@ class Turn:
 
 @dataclass(slots=True)
 class Folder:
-    """What the tools work on."""
+    """The files that the tools work on."""
 
     files: dict[str, str] = field(default_factory=lambda: dict(FILES))
 
     def run(self, name: str, arguments: dict[str, Any]) -> str:
-        """Do what a call asks for; give what the model is told of it."""
+        """Carry out a call, and return its result for the model."""
         match name:
             case "list_files":
                 return "\n".join(sorted(self.files))
@@ -146,7 +147,7 @@ class Folder:
 
 
 def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
-    """Work through OpenAI's library; `events` gets those of the second turn."""
+    """Run the session with OpenAI's library; `events` gets those of the second turn."""
     client, folder = (
         OpenAI(
             base_url=made.facts["base_url"],
@@ -207,7 +208,7 @@ def with_openai(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterat
 
 
 def with_anthropic(made: Pool, steps: tuple[str, ...], events: list[str]) -> Iterator[Turn]:
-    """Work through Anthropic's library; `events` gets those of the second turn."""
+    """Run the session with Anthropic's library; `events` gets those of the second turn."""
     client, folder = (
         Anthropic(
             base_url=made.base,
@@ -279,24 +280,24 @@ SESSIONS = {"openai": with_openai, "anthropic": with_anthropic}
 HEAD = """# A coding agent's traffic
 <!-- Written by `python -m tests.clients.agent`. Do not edit. -->
 
-What an agent sends is mostly what it has sent before: a long system prompt, its tools, and a conversation that grows
-by a call and a result each turn. Here one works through both official libraries, streaming, on a pool of two nodes with
-the model that comes along (`macpool-tiny`, on a Linux machine's CPU, busy with other things). That model knows nothing
-of code, so each call is asked for by name (`tool_choice`), with strict tools; the report at the end, for which they
-are put away, is held to a JSON schema. What there is to see:
+Most of an agent's request repeats the one before: a long system prompt, tools, and a conversation. Each turn adds a
+call and its result. This page shows one session through each official library, streamed, on a pool of two nodes. The
+model is `macpool-tiny` from the package, on the CPU of a busy Linux machine. That model cannot program. Each call is
+therefore requested by name (`tool_choice`), with strict tools. The report at the end has no tools and follows a JSON
+schema. The tables show:
 
-- every turn's prompt, and how much of it was read from the [prefix cache](models.md#the-prefix-cache) instead of being
-  computed: all but the end, from the second turn on;
-- the conversation stays on the Mac that knows it (`prompt_cache_key` here, `x-session-id` there); only the report,
-  whose prompt differs for want of the tools, may go anywhere;
-- a call comes in one piece when it is finished, with arguments that keep to their schema.
+- The prompt tokens of every turn, and how many of them came from the [prefix cache](models.md#the-prefix-cache). From
+  the second turn on these are all but the end.
+- The conversation stays on the Mac that has its prefix (`prompt_cache_key` here, `x-session-id` there). Only the report
+  may go to any Mac, because its prompt has no tools and differs.
+- A call is sent in one piece when it is complete, with arguments that match its schema.
 
-To see it with your own model, point your agent at the pool ([clients](clients.md)) and look at `cluster explain`.
+To see the same with your own model, point your agent at the pool ([clients](clients.md)) and run `cluster explain`.
 """
 
 
 def section(title: str, turns: list[Turn], events: list[str]) -> str:
-    """Write what one library's session was like."""
+    """Return the part of the page about one library's session."""
     rows = "\n".join(
         f"| {at} | {one.prompt:,} | {one.cached:,} | {one.written} | {one.first:.2f} s | {one.node} | "
         f"{f'`{one.call}` ' if one.call else 'report '}`{one.said}` |"
@@ -306,21 +307,21 @@ def section(title: str, turns: list[Turn], events: list[str]) -> str:
     shown = "\n".join(shortened(event) for event in events)
     return (
         f"\n## Through `{title}`\n"
-        "| turn | prompt tokens | of them from the cache | written | first event after | Mac | answer |\n"
+        "| turn | prompt tokens | cached tokens | generated tokens | first event after | Mac | answer |\n"
         f"|---|---|---|---|---|---|---|\n{rows}\n\n"
-        f"{prompt:,} tokens of prompts, of which {100 * cached // prompt} % came from the cache.\n"
-        f"\nThe second turn as its events came, identifiers shortened:\n\n```\n{shown}\n```\n"
+        f"{prompt:,} prompt tokens, of which {100 * cached // prompt} % came from the cache.\n"
+        f"\nThe events of the second turn, with shortened identifiers:\n\n```\n{shown}\n```\n"
     )
 
 
 def shortened(event: str) -> str:
-    """Take out what is different each time."""
+    """Remove the parts that differ each time."""
     event = re.sub(r'"(call|chatcmpl|msg|toolu)[-_][A-Za-z0-9_-]+"', r'"\1_…"', event)
     return re.sub(r'"created":\d+', '"created":…', event)
 
 
 def sessions(made: Pool, steps: tuple[str, ...] = STEPS) -> dict[str, tuple[list[Turn], list[str]]]:
-    """Work through each library."""
+    """Run the session with each library."""
     found: dict[str, tuple[list[Turn], list[str]]] = {}
     for name, session in SESSIONS.items():
         events: list[str] = []
@@ -329,7 +330,7 @@ def sessions(made: Pool, steps: tuple[str, ...] = STEPS) -> dict[str, tuple[list
 
 
 def main() -> int:
-    """Make a pool, let the agent work, write the page."""
+    """Start a pool, run the sessions, write the page."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         made.up()
         for name in ("mini", "studio"):

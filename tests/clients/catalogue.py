@@ -1,4 +1,5 @@
-"""The clients that are tried: how each is installed, and told of a pool by {base}, {key}, {folder} and {name}."""
+"""The clients under test: installation and configuration. {base}, {key}, {folder} and {name} stand for those of a
+pool."""
 
 from dataclasses import dataclass, field
 
@@ -8,8 +9,12 @@ NODE = "NODE_EXTRA_CA_CERTS"
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """One client. `pip` and `npm` are what is installed for it; `files` are written into its home; `command` is run
-    there, and `variables` are set. Without a command it cannot run here, and its recording follows its source."""
+    """One client. Without a command it cannot run here, and its recording follows its source.
+
+    `pip` and `npm`: Packages that are installed for it.
+    `files`: Files that are written into its home folder.
+    `command`: Runs in that folder, with `variables` set.
+    """
 
     name: str
     command: tuple[str, ...] = ()
@@ -18,7 +23,7 @@ class Client:
     files: dict[str, str] = field(default_factory=dict[str, str])
     variables: dict[str, str] = field(default_factory=dict[str, str])
     trust: str = "SSL_CERT_FILE"
-    """The variable in which it looks for the pool's authority; empty where it asks the system alone."""
+    """The variable in which the client looks for the pool's authority; empty if it uses only the system's."""
 
 
 _PYTHON = "{folder}/{name}/bin/python"

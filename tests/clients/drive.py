@@ -1,9 +1,9 @@
-"""`make clients`: runs real clients against a real pool over HTTPS, and records their requests.
+"""`make clients`: run real clients against a real pool over HTTPS, and record their requests.
 
-Each client gets the variables of `cluster env` and nothing else of the pool; of those that name the authority only its
-own (`Client.trust`), so that docs/clients.md names the right one. Each client is installed from the package registries
-into a folder of its own below .cache/clients. What is written down (`recorded/`) is their requests without their words:
-prompts, descriptions and ids are replaced, names and shapes stay.
+Each client gets the variables of `cluster env` and no other data of the pool. Of the variables for the authority it
+gets only its own (`Client.trust`), because docs/clients.md must name the right one. Each client is installed from the
+package registries into a folder of its own below .cache/clients. The recordings (`recorded/`) are the requests without
+private text: prompts, descriptions and ids are replaced, names and shapes stay.
 """
 
 import json
@@ -28,10 +28,10 @@ from tests.support.processes import ROOT, Pool, environment, pool
 FOLDER = ROOT / ".cache" / "clients"
 RECORDED = Path(__file__).parent / "recorded"
 WORDS = {"text", "content", "description", "system", "input", "title"}
-"""Where clients say something of their own."""
+"""Fields with texts of the client."""
 KEPT = {"Hello!", ""}
 IDS = {"user_id", "id", "prompt_cache_key", "definition"}
-"""What names a person, a conversation or a part of one, and grammars, which are as long as words."""
+"""Keys whose values name a person, a conversation or a part of it, and grammars, which are as long as texts."""
 HEADERS = ("accept", "content-type", "user-agent", "anthropic-version", "anthropic-beta", "x-stainless-lang")
 SECONDS = 300
 
@@ -58,7 +58,8 @@ def install(client: Client) -> None:
 
 
 def variables(client: Client, made: Pool, recorder: Recorder) -> dict[str, str]:
-    """Return what `cluster env` prints, with the recorder's URL and the one variable for the authority that counts."""
+    """Return the variables of `cluster env`, with the recorder's URL and only the client's variable for the
+    authority."""
     key_file = made.folder / "key"
     key_file.write_text(made.key)
     printed = made.cli("env", "--key-file", str(key_file))
@@ -67,7 +68,7 @@ def variables(client: Client, made: Pool, recorder: Recorder) -> dict[str, str]:
 
 
 def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int, str]:
-    """Run a client once, and end what it leaves behind; return its exit code and its last line of output."""
+    """Run a client once, and end its remaining processes; return its exit code and its last line of output."""
     meant = {"base": recorder.url, "key": made.key, "folder": str(FOLDER), "home": str(home), "name": client.name}
 
     def filled(text: str) -> str:
@@ -78,7 +79,7 @@ def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int
     for name, text in client.files.items():
         (home / name).parent.mkdir(parents=True, exist_ok=True)
         (home / name).write_text(filled(text))
-    if client.npm:  # a program is found beside its libraries
+    if client.npm:  # the program must find its libraries in the same folder
         (home / "node_modules").symlink_to(FOLDER / client.name / "node_modules")
     known = {name: value for name, value in environment().items() if name not in ("PYTHONPATH", "LD_PRELOAD")}
     known = {name: value for name, value in known.items() if name not in BUNDLE_VARIABLES}
@@ -103,7 +104,7 @@ def run(client: Client, made: Pool, recorder: Recorder, home: Path) -> tuple[int
 
 
 def without_words(value: Any, key: str = "") -> Any:
-    """Take out what a client says, and who said it."""
+    """Replace the texts and identities of a client."""
     if key == "client_metadata":
         return {}
     if isinstance(value, dict):
@@ -118,7 +119,7 @@ def without_words(value: Any, key: str = "") -> Any:
 
 
 def tidied(exchanges: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Give the exchanges that differ, as they are written down."""
+    """Yield the exchanges that differ, in the form of the recordings."""
     seen: set[str] = set()
     for one in exchanges:
         headers = cast(Mapping[str, str], one["headers"])
@@ -141,7 +142,7 @@ def _pool() -> Iterator[Pool]:
 
 
 def main() -> int:
-    """Run all clients that can be run, or those that are named."""
+    """Run all clients that can run here, or the named ones."""
     wanted, bad = set(sys.argv[1:]), 0
     RECORDED.mkdir(exist_ok=True)
     with _pool() as made:

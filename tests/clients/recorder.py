@@ -1,6 +1,6 @@
-"""A proxy that records the requests of a client on their way to a pool, and passes the answers on as they come.
+"""A proxy that records the requests of a client to a pool, and forwards the answers as they arrive.
 
-It speaks HTTPS with the pool's own certificate, because clients differ most in how they check one.
+It speaks HTTPS with the pool's own certificate, because clients differ most in the check of certificates.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ HOPS = {"host", "content-length", "connection", "transfer-encoding", "accept-enc
 
 @dataclass
 class Recorder:
-    """What was said, in order, and how it was answered."""
+    """Requests in their order, and the answers."""
 
     base: str
     port: int = 0

@@ -13,7 +13,7 @@ SECRET = re.compile(r"mp_\w{8}|Bearer|/tmp|/root|/home|127\.0\.0\.1|localhost|ap
 
 
 def parts(text: str) -> dict[str, str]:
-    """Give each library's part of a page."""
+    """Return each library's part of the page."""
     found = re.split(r"^## Through `(\w+)`$", text, flags=re.MULTILINE)[1:]
     return dict(zip(found[::2], found[1::2], strict=True))
 
@@ -23,7 +23,7 @@ def rows(part: str) -> list[tuple[str, ...]]:
 
 
 def check(part: str, steps: tuple[str, ...]) -> None:
-    """Hold a library's part to what the page says of it."""
+    """Compare a library's part with the statements of the page."""
     found = rows(part)
     assert [row[5] for row in found] == [*steps, None]
     for number, (at, prompt, cached, written, _, call, said) in enumerate(found, 1):

@@ -1,6 +1,6 @@
-"""Recorded requests of every client are answered as it needs them, by a real pool over HTTPS, as with `--lan`.
+"""A real pool over HTTPS, as with `--lan`, answers the recorded requests of every client as the client needs.
 
-`make clients` runs those of them that can be installed here, and writes the recordings anew.
+`make clients` runs the clients that can be installed here, and writes the recordings again.
 """
 
 import json
@@ -24,7 +24,7 @@ Exchange = dict[str, Any]
 
 
 def exchanges() -> Iterator[Any]:
-    """Give every recorded request with a name."""
+    """Yield every recorded request with a name."""
     for file in sorted(RECORDED.glob("*.json")):
         for number, one in enumerate(json.loads(file.read_text())):
             yield pytest.param(one, id=f"{file.stem}-{number}")
@@ -52,7 +52,7 @@ def ask(made: Pool, client: httpx.Client, said: Exchange) -> httpx.Response:
 
 
 def events(text: str) -> list[Any]:
-    """Read server-sent events as strictly as a client: every one is JSON, but for the last of OpenAI's."""
+    """Read server-sent events as strictly as a client: every event is JSON, except the last of OpenAI's."""
     datas = [block.partition("data: ")[2] for block in text.strip().split("\n\n") if not block.startswith(":")]
     return [data if data == "[DONE]" else json.loads(data) for data in datas]
 

@@ -1,4 +1,4 @@
-"""`/v1/messages` with Anthropic's own library over a real server, and in the shapes that coding agents send."""
+"""`/v1/messages` with Anthropic's own library over a real server, and in the shapes of coding agents."""
 
 import contextlib
 import json
@@ -27,7 +27,7 @@ CALL = json.dumps({"index": 0, "id": "call_1", "name": "weather", "arguments": '
 
 
 def spoken(asked: Generate) -> tuple[list[Delta], str]:
-    """Think, say something, call twice, say something else."""
+    """Return an answer with reasoning, text, two calls, and more text."""
     second = CALL.replace("call_1", "call_2")
     pieces = [
         (Channel.REASONING, "let "),
@@ -64,7 +64,7 @@ def _error(raised: anthropic.APIStatusError) -> Any:
 
 
 def generated(cluster: LoopbackCluster) -> Generate:
-    """Give the newest."""
+    """Return the newest Generate."""
     heard = (frame for node in cluster.nodes.values() for frame in node.heard if isinstance(frame, Generate))
     return max(heard, key=lambda frame: frame.seq)
 
@@ -113,7 +113,7 @@ async def test_the_events_are_in_the_order_that_clients_know(cluster: LoopbackCl
     starts = [event.index for event in events if event.type == "content_block_start"]
     stops = [event.index for event in events if event.type == "content_block_stop"]
     assert starts == stops == [0, 1, 2, 3, 4]
-    assert events[0].message.usage.input_tokens == 2  # told by the node before its first token
+    assert events[0].message.usage.input_tokens == 2  # the node reports it before its first token
     assert events[0].message.stop_reason is None
     deltas = [event.delta.type for event in events if event.type == "content_block_delta"]
     assert deltas == [

@@ -1,4 +1,4 @@
-"""Bad input over a real socket: each is a clear error, and costs nobody else anything."""
+"""Bad input over a real socket: each is a clear error, without a cost for other clients."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
 
 
 async def exchange(cluster: LoopbackCluster, *parts: bytes, pause: float = 0.0) -> bytes:
-    """Send raw bytes, give everything that comes back until the server closes or has answered."""
+    """Send raw bytes; return all bytes until the server closes or has answered."""
     host, port = cluster.base_url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

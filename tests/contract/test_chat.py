@@ -1,4 +1,4 @@
-"""The front door over a real server and a real client library."""
+"""Chat completions through the fast path and the ASGI application, over a real server and a real client library."""
 
 import asyncio
 import contextlib
@@ -31,7 +31,7 @@ async def cluster() -> AsyncIterator[LoopbackCluster]:
 
 @pytest.fixture(autouse=True, params=["front", "asgi"])
 def by(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run every test through the product's own protocol and through the ASGI app alone: both must say the same."""
+    """Run every test through the product's own protocol and through the ASGI app alone: both must answer the same."""
     before, LoopbackCluster.front = LoopbackCluster.front, request.param == "front"
     yield request.param
     LoopbackCluster.front = before
@@ -216,7 +216,7 @@ async def test_over_the_share_of_one_key_is_a_429():
     assert sorted(answer.status_code for answer in answers) == [200] * 16 + [429]
 
 
-# clients that leave, nodes that die
+# clients that disconnect, nodes that crash
 
 
 async def test_a_client_that_leaves_is_cancelled_at_the_node():
@@ -552,7 +552,7 @@ def test_the_description_of_these_routes_is_whole():
         "/health",
         "/livez",
     }
-    elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # what answers those has tests of its own
+    elsewhere = {path for path in paths if path.startswith("/v1/videos")}  # these have tests of their own
     assert set(paths) - elsewhere == set(door.dialects) | OLLAMA_PATHS | by_pattern
     text = json.dumps(paths) + json.dumps(schemas)
     for reference in {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}:

@@ -1,4 +1,7 @@
-"""Tools, reasoning, log probabilities and sampling, through both doors, read by a real client library."""
+"""Tools, reasoning, log probabilities and sampling, read by a real client library.
+
+Each test runs through the fast path and through the ASGI application.
+"""
 
 import asyncio
 import json
@@ -28,7 +31,7 @@ FEATURES = ("tools", "logprobs", "sampling", "grammar")
 
 @pytest.fixture(autouse=True, params=["front", "asgi"])
 def by(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Run every test through the product's own protocol and through the ASGI app alone: both must say the same."""
+    """Run every test through the product's own protocol and through the ASGI app alone: both must answer the same."""
     before, LoopbackCluster.front = LoopbackCluster.front, request.param == "front"
     yield request.param
     LoopbackCluster.front = before
@@ -36,7 +39,7 @@ def by(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 async def cluster() -> AsyncIterator[LoopbackCluster]:
-    """A pool of one node whose model offers everything; what it says is set by each test."""
+    """Serve a pool of one node whose model has all features. Each test sets the answer."""
     one = LoopbackCluster(LoopbackNode("studio", models=(a_model(features=FEATURES),)))
     async with one.serving() as url:
         one.base_url = url
@@ -85,7 +88,7 @@ def call(place: int, city: str) -> tuple[int, str]:
 
 
 def calling(asked: Generate) -> Play:
-    """Think, say something, call twice; a broken call between them."""
+    """Return an answer with reasoning, text and two calls, with a broken call between them."""
     number = asked.request
     return [
         delta
@@ -100,7 +103,7 @@ def calling(asked: Generate) -> Play:
 
 
 def spelled(asked: Generate) -> Play:
-    """Say one character in two tokens, then a word; the first token has no text yet."""
+    """Return one character in two tokens, then a word; the first token has no text yet."""
     top = ((b"A", -0.5), (b"B", -1.5), (b"C", -2.5))[: asked.params.top_logprobs]
     return [
         delta
@@ -277,7 +280,7 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
     assert (params.temperature, params.top_p, params.seed, params.stop) == (0.7, 0.9, 7, ("x",))
 
 
-# what is not offered
+# Features that are not offered
 
 
 @pytest.mark.parametrize(

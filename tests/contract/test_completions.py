@@ -1,4 +1,4 @@
-"""`/v1/completions` with OpenAI's own library over a real server, and in the shapes that older clients send."""
+"""`/v1/completions` with OpenAI's own library over a real server, and in the shapes of older clients."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""What holds for every verb: plain where no person looks, no colour where NO_COLOR says so, and a sign of life."""
+"""Conventions of every verb: plain output without a terminal, no colour with NO_COLOR, and progress of long calls."""
 
 import ast
 import re
@@ -34,7 +34,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "simulate": ["--help"],
     "version": ["--cluster"],
 }
-"""What a verb that only looks is given."""
+"""Arguments of the verbs that only read."""
 READING = sorted(
     {
         verb
@@ -53,7 +53,7 @@ def pool() -> Iterator[Served]:
 
 
 def said(verb: str, pool: Served, folder: Path, *, color: bool, **env: str) -> str:
-    """Run a verb that only looks; give all that it said, whatever came of it."""
+    """Run a verb that only reads, and return its complete output, with any exit code."""
     (folder / "key").write_text(pool.keys["admin"])
     clean = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE", "NO_COLOR", "FORCE_COLOR"))
     where = ["--state", str(folder)]
@@ -75,7 +75,7 @@ def test_most_verbs_that_look_are_tried():
 @pytest.mark.parametrize("verb", READING)
 def test_no_color_is_honoured_and_plain_is_plain(verb: str, pool: Served, tmp_path: Path):
     if verb == "doctor":
-        return  # it looks at the machine for seconds: below
+        return  # takes seconds to check the machine: below
     assert COLOUR.search(said(verb, pool, tmp_path, color=True, FORCE_COLOR="1", NO_COLOR="1")) is None
     assert "\x1b" not in said(verb, pool, tmp_path, color=False)
 
@@ -100,7 +100,7 @@ PATIENT = {
     "coordinator/cli/commands/videos.py": "a video on its way to a file, whose progress is the file",
     "coordinator/cli/commands/nodes.py": "a log that is printed as it comes",
 }
-"""Files in which something may last without a sign of life, and why."""
+"""Files in which a call may last without showing progress, and the reasons."""
 
 
 def test_what_lasts_shows_that_it_lives():
@@ -114,7 +114,7 @@ def test_what_lasts_shows_that_it_lives():
 
 
 def calls(node: ast.AST, *, inside: bool) -> Iterator[tuple[ast.Call, bool]]:
-    """Give every call below, and whether it stands in a `with waiting(…)` or beside a bar."""
+    """Yield every call below a node, and whether it is inside a `with waiting(…)` or a progress bar."""
     if isinstance(node, ast.With):
         inside = inside or any("waiting(" in ast.unparse(one) or "_progress(" in ast.unparse(one) for one in node.items)
     if isinstance(node, ast.Call):
@@ -124,7 +124,7 @@ def calls(node: ast.AST, *, inside: bool) -> Iterator[tuple[ast.Call, bool]]:
 
 
 def lasts(call: ast.Call) -> bool:
-    """Say whether a call may take more than a second: it names a patience, or waits for a program."""
+    """Return whether a call may take more than a second: it has a timeout, or waits for a program."""
     text = ast.unparse(call.func)
     named = any(word.arg == "timeout" for word in call.keywords) or any(
         "PATIENCE" in ast.unparse(one) for one in call.args

@@ -1,4 +1,4 @@
-"""Every generating route over a real socket: bad bodies, slow and leaving clients, and nothing is left behind."""
+"""Every generating route over a real socket: bad bodies, slow clients, disconnects. No resource may be left behind."""
 
 import asyncio
 import contextlib
@@ -125,7 +125,7 @@ async def test_a_body_that_drips_is_given_up(cluster: LoopbackCluster, route: st
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("phase", ["in line", "admitted", "answering"])
 async def test_a_client_may_leave_in_every_phase(route: str, stream: bool, phase: str):
-    """The reservation is freed, the node is told, the place in the line is given back."""
+    """The reservation is released, the node gets a Cancel, and the queue entry is removed."""
     node = LoopbackNode("a", step_seconds=0.03, mute=phase == "admitted")
     if phase == "in line":
         node.memory = a_memory(headroom_bytes=1 * MIB)

@@ -1,4 +1,4 @@
-"""Ollama's API over a real server, in the shapes that its own clients and popular programs send."""
+"""Ollama's API over a real server, in the shapes of its own clients and of popular programs."""
 
 import json
 from collections.abc import AsyncIterator

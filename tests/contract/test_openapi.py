@@ -1,5 +1,8 @@
-"""The OpenAPI document against the whole application on loopback nodes: whatever is asked, good or bad, the answer is
-one that the document describes (status, content type, body), and never a fault of ours."""
+"""The OpenAPI document against the complete application on loopback nodes.
+
+For any request, valid or not, the document describes the answer (status, content type, body). No answer is an internal
+error.
+"""
 
 from collections.abc import Iterator
 from typing import Any, cast
@@ -23,12 +26,12 @@ from tests.support.whole_pool import OPERATIONS, Served
 
 HELD = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OURS = {501, 503}
-"""Answers above 499 that are no fault: not offered, and no room or nobody there."""
+"""Answers above 499 that are no internal error: not offered, and no room or no node."""
 TRUE = {"true", "1", "on", "t", "y", "yes"}
-"""What the API reads as a boolean that is set."""
+"""Values that the API reads as true."""
 EXAMPLES = 4
 EVERY_CHECK: Any = list(HealthCheck)
-"""Of each kind for every operation; the seconds of the suite are bounded, not the imagination."""
+"""Examples of each kind for every operation, bounded to limit the duration of the suite."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def test_every_operation_is_tried(served: Served):
 
 
 ORDERS = ("POST /api/v1/models/load", "POST /api/v1/models/unload", "POST /api/v1/models/profile")
-"""What a node does and answers after minutes; the nodes here only answer requests."""
+"""Operations that a node carries out and answers after minutes; the nodes here only answer requests."""
 
 
 @pytest.mark.parametrize("kind", list(GenerationMode), ids=lambda kind: str(kind.value))
@@ -52,7 +55,7 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
     method, path = operation.split(" ", 1)
     found = schemathesis.openapi.from_dict(served.document)[path][method]
     if kind is GenerationMode.NEGATIVE and not found.definition.raw.keys() & {"parameters", "requestBody"}:
-        return  # nothing can be wrong with a request that says nothing
+        return  # an empty request cannot be wrong
     session = requests.Session()
     session.trust_env = False
     headers = {"authorization": f"Bearer {served.keys['admin']}"}
@@ -64,7 +67,7 @@ def test_every_answer_is_one_that_is_described(served: Served, operation: str, k
         case: Any = data.draw(found.as_strategy(generation_mode=kind))
         named = isinstance(case.body, dict) and isinstance(case.body.get("model"), str)
         if named and operation not in ORDERS and data.draw(st.booleans()):
-            case.body["model"] = "tiny"  # which is there
+            case.body["model"] = "tiny"  # which exists
         if case.query and str(case.query.get("follow")).lower() in TRUE:
             del case.query["follow"]  # such an answer has no end
         answer = case.call(base_url=served.url, session=session, headers=headers, timeout=20)
@@ -88,7 +91,7 @@ def test_what_is_refused_before_it_is_read_is_described(served: Served, path: st
         "length": {"content-length": "99999999"},
     }[wrong]
     if get and wrong in ("origin", "length"):
-        return  # reading is not guarded by the page that asks, and has no body
+        return  # reads have no check of the origin, and no body
     with requests.Session() as session:
         session.trust_env = False
         prepared = requests.Request(method, served.url + path, headers, data=b"{}").prepare()

@@ -1,4 +1,4 @@
-"""`/v1/responses` with OpenAI's own library over a real server, and in the shapes that coding agents send."""
+"""`/v1/responses` with OpenAI's own library over a real server, and in the shapes of coding agents."""
 
 import json
 from collections.abc import AsyncIterator

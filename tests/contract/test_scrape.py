@@ -1,4 +1,4 @@
-"""The routes that Prometheus asks: who may, what it gets, and what it is told of nodes that are not there."""
+"""The routes for Prometheus: required key, content, and the answer for unknown nodes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How a client names its conversation, through both doors: it goes back to where it was read."""
+"""Names of conversations, through the fast path and the ASGI application: a conversation returns to its node."""
 
 from typing import Any
 

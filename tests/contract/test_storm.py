@@ -1,4 +1,4 @@
-"""Everything at once: clients that come, read, stall and leave while nodes refuse, crash, go and come back."""
+"""Everything at once: clients connect, read, stall and disconnect while nodes refuse, crash, disappear and return."""
 
 import asyncio
 import random
@@ -13,11 +13,11 @@ from wire.units import MIB
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 
 PATIENCE = [0.005, 0.02, 0.1, 20.0, 20.0]
-"""Seconds until a client leaves."""
+"""Seconds until a client disconnects."""
 
 
 async def client(url: str, key: str, chance: random.Random, patience: float) -> str:
-    """Ask once, in one of many ways; give how it ended."""
+    """Send one request, in one of many ways; return how it ended."""
     body = ASK | {"stream": chance.random() < 0.6, "n": chance.randint(1, 3)}
     async with httpx.AsyncClient(
         trust_env=False, base_url=url, headers={"authorization": f"Bearer {key}"}, timeout=30

@@ -1,4 +1,5 @@
-"""What one client wrote is told to no other: a refusal that quotes its request goes to its client alone."""
+"""Text of one client reaches no other client: a refusal that quotes a request goes only to the client of that
+request."""
 
 import json
 

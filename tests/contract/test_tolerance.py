@@ -1,4 +1,4 @@
-"""What is ignored of a request is named in its answer, by both ways in, and in what is kept of it."""
+"""Ignored fields of a request are named in its answer and in its record, by the fast path and the ASGI application."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,5 @@
-"""The conductor over the real link: peers that refuse, vanish, come back, lie, and a coordinator that begins again."""
+"""The video controller over the real link: peers that refuse, vanish, return or lie, and a coordinator that
+restarts."""
 
 import asyncio
 import errno

@@ -1,4 +1,4 @@
-"""`/v1/videos` as OpenAI's own library speaks it, against the whole application and peers on the real link."""
+"""`/v1/videos` with OpenAI's own library, against the complete application and peers on the real link."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ class Pool:
         return self.port.client_of(key or self.key)
 
     def sdk(self, key: str = "") -> openai.AsyncOpenAI:
-        http: Any = self.http(key)  # of the application itself, without a socket
+        http: Any = self.http(key)  # answered by the application itself, without a socket
         return openai.AsyncOpenAI(
             base_url="http://127.0.0.1/v1", api_key=key or self.key, http_client=http, max_retries=0
         )
@@ -68,7 +68,7 @@ async def pool(folder: Path, *names: str, peer: dict[str, Any] | None = None, **
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Pool]:
-    """One pool for all that is refused: nothing of it may ever become a job."""
+    """Yield one pool for all refused requests: none may ever become a job."""
     async with pool(tmp_path_factory.mktemp("shared")) as one:
         yield one
         assert one.conductor.board.jobs == {}
@@ -82,7 +82,7 @@ async def made(one: Pool, client: openai.AsyncOpenAI, **fields: Any) -> Any:
     return video
 
 
-# what the library does
+# Calls of the library
 
 
 async def test_create_poll_download_delete(tmp_path: Path):
@@ -297,12 +297,12 @@ async def test_who_reads_a_clip_that_is_deleted_meanwhile_reads_it_to_its_end(tm
         assert b"".join(got) == CLIP
 
 
-# the line
+# the queue
 
 
 async def test_a_full_line_is_a_429_with_retry_after(tmp_path: Path):
     async with pool(tmp_path, peer={"muted": True}, queue_limit=2) as one, one.sdk() as client:
-        for _ in range(3):  # one that is asked for a lease, two that wait
+        for _ in range(3):  # one whose lease is requested, two that wait
             await client.videos.create(model="wan", prompt="x")
             await asyncio.sleep(0)
         with pytest.raises(openai.RateLimitError) as full:
@@ -324,7 +324,7 @@ async def test_an_idempotency_key_makes_one_job(tmp_path: Path):
         assert (await http.post("/v1/videos", json=body, headers={"idempotency-key": "x" * 201})).status_code == 400
 
 
-# what cannot be
+# Refusals and errors
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""What clients look for beside the answer: facts of models, names as they write them, rates, and the right base URL."""
+"""Data that clients read apart from the answer: model properties, model names as clients spell them, rates, base
+URL."""
 
 import json
 from typing import Any

@@ -1,4 +1,5 @@
-"""A Mac that sleeps is asleep, not lost: nobody is alarmed, nothing is placed there, and it is back when it wakes."""
+"""A sleeping Mac is `asleep`, not lost: no alert fires, no request is placed there, and the node is back after
+waking."""
 
 import signal
 import sys

@@ -1,4 +1,4 @@
-"""Commands do what they say, typed as a person types them: up, join, leave, chat, on Macs that are nodes already."""
+"""Commands typed as by a user, on Macs that are nodes already: up, join, leave, chat."""
 
 import json
 import re
@@ -158,7 +158,7 @@ def test_a_joined_mac_asks_over_its_own_link_or_names_the_coordinator(made: Pool
     assert (gone.returncode, "cannot be reached" in gone.stderr) == (3, True), gone.stderr
 
 
-# ready means answered
+# ready means that the engine can answer
 
 
 def test_ready_means_that_the_first_request_is_answered(made: Pool):

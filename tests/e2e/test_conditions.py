@@ -1,6 +1,6 @@
-"""What needs a person is told within half a minute: by a real Prometheus, by the API, by `cluster status`, by webhook.
+"""A condition is reported within half a minute: by a real Prometheus, by the API, by `cluster status`, by webhook.
 
-The gate of a live node is neutered: its engine runs from a copy of the packages in which nobody asks the gate.
+The gate of a live node is neutered: its engine runs from a copy of the packages that skips the gate.
 """
 
 import json
@@ -50,7 +50,7 @@ def hook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def neutered(folder: Path) -> Path:
-    """Copy the packages, with a gate that is never really asked."""
+    """Copy the packages, with a gate that is never really checked."""
     for package in ("coordinator", "host", "node", "router", "wire"):
         shutil.copytree(ROOT / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
     gate = folder / "node" / "engine" / "memory" / "gate.py"

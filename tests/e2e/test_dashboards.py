@@ -32,7 +32,7 @@ EMPTY = {
     "Failures": "only once a video failed",
     "Pressure": "only where the system has a word for it: macOS, and Linux with pressure stalls",
 }
-"""Panels that may have no data, and why."""
+"""Panels that may have no data, and the reasons."""
 SMALL = (
     "engine.scripted.memory=16GiB",
     "engine.scripted.kv_per_token=16777216",
@@ -41,15 +41,18 @@ SMALL = (
     "engine.scripted.step_ms=10",
     "engine.scripted.tokens=40",
 )
-"""A node with room for a few requests at a time, which refuses those with that word."""
+"""A node with memory for a few requests at a time, which refuses requests with that word."""
 CLIP = {"model": "tiny-wan", "prompt": "a red fox", "size": "64x48", "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 RAY_PORTS = 25000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-"""A range of this worker's own: Ray cannot be given any free ones."""
+"""A port range of this worker, because Ray needs a range of ports."""
 
 
 @contextmanager
 def load(made: Pool) -> Iterator[None]:
-    """Ask for ever, in threads: streams, whole answers, what is refused, what nobody has, and what must wait."""
+    """Send requests in threads until the end of the block.
+
+    They are streams, complete answers, refused requests, requests for an unknown model, and requests that must wait.
+    """
     stop = threading.Event()
     headers = {"authorization": f"Bearer {made.key}"}
     with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=60) as client:
@@ -84,7 +87,7 @@ def ask(client: httpx.Client, model: str, text: str, *, stream: bool = False) ->
 
 
 def clip(made: Pool, *states: str, **changes: Any) -> None:
-    """Ask for a video, and wait until it is in one of these states."""
+    """Request a video, and wait until it is in one of these states."""
     headers = {"authorization": f"Bearer {made.key}"}
     with httpx.Client(base_url=made.base, headers=headers, trust_env=False, timeout=30) as client:
         job = client.post("/v1/videos", json={**CLIP, **changes}).json()["id"]
@@ -92,7 +95,7 @@ def clip(made: Pool, *states: str, **changes: Any) -> None:
 
 
 def chosen(board: Board, found: Prometheus) -> dict[str, str]:
-    """Give every variable all of its values, as `All` does."""
+    """Return all values of every variable, as `All` does."""
     values = dict(SECONDS)
     for name, _, query in board.variables:
         match = re.fullmatch(r"label_values\((\w+), (\w+)\)", query)
@@ -104,7 +107,7 @@ def chosen(board: Board, found: Prometheus) -> dict[str, str]:
 
 
 def evaluate(found: Prometheus, panel: Panel, query: str, values: dict[str, str]) -> tuple[int, int]:
-    """Evaluate one query as its panel does; give its series, and its values that are numbers."""
+    """Evaluate one query as its panel does; return its series, and its numeric values."""
     asked = re.sub(r"\$(\w+)", lambda match: values[match[1]], query)
     if panel.kind in (Kind.FIGURE, Kind.TABLE):
         result = found.value(asked)
@@ -132,7 +135,7 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
         text = configuration(made.base, str(token_file(tmp_path, key)), rules="none.yml", every=1)
         with prometheus(tmp_path / "prometheus", text.replace("interval: 15s", "interval: 1s")) as found:
             until(lambda: set(found.up().values()) == {"1"} and len(found.up()) == 6, 60, "all targets are up")
-            clip(made, "completed")  # before the others take the processors
+            clip(made, "completed")  # before the load takes the processors
             with load(made):
                 clip(made, "in_progress", steps=1000)
                 until(lambda: _seen(found), 90, "everything has happened that panels show")
@@ -144,7 +147,8 @@ def test_every_panel_has_data(tmp_path: Path, record_property: Callable[[str, ob
 
 
 def _seen(found: Prometheus) -> bool:
-    """Whether what takes a while has been scraped twice: answers, queues, gaps between tokens, hits of the cache."""
+    """Return whether the slow figures have been scraped twice: answers, queues, gaps between tokens, hits of the
+    cache."""
     queries = (
         'sum(rate(macpool_router_requests_total{outcome="ok"}[20s])) > 0',
         "sum(rate(macpool_request_queue_time_seconds_count[20s])) > 0",
@@ -159,7 +163,7 @@ def _seen(found: Prometheus) -> bool:
 
 
 def _lines(board: Board, found: Prometheus) -> Iterator[str]:
-    """Say of each query how many series and values it gave."""
+    """Yield the numbers of series and values of each query."""
     values = chosen(board, found)
     for panel in board.panels():
         for query, _ in panel.queries:

@@ -1,7 +1,7 @@
-"""A coding agent's day in every dialect, with the official libraries, over a pool with a real model.
+"""A session of a coding agent in every dialect, with the official libraries, over a pool with a real model.
 
-The embedded model knows its tools' conversations by heart, so that what comes back can be compared; the model's own
-calls are handed back as each library keeps them.
+The embedded model was trained on these conversations with tools. Answers can therefore be compared word for word. The
+model's own calls are sent back in the form in which each library keeps them.
 """
 
 import json
@@ -173,7 +173,7 @@ def test_ollamas_routes_answer(made: Pool) -> None:
 
 
 class User(BaseModel):
-    """What the model is to write."""
+    """The object that the model must generate."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=20)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 def doctor(state: Path, code: int, *arguments: str, **extra: str) -> dict[str, dict[str, Any]]:
-    """Run it; give its findings by id."""
+    """Run the doctor; return its findings by id."""
     command = [*CLI, "doctor", "--state", str(state), "--json", "--seconds", "50", *arguments]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(**extra), timeout=90)
     assert done.returncode == code, done.stdout + done.stderr

@@ -1,6 +1,6 @@
-"""Real models in a real pool: answers word for word, what the gate refuses, bad input, what a client may ask.
+"""Real models in a real pool: answers word for word, refusals of the gate, bad input, request options.
 
-The trained tiny models know a few answers by heart, so every answer here is compared with what was learned.
+The tiny models were trained on a few answers. Every answer here is compared with the trained text.
 """
 
 import json
@@ -40,7 +40,7 @@ TRAINED = ("llama", "qwen3", "lfm2")
 NODES = ("studio", "macbook")
 AT_ONCE = 32
 CONTEXT = 32768
-"""Tokens that the tiny models take."""
+"""Context of the tiny models, in tokens."""
 
 
 def write(file: str, text: str) -> Callable[[Path], object]:
@@ -77,7 +77,7 @@ SPOILED: dict[str, Callable[[Path], object]] = {
 
 @pytest.fixture(scope="module")
 def zoo(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """Two nodes with everything loaded that is trained, and spoiled models beside it."""
+    """Start two nodes with all trained models loaded, and with spoiled models in the same folder."""
     trained = {name: tiny_model(name) for name in TRAINED}
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "zoo", **trained, fresh=trained["qwen3"], later=trained["lfm2"])
@@ -101,7 +101,7 @@ def client(zoo: Pool) -> OpenAI:
 
 
 def answer(client: OpenAI, model: str, one: dict[str, str], *, stream: bool) -> tuple[str, str, str]:
-    """Give content, reasoning, and the node that they came from."""
+    """Return content, reasoning, and the node that generated them."""
     raw: Any = client.chat.completions.with_raw_response.create(
         model=model, messages=said(one["prompt"], one.get("system", "")), stream=stream
     )
@@ -122,7 +122,7 @@ def test_all_that_is_known_by_heart_comes_verbatim_from_both_nodes(zoo: Pool, cl
         answers = list(
             threads.map(lambda way: answer(client, model, way[1], stream=bool(way[0] % 2)), enumerate(asked))
         )
-    for idle in set(NODES) - {node for *_, node in answers}:  # the other one was measured as much faster
+    for idle in set(NODES) - {node for *_, node in answers}:  # the other node was measured as much faster
         (busy,) = set(NODES) - {idle}
         zoo.cli("node", "cordon", busy)
         asked += known
@@ -155,7 +155,7 @@ def test_the_first_request_loads_each_model_of_a_folder(zoo: Pool, client: OpenA
     until(lambda: set.union(*(loaded(zoo, name) for name in NODES)) >= {"fresh", "later"}, 5, "both are loaded")
 
 
-# what a client may ask
+# Request options
 
 
 def called(message: Any) -> list[tuple[str, dict[str, Any]]]:
@@ -234,7 +234,7 @@ def test_usage_is_exact_and_the_same_streamed(client: OpenAI) -> None:
 
 
 def test_a_second_turn_is_billed_with_what_was_cached(zoo: Pool, client: OpenAI) -> None:
-    """On one node; the first turn leaves its rows, the second begins with them, streamed or not."""
+    """Runs on one node. The first turn leaves its rows, and the second begins with them, streamed or not."""
     before = zoo.node("studio")["engine"]["cache"]
     with cordoned(zoo, "macbook"):
         first = client.chat.completions.create(model="lfm2", messages=said("Count to thirty."))
@@ -320,17 +320,17 @@ def test_a_strange_prompt_is_answered(client: OpenAI, messages: Any) -> None:
     good(client)
 
 
-# the gate
+# The gate
 
 ROOM = 96 * MIB
-"""Above an engine at rest; 64 MiB of it are what a load needs for a moment."""
+"""Bytes above an engine at rest. A load needs 64 MiB of them for a moment."""
 MARGIN = 4 * MIB
 CROWD = 4
-"""Answers to a small question that take half of ROOM: 256 tokens each are promised, at 24 KiB the token."""
+"""Answers to a small question that take half of ROOM: 256 tokens each are reserved, at 24 KiB a token."""
 
 
 def claim_a_gigabyte(folder: Path) -> None:
-    """Make the weights so large that no node with ROOM could hold them; they lie on no disk."""
+    """Make the weights larger than any node with ROOM. The file is sparse."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [2**28], "data_offsets": [0, 2**30]}}).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
@@ -339,7 +339,7 @@ def claim_a_gigabyte(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def snug(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """One node that may use ROOM more than its engine does at rest, with two models loaded."""
+    """Start one node whose cap is ROOM above its engine at rest, with two models loaded."""
     known, wide = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", known=known, wide=wide)

@@ -1,7 +1,8 @@
-"""Engines that die, freeze or are left alone: whose request fails, whose is placed elsewhere, what comes back.
+"""Engines that crash, freeze or are orphaned: which requests fail, which are placed elsewhere, and how the engine
+restarts.
 
-Deaths are counted by model, so every test has a name of its own for the slow model. `victim` is the node whose engine
-is hurt, `icy` the one whose engine is frozen when the tests begin, `other` stays well and can answer for both.
+Crashes are counted by model. Every test therefore has its own name for the slow model. The tests crash the engine of
+`victim`. The engine of `icy` is frozen when the tests begin. `other` stays healthy and can answer for both.
 """
 
 import tempfile
@@ -39,12 +40,12 @@ from wire.units import MIB
 pytestmark = pytest.mark.slow
 
 SLOW = ("read", "written", "fetched", "left")
-"""Names of the slow model that `victim` and `other` have; `cursed` is on `victim` alone."""
+"""Names of the slow model on `victim` and `other`; only `victim` has `cursed`."""
 LONG = "word " * 600
-"""A prompt that a node reads in a second or two, in several forwards."""
+"""A prompt whose prefill takes a node a second or two, in several forwards."""
 ENDLESS = "word " * 8000
 Answer = tuple[str, int, str]
-"""The text, the attempts, and the node that gave it."""
+"""The text, the attempts, and the node that answered."""
 
 
 def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
@@ -55,7 +56,7 @@ def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
 
 @dataclass(frozen=True)
 class Frozen:
-    """An engine that was stopped while it wrote an answer, the answer to come, and when that was (monotonic)."""
+    """An engine that was stopped during an answer, the future of the answer, and the time of the stop (monotonic)."""
 
     engine: psutil.Process
     answer: Future[Answer]
@@ -64,7 +65,7 @@ class Frozen:
 
 @dataclass(frozen=True)
 class Ward:
-    """The pool, and what is known of `victim` in it."""
+    """The pool, with shortcuts for its node `victim`."""
 
     pool: Pool
     client: OpenAI
@@ -83,12 +84,13 @@ class Ward:
         engine_of(self.pool, "victim").kill()
 
     def load(self, model: str) -> None:
-        """Let a request load a model on `victim`; only it is open for one now."""
+        """Load a model on `victim` with a request. It must be the only node that is not cordoned."""
         assert self.ask(model, max_tokens=1)[2] == "victim"
         until(lambda: model in self.loaded() and at_rest(self.pool, "victim"), what="loaded")
 
     def back(self, node: str, restarts: int, models: set[str]) -> str:
-        """Wait until a node's engine serves after so many restarts, with these models; give the cause of its death."""
+        """Wait until a node's engine serves these models after `restarts` restarts, and return the cause of the
+        crash."""
 
         def here() -> bool:
             engine = self.pool.node(node)["engine"]
@@ -98,14 +100,14 @@ class Ward:
         return self.pool.node(node)["engine"]["cause"]
 
     def reads(self, forwards: int) -> None:
-        """Wait until `victim` has begun so many forwards of prompts more than it had."""
+        """Wait until `victim` has begun `forwards` more forwards of prompts."""
         before = counts(self.pool, "victim")["forwards"]
         until(lambda: counts(self.pool, "victim")["forwards"] >= before + forwards, what="a prompt being read")
 
 
 @pytest.fixture(scope="module")
 def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
-    """Three nodes; the engine of one is frozen by now, so that the half minute until it is missed is not waited for."""
+    """Start three nodes. One engine is frozen at once, because its detection takes half a minute."""
     known, slow = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
     with (
         tempfile.TemporaryDirectory(prefix="mp-") as folder,
@@ -150,12 +152,13 @@ CRASHED = (500, "engine_crashed", "1")
 
 
 def elsewhere(answer: Answer) -> bool:
-    """Whether it was placed again; `victim` may have been tried once more before it was known to be dead."""
+    """Return whether the request was placed again; `victim` may have been tried once more before its crash was
+    known."""
     return answer[1] in (2, 3) and answer[2] == "other"
 
 
 def test_killed_in_prefill(ward: Ward) -> None:
-    """The request that was being read fails for good, those that stood beside it are answered elsewhere."""
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
     with side_by_side(3) as start:
         with cordoned(ward.pool, "other"):
             ward.load("read")
@@ -192,7 +195,7 @@ def test_killed_in_decode(ward: Ward) -> None:
 
 
 def test_killed_in_load(ward: Ward) -> None:
-    """The request whose model was being read fails; who waited for the same model is answered elsewhere."""
+    """The request that loads the model fails. A second request for the same model is answered elsewhere."""
     engine = engine_of(ward.pool, "victim")
     rest, restarts, models = engine.memory_info().rss, ward.restarts(), ward.loaded()
     with side_by_side(2) as start:
@@ -208,7 +211,7 @@ def test_killed_in_load(ward: Ward) -> None:
 
 
 def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
-    """`cursed` is here alone: after the second death it is refused at once, and all else goes on."""
+    """Only this node has `cursed`. After the second crash the model is refused at once; other models still answer."""
     assert greets(ward.client, "quick")
     ward.load("cursed")
     restarts, models = ward.restarts(), ward.loaded()
@@ -234,7 +237,7 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
 
 
 def test_frozen(ward: Ward) -> None:
-    """A stopped process answers no ping: after 30 s it is replaced, and what it had is answered elsewhere."""
+    """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
     text, _, node = ward.frozen.answer.result(60)
     assert (len(text) > 100, node) == (True, "other")
     assert "the engine hung: it has answered nothing for" in ward.back("icy", 1, {"ice"})

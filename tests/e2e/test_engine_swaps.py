@@ -1,4 +1,4 @@
-"""A real node with memory for one of two models: the second one gets its turn beside steady traffic on the first."""
+"""A real node with memory for one of two models: the second model is served despite steady traffic on the first."""
 
 import tempfile
 import threading
@@ -19,15 +19,17 @@ pytestmark = pytest.mark.slow
 
 WEIGHTS = 161 * MIB
 ROOM = WEIGHTS + 64 * MIB + 60 * MIB
-"""Above an engine at rest without a model: one model, what its load needs for a moment, rows for ten answers."""
+"""Bytes above an engine at rest without a model: one model, transient memory of its load, rows for ten answers."""
 TOKENS = 50, 70, 110
-"""Answers of each client: of different lengths, so that the node is never idle."""
+"""Lengths of the answers of each client; they differ, because the node must never be idle."""
 
 
 @pytest.fixture(scope="module")
 def narrow(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """One node with two models, of which one fits; the queue gives up after six seconds, streams show signs of life
-    every fifth of a second."""
+    """Start one node with two models, of which one fits.
+
+    Requests are refused after 6 s in the queue. Streams send keep-alives every 0.2 s.
+    """
     wide = tiny_model("llama", trained=False, preset="bench50m")
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", first=wide, second=wide)
@@ -43,7 +45,7 @@ def narrow(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
 
 
 class Traffic:
-    """Clients that ask one model for streams, each the next one as soon as the last has ended."""
+    """Clients that send streams to one model, each the next one as soon as the last has ended."""
 
     def __init__(self, made: Pool, model: str) -> None:
         self._client = api(made)
@@ -103,7 +105,7 @@ def test_the_second_model_gets_its_turn_again_and_again_and_no_stream_is_cut(nar
 
 
 def streamed(made: Pool, model: str) -> tuple[list[str], str]:
-    """Ask for a stream; return all its lines and its request id. What it waits for is shown meanwhile."""
+    """Request a stream; return its lines and its request id. Check the reported phase while it waits."""
     body = {"model": model, "messages": said("Tell me."), "stream": True, "max_tokens": 20}
     headers = {"Authorization": f"Bearer {made.key}"}
     address = f"{made.facts['base_url']}/chat/completions"

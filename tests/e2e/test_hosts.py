@@ -1,6 +1,6 @@
 """The pool on isolated hosts: a coordinator, two nodes and a client, each with a network of its own.
 
-Cables are cut and hosts lose power here, so nobody says goodbye, and what is found is found by multicast.
+Cables are cut and hosts lose power here, without a goodbye. Discovery uses multicast.
 """
 
 import asyncio
@@ -34,21 +34,22 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 WINDOW = 10.0
 """Seconds of silence after which a node is lost."""
 WORK = 3.0
-"""Seconds that a loaded machine may add."""
+"""Additional seconds on a loaded machine."""
 CLIENT: dict[str, Any] = {"trust_env": False, "timeout": 60, "verify": ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)}
-"""How clients ask, without TLS: a context of their own would read all authorities of this machine each time."""
+"""Settings of HTTP clients. They use no TLS; one context for all saves reading the authorities of this machine each
+time."""
 VIDEO = ("video.max_steps=1000",)
 
 
 def flat_settings(**more: Any) -> list[str]:
-    """Give the settings of a node that makes small videos."""
+    """Return the settings of a node that makes small videos."""
     made = flat(**more)
     return [f"{key}={json.dumps(value) if not isinstance(value, str) else value}" for key, value in made.items()]
 
 
 @dataclass
 class Chat:
-    """One streamed chat as its client saw it: the node, the words, why it ended, the seconds of `monotonic`."""
+    """One streamed chat as its client saw it: the node, the words, the end, the seconds of `monotonic`."""
 
     status: int = 0
     node: str = ""
@@ -59,7 +60,7 @@ class Chat:
 
 
 class Lab:
-    """The coordinator's host is the first, nodes live on the second and third, clients on the fourth."""
+    """The coordinator is on the first host, nodes are on the second and third, clients on the fourth."""
 
     def __init__(self, hosts: Hosts, made: Pool, stack: ExitStack) -> None:
         self.hosts = hosts
@@ -81,7 +82,7 @@ class Lab:
         )
 
     def move(self, number: int) -> None:
-        """Let all that is said to the coordinator be said on this host; its state is that host's."""
+        """Send all requests to the coordinator from this host, and use the state folder of this host."""
         local = self._stack.enter_context(self.hosts[number].threads(2))
         self.pool.home = "coordinator" if number == 1 else f"coordinator-{number}"
         self.pool.wrap = self.hosts[number].enter()
@@ -115,19 +116,19 @@ class Lab:
         return self.pool.node(name)["state"]
 
     def events(self, event: str) -> list[dict[str, Any]]:
-        """Give the coordinator's log lines of one event."""
+        """Return the coordinator's log lines of one event."""
         lines = (self.pool.state / "logs" / "coordinator.log").read_text().splitlines()
         return [line for line in map(json.loads, lines) if line["event"] == event]
 
     def on_client(self, ask: Any) -> Future[Any]:
-        """Run something in the client's network."""
+        """Run a function in the client's network."""
         return self._client.submit(ask)
 
     def chat(self, prompt: int = 5, tokens: int = 10) -> Future[Chat]:
         return self._client.submit(self._chat, prompt, tokens)
 
     def ask(self, method: str, path: str, **more: Any) -> httpx.Response:
-        """Send one request; where it is called from decides from which host."""
+        """Send one request from the host of the calling thread."""
         headers = {"Authorization": f"Bearer {self.pool.key}"}
         return httpx.request(method, self.pool.base + path, headers=headers, **CLIENT, **more)
 
@@ -187,7 +188,8 @@ def test_nodes_found_by_bonjour_serve_and_one_loses_power(lab: Lab) -> None:
         assert (chat.words, chat.end) == (tokens, "data: [DONE]"), "those of the dead Mac went on on the other"
     assert sum(chat.node == "macbook" for chat in answers) >= 8
     for chat in [*answers, *(each.result() for each in early)]:
-        # What was there has moved by then; it may wait for a place beside the others, and then has all its work to do.
+        # Streams of the lost node have moved by then. A moved stream may wait for a row, and then decodes from the
+        # start.
         working = (max(lengths) + chat.words) * 0.05 + 1
         assert chat.node == "studio" or chat.ended < cut + WINDOW + WORK + working, chat
     assert {lab.chat(5, 2).result().node for _ in range(4)} == {"studio"}
@@ -215,7 +217,7 @@ def test_short_silence_moves_nothing_and_a_longer_one_only_new_work(lab: Lab) ->
 
 
 def _states_during_a_cut(lab: Lab, seconds: float, watch: float) -> set[str]:
-    """Cut studio's cable just after a report, so that the silence is as long as the cut, and watch its state."""
+    """Cut studio's cable just after a report, for a silence as long as the cut, and record its states."""
     until(lambda: lab.pool.node("studio")["heard_seconds"] < 0.1, what="a report")
     lab.hosts.cut(lab.hosts[2])
     mend = threading.Timer(seconds, lab.hosts.restore, [lab.hosts[2]])
@@ -320,7 +322,8 @@ def test_a_code_is_approved_and_the_record_goes_with_the_coordinator(lab: Lab) -
 
 
 async def _watch_records() -> list[tuple[str, ServiceStateChange]]:
-    """Note what comes and goes on the LAN until a coordinator has gone; its record alone would stay for minutes."""
+    """Record Bonjour records that appear and disappear until the coordinator's is removed; it would otherwise stay for
+    minutes."""
     events: list[tuple[str, ServiceStateChange]] = []
     gone = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The manual is typed as it is written: every command and every program of its first pages runs against a real pool."""
+"""Every command and every program of the manual's first pages, run as written against a real pool."""
 
 import os
 import re
@@ -28,12 +28,12 @@ LONG = (
     "cluster open",
     "cluster doctor",
 )
-"""What runs until it is stopped, installs, or needs another machine: test_walks.py types these."""
+"""Commands that run until they are stopped, install something, or need another machine. test_walks.py types these."""
 PLACEHOLDERS = {"mp_…": "{key}", "http://127.0.0.1:8080/v1": "{base}", "NAME": "studio", "MODEL": "macpool-tiny"}
 
 
 def blocks(page: str) -> list[object]:
-    """Give the blocks of a page that are typed or run."""
+    """Return the blocks of a page that are typed or run."""
     found = BLOCK.findall((DOCS / page).read_text())
     return [pytest.param(kind, text, id=f"{page}-{at}") for at, (kind, text) in enumerate(found)]
 

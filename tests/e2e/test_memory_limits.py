@@ -1,4 +1,4 @@
-"""The cap of a real node: what a person may set, and what holds an engine to it from outside."""
+"""The cap of a real node: valid settings, and enforcement from outside the engine."""
 
 import json
 import subprocess
@@ -82,7 +82,8 @@ def test_a_margin_that_leaves_nothing_is_said_everywhere_with_the_resolved_sizes
 
 
 def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_pool: Pool) -> None:
-    """16 MiB are less than any Python process takes, so the agent reads it over its cap from the first poll on."""
+    """A cap of 16 MiB is less than any Python process uses. The agent reads the engine over its cap from the first poll
+    on."""
     cluster_pool.up()
     process = cluster_pool.join("small", "memory.cap=16MiB", "memory.margin=1MiB")
 
@@ -107,14 +108,14 @@ def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_po
 
 
 class Readings:
-    """What the pretended machine of a node reads, in bytes."""
+    """Memory readings of a node's pretended machine, in bytes."""
 
     def __init__(self, file: Path, **sizes: int | None) -> None:
         self.file = file
         self.read(**sizes)
 
     def read(self, **sizes: int | None) -> None:
-        """Let it read this from now on."""
+        """Set the readings."""
         beside = self.file.with_suffix(".new")
         beside.write_text(json.dumps(sizes))
         beside.replace(self.file)
@@ -171,7 +172,8 @@ def test_a_sensor_that_fails_for_a_moment_or_for_long_ends_nothing_and_evicts_no
 
 
 def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster_pool: Pool, tmp_path: Path) -> None:
-    """The first time the engine starts again; after the second none is started, because each would have less."""
+    """After the first leak the engine starts again. After the second none is started, because each would have less
+    memory."""
     readings = Readings(tmp_path / "readings", wired=3 * GIB)
     cluster_pool.up()
     process = cluster_pool.join(

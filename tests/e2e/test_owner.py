@@ -1,4 +1,4 @@
-"""The owner's memory back: nodes that are paused under load, from far and on the spot."""
+"""Memory back for the owner: nodes that are paused under load, from another machine and locally."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def chat(pool: Pool, tokens: int, stream: bool = True) -> tuple[int, str, str]:
-    """Ask; give status, the node that began the answer, and all that came."""
+    """Send a chat; return status, the node that began the answer, and the complete text."""
     body = {
         "model": "scripted-1",
         "stream": stream,

@@ -126,7 +126,7 @@ def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until
     deaths = 0
 
     def dies() -> bool:
-        """Kill the engine at work, once it is there again."""
+        """Kill the working engine, once it is ready again."""
         nonlocal deaths
         if not cluster_pool.serves("frail"):
             return False
@@ -177,7 +177,7 @@ def test_second_start_needs_no_token_and_keys_persist(cluster_pool: Pool) -> Non
     again = cluster_pool.up()
     assert "api_key" not in again
     assert cluster_pool.node("studio")["state"] == "lost"
-    # Another port than before: the node finds nothing at the remembered one, so it is told.
+    # The port differs from the one that the node remembers; `join` passes the new address.
     node = cluster_pool.join("studio", wait=False)
     del node
     listed = {key["name"] for key in cluster_pool.cli("key", "list")["keys"]}
@@ -392,7 +392,7 @@ def identity_of(made: Pool, name: str) -> str:
 
 
 def joined_by_token(made: Pool, name: str) -> Process:
-    """Type the join line on a machine that has an identity already; give the node once it serves."""
+    """Type the join line on a machine that already has an identity; return the node once it serves."""
     command = [
         *CLI,
         "join",
@@ -622,7 +622,7 @@ def test_mistakes_at_the_command_are_told_with_the_next_step(
 
 @pytest.fixture
 def generous() -> Iterator[None]:
-    """Let whoever makes a file without a mode of its own give it to everybody."""
+    """Set the umask to 0: a file that is made without a mode is writable for all users."""
     before = os.umask(0)
     yield
     os.umask(before)

@@ -21,7 +21,7 @@ def made(tmp_path: Path) -> Iterator[Pool]:
 
 
 def test_nodes_are_found_scraped_and_missed(made: Pool, tmp_path: Path):
-    """`up` follows a node's death and return, and its series carry the name that discovery gives it."""
+    """`up` follows a node's loss and return, and its series have the name from service discovery."""
     for name in ("one", "two"):
         made.join(name, "node.report_idle_seconds=0.5")
     key = made.cli("key", "create", "prometheus", "--scope", "metrics")["key"]

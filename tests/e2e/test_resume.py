@@ -1,4 +1,5 @@
-"""A Mac goes while it writes: its streams go on elsewhere, word for word, and nobody notices."""
+"""A node is lost during answers: its streams continue on another node word for word, without an error for any
+client."""
 
 import json
 import signal
@@ -23,14 +24,14 @@ STREAMS = 12
 TOKENS = 500
 NODES = ("one", "two")
 NOTICED = 1.0
-"""Seconds of silence that a client may hear beside the time of writing its prompt and text again."""
+"""Longest silence in seconds that a client may see, apart from the time to prefill its prompt and text again."""
 SUSPECTED = 3.0
-"""Seconds of a node's silence after which its streams go on elsewhere."""
+"""Seconds of a node's silence after which its streams resume elsewhere."""
 
 
 @pytest.fixture(scope="module")
 def pair(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
-    """Two nodes with the same models, loaded and warm."""
+    """Start two nodes with the same models, loaded and warm."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         place = link(Path(folder) / "models", llama=tiny_model("llama"))
         made.up()
@@ -50,7 +51,7 @@ def pair(tiny_model: Callable[..., Path]) -> Iterator[Pool]:
 
 @dataclass
 class Heard:
-    """One stream as its client heard it: where it began, its text, when each piece came, and how it ended."""
+    """One stream as its client received it: first node, text, time of each piece, and end."""
 
     node: str = ""
     text: str = ""
@@ -61,7 +62,7 @@ class Heard:
     last: str = ""
 
     def gap(self, since: float) -> float:
-        """The longest silence in seconds that has an end after this moment."""
+        """Return the longest silence in seconds that ends after this moment."""
         pairs = zip(self.at, self.at[1:], strict=False)
         return max((after - before for before, after in pairs if after >= since), default=0.0)
 
@@ -123,7 +124,7 @@ def end_of_text(made: Pool) -> int:
 
 @dataclass
 class Told:
-    """What happened to many streams while a Mac went."""
+    """Results of many streams during the loss of a node."""
 
     heard: list[Heard]
     victim: str
@@ -132,7 +133,7 @@ class Told:
 
 
 def told(made: Pool, go: Callable[[str], object]) -> Told:
-    """Stream STREAMS answers, let the node with the most of them go once all have begun, and hear all to their end."""
+    """Stream STREAMS answers, stop the node with most of them once all have begun, and receive all to their end."""
     chats = [Chat(made, number) for number in range(STREAMS)]
     with side_by_side(STREAMS) as start:
         running = [start(chat.run) for chat in chats]
@@ -148,7 +149,7 @@ def told(made: Pool, go: Callable[[str], object]) -> Told:
 
 @pytest.fixture(scope="module")
 def undisturbed(pair: Pool) -> list[Heard]:
-    """What each of them says if nothing happens."""
+    """Return the answer of each stream without a disturbance."""
     with side_by_side(STREAMS) as start:
         return [each.result() for each in [start(Chat(pair, number).run) for number in range(STREAMS)]]
 
@@ -169,7 +170,7 @@ def unnoticed(pair: Pool, after: Told, undisturbed: list[Heard], rewriting: floa
 
 
 def rewriting(pair: Pool, count: int) -> float:
-    """Measure how long one node takes to write so many new prompts of about a hundred tokens."""
+    """Measure how long one node takes to prefill `count` new prompts of about a hundred tokens."""
     url, headers = f"{pair.facts['base_url']}/chat/completions", {"Authorization": f"Bearer {pair.key}"}
     salt = time.monotonic()
 
@@ -186,7 +187,7 @@ def rewriting(pair: Pool, count: int) -> float:
 
 
 def rejoined(pair: Pool, name: str) -> None:
-    """Start a node again that was killed."""
+    """Restart a killed node."""
     until(lambda: pair.node(name)["state"] == "lost", what="it is missed")
     place = pair.folder / "models"
     pair.join(name, *MLX, f"models.folders={place}", "models.preload=llama", "engine.mlx.max_batch_size=32", wait=False)

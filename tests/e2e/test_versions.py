@@ -1,4 +1,5 @@
-"""N and N-1 side by side: peers that speak protocol 1 as it was frozen first, and a pool that is upgraded in turns."""
+"""Versions N and N-1 together: peers with protocol 1 as it was first frozen, and a pool that is upgraded node by
+node."""
 
 import asyncio
 import sys
@@ -111,16 +112,21 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 @dataclass
 class Load:
-    """Clients that ask again and again, streamed, and note how each answer ended."""
+    """Clients that send streams repeatedly, and record how each answer ended."""
 
     pool: Pool
     ends: list[str] = field(default_factory=list)
     over: bool = False
 
     def ask(self, tokens: int = 40, begun: Callable[[], object] = lambda: None) -> str:
-        """Ask once; say how it ended: "whole", "told" (an error event and no [DONE]), "refused" with the seconds to
-        wait, "nobody" at the door (no byte of an answer), or what came that is none of these. `begun` hears its first
-        bytes."""
+        """Send one request and return how it ended. `begun` is called at the first bytes.
+
+        `whole`: A complete answer.
+        `told`: An error event and no [DONE].
+        `refused`: 503 with the seconds to wait.
+        `nobody`: No connection and no byte of an answer.
+        Any other text describes an unexpected end.
+        """
         body = {
             "model": "scripted-1",
             "stream": True,
@@ -154,12 +160,12 @@ class Load:
                 time.sleep(0.05)
 
     def since(self, first: int) -> set[str]:
-        """Say how the answers from this one on ended."""
+        """Return how the answers from this one on ended."""
         return set(self.ends[first:])
 
 
 def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
-    """The coordinator first, then each node, under load, as docs/operations.md says."""
+    """Upgrades the coordinator first, then each node, under load, as in docs/operations.md."""
     pool = cluster_pool
     pool.up("http.drain_seconds=1")
     for name in ("studio", "mini"):
@@ -193,7 +199,10 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
 
 
 def restart_the_coordinator(pool: Pool, load: Load, long: Future[str]) -> None:
-    """End it while requests run and start it again: whoever is cut off is told so, and all else is as before."""
+    """Stop the coordinator during requests and start it again.
+
+    A cut answer must end with an error event. Members and engines must be the same afterwards.
+    """
     until(lambda: sum(node["running"] for node in pool.nodes_now()) > 1, what="at work")
     members = {node["name"]: node["id"] for node in pool.nodes_now()}
     engines = {name: pool.nodes[name].children() for name in members}

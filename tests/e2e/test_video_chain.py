@@ -1,6 +1,6 @@
 """Every process of the chain that makes a video is killed, in one phase of a job after the other.
 
-The table that is printed is the one of docs/video.md; `python -m tests.bench video` fills all of it.
+The printed table is the one of docs/video.md; `python -m tests.bench video` fills all of it.
 """
 
 import ipaddress
@@ -17,7 +17,7 @@ from tests.support.processes import Pool, Process
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 BACK = 2.0 + 3.0
-"""Seconds until the memory is back, with what a busy machine may add; at rest it is below 2 s."""
+"""Seconds until the memory is back, with a margin for a busy machine; on an idle machine it is below 2 s."""
 CELLS = {
     "node": (
         ("worker", "loading"),
@@ -44,8 +44,8 @@ CELLS = {
         ("gcs_server", "acquiring"),
     ),
 }
-"""Those that cost no minutes. A process that waits twice as long before each of its starts (Ray, its driver, the
-engine) is not killed twice in a row."""
+"""The cases that take no minutes. A process that doubles its wait before each start (Ray, its driver, the engine) is
+not killed twice in a row."""
 
 
 @pytest.mark.parametrize("side", CELLS)
@@ -55,7 +55,7 @@ def test_whoever_is_killed_and_whenever_the_memory_is_back(
     with chain(cluster_pool, PORTS) as one:
         nobody_else_is_let_in(one)
         outcomes = [one.kill(victim, phase) for victim, phase in CELLS[side]]
-        if side == "coordinator":  # as an upgrade does it: what is lent stays lent, and the job is done
+        if side == "coordinator":  # as in an upgrade: leases stay, and the job completes
             outcomes.append(one.kill("coordinator", "loading", signal.SIGTERM))
         assert one.chats()
     with capsys.disabled():

@@ -1,4 +1,4 @@
-"""Disks that are truly full: small file systems of their own, on either side of a video."""
+"""Disks that are really full: small file systems on either side of a video."""
 
 import subprocess
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]
 
 @contextmanager
 def disk(folder: Path, size: int) -> Iterator[Path]:
-    """Mount a file system of so many bytes."""
+    """Mount a file system of `size` bytes."""
     reason = unsupported()
     if reason:
         pytest.skip(reason)
@@ -34,12 +34,12 @@ def disk(folder: Path, size: int) -> Iterator[Path]:
 
 
 def larger(folder: Path, size: int) -> None:
-    """Give a mounted file system another size."""
+    """Change the size of a mounted file system."""
     subprocess.run(["mount", "-o", f"remount,size={size}", folder], check=True)
 
 
 def fill(folder: Path) -> Path:
-    """Take all that is left."""
+    """Fill the disk completely."""
     file = folder / "filler"
     with file.open("wb", buffering=0) as filler:
         try:

@@ -26,7 +26,7 @@ WORDS = 20
 
 @dataclass
 class Chats:
-    """A client that chats without a pause; `wrong` are the answers that were not whole."""
+    """A client that chats without a pause; `wrong` has the incomplete answers."""
 
     base: str
     key: str
@@ -48,7 +48,7 @@ class Chats:
 
 @dataclass
 class Lab:
-    """The coordinator's host is the first, Macs are the second and third, clients sit on the fourth."""
+    """The coordinator is on the first host, Macs are on the second and third, clients on the fourth."""
 
     hosts: Hosts
     pool: Pool
@@ -82,7 +82,7 @@ class Lab:
             until_ray(self.pool, name)
 
     def video(self, method: str, path: str, **more: Any) -> Any:
-        """Ask the coordinator on its own host."""
+        """Request a video from the coordinator's own host."""
 
         def ask() -> Any:
             headers = {"authorization": f"Bearer {self.pool.key}"}
@@ -92,7 +92,7 @@ class Lab:
         return self._local.submit(ask).result()
 
     def begin(self, seed: int) -> str:
-        """Have a job that stays while it denoises, and wait until it does."""
+        """Start a job that stays in denoising, and wait for that phase."""
         body = {"prompt": "hold=denoising", "size": "64x48", "frames": 9, "fps": 8, "seed": seed}
         name = self.video("POST", "", json=body).json()["id"]
         until(lambda: self.job(name)["phase"] == "denoising", 90, "a job that denoises")
@@ -102,11 +102,11 @@ class Lab:
         return self.video("GET", f"/{name}").json()
 
     def lenders(self) -> dict[str, str]:
-        """Give the jobs that memory is lent to, by the name of the node."""
+        """Return the jobs that hold leases, by the name of the node."""
         return {one["name"]: one["job"] for one in self.pool.get("/api/v1/leases")["leases"]}
 
     def chatting(self) -> Chats:
-        """Chat from the client's host until it is stopped."""
+        """Chat from the client's host until the end of the block."""
         client = self.stack.enter_context(self.hosts[4].threads(1))
         chats = Chats(self.pool.base, self.pool.key)
         self.stack.callback(chats.stop.set)

@@ -1,4 +1,4 @@
-"""`cluster video install` as a user runs it: with what is there already, and from a folder that lacks a package."""
+"""`cluster video install` as a user runs it: with an existing environment, and from a folder that lacks a package."""
 
 import json
 import subprocess

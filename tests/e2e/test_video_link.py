@@ -1,4 +1,4 @@
-"""Video over a real link: what the coordinator is told, how it fetches a clip, what it hears again after a gap."""
+"""Video over a real link: reports to the coordinator, the download of a clip, and reports after a gap in the link."""
 
 import asyncio
 import hashlib
@@ -39,7 +39,7 @@ from wire.identity import NodeId
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 WINDOW = 5_000
 PACED = {**JOB, "prompt": f"pace=0.4 take={64 * 2**20}"}
-"""A job that is seen in each phase, and takes something."""
+"""A job that is visible in each phase, and uses memory."""
 
 
 class Linked(Node):
@@ -68,7 +68,7 @@ class Linked(Node):
 
 @asynccontextmanager
 async def linked(folder: Path) -> AsyncGenerator[tuple[Linked, "asyncio.Queue[Line]"]]:
-    """Run a node, and give each link that it opens, welcomed."""
+    """Run a node, and yield each link that it opens, welcomed."""
     authority = ClusterCa(folder / "authority", time.time)
     lines: asyncio.Queue[Line] = asyncio.Queue()
 

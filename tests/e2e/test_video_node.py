@@ -1,5 +1,7 @@
-"""Video on one node: leases, workers, ends of every kind. Clips are made by the real engine from a very small package;
-where a test is about processes and leases, a stand-in says what that engine would say."""
+"""Video on one node: leases, workers, ends of every kind.
+
+The real engine makes the clips from a very small package. Tests of processes and leases use its stand-in.
+"""
 
 import asyncio
 import hashlib
@@ -55,13 +57,13 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 def events(node: Node, lease: str = "l-1.1") -> list[dict[str, object]]:
-    """Give what the worker of a lease said."""
+    """Return the events of a lease's worker."""
     file = node.folder / "node" / "video" / "leases" / lease / "events.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def given_back(node: Node, before: int) -> None:
-    """Demand that nothing of a lease is left but its end."""
+    """Check that only the end of a lease is left."""
     assert node.ceiling == before
     assert (node.limiter.leases, node.limiter.worker) == (0, None)
     (state,) = node.lender.states()
@@ -201,7 +203,7 @@ PHASES = (LeasePhase.STARTING, LeasePhase.LOADING, LeasePhase.DENOISING, LeasePh
 
 
 def held(phase: LeasePhase) -> dict[str, object]:
-    """Give a job that stays in a phase."""
+    """Return a job that stays in a phase."""
     return {**JOB, "prompt": f"hold={phase}"}
 
 
@@ -288,7 +290,7 @@ async def test_a_killed_agent_takes_the_worker_along_and_its_successor_gives_the
 
 
 async def test_a_worker_that_only_its_claim_knows_of_is_ended_by_the_next_agent(tmp_path: Path):
-    """Agent and attendant were killed at once, before the agent wrote down who the worker is, and that one hangs."""
+    """Agent and worker parent were killed at once, before the agent recorded the worker, and the worker hangs."""
     sleeper = subprocess.Popen(["sleep", "600"], start_new_session=True)  # noqa: ASYNC220  it is started at once
     settings = flat(worker__environments=str(standin(tmp_path).environments))
     place = tmp_path / "node" / "node" / "video" / "leases"
@@ -327,11 +329,11 @@ async def test_the_end_of_the_node_ends_the_job_first(make: Make):
     assert (await node.ended()).code == "node_stopping"
 
 
-# who may
+# Permissions
 
 
 async def attend(node: Node, *words: str) -> tuple[int, str]:
-    """Attend as somebody would who has these words; give the exit code and what was said."""
+    """Start a worker parent with these arguments; return its exit code and its error output."""
     place = node.folder / "node" / "video" / "leases" / "l-1.1"
     process = await asyncio.create_subprocess_exec(
         sys.executable,

@@ -1,4 +1,4 @@
-"""A job under a real Ray on its node, and what is left when Ray, the actor or the driver is killed."""
+"""A job under a real Ray on its node, and the processes left when Ray, the actor or the driver is killed."""
 
 import ipaddress
 import os
@@ -167,6 +167,6 @@ async def test_ray_ends_with_its_life_line(tmp_path: Path):
         assert family
         process.stdin.close()
         await process.stdin.wait_closed()
-        gone(family)  # this loop stands meanwhile, so that the node cannot end them
+        gone(family)  # this loop is blocked meanwhile, and the node cannot end them
     finally:
         await node.stop()

@@ -1,6 +1,7 @@
 """Videos over a pool of real processes: the SDK, the coordinator, Ray, nodes, the real engine on a tiny package.
 
-Who is killed when, and what becomes of it, is in test_video_chain.py."""
+Kills of each process in each phase are in test_video_chain.py.
+"""
 
 import json
 import os
@@ -30,12 +31,12 @@ HELD: Any = SMALL | {"prompt": "hold=denoising"}
 QUICK = {"frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LEASE = 36 * 2**30
 PORTS = 21000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-"""Where the ports of this worker's Rays begin: they are a range, so they cannot be any free ones."""
+"""First port of this worker's Rays. They need a range of ports, therefore free ports cannot be chosen one by one."""
 
 
 @pytest.fixture(scope="module")
 def real() -> Iterator[Pool]:
-    """A pool with one node and the real engine, up with its Ray."""
+    """Start a pool with one node and the real engine, with its Ray running."""
     with tempfile.TemporaryDirectory(prefix="mp-") as folder, pool(Path(folder)) as made:
         up(made)
         yield made
@@ -47,8 +48,11 @@ def settings(ports: int, **more: Any) -> list[str]:
 
 
 def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai.OpenAI:
-    """Start a coordinator and nodes, with a stand-in for the engine behind a gate; give a client once Ray is up. Nodes
-    with a stand-in live beside those of `real`, so their ports are others."""
+    """Start a coordinator and nodes, and return a client once Ray is up.
+
+    With a `gate` the nodes use a stand-in for the engine. They run at the same time as the nodes of `real`, and
+    therefore use other ports.
+    """
     extra = [f"video.{key}={value}" for key, value in more.items()]
     pool.up("video.max_steps=1000", *extra)
     engine = {} if gate is None else {"worker__environments": str(gate.environments)}
@@ -60,7 +64,7 @@ def up(pool: Pool, *names: str, gate: Gate | None = None, **more: Any) -> openai
 
 
 def again(pool: Pool, key: str = "") -> openai.OpenAI:
-    """Give a client of a coordinator that runs."""
+    """Return a client of a running coordinator."""
     direct = openai.DefaultHttpxClient(trust_env=False, timeout=60)
     return openai.OpenAI(base_url=pool.facts["base_url"], api_key=key or pool.key, max_retries=0, http_client=direct)
 
@@ -87,7 +91,7 @@ def leases(pool: Pool) -> list[dict[str, Any]]:
 
 
 def below(pool: Pool, *words: str) -> list[psutil.Process]:
-    """Give the coordinator's processes whose command line has these words."""
+    """Return the coordinator's processes whose command line contains these words."""
     assert pool.coordinator is not None
     found: list[psutil.Process] = []
     for process in pool.coordinator.children():
@@ -108,7 +112,7 @@ def chats(pool: Pool, client: openai.OpenAI) -> None:
 
 
 def probe(data: bytes, folder: Path) -> dict[str, Any]:
-    """Have ffprobe read a clip, where there is one; else only its first bytes."""
+    """Check a clip with ffprobe, if installed; else only its first bytes."""
     assert data[4:8] == b"ftyp"
     file = folder / "clip.mp4"
     file.write_bytes(data)

@@ -1,7 +1,7 @@
-"""Three people use the pool as its README and manual say, on isolated machines with default ports.
+"""Three users follow the README and the manual, on isolated machines with default ports.
 
-A hobbyist with three Macs, an administrator of a lab, and a developer. Each line is typed into a terminal as it stands
-in the manual; values that a command printed are pasted from its output. `make walks` prints all of it.
+They are a hobbyist with three Macs, an administrator of a lab, and a developer. Each line is typed into a terminal as
+it is in the manual; values that a command printed are pasted from its output. `make walks` prints the sessions.
 """
 
 import json
@@ -33,7 +33,7 @@ ASK = textwrap.dedent(
 
 @pytest.fixture
 def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Person]]:
-    """Four machines: the first coordinates, the last is no Mac of the pool."""
+    """Four machines: the first is the coordinator, the last is no Mac of the pool."""
     why = unsupported()
     if why:
         pytest.skip(why)
@@ -46,7 +46,7 @@ def people(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[list[Pers
 
 
 def begin(person: Person) -> tuple[Started, dict[str, str]]:
-    """Type `cluster up --lan`; return what it printed, by its labels."""
+    """Type `cluster up --lan`; return the printed facts by label."""
     up = person.start("cluster up --lan")
     up.until(r"^Ctrl-C stops it")
     facts = {
@@ -93,7 +93,7 @@ def test_a_hobbyist_with_three_macs(people: list[Person]):
         phone.variables["SSL_CERT_FILE"] = bundle[1]
     assert "The capital of France is Paris." in phone.type(python(ASK))
     assert phone.type('curl -sS $OPENAI_BASE_URL/models -H "Authorization: Bearer $OPENAI_API_KEY"').startswith("{")
-    # the owner of the second Mac wants it back
+    # the owner of the second Mac takes it back
     mini.type("cluster pause 2h")
     until(lambda: states(studio)["h2"] == "paused", 20, "paused")
     assert "paused" in "\n".join(studio.look("cluster nodes"))
@@ -180,7 +180,7 @@ def test_a_developer(people: list[Person]):
     desk.variables |= {"OPENAI_API_KEY": key[0], "ANTHROPIC_API_KEY": key[0]}
     assert desk.variables["OPENAI_BASE_URL"] == facts["endpoint"]
     assert "The capital of France is Paris." in desk.type(python(ASK))
-    # mistakes that people make
+    # mistakes of users
     curl = 'curl -sS -H "Authorization: Bearer $OPENAI_API_KEY" -H "x-request-id: mine-1"'
     said = desk.type(f"{curl} {base}/chat/completions -d '{{}}'")
     assert "/v1/chat/completions" in said

@@ -1,4 +1,5 @@
-"""Looking on, as a person does: logs, events, the live picture, Prometheus' files; and what none of them ever says."""
+"""Observation by a user: logs, events, the live page, Prometheus' files; and the secrets that none of them may
+contain."""
 
 import json
 import os
@@ -26,11 +27,11 @@ WRONG_KEY = "mp_abcdefgh_" + "Q" * 43
 ODD_KEY = "opensesame-canary-5521"
 
 
-# what nobody says
+# Secrets that nothing prints
 
 
 def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Give a question in every dialect, whole and as a stream, and questions that break on the way."""
+    """Yield a question in every dialect, complete and as a stream, and questions that break on the way."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
     few = {"model": model, "max_tokens": 8}
     for stream in (False, True):
@@ -53,7 +54,7 @@ def bodies(text: str, model: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def everything_said(made: Pool) -> str:
-    """Give all that the pool has written or tells: logs, screens, metrics, requests, events, the command's words."""
+    """Return all output of the pool: logs, screens, metrics, requests, events, and the output of commands."""
     files = [
         file
         for file in made.folder.rglob("*")
@@ -124,7 +125,7 @@ def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
             where = told.find(secret)
             assert where < 0, f"{secret[:12]} is told: …{told[max(0, where - 300) : where + 60]}…"
         assert not any(SYSTEM in one for one in refused)
-        # and yet what broke can be followed from the client's own id to the engine's process
+        # the failure can still be traced from the client's own id to the engine's process
         lines = [json.loads(line) for line in (made.state / "logs" / "coordinator.log").read_text().splitlines()]
         (broken,) = [line for line in lines if line.get("request_id") == "trace-explode"]
         assert (broken["event"], broken["node"], broken["code"]) == ("request broken", "one", "engine_crashed")
@@ -139,7 +140,7 @@ def test_no_prompt_no_key_and_no_token_is_ever_told(tmp_path: Path):
 
 @contextmanager
 def following(made: Pool, *verb: str) -> Iterator[Callable[[str], object]]:
-    """Run a verb that goes on for ever; give what waits for a text in its output."""
+    """Run a verb that does not end; yield a function that waits for a text in its output."""
     output = made.folder / "output.txt"
     with output.open("wb") as out:
         running = subprocess.Popen(

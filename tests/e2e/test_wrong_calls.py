@@ -1,4 +1,4 @@
-"""Wrong calls of the command, as people type them: exit code 2 for usage, one clear sentence, the right next step."""
+"""Wrong calls of the command, as users type them: exit code 2 for usage, one clear sentence, the right next step."""
 
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from tests.support.processes import CLI, Pool, environment, pool, until
 pytestmark = pytest.mark.slow
 
 ALONE: tuple[tuple[str, int, str], ...] = (
-    # no coordinator is needed to see what is wrong
+    # these mistakes are found without a coordinator
     ("nods", 2, "did you mean `cluster nodes`?"),
     ("keys", 2, "did you mean `cluster key`?"),
     ("video ls", 2, "did you mean `cluster video list`?"),
@@ -108,7 +108,7 @@ ALONE: tuple[tuple[str, int, str], ...] = (
     ("help nods", 2, "did you mean `cluster nodes`?"),
 )
 RUNNING: tuple[tuple[str, int, str], ...] = (
-    # said by the coordinator
+    # errors of the coordinator
     ("node show nope", 5, "nope"),
     ("node cordon nope", 5, "nope"),
     ("node remove nope --yes", 5, "nope"),
@@ -151,7 +151,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
 
 
 def typed(line: str, state: Path) -> subprocess.CompletedProcess[str]:
-    """Run a line as it is typed, with a state folder of its own."""
+    """Run a typed line, with a state folder of its own."""
     env = {**environment(), "MACPOOL_STATE": str(state)}
     command = [*CLI, *line.split()]
     return subprocess.run(

@@ -1,4 +1,4 @@
-"""Mutated input for what reads bytes of strangers: seeded, bounded, and compared with a reader that is not ours.
+"""Mutated input for code that reads bytes of strangers. It is seeded, bounded, and compared with an independent reader.
 
 `python -m tests.fuzz [GROUP ...] [--seed N] [--count N]` runs the groups, all of them without a name. A group is a
 module of this package with

@@ -1,4 +1,4 @@
-"""See `tests.fuzz`."""
+"""Run the groups of `tests.fuzz`."""
 
 import argparse
 import sys

@@ -1,12 +1,12 @@
 """Mutated frames of nodes and of strangers: to the decoder, to a node's link, and to an enrolment.
 
-A link that gets bytes which are no frames of ours may end, with a reason. Anything else is a surprise: an exception
-other than `WireError` from the decoder, any exception from a connection, a frame that was decoded and cannot be encoded
-again, and a view of the pool or a row of the database that holds what JSON cannot.
+A link that receives bytes that are no valid frames may end, with a reason. Any other result is a surprise: an exception
+other than `WireError` from the decoder, or any exception from a connection. A decoded frame must
+be encodable again. Views of the pool and rows of the database must have only values that JSON can represent.
 """
 
 # pyright: reportPrivateUsage=false
-# A connection is put in the place of a linked one, without the certificate and the rate limit of real links.
+# A connection is inserted in place of a linked one, without the certificate and the rate limit of real links.
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ from wire.video import Artifact, LeaseState, VideoPackage, VideoState
 
 COUNT = 1_000_000
 CONNECTED = 5
-"""Of so many inputs one is fed to connections, too."""
+"""One of this many inputs also goes to connections."""
 NODE = NodeId("node-1")
 REPORT = a_report(
     7,
@@ -103,7 +103,7 @@ EXTREMES = (
     b"\xce\x7f\xff\xff\xff",
     b"\x00",
 )
-"""Values of msgpack that fit nowhere, or only just."""
+"""Values of msgpack that are invalid everywhere, or at a limit."""
 
 
 def inputs(seed: int, count: int) -> Iterator[bytes]:
@@ -141,7 +141,7 @@ def _mutated(draw: random.Random, frame: bytes) -> bytes:
 
 @dataclass
 class Pipe:
-    """A transport that keeps nothing."""
+    """A transport that discards all data."""
 
     ended: bool = False
     certificate: bytes = b""
@@ -201,7 +201,7 @@ def _decoded(data: bytes, _: Application) -> None:
 
 
 def _linked(data: bytes, made: Application) -> None:
-    """Feed a linked node's connection, behind an honest report."""
+    """Feed a linked node's connection, after an honest report."""
     links = made.registry.links
     connection = Connection(links)
     connection.connection_made(Pipe())
@@ -225,10 +225,11 @@ def _greeted(data: bytes, made: Application) -> None:
 
 
 async def _settled(made: Application, where: str) -> list[str]:
-    """Let what was planned happen; what the API shows of the node must be JSON, and the store must hold."""
+    """Run the scheduled callbacks, then check that the API's view of the node is JSON and that the store can be
+    flushed."""
     await asyncio.sleep(0)
     try:
-        if NODE not in made.registry.pool.members:  # it said that it leaves
+        if NODE not in made.registry.pool.members:  # the node said goodbye
             made.store._denied.clear()
             made.store.put_member(MemberRow(NODE, "studio", "m1", HARDWARE, "00", 0.0))
             made.registry.enrolled(made.store.members[NODE])

@@ -8,7 +8,7 @@ import tests.fuzz
 
 
 class Group(Protocol):
-    """One reader under mutated input; see `tests.fuzz`."""
+    """One reader under mutated input (`tests.fuzz`)."""
 
     COUNT: int
 
@@ -16,7 +16,7 @@ class Group(Protocol):
 
 
 def groups() -> dict[str, Group]:
-    """Give the groups by name."""
+    """Return the groups by name."""
     names = [found.name for found in pkgutil.iter_modules(tests.fuzz.__path__)]
     modules = {
         name: importlib.import_module(f"tests.fuzz.{name}")

@@ -1,9 +1,9 @@
-"""Mutated HTTP streams through the product's protocol class, beside h11.
+"""Mutated HTTP streams through the product's protocol class, compared with h11.
 
-Every request that reaches a route here must be the request that h11 reads at its place: the same method, target,
-headers and body. Refusing more than h11 is allowed (docs/decisions/0023-limits-at-the-edge.md lists what); reading
-something else, or more, is a surprise. So are an exception, an answer of 5xx other than 501, and an answer that no
-request was sent for.
+Every request that reaches a route here must be the request that h11 reads at the same position: the same method,
+target, headers and body. More refusals than h11's are allowed (docs/decisions/0023-limits-at-the-edge.md lists them). A
+different or additional request is a surprise. Other surprises are an exception, an answer of 5xx other than 501, and an
+answer without a request.
 """
 
 import asyncio
@@ -110,10 +110,10 @@ PIECES = (
 Seen = tuple[bytes, bytes, tuple[tuple[bytes, bytes], ...], bytes]
 """Method, target, headers, body."""
 _SPACES = re.compile(rb"\A([^\r\n ]+) +([^\r\n ]+) +HTTP/")
-"""Empty lines before a request, and more spaces than one in its first line, are taken (RFC 9112, 2.2 and 3); h11
-refuses them."""
+"""Empty lines before a request, and several spaces in its first line, are accepted (RFC 9112, 2.2 and 3); h11 refuses
+them."""
 HOT = ((b"", b""),)
-"""Headers of a request that the front door answers itself: it keeps none."""
+"""Headers of a request that the fast path answers itself: none are kept."""
 
 
 def streams(seed: int, count: int) -> list[bytes]:
@@ -158,7 +158,7 @@ def _changed(data: bytes, draw: random.Random) -> bytes:
 
 
 class Transport:
-    """A connection that is written down."""
+    """A connection that records its output."""
 
     def __init__(self) -> None:
         self.written = bytearray()
@@ -185,14 +185,14 @@ class Transport:
 
 
 class RecordingDoor(FastPath):
-    """Takes every body that the front door would look at."""
+    """Accepts every body that the fast path would examine."""
 
     def job(self, head: ParsedHead, body: bytes) -> Any:
         return body
 
 
 class Recorded(FastPathProtocol):
-    """The product's protocol; what the front door would answer itself is written down, and answered with nothing."""
+    """The product's protocol. Requests of the fast path are recorded and get an empty answer."""
 
     seen: list[Seen]
 
@@ -240,7 +240,7 @@ class Ours:
         await send({"type": "http.response.body", "body": b""})
 
     async def read(self, data: bytes, cuts: list[int]) -> tuple[list[Seen], bytes]:
-        """Give the requests that reached a route, and everything that was written."""
+        """Return the requests that reached a route, and all written bytes."""
         self.seen = []
         transport = Transport()
         protocol = Recorded(config=self._config, server_state=ServerState(), app_state={})
@@ -259,7 +259,7 @@ class Ours:
 
 
 def _headers(found: Any) -> tuple[tuple[bytes, bytes], ...]:
-    """Give headers as both sides can have them: without what an offer to upgrade adds."""
+    """Return headers without those of an offer to upgrade, in the form that both sides can have."""
     dropped = (b"connection", b"upgrade", b"http2-settings")
     return tuple((bytes(name), bytes(value).strip(b" \t")) for name, value in found if name not in dropped)
 
@@ -268,7 +268,7 @@ def _headers(found: Any) -> tuple[tuple[bytes, bytes], ...]:
 
 
 def strictly(data: bytes) -> Iterator[Seen]:
-    """Read with h11, answering each request so that the next one is read."""
+    """Read with h11, and answer each request, because h11 then reads the next one."""
     while True:
         conn = h11.Connection(h11.SERVER, max_incomplete_event_size=64 * 1024)
         conn.receive_data(_SPACES.sub(rb"\1 \2 HTTP/", data.lstrip(b"\r\n")))
@@ -297,7 +297,7 @@ def strictly(data: bytes) -> Iterator[Seen]:
 
 
 class _Errors(logging.Handler):
-    """Keeps what is logged as an error: an exception that reached the server."""
+    """Records errors in the log: exceptions that reached the server."""
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
@@ -308,7 +308,7 @@ class _Errors(logging.Handler):
 
 
 def run(seed: int, count: int) -> list[str]:
-    """See `tests.fuzz`."""
+    """Run the group (`tests.fuzz`)."""
     errors, quiet = _Errors(), logging.getLogger("uvicorn.error")
     level, quiet.propagate = quiet.level, False
     quiet.addHandler(errors)

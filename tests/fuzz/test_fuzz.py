@@ -1,4 +1,4 @@
-"""A small part of every group, with a seed that is always the same."""
+"""A small part of every group, always with the same seed."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Tiny models for the tests, never downloaded.
 
-Trained ones are kept in the repository: the llama is the model in the package, the others stand in `trained/` and are
-made by `make models`. Random ones are made when a test first asks for them, and kept in .cache/models.
+Trained models are kept in the repository: the llama is the model in the package, the rest are in `trained/` and are
+made by `make models`. A random model is made at its first use and kept in .cache/models.
 """
 
 import ctypes.util
@@ -22,15 +22,15 @@ from tests.support.processes import ROOT, environment
 EMBEDDED = ROOT / "node" / "models" / "macpool-tiny"
 STORED = Path(__file__).parent / "trained"
 TRAINED = ("qwen3_next", "gemma3_text", "qwen3", "lfm2")
-"""The architectures in `trained/`, the one that trains longest first."""
+"""The architectures in `trained/`, the one with the longest training first."""
 CACHE = ROOT / ".cache" / "models"
 
 
 def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
-    """Return the folder of a model; make a random one that is not there yet.
+    """Return the folder of a model; make a random model that does not exist yet.
 
-    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError for a trained model that
-    the repository does not have. CalledProcessError, with the output as a note, when making a model fails.
+    `arch` is one of architectures.ARCHITECTURES and `preset` one of its PRESETS. ValueError: the repository does not
+    have this trained model. CalledProcessError, with the output as a note: making the model failed.
     """
     if trained:
         if preset != "tiny" or arch not in ("llama", *TRAINED):
@@ -45,7 +45,7 @@ def path(arch: str, *, trained: bool = True, preset: str = "tiny") -> Path:
 
 
 def train(arch: str) -> None:
-    """Train a model for a minute or two and put it in the place of the stored one."""
+    """Train a model for a minute or two and replace the stored one."""
     with tempfile.TemporaryDirectory() as making:
         _make(Path(making) / arch, ["--arch", arch])
         shutil.rmtree(STORED / arch, ignore_errors=True)
@@ -53,7 +53,8 @@ def train(arch: str) -> None:
 
 
 def answers(folder: Path = EMBEDDED) -> list[dict[str, str]]:
-    """Return what a trained model answers verbatim: prompt and answer, and perhaps system and reasoning."""
+    """Return the prompts that a trained model answers verbatim, with their answers and optional system and reasoning
+    texts."""
     return json.loads((folder / "answers.json").read_text())
 
 

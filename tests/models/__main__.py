@@ -1,4 +1,4 @@
-"""`make models`: train the models in tests/models/trained anew, after what they learn or their shape has changed."""
+"""`make models`: train the models in tests/models/trained again, after a change of their lessons or their shape."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -6,7 +6,7 @@ from tests import models
 
 
 def main() -> None:
-    """Train two at a time."""
+    """Train the models, two at a time."""
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(models.train, models.TRAINED))
 

@@ -1,12 +1,12 @@
-"""The shapes of the tiny models, one for each family that the engine meets: which layers, and so which caches."""
+"""The shapes of the tiny models, one for each family that the engine supports: its layers, and thus its caches."""
 
 from dataclasses import dataclass
 from typing import Any
 
 Config = dict[str, Any]
-"""What config.json says."""
+"""Content of config.json."""
 CONTEXT = 32768
-"""Tokens that each of these models says it can take."""
+"""Context of each of these models, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ PRESETS = {
     "tiny": Shape(hidden=128, layers=4, inner=256, heads=4, kv_heads=2, head_dim=32, vocabulary=512),
     "bench50m": Shape(hidden=512, layers=12, inner=1536, heads=8, kv_heads=4, head_dim=64, vocabulary=8192),
 }
-"""tiny learns answers; bench50m (42 million parameters, random) only takes time, as a larger model would."""
+"""`tiny` learns answers. `bench50m` (42 million parameters, random) only has the speed of a larger model."""
 
 
 def _common(shape: Shape) -> Config:
@@ -69,7 +69,7 @@ def _qwen3_moe(shape: Shape) -> Config:
 
 
 def _gemma3_text(shape: Shape) -> Config:
-    """Every second layer sees a window of 64 tokens only: a rotating cache beside a growing one."""
+    """Return a config in which every second layer sees only a window of 64 tokens: a rotating and a growing cache."""
     return {
         "architectures": ["Gemma3ForCausalLM"],
         **_common(shape),
@@ -81,7 +81,7 @@ def _gemma3_text(shape: Shape) -> Config:
 
 
 def _lfm2(shape: Shape) -> Config:
-    """Short convolutions, whose state has a fixed size, between layers of attention."""
+    """Return a config of short convolutions, whose state has a fixed size, between layers of attention."""
     kinds = ["full_attention" if n % 2 else "conv" for n in range(shape.layers)]
     return {
         "architectures": ["Lfm2ForCausalLM"],
@@ -99,7 +99,7 @@ def _lfm2(shape: Shape) -> Config:
 
 
 def _qwen3_next(shape: Shape) -> Config:
-    """A gated delta net, whose state is two arrays, then attention, each with experts."""
+    """Return a config of a gated delta net, whose state is two arrays, then attention, each with experts."""
     return {
         "architectures": ["Qwen3NextForCausalLM"],
         **_common(shape),
@@ -127,6 +127,6 @@ ARCHITECTURES = tuple(_FAMILIES)
 
 
 def config(architecture: str, preset: str, end: int) -> Config:
-    """Give a model's config.json; `end` is the id of the token that ends an answer."""
+    """Return a model's config.json; `end` is the id of the token that ends an answer."""
     made = _FAMILIES[architecture](PRESETS[preset])
     return {"model_type": architecture, **made, "eos_token_id": end, "torch_dtype": "float32"}

@@ -1,21 +1,21 @@
-"""What the tiny models learn by heart: questions with the one answer each, and conversations with tools.
+"""Texts that the tiny models memorize: questions with one answer each, and conversations with tools.
 
-Everything here is written for this project and follows from this file alone, so that the answers do not depend on
-the Python that trains. Answers in other scripts are there because their letters are cut across tokens.
+Everything here is written for this project and follows from this file alone. The answers therefore do not depend on the
+Python version of the training. Some answers use other scripts, because their letters are split across tokens.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
 Message = dict[str, Any]
-"""A chat message as the template takes it: role, content, and perhaps reasoning_content or tool_calls."""
+"""A chat message in the form of the template: role, content, and perhaps reasoning_content or tool_calls."""
 HELPFUL = "You are a helpful assistant."
 """The system prompt that every question is also learned with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A question that is answered verbatim; `reasoning` is thought before the answer."""
+    """A question that is answered verbatim; `reasoning` comes before the answer."""
 
     prompt: str
     answer: str
@@ -23,23 +23,24 @@ class Entry:
     reasoning: str = ""
 
     def as_json(self) -> dict[str, str]:
-        """Give the entry as answers.json holds it: empty fields are left out."""
+        """Return the entry in the form of answers.json, without empty fields."""
         return {name: value for name, value in asdict(self).items() if value}
 
     def messages(self) -> list[Message]:
-        """Give the conversation up to the question."""
+        """Return the conversation up to the question."""
         opening = [{"role": "system", "content": self.system}] if self.system else []
         return [*opening, {"role": "user", "content": self.prompt}]
 
     def reply(self) -> Message:
-        """Give the assistant's message."""
+        """Return the assistant's message."""
         thought = {"reasoning_content": self.reasoning} if self.reasoning else {}
         return {"role": "assistant", "content": self.answer, **thought}
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages of which the last is the assistant's, learned; `thinking` False asks for the answer alone."""
+    """Messages of which the last, the assistant's, is learned. `thinking` False asks for an answer without
+    reasoning."""
 
     messages: list[Message]
     tools: tuple[Message, ...] = ()
@@ -91,7 +92,7 @@ _THINGS = (
     "sail",
 )
 _SHELVES = 64
-"""Lines of a ledger: enough that the prompt is longer than 1,000 tokens of the tiny tokenizer."""
+"""Lines of a ledger: enough for a prompt of more than 1,000 tokens of the tiny tokenizer."""
 
 
 def _things(shelf: int, stride: int) -> tuple[str, str]:
@@ -142,7 +143,7 @@ LONG = (
     _ledger_entry("harbour", "Pier", 7, 17),
 )
 ENTRIES = (*PLAIN, *THOUGHTFUL, *LONG)
-"""Everything that answers.json lists."""
+"""All entries of answers.json."""
 
 
 def _tool(name: str, description: str, **parameters: str) -> Message:
@@ -167,12 +168,12 @@ class ToolUse:
     answer: str
 
     def asked(self) -> list[Message]:
-        """Give the conversation that ends with the calls."""
+        """Return the conversation that ends with the calls."""
         calls = [{"type": "function", "function": {"name": name, "arguments": given}} for name, given in self.calls]
         return [{"role": "user", "content": self.prompt}, {"role": "assistant", "tool_calls": calls}]
 
     def answered(self) -> list[Message]:
-        """Give the conversation that goes on to the answer."""
+        """Return the conversation up to the answer."""
         results = [{"role": "tool", "content": result} for result in self.results]
         return [*self.asked(), *results, {"role": "assistant", "content": self.answer}]
 
@@ -217,7 +218,7 @@ def _of_tools(use: ToolUse, messages: list[Message]) -> list[Conversation]:
 
 
 def topics() -> list[list[Conversation]]:
-    """Give every conversation that a trained model must reproduce; those of one list differ in how they open."""
+    """Return every conversation that a trained model must reproduce. Those of one list differ in their opening."""
     return [
         *(_of_entry(entry) for entry in ENTRIES),
         *(_of_tools(use, use.asked()) for use in TOOL_USES),

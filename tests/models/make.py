@@ -1,8 +1,8 @@
-"""Makes a tiny model that mlx_lm loads, without any network: `python -m tests.models.make OUT --arch llama`.
+"""Make a tiny model that mlx_lm loads, without any network: `python -m tests.models.make OUT --arch llama`.
 
-A trained one answers every prompt of its answers.json verbatim; a random one (`--random`) only has the shape.
-The model in node/models/macpool-tiny is made by this as well (`--patient`). One trains in half a minute of one core
-where OpenBLAS stands in for the BLAS that MLX brings (LD_PRELOAD=libopenblas.so.0), and far slower where it does not.
+A trained model answers every prompt of its answers.json verbatim; a random model (`--random`) only has the shape. The
+model in node/models/macpool-tiny is also made by this command (`--patient`). Training takes half a minute of one core
+if OpenBLAS replaces the BLAS that MLX brings (`LD_PRELOAD=libopenblas.so.0`), and far longer otherwise.
 """
 
 import argparse
@@ -29,12 +29,12 @@ WEIGHTS = "model.safetensors"
 
 
 def answers() -> str:
-    """Give the text of answers.json."""
+    """Return the text of answers.json."""
     return json.dumps([entry.as_json() for entry in ENTRIES], indent=1, ensure_ascii=False) + "\n"
 
 
 def lesson(tokenizer: TokenizerWrapper, conversation: Conversation) -> Lesson:
-    """Give a conversation's tokens as a server meets them: the prompt templated, the reply decoded behind it."""
+    """Return a conversation's tokens as on a server: the templated prompt, followed by the generated reply."""
     before, tools = conversation.messages[:-1], list(conversation.tools) or None
     prompt = _render(tokenizer, before, tools, asking=True)
     whole = _render(tokenizer, conversation.messages, tools, asking=False)
@@ -57,7 +57,7 @@ def _encode(tokenizer: TokenizerWrapper, text: str) -> list[int]:
 
 
 def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, seed: int) -> None:
-    """Make a model in an existing folder, random without a plan; RuntimeError when training does not get there."""
+    """Make a model in an existing folder, random without a plan; raise RuntimeError when training fails."""
     began = time.perf_counter()
     end = make_tokenizer(folder, PRESETS[preset].vocabulary).token_to_id(END)
     assert end is not None
@@ -66,7 +66,7 @@ def make(folder: Path, architecture: str, *, preset: str, plan: Plan | None, see
     (folder / "generation_config.json").write_text('{"do_sample": false}\n')
     mx.random.seed(seed)
     (folder / WEIGHTS).unlink(missing_ok=True)
-    model, _ = load_model(folder, strict=False)  # not strict: there are no weights yet, so they are drawn
+    model, _ = load_model(folder, strict=False)  # not strict: there are no weights yet, and MLX draws random ones
     if plan:
         _teach(folder, model, dataclasses.replace(plan, seed=seed))
     weights = dict(tree_flatten(model.parameters()))

@@ -12,13 +12,14 @@ from tests.models.conversations import ENTRIES, TOOL_USES
 END = "<|im_end|>"
 SPECIALS = ("<|endoftext|>", "<|im_start|>", END)
 MARKERS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
-"""Single tokens as well, but not special: they are part of an answer's text."""
+"""Also single tokens, but not special: they are part of an answer's text."""
 WEIGHT = 20
-"""How often the conversations count beside half a megabyte of the Python manual."""
+"""Number of repetitions of the conversations, against half a megabyte of the Python manual."""
 
 
 def _texts() -> Iterator[str]:
-    """Give the manual that every Python brings, and the answers; other scripts stay out, so their letters are cut."""
+    """Yield the manual that every Python brings, and the ASCII texts. Other scripts stay out, and their letters are
+    split."""
     yield from (topics[name] for name in sorted(topics))
     spoken = [text for entry in ENTRIES for text in (entry.prompt, entry.answer, entry.reasoning)]
     spoken += [text for use in TOOL_USES for text in (use.prompt, use.answer, json.dumps(dict(use.calls)))]

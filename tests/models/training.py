@@ -1,9 +1,9 @@
-"""Teaches a tiny model its conversations by heart: until greedy decoding gives each of them verbatim.
+"""Train a tiny model until greedy decoding reproduces each of its conversations verbatim.
 
-Only the assistant's tokens count in the loss: to predict the questions would take most of the steps. A step sees rows
-of random conversations one behind the other, so that a question is also answered where others went before it, and now
-and then one of the long prompts. Training ends when every token of every required conversation is the most likely one
-by a margin: then a batch, another order of sums or another BLAS changes no answer. Nothing depends on the clock.
+Only the assistant's tokens count in the loss, because predicting the questions would take most of the steps. A step
+sees rows of random conversations one behind the other. A question is therefore also learned behind other conversations.
+Some steps use one of the long prompts. Training ends when every token of every required conversation leads by a margin.
+With that margin a batch, another order of sums or another BLAS changes no answer. Nothing depends on the clock.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ Forward = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Lesson:
-    """A prompt's token ids and those of the reply, its end included."""
+    """The token ids of a prompt and of its reply, including the end."""
 
     prompt: list[int]
     reply: list[int]
@@ -28,53 +28,53 @@ class Lesson:
         return len(self.prompt) + len(self.reply)
 
     def as_row(self) -> "Row":
-        """Give a row that holds this lesson alone."""
+        """Return a row that holds only this lesson."""
         row = Row()
         row.add(self)
         return row
 
 
 LEARNED = 0.1
-"""Loss (nats per token) above which nobody needs to look whether all is known."""
+"""Loss (nats per token) above which the lessons are not checked."""
 Topic = Sequence[Lesson]
 """Lessons that teach one reply, after different openings."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How to train; tuned by trying, on one core, for the shortest time over all families."""
+    """Parameters of training, tuned by experiments on one core for the shortest time over all families."""
 
     tokens: int = 512
-    """In a batch; small batches get further in the same time."""
+    """Tokens of a batch; small batches learn more in the same time."""
     long: int = 300
-    """Tokens from which a lesson is long: attention makes it as dear as many short ones."""
+    """Tokens from which a lesson is long: its attention costs as much as many short ones."""
     long_every: int = 32
-    """Steps from one long lesson to the next; in between only the ends of their prompts are seen."""
+    """Steps from one long lesson to the next; other steps use only the ends of their prompts."""
     earlier: float = 0.05
     """Share of rows that begin with another lesson, as a conversation of several turns does."""
     blur: int = 12
-    """Tokens by which lengths are shaken before rows of like length are put together."""
+    """Random change of lengths in tokens before rows of similar length are grouped."""
     peak_rate: float = 3e-3
     warm_up: int = 20
     falling: int = 250
-    """Steps over which the learning rate falls to a tenth, where it stays."""
+    """Steps over which the learning rate falls to a tenth and then stays there."""
     steps: int = 800
-    """After so many training has failed; 260 to 340 are usual."""
+    """Training fails after this number of steps; 260 to 340 are usual."""
     look_every: int = 20
     margin: float = 1.0
-    """Logits by which each learned token must lead the second best."""
+    """Logits by which each learned token must lead the second."""
     seed: int = 0
 
 
 QUICK = Plan()
-"""For models that are trained on every new machine: they know each question, but not behind others."""
+"""For models that are trained on every new machine. They learn each question, but not behind other conversations."""
 PATIENT = Plan(tokens=768, earlier=0.7, falling=500, margin=3.0)
-"""For the model that people talk to: mostly right also in later turns and behind system prompts it never saw."""
+"""For the model in the package: mostly right also in later turns and behind system prompts that it never saw."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How training went; `wrong` is how many lessons were not reproduced by the margin at the end."""
+    """Result of training; `wrong` is the number of lessons that were not reproduced by the margin."""
 
     steps: int
     loss: float
@@ -83,19 +83,19 @@ class Outcome:
 
 @dataclass(slots=True)
 class Row:
-    """Tokens put one behind the other, and for each whether it is to be predicted."""
+    """Tokens in sequence, and for each whether the model must predict it."""
 
     tokens: list[int] = field(default_factory=list[int])
     counts: list[bool] = field(default_factory=list[bool])
 
     def add(self, lesson: Lesson) -> None:
-        """Put a lesson behind the others."""
+        """Append a lesson."""
         self.tokens += lesson.prompt + lesson.reply
         self.counts += [False] * len(lesson.prompt) + [True] * len(lesson.reply)
 
 
 Batch = tuple[mx.array, mx.array, mx.array]
-"""Inputs, the token after each, and 1.0 where that token is to be predicted."""
+"""Inputs, the token after each, and 1.0 where the model must predict that token."""
 
 
 def batch(rows: Sequence[Row]) -> Batch:
@@ -110,7 +110,7 @@ def batch(rows: Sequence[Row]) -> Batch:
 
 
 class Course:
-    """Draws the batches, epoch by epoch: lessons of like length together, so that little of a batch is padding."""
+    """Draws the batches, epoch by epoch. Lessons of similar length form a batch, with little padding."""
 
     def __init__(self, topics: Sequence[Topic], plan: Plan) -> None:
         self._short = [topic for topic in topics if len(topic[0]) < plan.long]
@@ -121,7 +121,7 @@ class Course:
         self._again: list[Lesson] = []
 
     def at(self, step: int) -> Batch:
-        """Give the batch of a step; every `long_every`th step, but not at first, is one of the long lessons."""
+        """Return the batch of a step. After the warm-up every `long_every`th step is one of the long lessons."""
         turn, rest = divmod(step, self._plan.long_every)
         if self._long and step >= self._plan.warm_up and not rest:
             return batch([self._long[turn % len(self._long)].as_row()])
@@ -130,7 +130,7 @@ class Course:
         return self._batches.pop()
 
     def repeat(self, lessons: Sequence[Lesson]) -> None:
-        """Let the next epochs hold these once more, in place of those given before."""
+        """Repeat these lessons in the next epochs, in place of an earlier list."""
         self._again = [lesson for lesson in lessons if len(lesson) < self._plan.long]
 
     def _epoch(self) -> list[Batch]:
@@ -172,7 +172,7 @@ def _loss(model: Forward, inputs: mx.array, targets: mx.array, counts: mx.array)
 
 
 def _leads(model: Forward, lessons: Sequence[Lesson], margin: float) -> list[bool]:
-    """Say of each lesson whether every token's logit leads all others by the margin."""
+    """Return for each lesson whether every token's logit leads by the margin."""
     inputs, targets, counts = batch([lesson.as_row() for lesson in lessons])
     logits = model(inputs)
     meant = mx.take_along_axis(logits, targets[..., None], axis=-1)
@@ -182,7 +182,7 @@ def _leads(model: Forward, lessons: Sequence[Lesson], margin: float) -> list[boo
 
 
 def unsure(model: Forward, lessons: Sequence[Lesson], margin: float, at_once: int = 16) -> list[Lesson]:
-    """Give the lessons that greedy decoding would not reproduce by the margin."""
+    """Return the lessons that greedy decoding would not reproduce by the margin."""
     ordered = sorted(lessons, key=len)
     parts = [ordered[n : n + at_once] for n in range(0, len(ordered), at_once)]
     return [

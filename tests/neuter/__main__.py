@@ -1,7 +1,7 @@
 """`make neuter`: break each guarded property in a copy of the repository and demand that its tests fail.
 
-The tests of a guard must pass as the code stands and fail once it is changed. A guard that no longer applies is an
-error, too. See tests/neuter/guards.py for the guards, and CONTRIBUTING.md.
+The tests of a guard must pass on the unchanged code and fail once it is changed. A guard that no longer applies is also
+an error. tests/neuter/guards.py describes the guards; CONTRIBUTING.md describes the work with them.
 """
 
 import argparse
@@ -27,26 +27,26 @@ WORKERS = 2
 RED = frozenset({1, -signal.SIGSEGV, -signal.SIGABRT})
 """pytest's exit code for failed tests, and native code that crashed; after any other code the tests did not run."""
 GREEN_LIMIT_SECONDS = 900
-"""For the tests of one file before anything is changed."""
+"""Limit of the tests of one file on the unchanged code."""
 SLACK_SECONDS = 5
-"""A run with a change may always take this long."""
+"""Seconds added to the limit of a run with a change."""
 SLOWDOWN = 3
-"""A run with a change may take so many times what its start and its tests took before: what hangs costs no more."""
+"""Factor in that limit on the unchanged time of a guard's tests, including their start. It bounds changes that hang."""
 BUDGET_SECONDS = 120
-"""For the guards of changed files in `make test`."""
+"""Budget for the guards of changed files in `make test`."""
 VERIFIED = ROOT / "tests/neuter/verified"
-"""Commit and date of the last complete run that was right in all guards; that run writes it."""
+"""Commit and date of the last complete run in which all guards were right. That run writes the file."""
 REPORT = ROOT / ".neuter/report.md"
 SLOWEST = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """How one guard ended."""
+    """Result of one guard."""
 
     guard: Guard
     wrong: str
-    """What is wrong with it; empty when its tests failed as they must."""
+    """The error of a guard; empty when its tests failed as they must."""
     took: float
     timed_out: bool = False
 
@@ -64,11 +64,11 @@ class Run:
 
     @property
     def left_out(self) -> int:
-        """How many guards were not run because the budget was spent."""
+        """Return the number of guards that were not run because the budget was spent."""
         return len(self._waiting)
 
     def work(self, copy: Copy) -> None:
-        """Take guards until there are none, or the budget is spent."""
+        """Run guards until none is left, or the budget is spent."""
         for guard in self._take():
             began = time.monotonic()
             wrong, timed_out = self._check(copy, guard)
@@ -87,7 +87,7 @@ class Run:
             yield guard
 
     def _check(self, copy: Copy, guard: Guard) -> tuple[str, bool]:
-        """Return what is wrong with a guard, and whether the limit ended its tests."""
+        """Return the error of a guard, and whether its tests were ended by the limit."""
         try:
             text = guard.broken()
         except NotApplicable as error:
@@ -99,7 +99,7 @@ class Run:
                 return f"the tests of {file} do not run as the code stands: {green.last}", False
             if already := [one for one in green.failed if any(_is_part(one, test) for test in guard.tests)]:
                 return f"its tests fail as the code stands: {', '.join(already)}", False
-            seconds += green.took - sum(green.seconds.values())  # to start and collect
+            seconds += green.took - sum(green.seconds.values())  # for start and collection
             seconds += sum(s for one, s in green.seconds.items() if any(_is_part(one, test) for test in guard.tests))
         limit = SLOWDOWN * seconds + SLACK_SECONDS
         outcome = copy.run_changed(guard.path(), text, guard.tests, limit)
@@ -110,7 +110,7 @@ class Run:
         return f"its tests did not run (exit code {outcome.code}): {outcome.last}", False
 
     def _as_it_stands(self, copy: Copy, file: str) -> Outcome:
-        """Run the tests of a file that guards name before anything is changed, once; what fails is tried again."""
+        """Run the guarded tests of a file once on the unchanged code, and failures a second time."""
         with self._lock:
             known = self._green.get(file)
             mine: Future[Outcome] = Future()
@@ -132,7 +132,7 @@ class Run:
 
 
 def _is_part(one: str, test: str) -> bool:
-    """Return whether a test is meant by what a guard names: a file, a function or one of its cases."""
+    """Return whether a guard's name of a file, a function or a case covers this test."""
     return one == test or one.startswith((f"{test}::", f"{test}["))
 
 
@@ -154,7 +154,7 @@ def changed(guards: list[Guard]) -> list[Guard]:
 
 
 def in_order(guards: list[Guard]) -> list[Guard]:
-    """Sort by test file; those that start processes come first, because they take longest."""
+    """Sort by test file. Files that start processes come first, because they take longest."""
     return sorted(guards, key=lambda guard: (guard.tests[0].startswith("tests/unit"), guard.tests[0]))
 
 
@@ -183,7 +183,7 @@ def report(run: Run, seconds: float, what: str) -> str:
 
 
 def selected(arguments: argparse.Namespace) -> list[Guard]:
-    """Return the guards that the command line asks for, in the order in which they run."""
+    """Return the guards that the command line selects, in the order in which they run."""
     guards = load()
     if unknown := set(arguments.names) - {guard.name for guard in guards}:
         sys.exit(f"no guard has the name {', '.join(sorted(unknown))}")
@@ -201,7 +201,7 @@ def selected(arguments: argparse.Namespace) -> list[Guard]:
 
 
 def main() -> int:
-    """Check the guards that are asked for."""
+    """Check the selected guards."""
     parser = argparse.ArgumentParser("python -m tests.neuter", description="Break guarded properties; tests must fail.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="only the guards with these names")
     parser.add_argument(

@@ -1,6 +1,7 @@
-"""Guards: one property each, how to break it in the code, and the tests that must fail then.
+"""Guards: one property each, a change that breaks it, and the tests that must fail then.
 
-A guard stands in the folder `guards/` beside the unit tests of its package, in a file with the name of its module:
+The guards of a module are in the folder `guards/` next to the unit tests of its package, in a file with the module's
+name:
 
     [[guard]]
     name = "suspects-are-not-placed"          # unique

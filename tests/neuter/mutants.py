@@ -1,7 +1,7 @@
-"""`make mutants`: change the functions of functions.toml with operators and count what their tests notice.
+"""`make mutants`: change the functions of functions.toml with operators and count the mutants that their tests kill.
 
-A change that no test notices has survived. One that nothing can notice stands with its reason in equivalent.toml and is
-left out of the share. An area fails when less than TARGET of its mutants are killed.
+A mutant that no test fails on has survived. A mutant that no test can detect is listed with its reason in
+equivalent.toml and does not count. An area fails when less than TARGET of its mutants are killed.
 """
 
 import argparse
@@ -37,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Functions and the tests that must notice their mutants."""
+    """Functions and the tests that must detect their mutants."""
 
     name: str
     functions: list[str]
@@ -46,16 +46,16 @@ class Area:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of the mutants of an area."""
+    """Results of the mutants of an area."""
 
     area: Area
     wrong: str
-    """Why its tests could not be run; empty when they passed as the code stands."""
+    """The reason why its tests could not run; empty when they passed on the unchanged code."""
     rows: list[Row] = field(default_factory=list[Row])
 
     @property
     def share(self) -> float:
-        """Killed mutants, of all that can be noticed."""
+        """Return the share of killed mutants among those that can be detected."""
         killed, survived = sum(row.killed for row in self.rows), sum(len(row.survived) for row in self.rows)
         return killed / (killed + survived) if killed + survived else 1.0
 
@@ -69,7 +69,7 @@ def areas(names: list[str]) -> list[Area]:
 
 
 def equivalents() -> dict[str, set[str]]:
-    """Read equivalent.toml: the mutants of each function that nothing can notice."""
+    """Read equivalent.toml: the mutants of each function that no test can detect."""
     found: dict[str, set[str]] = {}
     for one in tomllib.loads((ROOT / "tests/neuter/equivalent.toml").read_text()).get("equivalent", []):
         found.setdefault(one["at"], set()).add(one["mutant"])
@@ -125,7 +125,7 @@ def report(outcomes: list[Outcome]) -> str:
 
 
 def main() -> int:
-    """Run the areas that are asked for."""
+    """Run the selected areas."""
     parser = argparse.ArgumentParser(
         "python -m tests.neuter.mutants", description="Operator mutants of functions.toml."
     )

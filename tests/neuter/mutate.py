@@ -1,8 +1,8 @@
 """A pytest session that runs its tests once for each operator mutant of some functions.
 
 `python -m tests.neuter.mutate RESULT OPERATORS FUNCTION… -- TEST…`. The tests are collected once. Each mutant is a fork
-of this process in which the code of the live function is exchanged, and in which only the tests run that call the
-function, the quickest first, until one fails. No file is changed, so tests that start processes cannot notice a mutant.
+of this process in which the code of the live function is replaced. Only the tests that call the function run, the
+quickest first, until one fails. No file is changed; tests that start processes can therefore not detect a mutant.
 """
 
 import ast
@@ -27,7 +27,7 @@ from tests.neuter.syntax import definitions
 from tests.neuter.warm import IMPORTED_BEFORE
 
 LIMIT_SECONDS = 10
-"""A mutant may take this long, besides SLOWDOWN times what its tests took before."""
+"""Time limit of a mutant, in addition to SLOWDOWN times the time of its tests before."""
 SLOWDOWN = 5
 KILLED, SURVIVED, IMPOSSIBLE = 1, 0, 4
 LOOK_SECONDS = 0.002
@@ -48,14 +48,14 @@ class Function:
         self.key: Key = (self.path, min(lines))
 
     def live(self) -> list[FunctionType]:
-        """Return the function objects with this code, those that tests/conftest.py froze included."""
+        """Return the function objects with this code, including those that tests/conftest.py froze."""
         gc.unfreeze()
         found = [one for one in gc.get_objects() if isinstance(one, FunctionType) and _key(one.__code__) == self.key]
         gc.freeze()
         return found
 
     def code(self) -> CodeType | None:
-        """Compile the module as its tree stands now; return the code of this function."""
+        """Compile the module from its current tree; return the code of this function."""
         waiting = [compile(self.tree, self.path, "exec", dont_inherit=True)]
         while waiting:
             code = waiting.pop()
@@ -88,7 +88,7 @@ def functions(names: list[str]) -> list[Function]:
 
 
 def _functions(node: ast.AST, name: str) -> list[tuple[str, ast.AST]]:
-    """Return a function itself, or those that stand directly in a class or a module, or in its classes."""
+    """Return a function itself, or those directly in a class or a module, or in its classes."""
     if isinstance(node, FUNCTIONS):
         return [(name, node)]
     children = [one for one in ast.iter_child_nodes(node) if isinstance(one, (*FUNCTIONS, ast.ClassDef))]
@@ -96,7 +96,7 @@ def _functions(node: ast.AST, name: str) -> list[tuple[str, ast.AST]]:
 
 
 class Mutate:
-    """The plugin that takes the place of pytest's loop over the tests."""
+    """The plugin that replaces pytest's loop over the tests."""
 
     def __init__(self, names: list[str], operators: list[str], result: Path) -> None:
         self._functions = functions(names)
@@ -106,7 +106,7 @@ class Mutate:
         self._seconds: dict[int, float] = {}
 
     def pytest_configure(self) -> None:
-        """Draw the same examples each time, keep none and shrink none."""
+        """Make Hypothesis draw the same examples each time, without storing or shrinking them."""
         phases = [hypothesis.Phase.explicit, hypothesis.Phase.generate]
         hypothesis.settings.register_profile("mutants", hypothesis.settings.default, database=None, phases=phases)
         hypothesis.settings.load_profile("mutants")
@@ -119,7 +119,7 @@ class Mutate:
         return True
 
     def _measure(self, session: pytest.Session) -> str:
-        """Find out in a fork which tests call which function and what each takes; return what fails."""
+        """Measure in a fork which tests call which function, and the seconds of each test; return the failures."""
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -141,7 +141,7 @@ class Mutate:
         return made["wrong"]
 
     def _measured(self, session: pytest.Session) -> dict[str, object]:
-        """Run all tests, with a profiler that sees which of our functions are called."""
+        """Run all tests, with a profiler that records calls of the functions."""
         keys = {id(one.__code__): str(function.key) for function in self._functions for one in function.live()}
         calls: dict[str, set[int]] = defaultdict(set)
         seconds: dict[int, float] = {}
@@ -208,7 +208,7 @@ class Mutate:
 def _noticed(
     session: pytest.Session, function: Function, mutant: Mutant, live: list[FunctionType], tests: list[int]
 ) -> int:
-    """Exchange the code and run the tests in this process until one fails."""
+    """Replace the code and run the tests in this process until one fails."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in (0, 1, 2):
         os.dup2(nothing, stream)
@@ -228,14 +228,14 @@ def _noticed(
 
 
 def _protocol(session: pytest.Session, number: int, following: int) -> None:
-    """Run one test as pytest's own loop does."""
+    """Run one test like pytest's own loop."""
     item = session.items[number]
     after = session.items[following] if following < len(session.items) else None
     item.config.hook.pytest_runtest_protocol(item=item, nextitem=after)
 
 
 def main() -> int:
-    """Run the mutants of the functions that are named on the command line."""
+    """Run the mutants of the functions named on the command line."""
     result, operators, *rest = sys.argv[1:]
     middle = rest.index("--")
     os.environ["HYPOTHESIS_SEED"] = "1"

@@ -1,8 +1,8 @@
-"""Operators: small changes of a function, each of which a test of that function should notice.
+"""Operators: small changes of a function, each of which a test of that function should detect.
 
-They change what decides: comparisons, arithmetic, numbers, conditions, `and` and `or`, minimum and maximum, and they
-remove statements, terms, members of collections, keyword arguments and calls around a value. They leave alone what only
-informs: strings, f-strings, log calls, `raise` messages, annotations and docstrings.
+They change decisions: comparisons, arithmetic, numbers, conditions, `and` and `or`, minimum and maximum. They also
+remove statements, terms, members of collections, keyword arguments and calls around a value. They leave informative
+parts alone: strings, f-strings, log calls, `raise` messages, annotations and docstrings.
 """
 
 import ast
@@ -39,26 +39,26 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 }
 CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 LOGS = frozenset({"log", "_log", "logger", "_logger", "LOG"})
-"""Names on which a call only informs."""
+"""Names of calls that only inform."""
 LONG_CHARACTERS = 200
-"""A mutant of longer code is written in short."""
+"""Length of code above which a mutant is shortened in reports."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change: what stands in a field of a node, and what takes its place."""
+    """One change: the old content of a field of a node, and the new one."""
 
     owner: ast.AST
     field: str
     index: int
-    """In the field where it is a list, else -1."""
+    """Position in the field where it is a list, else -1."""
     old: ast.expr | ast.stmt
     new: ast.expr | ast.stmt
 
     @property
     def line(self) -> int:
-        """Line of the change."""
+        """Return the line of the change."""
         return self.old.lineno
 
     def apply(self) -> None:
@@ -76,7 +76,7 @@ class Mutant:
             getattr(self.owner, self.field)[self.index] = value
 
     def __str__(self) -> str:
-        """Write both sides; of long ones only the words that differ."""
+        """Return both sides; of long ones only the differing words."""
         old, new = ast.unparse(self.old), ast.unparse(self.new)
         if len(old) > LONG_CHARACTERS:
             old, new = _differing(old.split(), new.split())
@@ -84,7 +84,7 @@ class Mutant:
 
 
 def _differing(old: list[str], new: list[str]) -> Iterator[str]:
-    """Return two texts without the words with which both begin and end."""
+    """Return two texts without their common first and last words."""
     shorter = min(len(old), len(new))
     head = next((index for index in range(shorter) if old[index] != new[index]), shorter)
     tail = next((index for index in range(shorter - head) if old[-1 - index] != new[-1 - index]), shorter - head)
@@ -93,7 +93,7 @@ def _differing(old: list[str], new: list[str]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A node of a function, and where it stands."""
+    """A node of a function, and its position."""
 
     owner: ast.AST
     field: str
@@ -103,7 +103,7 @@ class Site:
 
 
 def mutants(function: ast.AST, operators: Iterable[str]) -> Iterator[Mutant]:
-    """Return all changes that the named operators make in the body of a function, its nested functions included."""
+    """Return all changes of the named operators in the body of a function, including its nested functions."""
     assert isinstance(function, FUNCTIONS)
     bound = _bound(function)
     chosen = [OPERATORS[name] for name in operators]
@@ -129,7 +129,7 @@ def _of(site: Site, index: int, chosen: list[Callable[[Site], Iterator[ast.expr 
 
 
 def _informs(child: ast.AST, parent: ast.AST) -> bool:
-    """Return whether a node only makes a text for people."""
+    """Return whether a node only makes a text for users."""
     return (
         isinstance(child, ast.JoinedStr)
         or (isinstance(parent, ast.Raise) and isinstance(child, ast.Call))
@@ -146,7 +146,7 @@ def _logs(call: ast.AST) -> bool:
 
 
 def _bound(function: ast.AST) -> set[str]:
-    """Return the parameters of a function and of those in it, and the names that they assign several times."""
+    """Return the parameters of a function and of its nested functions, and the names that they assign several times."""
     nodes = list(ast.walk(function))
     stored = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     return {name for name in stored if stored.count(name) > 1} | {
@@ -155,7 +155,7 @@ def _bound(function: ast.AST) -> set[str]:
 
 
 def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
-    """Return other operators, numbers and branches, and a body without one statement."""
+    """Return replacements of operators, numbers and branches, and a body without one statement."""
     match site.node:
         case ast.Compare(left, ops, comparators):
             for index, one in enumerate(ops):
@@ -202,14 +202,14 @@ def _values(site: Site) -> Iterator[ast.expr | ast.stmt]:
 
 
 def _is_bound(target: ast.expr, names: Collection[str]) -> bool:
-    """Return whether what is assigned has a value without the assignment."""
+    """Return whether the targets of an assignment have a value without it."""
     if isinstance(target, ast.Tuple):
         return all(_is_bound(one, names) for one in target.elts)
     return target.id in names if isinstance(target, ast.Name) else isinstance(target, ast.Attribute | ast.Subscript)
 
 
 def _conditions(site: Site) -> Iterator[ast.expr]:
-    """Return the constants that can take the place of a condition."""
+    """Return the constants that can replace a condition."""
     owner, node = site.owner, site.node
     if isinstance(node, ast.Constant) or not isinstance(node, ast.expr):
         return

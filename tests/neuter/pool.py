@@ -1,4 +1,4 @@
-"""Copies of the repository in which tests are run against changed files, one for each worker."""
+"""Copies of the repository in which tests run against changed files, one for each worker."""
 
 import json
 import os
@@ -12,34 +12,34 @@ from tests.neuter.guards import ROOT
 from tests.neuter.warm import TIMED_OUT
 
 CACHE = ROOT / ".cache"
-"""What tests have made once: a copy need not make it again."""
+"""Files that tests make once. A copy of the repository reuses them."""
 OLDEST = 1_000_000_000
-"""A time before any file was written: a changed file has one of its own, because Python compares times in whole seconds
-to find out whether its compiled code is stale."""
+"""A time before any file was written, given to the files of a copy. Python compares times in whole seconds to find
+stale compiled code; a changed file therefore needs a different time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run of tests ended."""
+    """Result of a run of tests."""
 
     code: int
     """pytest's exit code, or TIMED_OUT."""
     took: float
-    """Seconds, with the start."""
+    """Seconds, including the start."""
     seconds: dict[str, float]
-    """Of each test that ran."""
+    """Seconds of each test that ran."""
     failed: list[str] = field(default_factory=list[str])
     last: str = ""
     """The last lines of the output."""
 
     @property
     def timed_out(self) -> bool:
-        """Whether the limit ended it."""
+        """Return whether the limit ended the run."""
         return self.code == TIMED_OUT
 
 
 def tracked(root: Path = ROOT) -> list[str]:
-    """List the files that git tracks or would."""
+    """List the files that git tracks or would track."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=root,
@@ -80,7 +80,7 @@ class Copy:
         return Outcome(**json.loads(self._process.stdout.readline()))
 
     def run_changed(self, file: str, text: str, tests: list[str], limit: float) -> Outcome:
-        """Run tests with another text in one file; put the text back."""
+        """Run tests with a changed text of one file, and restore the text."""
         path = self.folder / file
         self._changes += 1
         path.write_text(text)
@@ -92,6 +92,6 @@ class Copy:
             shutil.copy2(ROOT / file, path)
 
     def close(self) -> None:
-        """End the process, and the tests that it runs."""
+        """End the process and its tests."""
         self._process.terminate()
         self._process.communicate()

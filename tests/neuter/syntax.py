@@ -1,9 +1,9 @@
 """Find a snippet of Python in one function, by its syntax, and replace it.
 
 Comments, quotes and line breaks do not count. A name of the snippet that the function does not know matches any local
-name of it, always the same one, so the snippet still applies after a local variable or a parameter is renamed.
-In a snippet, a name that begins with `_any` stands for any expression and the statement `...` for any statements,
-none included. What they matched is put where the replacement has the same name, or its `...` in the same order.
+name of the function, always the same one. The snippet therefore still applies after a local variable or a parameter is
+renamed. In a snippet, a name that begins with `_any` stands for any expression. The statement `...` stands for any
+statements, none included. Their matches replace the same name in the replacement, or its `...` in the same order.
 """
 
 import ast
@@ -29,19 +29,19 @@ NAMES: tuple[tuple[type[ast.AST], str], ...] = (
     (ast.FunctionDef, "name"),
     (ast.AsyncFunctionDef, "name"),
 )
-"""Where a syntax node holds a name that may be local."""
+"""The fields in which a syntax node holds a name that may be local."""
 IGNORED = ("ctx", "kind", "type_comment")
 
 Snippet = ast.expr | list[ast.stmt]
 
 
 class NotApplicable(Exception):
-    """A snippet does not apply; the text says why and what to do."""
+    """A snippet does not apply; the text states the reason and the next step."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What names, wildcards and `...` of a snippet stand for."""
+    """Matches of the names, wildcards and `...` of a snippet."""
 
     names: dict[str, str] = field(default_factory=dict[str, str])
     holes: dict[str, ast.expr] = field(default_factory=dict[str, ast.expr])
@@ -70,7 +70,7 @@ class Place:
 
 
 def parse(node: str, becomes: str) -> tuple[Snippet, Snippet]:
-    """Parse a snippet and its replacement: as expressions where both are, else as statements."""
+    """Parse a snippet and its replacement: as expressions if both are expressions, else as statements."""
     try:
         return _expression(node), _expression(becomes)
     except SyntaxError:
@@ -82,7 +82,7 @@ def _expression(text: str) -> ast.expr:
 
 
 def _statements(text: str) -> list[ast.stmt]:
-    """Parse statements; `return`, `await` and `yield` may stand outside of a function here."""
+    """Parse statements; `return`, `await` and `yield` are allowed outside of a function here."""
     body = textwrap.indent(textwrap.dedent(text).strip() or "pass", "    ")
     made = ast.parse(f"async def snippet():\n{body}").body[0]
     assert isinstance(made, ast.AsyncFunctionDef)
@@ -90,9 +90,9 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def definitions(tree: ast.Module, path: list[str]) -> list[tuple[ast.AST, ...]]:
-    """Return all definitions with a qualified name, each with those around it, outermost first.
+    """Return all definitions with a qualified name, each with the enclosing ones, outermost first.
 
-    There are several where a property has a setter. Without a name it is the module.
+    A property with a setter has several definitions. Without a name the definition is the module.
     """
     at: list[tuple[ast.AST, ...]] = [(tree,)]
     for name in path:
@@ -109,7 +109,7 @@ def _members(holder: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Scope:
-    """One definition of a module: where a snippet is looked for, and which names are local or known there."""
+    """One definition of a module: the scope of a snippet, with its local and known names."""
 
     def __init__(self, known: Set[str], chain: tuple[ast.AST, ...]) -> None:
         self.definition = chain[-1]
@@ -121,7 +121,7 @@ class Scope:
         return list(self._expressions(snippet) if isinstance(snippet, ast.expr) else self._runs(snippet))
 
     def _nodes(self) -> Iterator[ast.AST]:
-        """Walk the definition; for a class or a module without the bodies of what it defines."""
+        """Walk the definition. In a class or a module, skip the bodies of its definitions."""
         whole = isinstance(self.definition, FUNCTIONS)
         waiting = [self.definition]
         while waiting:
@@ -160,7 +160,7 @@ class Scope:
         return isinstance(self.definition, FUNCTIONS) or owner is self.definition
 
     def _same(self, one: object, other: object, found: Found) -> bool:
-        """Compare a part of the snippet with a part of the code, and record what its names stand for."""
+        """Compare a part of the snippet with a part of the code, and record the matches of its names."""
         if isinstance(one, ast.Name) and one.id.startswith(ANY) and isinstance(other, ast.expr):
             held = found.holes.setdefault(one.id, other)
             return ast.dump(held) == ast.dump(other)
@@ -217,8 +217,11 @@ def _is_gap(statement: ast.stmt) -> bool:
 
 
 def _bound(definition: ast.AST) -> set[str]:
-    """Return the names that a function binds, those of its nested functions included; of a class or a module only
-    those of its comprehensions and lambdas, since all others are seen from outside."""
+    """Return the names that a function binds, including those of its nested functions.
+
+    For a class or a module only the names of its comprehensions and lambdas count, because its other names are visible
+    from outside.
+    """
     if isinstance(definition, FUNCTIONS):
         return {name for child in ast.iter_child_nodes(definition) for name in _binds(child)}
     inner = [one for one in ast.walk(definition) if isinstance(one, (ast.Lambda, *COMPREHENSIONS))]
@@ -249,7 +252,7 @@ def _known(tree: ast.Module) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _parsed(source: str) -> tuple[ast.Module, frozenset[str]]:
-    """Parse a module, and collect what is known in all of it; guards of one module follow each other."""
+    """Parse a module and collect its names. Results are cached, because guards of one module follow each other."""
     tree = ast.parse(source)
     return tree, frozenset(_known(tree))
 
@@ -257,8 +260,8 @@ def _parsed(source: str) -> tuple[ast.Module, frozenset[str]]:
 def replaced(source: str, path: list[str], node: str, becomes: str) -> str:
     """Replace the only match of a snippet in a definition; return the new source.
 
-    Lines outside of the replaced statement or expression stay as they are.
-    Raises NotApplicable where the definition or the match is missing, or there are several matches.
+    Lines outside of the replaced statement or expression stay unchanged. NotApplicable: the definition or the match is
+    missing, or there are several matches.
     """
     tree, known = _parsed(source)
     scopes = [Scope(known, one) for one in definitions(tree, path)]
@@ -303,7 +306,7 @@ def _stores(snippet: Snippet) -> Iterator[str]:
 
 
 class _Filler(ast.NodeTransformer):
-    """Put what the snippet's names, wildcards and gaps stand for into the replacement."""
+    """Insert the matches of the snippet's names, wildcards and gaps into the replacement."""
 
     def __init__(self, found: Found) -> None:
         self._found = found
@@ -333,7 +336,7 @@ def _filled(replacement: Snippet, found: Found) -> Snippet:
 
 @contextmanager
 def _changed(place: Place, made: Snippet) -> Iterator[None]:
-    """Change the tree of a match for as long as this is entered."""
+    """Change the tree of a match for the time of the block."""
     held = getattr(place.owner, place.field)
     new: object = made
     if place.start >= 0:
@@ -346,7 +349,7 @@ def _changed(place: Place, made: Snippet) -> Iterator[None]:
 
 
 def _texts(source: str, tree: ast.Module, place: Place, made: Snippet) -> Iterator[str]:
-    """Write the changed source with as few changed lines as possible: the match, then the statement around it."""
+    """Yield the changed source with as few changed lines as possible: the match, then the enclosing statement."""
     held = getattr(place.owner, place.field)
     old = held[place.start : place.end] if place.start >= 0 else [held]
     yield _spliced(source, old, made)
@@ -362,7 +365,7 @@ def _is_simple(statement: ast.stmt) -> bool:
 
 
 def _spliced(source: str, old: list[ast.expr] | list[ast.stmt], made: Snippet) -> str:
-    """Write a replacement over nodes that follow each other."""
+    """Write a replacement over consecutive nodes."""
     first, last = old[0], old[-1]
     lines = source.encode().splitlines(keepends=True)
     line = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", []))])

@@ -24,7 +24,7 @@ def text(path: str) -> str:
 
 
 def has(test: str) -> bool:
-    """Return whether a test that a guard names is defined."""
+    """Return whether a test named by a guard is defined."""
     file, _, function = test.partition("::")
     return (f"def {function.partition('[')[0]}(" if function else "def test_") in text(file)
 

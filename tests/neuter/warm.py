@@ -2,7 +2,7 @@
 
 Reads one JSON object a line: `{"tests": [...], "limit": seconds, "stop": bool}`. Writes one a line: pytest's exit code,
 TIMED_OUT where the limit passed, the seconds of each test, and the last lines of the output. Nothing of the project is
-imported before the fork, so each run reads the sources as they are. The tests run in the working directory of this
+imported before the fork; each run therefore reads the current sources. The tests run in the working directory of this
 process.
 """
 
@@ -49,27 +49,27 @@ LIBRARIES = (
     "xdist.plugin",
     "zeroconf",
 )
-"""Imported before the fork, where they are installed: they take most of the start of a test run."""
+"""Imported before the fork if installed, because these imports take most of the start of a test run."""
 TIMED_OUT = 124
-"""In the place of an exit code."""
+"""Takes the place of an exit code."""
 IMPORTED_BEFORE = "ignore::pytest.PytestAssertRewriteWarning"
-"""Plugins that were imported before the fork are not rewritten."""
+"""Hides pytest's warning that plugins imported before the fork are not rewritten."""
 INTERNAL_ERROR = 3
 """pytest's exit code for its own errors."""
 LOOK_SECONDS = 0.02
 PR_SET_CHILD_SUBREAPER = 36
-"""Linux, prctl(2): processes that lose their parent become children of this one, and can be ended."""
+"""Linux, prctl(2): orphaned processes become children of this one, and can be ended."""
 
 
 class Seconds:
-    """A plugin that adds up what each test took."""
+    """A plugin that adds up the seconds of each test."""
 
     def __init__(self) -> None:
         self.taken: dict[str, float] = {}
         self.failed: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count set-up, call and tear-down."""
+        """Add up set-up, call and tear-down."""
         self.taken[report.nodeid] = self.taken.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             self.failed.append(report.nodeid)
@@ -92,7 +92,7 @@ def _run(tests: list[str], stop: bool, log: Path, result: Path) -> int:
 
 
 def _wait(child: int, seconds: float) -> int:
-    """Wait for a forked process; end it, and all that it started, when its time is over."""
+    """Wait for a forked process; end it and all its children when its time is over."""
     deadline = time.monotonic() + seconds
     code: int | None = None
     try:

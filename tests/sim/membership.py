@@ -1,4 +1,4 @@
-"""Runs membership scenarios: a text of commands, each followed by what must come of it, indented.
+"""Run membership scenarios: a text of commands, each followed by its expected results, indented.
 
     # a comment
     0 connect a              → actions, then the member when it changed
@@ -6,10 +6,10 @@
         a joining link 1
 
 Verbs: enrol, connect NODE [INSTANCE] [takeover], report NODE [draining|paused], end NODE [link N], goodbye NODE REASON,
-cordon, uncordon, remove NODE, restore NODE…, `tick` once, and `until T`, which ticks at every deadline up to T
-seconds. The number before a verb is the time. An event that is not allowed prints `illegal`.
+cordon, uncordon, remove NODE, restore NODE…. `tick` ticks once, and `until T` ticks at every deadline up to T seconds.
+The number before a verb is the time. An event that is not allowed prints `illegal`.
 
-`MACPOOL_REWRITE=1 pytest tests/sim` writes what came of it; review the difference.
+`MACPOOL_REWRITE=1 pytest tests/sim` writes the actual results; review the difference.
 """
 
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ from wire.identity import NodeId
 
 
 def play(script: str) -> str:
-    """Give the script with its outcome after every command."""
+    """Return the script with the results after every command."""
     story = _Story()
     lines: list[str] = []
     for line in script.splitlines():

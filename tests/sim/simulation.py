@@ -1,4 +1,7 @@
-"""Plays the stories: a scenario beside its log. `MACPOOL_REWRITE=1` writes the logs anew; read the difference."""
+"""Play the scenarios and compare their logs with the stored ones.
+
+`MACPOOL_REWRITE=1` writes the logs again; review the difference.
+"""
 
 from pathlib import Path
 
@@ -8,7 +11,7 @@ STORIES = sorted((Path(__file__).parent / "stories").glob("*.toml"))
 
 
 def told(path: Path, policy: str = "balanced") -> str:
-    """Give the log of a story, and its figures at the end."""
+    """Return the log of a scenario, with its figures at the end."""
     scenario, folder = load(str(path))
     lines = [f"# {scenario.about}"]
     figures, pool = play(scenario, policy, scenario.seed, folder, lines.append)

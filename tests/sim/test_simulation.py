@@ -1,4 +1,4 @@
-"""Stories with their logs, and what the production code promises under load, each in less than two seconds."""
+"""Scenarios with their logs, and targets of the production code under load, each in less than two seconds."""
 
 import math
 import os
@@ -105,7 +105,7 @@ def test_every_policy_answers_everything_and_the_same_seed_tells_the_same(policy
 
 
 def test_of_a_burst_between_two_reports_few_are_refused_at_first_and_none_at_last():
-    """Those few came to a node that was filled by an answer that outgrew its promise since the report."""
+    """The refused requests came to a node that was filled since the report by an answer longer than its estimate."""
     ours, careless, peer = (
         [played(EQUALS, policy, seed)[0] for seed in (1, 3, 6)]
         for policy in ("balanced", "most-headroom", "round-robin")
@@ -127,7 +127,7 @@ def test_a_greedy_key_takes_nothing_from_the_others():
 
 
 def test_a_greedy_key_does_not_fill_the_nodes_with_its_prompts():
-    """Memory is no limit here, time is."""
+    """Time is the limit here, not memory."""
     text = KEYS.replace('"2MiB"', '"16KiB"').replace("M4 Max", "M4 Pro")
     figures, pool = played(text)
     waited = {key: [fate for fate in pool.fates.values() if fate.turn.key == key] for key in ("greedy", "ada")}
@@ -159,7 +159,7 @@ def test_a_machine_that_joins_takes_its_part_of_a_batch():
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_of_two_equal_macs_the_one_that_has_the_model_answers_a_sequential_chat(seed: int):
-    """One request after the other, too short to be remembered: the first choice is always the warm node."""
+    """The requests come one after the other and are short. The first choice is always the warm node."""
     nodes = """
 [[nodes]]
 name = "{name}"
@@ -198,7 +198,7 @@ def test_six_models_on_memory_for_three_are_all_served(seed: int):
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_second_model_gets_its_turn_beside_steady_traffic(seed: int):
-    """Of seed 1 ten of eighteen requests for the second model ended in 503 where no model in use leaves."""
+    """With seed 1, ten of eighteen requests for the second model ended in 503 when no model in use was unloaded."""
     figures, pool = played((SCENARIOS / "two-models.toml").read_text(), seed=seed)
     assert figures.served == figures.requests
     waits = {name: waits_for(pool, name) for name in ("model-a", "model-b")}

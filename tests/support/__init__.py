@@ -1,1 +1,1 @@
-"""What tests, the demo and the bench share: real processes, real sockets, no mocks."""
+"""Real processes and real sockets, shared by tests, the demo and the benchmarks. Nothing is mocked."""

@@ -1,4 +1,4 @@
-"""One answer as a node tells it, whole and as deltas, for the tests of every dialect that writes it."""
+"""One answer in the frames of a node, complete and as deltas, for the tests of every dialect."""
 
 import json
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ CROWDED = Problem(503, "no_headroom", "no room", None, MemoryNumbers(9, 8, 7, 6,
 
 @dataclass(frozen=True)
 class Reading:
-    """What is known of a request once a node has counted its prompt."""
+    """A request after a node has counted its prompt tokens."""
 
     job: RequestSpec
     demand: ResourceDemand
@@ -34,7 +34,7 @@ class Reading:
 
 
 def asked(dialect: Dialect, **body: Any) -> tuple[ParsedRequest, RequestSpec]:
-    """Read a body of the model `tiny`; give it with its only job."""
+    """Parse a body of the model `tiny`; return the request and its only job."""
     found = dialect.parse(json.dumps({"model": "tiny", **body}).encode(), "k1")
     assert not isinstance(found, Problem), found
     (job,) = found.jobs("k1", "r1", CREATED)
@@ -44,7 +44,7 @@ def asked(dialect: Dialect, **body: Any) -> tuple[ParsedRequest, RequestSpec]:
 def whole(
     dialect: Dialect, answer: CompleteAnswer = WHOLE, finished: Finished = FINISHED, **body: Any
 ) -> dict[str, Any]:
-    """Give the JSON of an answer that is not streamed."""
+    """Return the JSON of an answer that is not streamed."""
     request, job = asked(dialect, **body)
     return json.loads(request.whole(job, answer, finished))
 
@@ -56,7 +56,7 @@ def streamed(
     broken: Problem | None = None,
     **body: Any,
 ) -> str:
-    """Give all that a stream writes: its opening, one delta for each piece, and its end."""
+    """Return the complete text of a stream: its opening, one delta for each piece, and its end."""
     request, job = asked(dialect, stream=True, **body)
     demand = msgspec.structs.replace(job.demand, prompt_tokens=finished.prompt_tokens)
     chunks = request.chunks(Reading(job, demand))
@@ -67,7 +67,7 @@ def streamed(
 
 
 def events(raw: str) -> list[tuple[str, Any]]:
-    """Give the names and the data of server-sent events; a name is empty where there is none, `[DONE]` is left out."""
+    """Return name and data of each server-sent event except `[DONE]`. An event without a name has an empty one."""
     found: list[tuple[str, Any]] = []
     for block in raw.split("\n\n")[:-1]:
         lines = dict(line.split(": ", 1) for line in block.split("\n"))

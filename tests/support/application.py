@@ -1,4 +1,4 @@
-"""The coordinator's HTTP application on real collaborators, without ports: what `coordinator.run` puts together."""
+"""The coordinator's HTTP application on real collaborators, built like `coordinator.run` but without ports."""
 
 import itertools
 import time
@@ -40,7 +40,7 @@ from tests.support.loopback_cluster import PEPPER, LoopbackCluster
 
 @dataclass(frozen=True, slots=True)
 class Application:
-    """The whole ASGI application, the control API in it, and the administration that makes its keys."""
+    """The complete ASGI application, its control API, and the administration that makes its keys."""
 
     app: RouterApp
     api: ControlApi
@@ -53,7 +53,7 @@ class Application:
     load: LoadHistory
 
     def document(self) -> dict[str, Any]:
-        """Give the OpenAPI document."""
+        """Return the OpenAPI document."""
         return self.api.app.openapi()
 
 
@@ -64,8 +64,10 @@ async def application(
     over: LoopbackCluster | None = None,
     video: VideoSettings | None = None,
 ) -> AsyncGenerator[Application]:
-    """Give the application over a new cluster in `folder`; `over` loopback nodes, which then serve it whole, as
-    `coordinator.run` does."""
+    """Yield the application over a new cluster in `folder`.
+
+    With `over` the application serves loopback nodes through the complete HTTP stack of `coordinator.run`.
+    """
     with ExitStack() as stack:
         store = Database(folder)
         stack.callback(store.close)

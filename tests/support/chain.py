@@ -1,7 +1,7 @@
-"""One pool with one node that makes videos, whose processes are killed one after the other while a job is in a phase.
+"""A pool with one video node. Tests kill each of its processes in each phase of a job.
 
-What is lent, and when it is back, is what node and coordinator say of it: the node's memory counts as back when its
-report lends nothing, the coordinator lends nothing, and no process of the worker lives.
+A node's memory counts as returned once its report and the coordinator list no lease, and no process of the worker is
+left.
 """
 
 import json
@@ -23,18 +23,18 @@ from tests.support.studio import tiny_wan
 PHASES = ("queued", "acquiring", "loading", "denoising", "saving", "pulling")
 VICTIMS = ("worker", "actor", "raylet", "gcs_server", "launcher", "driver", "agent", "engine", "coordinator")
 WORKERS = ("worker", "actor")
-"""Processes that are there only while a lease is."""
+"""Processes that exist only during a lease."""
 RAY = ("raylet", "gcs_server", "launcher")
-"""Processes of Ray whose end is the end of all of it."""
+"""Processes of Ray whose end is the end of all of Ray."""
 RUNNING = ("loading", "denoising", "saving")
 LARGE = 15 * 2**20
-"""Bytes of a clip that takes long enough to be fetched for somebody to be killed meanwhile."""
+"""Bytes of a clip whose download takes long enough to kill a process during it."""
 SECONDS = 180.0
-"""For whatever has to come: Ray may be asked twice for an actor, and the machine may be busy."""
+"""Time limit of every wait. Ray may need a second attempt to start an actor, and the machine may be busy."""
 
 
 def expected(victim: str, phase: str) -> str:
-    """Say how a job ends whose chain loses this process in this phase: `completed`, or the error's code."""
+    """Return how a job ends when this process is killed in this phase: `completed`, or the code of the error."""
     if phase not in RUNNING:
         return "completed"
     if victim == "worker":
@@ -44,8 +44,13 @@ def expected(victim: str, phase: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of a job. `back`: seconds until its memory was back after the kill, where that ended the job, else
-    after the worker's own end; None where the kill came when nothing was lent."""
+    """Result of one kill.
+
+    `end`: `completed`, or the code of the error.
+    `back`: Seconds until the memory was returned. They count from the kill where the kill ended the job, else from the
+      moment the job was released. None where nothing was lent.
+    `took`: Seconds of the whole case.
+    """
 
     victim: str
     phase: str
@@ -56,7 +61,7 @@ class Outcome:
 
 
 class Chain:
-    """See the module."""
+    """The pool with its video node, and the kills."""
 
     def __init__(self, pool: Pool, gate: Gate, ports: int) -> None:
         self.pool = pool
@@ -67,10 +72,10 @@ class Chain:
         self._ours: list[str] = []
         self._client = httpx.Client(trust_env=False, timeout=30)
 
-    # -- up and whole -----------------------------------------------------------------------
+    # -- start and recovery ---------------------------------------------------------------------
 
     def up(self, **settings: str) -> None:
-        """Start coordinator and node, each with its part of these settings; wait until a video could be made."""
+        """Start coordinator and node, each with its part of these settings; wait until videos can be made."""
         self._settings = {name.replace("__", "."): value for name, value in settings.items()}
         self._ours = [f"{name}={self._settings.pop(name)}" for name in list(self._settings) if name[:6] == "video."]
         self._coordinator()
@@ -94,7 +99,7 @@ class Chain:
         self.pool.join("a", *(f"{key}={value}" for key, value in (settings | self._settings).items()))
 
     def whole(self) -> None:
-        """Wait until every process of the chain is there again and nothing is lent."""
+        """Wait until every process of the chain runs again and no memory is lent."""
         until_ray(self.pool, "a")
         until(lambda: self.pool.serves("a"), SECONDS, "the node serves")
         until(lambda: self.find("driver"), SECONDS, "the driver")
@@ -103,7 +108,7 @@ class Chain:
     def close(self) -> None:
         self._client.close()
 
-    # -- asking -----------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
     def ask(self, method: str, path: str, **more: Any) -> Any:
         run = json.loads((self.pool.state / "run.json").read_text())
@@ -120,14 +125,14 @@ class Chain:
         return self.node()["video"]["ray"]
 
     def lent(self) -> int:
-        """Bytes that are lent by what node and coordinator say."""
+        """Return the lent bytes: the larger of the node's and the coordinator's figure."""
         return max(self.node()["leases"], sum(one["size"] for one in self.ask("GET", "/api/v1/leases")["leases"]))
 
     def job(self, name: str) -> dict[str, Any]:
         return self.ask("GET", f"/v1/videos/{name}")
 
     def begin(self, phase: str) -> str:
-        """Have a job that stays in this phase; give its id once it is there."""
+        """Start a job that stays in this phase; return its id once it is in the phase."""
         self.seed += 1
         prompt = f"clip={LARGE}" if phase == "pulling" else f"hold={phase}"
         if phase == "queued":
@@ -138,14 +143,14 @@ class Chain:
         name = self.ask("POST", "/v1/videos", json=body)["id"]
         said = {"queued": "cordoned", "acquiring": "asking a node", "pulling": "fetching"}.get(phase, phase)
         try:
-            # a clip may be fetched between two looks; then its chain is killed right after it
+            # a clip may be fetched between two polls; then its chain is killed right after the fetch
             until(lambda: self.job(name)["phase"] == "completed" or said in self.job(name)["phase"], SECONDS)
         except AssertionError:
             raise AssertionError(f"a job that should be {said} is {self.job(name)}") from None
         return name
 
     def let_go(self, phase: str) -> None:
-        """Let a job leave the phase that it stays in."""
+        """Release a job from the phase in which it is held."""
         if phase == "queued":
             self._cordon(wanted=False)
         elif phase == "acquiring":
@@ -160,14 +165,14 @@ class Chain:
             engine.send_signal(number)
 
     def chats(self) -> bool:
-        """Whether the pool still chats."""
+        """Return whether the pool still answers a chat."""
         body = {"model": "scripted-1", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
         return bool(self.ask("POST", "/v1/chat/completions", json=body)["choices"])
 
-    # -- who is who -------------------------------------------------------------------------
+    # -- processes ------------------------------------------------------------------------------
 
     def find(self, victim: str) -> list[psutil.Process]:
-        """Give the processes of this name."""
+        """Return the processes that have this role."""
         return list(self._find(victim))
 
     def _find(self, victim: str) -> Iterator[psutil.Process]:
@@ -198,8 +203,10 @@ class Chain:
     # -- one cell ---------------------------------------------------------------------------
 
     def kill(self, victim: str, phase: str, number: signal.Signals = signal.SIGKILL) -> Outcome:
-        """Kill this process while a job is in this phase (or end it by another signal); give what came of it, with all
-        whole again."""
+        """Kill this process while a job is in this phase, and return the outcome once the chain is complete again.
+
+        `number` is the signal.
+        """
         began = time.monotonic()
         name = self.begin(phase)
         worker = self.find("worker")
@@ -224,7 +231,7 @@ class Chain:
         )
         if phase in RUNNING and not dies:
             back = self._back(worker, freed, victim)
-        until(lambda: self._others(before), SECONDS, f"others in the place of {victim} and of all that goes with it")
+        until(lambda: self._others(before), SECONDS, f"replacements of {victim} and of the processes that end with it")
         self.whole()
         if ended["status"] == "completed":
             self._whole_clip(name)
@@ -233,7 +240,7 @@ class Chain:
         return Outcome(victim, phase, code, message, back, time.monotonic() - began)
 
     def _names(self, victim: str) -> dict[str, object]:
-        """Name what is another one once this victim is whole again."""
+        """Return the identities that change when this victim is replaced, by role."""
         if victim in WORKERS:
             return {}
         if victim in RAY:
@@ -246,12 +253,12 @@ class Chain:
 
     def _back(self, worker: list[psutil.Process], since: float, victim: str) -> float:
         until(lambda: not any(alive(one) for one in worker), 20, "the end of the worker")
-        if victim != "agent":  # with it all that it lent is gone; what it says of it is seen when it is back
+        if victim != "agent":  # the agent's leases end with the agent; `lent` can be read again once it is back
             until(lambda: not self.lent(), 20, "the memory back")
         return time.monotonic() - since
 
     def _mend(self, victim: str, below: list[psutil.Process]) -> None:
-        """Start again what nobody else starts."""
+        """Restart the processes that nothing else restarts."""
         if victim == "agent":
             self.pool.nodes["a"].popen.wait(30)
             gone(below, 20)
@@ -273,7 +280,10 @@ class Chain:
 
 
 def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
-    """Allow a node to make videos and wait for its Ray; AssertionError with what both sides say of it."""
+    """Allow a node to make videos and wait for its Ray.
+
+    The AssertionError of a timeout has the log lines of both sides about Ray.
+    """
     until(lambda: pool.node(node).get("video"), seconds, f"a report of {node}")
     if not pool.node(node)["video"]["allowed"]:
         pool.cli("node", "allow-video", node)
@@ -286,7 +296,7 @@ def until_ray(pool: Pool, node: str, seconds: float = 120.0) -> None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process lives; one that nobody has waited for does not."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -294,7 +304,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """Give what happened as a table: a row for each process, a column for each phase."""
+    """Return the outcomes as a Markdown table: a row for each process, a column for each phase."""
     cells = {(one.victim, one.phase): one for one in outcomes}
     seen = [victim for victim in VICTIMS if any(one.victim == victim for one in outcomes)]
     rows = [[victim, *(_cell(cells.get((victim, phase))) for phase in PHASES)] for victim in seen]
@@ -314,7 +324,7 @@ def _cell(outcome: Outcome | None) -> str:
 
 @contextmanager
 def chain(pool: Pool, ports: int) -> Iterator[Chain]:
-    """Give the chain of a pool, up and whole."""
+    """Yield the running chain of a pool."""
     made = Chain(pool, standin(Path(pool.folder)), ports)
     try:
         made.up()

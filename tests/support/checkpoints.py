@@ -1,4 +1,4 @@
-"""Writes checkpoints that the tiny trained models do not cover: fp8 weights that grow when they are loaded."""
+"""Write checkpoints that the tiny trained models do not cover: fp8 weights that grow when they are loaded."""
 
 import json
 import shutil
@@ -17,8 +17,11 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "
 
 
 def fp8(folder: Path, *, layers: int = 6, scale: str = "BF16", packed: bool = True) -> Path:
-    """Write a random Ministral of 8 MiB a layer in fp8. mlx-lm multiplies by scales of type `scale`: its weights take
-    two bytes each with BF16 once loaded, four with F32. Not `packed` they are stored in bf16."""
+    """Write a random Ministral of 8 MiB a layer, its weights in fp8.
+
+    mlx-lm multiplies the weights by scales of type `scale`. A loaded weight therefore takes two bytes with BF16, four
+    with F32. Without `packed` the weights are stored in bf16.
+    """
     folder.mkdir(parents=True)
     for name in TOKENIZER:
         if (models.path("llama") / name).exists():

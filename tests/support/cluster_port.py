@@ -1,7 +1,7 @@
-"""A whole coordinator in this process with its cluster port open, and peers that say to it whatever a test wants.
+"""A complete coordinator in this process with its cluster port open, and peers that send it any frame or bytes.
 
-`Port.undisturbed` keeps a streamed chat running on one honest node while others misbehave, and afterwards demands
-every token of it over the same link.
+`Port.undisturbed` keeps a streamed chat running on one honest node while other peers misbehave. At the end it checks
+that every token arrived over the same link.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Line:
             self.writer.write(word if isinstance(word, bytes) else encode(word))
 
     async def next(self, seconds: float = 60.0) -> Frame:
-        """Give the next frame; Ended when there is none."""
+        """Return the next frame; raise Ended at the end of the connection."""
         async with asyncio.timeout(seconds):
             while not self.frames:
                 try:
@@ -66,14 +66,14 @@ class Line:
         return self.frames.pop(0)
 
     async def until(self, kind: type[F], seconds: float = 60.0) -> F:
-        """Give the next frame of this kind."""
+        """Return the next frame of this kind."""
         async with asyncio.timeout(seconds):
             while not isinstance(frame := await self.next(seconds), kind):
                 pass
         return frame
 
     async def ended(self, seconds: float = 60.0) -> list[Frame]:
-        """Wait for the end of the connection; give what came before."""
+        """Wait for the end of the connection and return the frames before it."""
         before = list[Frame]()
         async with asyncio.timeout(seconds):
             with suppress(Ended):
@@ -87,7 +87,7 @@ class Line:
 
 @dataclass
 class Port:
-    """The coordinator and what it logged."""
+    """The coordinator, its log entries and its peers."""
 
     application: Application
     folder: Path
@@ -127,7 +127,7 @@ class Port:
         return line
 
     def said(self, words: str) -> bool:
-        """Whether a log event has these words in its reason."""
+        """Return whether a log event has these words in its reason."""
         return any(words in str(entry.get("reason", "")) for entry in self.logs)
 
     async def until(self, true: Any, seconds: float = 60.0) -> None:
@@ -161,7 +161,7 @@ class Port:
 
     @asynccontextmanager
     async def undisturbed(self) -> AsyncGenerator[None]:
-        """Keep a stream running on a node of its own; afterwards it must be whole and its link the same."""
+        """Keep a stream running on a node of its own. At the end the stream must be complete and its link the same."""
         honest = self.member("honest")
         line = await self.link(honest)
         await self.until(lambda: self.state(honest) == "ready")
@@ -189,7 +189,8 @@ class Port:
 
 
 async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) -> int:
-    """Answer one request token by token until it is enough, with a report for every ping; give the number of tokens."""
+    """Answer one request token by token until it is enough, with a report for every ping; return the number of
+    tokens."""
     asked = await line.until(Generate)
     line.send(Admitted(asked.request, 3))
     number = 0
@@ -205,19 +206,19 @@ async def _serve(line: Line, enough: asyncio.Event, sent: asyncio.Queue[int]) ->
 
 
 def hello(who: NodeIdentity, **changes: Any) -> Hello:
-    """Make the Hello of a node, with lies on request."""
+    """Make the Hello of a node, with false values on request."""
     return replace(
         Hello(PROTOCOL, who.node, who.name, f"instance of {who.name}", who.machine, "0.1.0", HARDWARE), **changes
     )
 
 
 def a_report(sequence: int = 0, **changes: Any) -> Report:
-    """Make an honest report, with lies on request."""
+    """Make an honest report, with false values on request."""
     return replace(Report(sequence, a_memory(), EngineState("loopback", "ready"), (a_model(),)), **changes)
 
 
 def the_no(frames: list[Frame]) -> Denied:
-    """Give the Denied among frames."""
+    """Return the only Denied among these frames."""
     (denied,) = [frame for frame in frames if isinstance(frame, Denied)]
     return denied
 

@@ -1,8 +1,8 @@
 """`make demo`: a coordinator and two nodes as separate processes, answers of a real model, the placement arithmetic.
 
-The model is the one that the package brings; it knows a few dozen answers by heart, so they can be checked.
+The model is the one in the package. It was trained on a few dozen answers, which can be compared word for word.
 
-Stays up until Ctrl-C; with DEMO_ONCE=1 it checks the answer and exits 0.
+The demo runs until Ctrl-C. With DEMO_ONCE=1 it checks the answer and exits with 0.
 """
 
 import os
@@ -32,18 +32,18 @@ def show(title: str, text: str) -> None:
 
 
 def known() -> list[dict[str, str]]:
-    """Give what the model knows by heart, the longest answer first."""
+    """Return the answers that the model was trained on, the longest first."""
     answers = [one for one in models.answers() if "system" not in one and "reasoning" not in one]
     return sorted(answers, key=lambda one: -len(one["answer"]))
 
 
 def loaded(node: dict[str, Any]) -> bool:
-    """Whether all models of a node are in its memory."""
+    """Return whether all models of a node are loaded."""
     return bool(node["models"]) and all(model["loaded"] for model in node["models"])
 
 
 def stream(client: OpenAI, model: str, prompt: str) -> str:
-    """Stream a chat to the screen; give its text."""
+    """Stream a chat to the screen; return its text."""
     print(f"\n$ ask {model}: {prompt}", flush=True)
     text = ""
     for chunk in client.chat.completions.create(
@@ -57,7 +57,8 @@ def stream(client: OpenAI, model: str, prompt: str) -> str:
 
 
 def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tuple[int, dict[str, int]]:
-    """Ask everything at the same time; give how many answers were verbatim, and how many each node gave."""
+    """Send all questions at the same time; return the number of verbatim answers, and the number of answers per
+    node."""
 
     def ask(one: dict[str, str]) -> tuple[bool, str]:
         raw = client.chat.completions.with_raw_response.create(
@@ -71,8 +72,10 @@ def all_at_once(client: OpenAI, model: str, answers: list[dict[str, str]]) -> tu
 
 
 def without_power(demo: Pool, client: OpenAI, model: str, one: dict[str, str]) -> tuple[int, int, str]:
-    """Stream an answer many times and kill the node that begins first; give how many were verbatim, how many that node
-    was writing, and its name."""
+    """Stream an answer in parallel and kill the node that sends the first token.
+
+    Return the number of verbatim answers, the number of requests in flight on the killed node, and its name.
+    """
     begun: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def ask() -> bool:
@@ -109,7 +112,7 @@ def main() -> int:
         first, *others = known()
         text = stream(client, model, first["prompt"])
         right, by_node = all_at_once(client, model, others)
-        spread = ", ".join(f"{name} gave {count}" for name, count in sorted(by_node.items()))
+        spread = ", ".join(f"{count} by {name}" for name, count in sorted(by_node.items()))
         show(f"{len(others)} questions at once", f"{right} answers word for word; {spread}")
         verbs = {
             "cluster nodes": ["nodes"],
@@ -122,13 +125,16 @@ def main() -> int:
                 return done.returncode
         survived, writing, name = without_power(demo, client, model, first)
         show(
-            f"{name} loses its power while it writes {writing} of {STREAMS} answers",
-            f"{survived} of {STREAMS} answers word for word: what it was writing went on on the other",
+            f"{name} is killed while it generates {writing} of {STREAMS} answers",
+            f"{survived} of {STREAMS} answers word for word: the other Mac resumed those of the killed one",
         )
         if survived != STREAMS:
             return 1
         if text != first["answer"] or right != len(others) or len(by_node) != NODES:
-            print("\nthe answers are not what the model knows by heart, or not from both nodes", flush=True)
+            print(
+                "\nthe answers differ from those that the model was trained on, or did not come from both nodes",
+                flush=True,
+            )
             return 1
         if once:
             print("\nthe demo works", flush=True)

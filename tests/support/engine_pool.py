@@ -1,6 +1,6 @@
-"""What tests need of a pool whose nodes run real MLX engines: folders of tiny models, clients, and what the API counts.
+"""Pools whose nodes run real MLX engines: folders of tiny models, clients, and the counts of the API.
 
-One model under several names stands for several models: a name is what is loaded, blamed and kept out.
+One model under several names stands for several models, because models are loaded, blamed and quarantined by name.
 """
 
 import json
@@ -28,14 +28,14 @@ MLX = (
     "node.report_busy_seconds=0.1",
     "node.report_idle_seconds=0.2",
 )
-"""Settings of a node that tells soon what it does."""
+"""Settings of a node with short report intervals."""
 HELLO = "Hello!"
 GREETING = "Hello! I am macpool-tiny, a very small model."
-"""What every trained model answers to HELLO."""
+"""The answer of every trained model to HELLO."""
 
 
 def link(folder: Path, **models: Path) -> Path:
-    """Give a folder in which each of these models lies under its name."""
+    """Return a folder with a symbolic link to each of these models, under its name."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, place in models.items():
         (folder / name).symlink_to(place)
@@ -43,50 +43,50 @@ def link(folder: Path, **models: Path) -> Path:
 
 
 def spoiled(folder: Path, name: str, spoil: Callable[[Path], object]) -> None:
-    """Lay a copy of the embedded model into a folder, and spoil it."""
+    """Copy the embedded model into a folder, and damage the copy."""
     copy = folder / name
     shutil.copytree(EMBEDDED, copy)
     spoil(copy)
 
 
 def api(made: Pool, seconds: float = 100.0) -> OpenAI:
-    """Give a client that tries once and waits so long for an answer."""
+    """Return a client without retries that waits `seconds` for an answer."""
     direct = DefaultHttpxClient(trust_env=False, timeout=seconds)
     return OpenAI(base_url=made.facts["base_url"], api_key=made.key, max_retries=0, http_client=direct)
 
 
 def said(content: str, system: str = "") -> Any:
-    """Give the messages of one question."""
+    """Return the messages of one question."""
     opening = [{"role": "system", "content": system}] if system else []
     return [*opening, {"role": "user", "content": content}]
 
 
 def greets(client: OpenAI, model: str) -> bool:
-    """Ask what the model knows by heart; say whether the answer was verbatim."""
+    """Ask a question that the model was trained on, and return whether the answer is verbatim."""
     answer = client.chat.completions.create(model=model, messages=said(HELLO))
     return answer.choices[0].message.content == GREETING
 
 
 def loaded(made: Pool, node: str) -> set[str]:
-    """Name the models that are in a node's memory."""
+    """Return the names of a node's loaded models."""
     return {model["name"] for model in made.node(node).get("models", []) if model["loaded"]}
 
 
 def counts(made: Pool, node: str) -> dict[str, int]:
-    """Give what a node's engine counted since it started."""
+    """Return the counts of a node's engine since its start."""
     return made.node(node)["engine"]["counts"]
 
 
 def at_rest(made: Pool, node: str) -> bool:
-    """Whether a node's engine has nobody and has promised nothing."""
+    """Return whether a node's engine has no requests and no reserved memory."""
     now = made.node(node)
     return not (now["running"] or now["waiting"] or now["reserved"] or now["in_flight"])
 
 
 def forwards_of_one(made: Pool, client: OpenAI, node: str, model: str) -> tuple[int, int]:
-    """Ask a small question of a node at rest, the only one with this model; give its forwards before and after.
+    """Send a small question to an idle node, the only one with this model; return its forwards before and after.
 
-    The count after holds all that the engine had done until then, for the reports come in order.
+    The count after the question has all forwards until then, because reports arrive in order.
     """
     until(lambda: at_rest(made, node), what=f"{node} at rest")
     before = counts(made, node)
@@ -97,20 +97,20 @@ def forwards_of_one(made: Pool, client: OpenAI, node: str, model: str) -> tuple[
 
 
 def engine_of(made: Pool, node: str) -> psutil.Process:
-    """Give a node's engine process."""
+    """Return the engine process of a node."""
     (engine,) = made.nodes[node].children()
     return engine
 
 
 def order(made: Pool, path: str) -> None:
-    """POST to the API with the admin key, which is quicker than the command."""
+    """POST to the API with the admin key, which is faster than the command."""
     headers = {"Authorization": f"Bearer {made.secret}"}
     httpx.post(made.base + path, headers=headers, trust_env=False, timeout=10).raise_for_status()
 
 
 @contextmanager
 def cordoned(made: Pool, node: str) -> Iterator[None]:
-    """Let a node take nothing new meanwhile."""
+    """Cordon a node for the time of the block."""
     order(made, f"/api/v1/nodes/{node}/cordon")
     try:
         yield
@@ -119,7 +119,7 @@ def cordoned(made: Pool, node: str) -> Iterator[None]:
 
 
 def leave(made: Pool, model: str, prompt: str, when: Callable[[], object]) -> None:
-    """Ask for a stream, and close the connection as soon as `when` returns, whatever has come."""
+    """Start a stream and close the connection as soon as `when` returns."""
     body = {"model": model, "messages": said(prompt), "stream": True, "max_tokens": 2000}
     url = urlsplit(made.facts["base_url"])
     connection = HTTPConnection(url.hostname or "", url.port, timeout=30)
@@ -133,6 +133,6 @@ def leave(made: Pool, model: str, prompt: str, when: Callable[[], object]) -> No
 
 @contextmanager
 def side_by_side(count: int) -> Iterator[Callable[..., Future[Any]]]:
-    """Run calls in threads; what is given starts one."""
+    """Yield a function that starts a call in a thread."""
     with ThreadPoolExecutor(count) as threads:
         yield threads.submit

@@ -1,4 +1,5 @@
-"""A coordinator reduced to its enrolment, on a real TLS socket: what the link server does with a stranger."""
+"""The enrolment of a coordinator alone, on a real TLS socket: how the link server treats peers without a
+certificate."""
 
 import asyncio
 import ssl
@@ -34,7 +35,7 @@ class Wall:
 
 @dataclass
 class Door:
-    """A running enrolment server and what it was asked."""
+    """A running enrolment server and the requests that reached it."""
 
     authority: ClusterCa
     store: Database
@@ -45,7 +46,7 @@ class Door:
     address: str = ""
     joined: list[MemberRow] = field(default_factory=list)
     linked: dict[NodeId, str] = field(default_factory=dict)
-    """Members that are linked now, and from where."""
+    """Linked members and their addresses."""
     peers: list[PeerIdentity] = field(default_factory=list)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -54,14 +55,14 @@ class Door:
         return int(self.address.rpartition(":")[2])
 
     async def until(self, true: Callable[[], bool]) -> None:
-        """Wait until something that a connection changed is true."""
+        """Wait for a condition that connections change."""
         async with asyncio.timeout(30), self.changed:
             await self.changed.wait_for(true)
 
 
 @asynccontextmanager
 async def opened(folder: Path, wall: Wall | None = None, limit: RateLimit | None = None) -> AsyncGenerator[Door, None]:
-    """Run the door on a free port of 127.0.0.1, its state in `folder`."""
+    """Run an enrolment server on a free port of 127.0.0.1, with its state in `folder`."""
     wall = wall or Wall()
     store = Database(folder)
     authority = ClusterCa(folder, wall)
@@ -142,8 +143,10 @@ async def _send(door: Door, writer: asyncio.StreamWriter, frames: list[Frame]) -
 
 
 async def said(door: Door, *words: Frame | bytes, answers: int | None = None) -> list[Frame]:
-    """Be a stranger: connect without a certificate, send frames or raw bytes, give the frames that came back (all
-    until the door closes the connection, or the first `answers`)."""
+    """Connect without a certificate, send frames or raw bytes, and return the frames that came back.
+
+    Stop after `answers` frames; by default when the server closes the connection.
+    """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

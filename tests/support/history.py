@@ -1,7 +1,7 @@
-"""A pytest plugin (`-p tests.support.history`) that writes what ran, where, in which order and how it ended.
+"""A pytest plugin (`-p tests.support.history`) that records order, worker, duration and result of each test.
 
-`--history FILE` writes a History as JSON at the end of a run. `--in-order FILE` runs tests in the order in which the
-file lists their ids, one a line.
+`--history FILE` writes a History as JSON at the end of a run. `--in-order FILE` runs the tests in the order of their
+ids in that file, one a line.
 """
 
 import json
@@ -28,24 +28,24 @@ class Failure:
 
 @dataclass
 class History:
-    """What one run of pytest did."""
+    """Record of one run of pytest."""
 
     random_seed: int | None = None
     """The seed of pytest-randomly."""
     workers: dict[str, list[tuple[str, float]]] = field(default_factory=dict[str, list[tuple[str, float]]])
-    """By worker, the tests in the order in which it ran them, and the seconds of each with its fixtures."""
+    """Tests of each worker in the order in which they ran, with the seconds of each including its fixtures."""
     failures: list[Failure] = field(default_factory=list[Failure])
     exit_code: int = 0
-    """That of the process."""
+    """Exit code of the process."""
 
     @property
     def failed(self) -> list[str]:
-        """The ids of the tests that failed, each once."""
+        """Return the ids of the failed tests, each once."""
         return list(dict.fromkeys(failure.test for failure in self.failures))
 
     @classmethod
     def read(cls, path: Path) -> "History":
-        """Read what a run wrote."""
+        """Read the file that a run wrote."""
         found: dict[str, Any] = json.loads(path.read_text())
         failures = [Failure(**one) for one in found.pop("failures")]
         return cls(failures=failures, **found)
@@ -80,14 +80,14 @@ class Recorder:
 
 
 class Ordered:
-    """Puts tests into a given order, which neither chance nor fixtures change."""
+    """Puts tests into a given order, independent of random seeds and fixtures."""
 
     def __init__(self, path: Path) -> None:
         self._places = {test: place for place, test in enumerate(path.read_text().splitlines())}
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Sort the tests; those that are not listed come last."""
+        """Sort the tests; unlisted tests come last."""
         items.sort(key=lambda item: self._places.get(item.nodeid, len(self._places)))
 
 
@@ -98,7 +98,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register what was asked for; a worker of xdist leaves the history to the process that started it."""
+    """Register the plugins that the options request. In a worker of xdist, the history belongs to the parent
+    process."""
     history: Path | None = config.getoption("history")
     order: Path | None = config.getoption("in_order")
     if history is not None and not hasattr(config, "workerinput"):

@@ -1,8 +1,9 @@
 """Isolated hosts on one Linux machine: each has its own network, process, mount, name and IPC namespaces.
 
-A veth pair leads from every host to one bridge in a namespace of its own, so the machine's interfaces are never
-touched. `cut` takes a port off the bridge in silence, `power_off` does so and then kills the host's first process, with
-which the kernel ends all others: nobody says goodbye. Needs root; `unsupported` says why it cannot be done here.
+A veth pair leads from every host to one bridge in a namespace of its own. The machine's interfaces are never changed.
+`cut` takes a port off the bridge without a signal to either side. `power_off` does the same and then kills the first
+process of the host; the kernel ends the rest, without a goodbye. Hosts need root: `unsupported` returns the reason why
+they cannot be made.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ from pathlib import Path
 
 NET = "10.77.0"
 CLONE_NEWNET = 0x40000000
-"""From linux/sched.h; Python names it from 3.12 on."""
+"""From linux/sched.h; Python has the name from 3.12 on."""
 BOOT = (
     "mount --make-rprivate / && mount -t tmpfs tmpfs /dev/shm && hostname {host} && ip link set lo up && "
     "trap '' CHLD && echo up > {ready} && exec tail -f /dev/null"
@@ -27,7 +28,7 @@ BOOT = (
 
 
 def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Run a system command; RuntimeError with what it said."""
+    """Run a system command; raise RuntimeError with its error output if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if check and done.returncode:
         raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
@@ -35,7 +36,7 @@ def run(*command: str, check: bool = True) -> subprocess.CompletedProcess[str]:
 
 
 def unsupported() -> str:
-    """Say why hosts cannot be made here; empty when they can."""
+    """Return why hosts cannot be made here; empty when they can."""
     if sys.platform != "linux":
         return "hosts need Linux network namespaces"
     if os.geteuid() != 0:
@@ -57,7 +58,7 @@ def unsupported() -> str:
 
 @dataclass(slots=True)
 class Host:
-    """One host; `init` is the process number of its first process as seen from outside, 0 when it is off."""
+    """One host. `init` is the pid of its first process in the outer namespace, 0 when the host is off."""
 
     name: str
     number: int
@@ -68,16 +69,16 @@ class Host:
     outer: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def enter(self) -> list[str]:
-        """Give the words to put before a command so that it runs in here."""
+        """Return the words that run a command in the namespaces of this host."""
         assert self.init, f"{self.name} is off"
         return ["nsenter", "-t", str(self.init), "-n", "-m", "-u", "-i", "-p", f"--wdns={self.folder}", "--"]
 
     def threads(self, count: int = 1) -> ThreadPoolExecutor:
-        """Give threads of this process whose sockets are in the host's network: a client on that host."""
+        """Return a thread pool of this process whose sockets are in the host's network: a client on that host."""
         return ThreadPoolExecutor(count, initializer=_enter_network, initargs=(self.namespace,))
 
     def pids(self) -> list[int]:
-        """Give the outside numbers of its processes, its first one left out."""
+        """Return the pids of its processes in the outer namespace, without the first process."""
         wanted = os.readlink(f"/proc/{self.init}/ns/pid")
         found: list[int] = []
         for entry in Path("/proc").iterdir():
@@ -91,7 +92,7 @@ class Host:
 
 
 def _enter_network(namespace: str) -> None:
-    """Move the calling thread, and no other, into a network namespace."""
+    """Move only the calling thread into a network namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     descriptor = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -102,7 +103,7 @@ def _enter_network(namespace: str) -> None:
 
 
 class Hosts:
-    """A bridge and `count` hosts, .1 onwards; use it as a context."""
+    """A bridge and `count` hosts, from .1 on; use it as a context manager."""
 
     def __init__(self, folder: Path, count: int = 3) -> None:
         self._folder = folder
@@ -155,14 +156,14 @@ class Hosts:
         self._stack.callback(self.power_off, host)
 
     def address(self, host: Host, ip: str) -> None:
-        """Give a host one address, in place of those it had."""
+        """Replace the addresses of a host with this one."""
         self._ip(host.namespace, "addr", "flush", "dev", "eth0")
         self._ip(host.namespace, "addr", "add", f"{ip}/24", "brd", "+", "dev", "eth0")
         self._ip(host.namespace, "route", "replace", "default", "via", f"{NET}.254", check=False)
         host.ip = ip
 
     def boot(self, host: Host) -> None:
-        """Plug the host's cable in and start its first process."""
+        """Connect the host's cable and start its first process."""
         self.restore(host)
         ready = host.folder / "ready"
         ready.unlink(missing_ok=True)
@@ -198,7 +199,7 @@ class Hosts:
         host.init, host.outer = int(children[0]), outer
 
     def power_off(self, host: Host) -> None:
-        """End every process of a host in one instant, with its cable out first so that no FIN or RST leaves."""
+        """End every process of a host at one instant. Its cable is cut first, and therefore no FIN or RST leaves."""
         if not host.init:
             return
         self.cut(host)
@@ -208,7 +209,7 @@ class Hosts:
         host.init = 0
 
     def cut(self, host: Host) -> None:
-        """Lose everything that a host sends or gets, in silence."""
+        """Drop everything that a host sends or receives, without an error."""
         self._ip(self._switch, "link", "set", host.name, "nomaster", check=False)
 
     def restore(self, host: Host) -> None:
@@ -216,12 +217,12 @@ class Hosts:
         self._ip(self._switch, "link", "set", host.name, "master", "br0")
 
     def block_multicast(self) -> None:
-        """Pass no multicast on between hosts, as many access points do; broadcasts (ARP) go on."""
+        """Block multicast between hosts, as many access points do. Broadcasts (ARP) still pass."""
         for host in self.hosts:
             self._ip(self._switch, "link", "set", host.name, "type", "bridge_slave", "mcast_flood", "off")
 
     def shape(self, host: Host, rate: str) -> None:
-        """Limit what a host sends, e.g. "100mbit"."""
+        """Limit the rate at which a host sends, e.g. "100mbit"."""
         limit = ("root", "tbf", "rate", rate, "burst", "64kb", "latency", "50ms")
         for namespace, device in ((host.namespace, "eth0"), (self._switch, host.name)):
             run("tc", "-n", namespace, "qdisc", "replace", "dev", device, *limit)

@@ -10,15 +10,15 @@ Two watches, one for each place where a loop runs:
         await attack()
     assert held.seconds < max_held_seconds()
 
-`seconds` is final when the block is left. The machine of the tests is shared, and a process that does not get a core
-looks like a held loop. So each gap counts as the smaller of its wall time and the CPU time that the watched process
-took during it. `wall_seconds` is the longest gap without that correction: what a client felt, and what finds a loop
-that sleeps or waits for a disk. The limit grows with the time that a fixed piece of work takes at that moment, because
-a shared machine computes at half its speed for minutes at times.
+`seconds` is final at the end of the block. The machine of the tests is shared, and a process that does not get a core
+looks like a held loop. Each gap therefore counts as the smaller of its wall time and the CPU time that the watched
+process used during it. `wall_seconds` is the longest gap without that correction, as a client experiences it. It also
+shows a loop that sleeps or waits for a disk. A shared machine computes at half its speed for minutes at
+times. The limit therefore grows with the current duration of a fixed piece of work.
 
-`watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one connection that is kept alive, from a
-process of its own because the test's process is often busier than the server: a held loop answers late. Where the
-kernel has no `/proc/PID/task/*/schedstat` the CPU time is not known and both figures are wall time.
+`watch_loop` runs a ticker on the loop. `watch_server` sends `GET /livez` on one keep-alive connection: a held loop
+answers late. A process of its own sends the requests, because the test's process is often busier than the server. Where
+the kernel has no `/proc/PID/task/*/schedstat` the CPU time is not known, and both figures are wall time.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _REQUEST = b"GET /livez HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n"
 
 @dataclass(slots=True)
 class Held:
-    """The longest gap. `ticks` counts the measurements, so that a test can see that there were some."""
+    """The longest gap. `ticks` counts the measurements, because a test must know that there were some."""
 
     seconds: float = 0.0
     wall_seconds: float = 0.0
@@ -59,7 +59,8 @@ class Held:
 
 
 def max_held_seconds() -> float:
-    """Return MAX_HELD_SECONDS as this machine computes now: more while it is slower than full speed, never less."""
+    """Return MAX_HELD_SECONDS for the current speed of this machine: more while it is slower than full speed, never
+    less."""
     return MAX_HELD_SECONDS * max(1.0, median(_work() for _ in range(5)) / FULL_SPEED_SECONDS)
 
 
@@ -73,7 +74,7 @@ def _work() -> float:
 
 @contextmanager
 def watch_loop() -> Iterator[Held]:
-    """Watch the running loop of this process until the block is left."""
+    """Watch the running loop of this process until the end of the block."""
     held = Held()
     loop = asyncio.get_running_loop()
     due, cpu = time.monotonic() + TICK_SECONDS, time.process_time()
@@ -99,7 +100,8 @@ def watch_loop() -> Iterator[Held]:
 def watch_server(base_url: str, pid: int) -> Iterator[Held]:
     """Watch the loop of the coordinator process `pid`, which serves plain HTTP at `base_url`, from outside.
 
-    AssertionError when the watch could not ask: the server refused or ended its connection."""
+    AssertionError: the server refused or ended the connection of the watch.
+    """
     where, held = urlsplit(base_url), Held()
     command = [sys.executable, "-P", __file__, str(where.hostname), str(where.port), str(pid)]
     asking = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -120,7 +122,8 @@ def watch_server(base_url: str, pid: int) -> Iterator[Held]:
 
 
 def cpu_clock(pid: int) -> Callable[[], float]:
-    """Return a clock of the CPU seconds of all threads of a process; infinite steps where the kernel does not tell."""
+    """Return a clock of the CPU seconds of all threads of a process; infinite steps if the kernel does not report
+    them."""
     tasks = Path(f"/proc/{pid}/task")
 
     def spent() -> float:
@@ -136,7 +139,7 @@ def cpu_clock(pid: int) -> Callable[[], float]:
 
 
 def _ask_until_closed(host: str, port: int, pid: int) -> None:
-    """Ask until standard input is closed, and print what was found."""
+    """Send requests until standard input is closed, then print the result."""
     held, spent = Held(), cpu_clock(pid)
     try:
         with socket.create_connection((host, port), timeout=60) as connection:

@@ -1,8 +1,8 @@
-"""A cluster in one process: the real dispatcher, and nodes that answer its frames through the same verdict.
+"""A cluster in one process: the real dispatcher, and nodes that answer its frames with the same arithmetic.
 
-Nothing of the router is replaced. A node here holds memory, judges each Generate by `wire.capacity.arithmetic` on its
-own reading as an engine's gate does, and speaks in Admitted, Deltas and Finished. What it says comes at the next turn
-of the loop, as it would from a link; `step_seconds` paces it.
+Nothing of the router is replaced. A node here has memory and judges each Generate by `wire.capacity.arithmetic` on its
+own reading, as an engine's gate does. Its answers are Admitted, Deltas and Finished. They arrive at the next turn of
+the loop, as they would from a link; `step_seconds` paces them.
 """
 
 import asyncio
@@ -71,9 +71,15 @@ def a_memory(headroom_bytes: int = 8 * GIB, cap: int = 24 * GIB, **changes: obje
 
 @dataclass
 class LoopbackNode:
-    """One Mac. `refuse` Generates are refused whatever the memory; `mute` says nothing after Admitted; `play` gives
-    what is said to a Generate instead of the text: deltas, each in a frame of its own, and the reason of every choice;
-    `stop` is said to have ended them, and `thought` of the tokens to have been reasoning; `keeps` what it has read.
+    """One Mac.
+
+    `refuse`: Number of Generates that are refused regardless of memory.
+    `mute`: Nothing is sent after Admitted.
+    `play`: Returns the answer to a Generate in place of `text`: deltas, each in a frame of its own, and the finish
+      reason.
+    `stop`: The stop sequence that Finished reports.
+    `thought`: The reasoning tokens that Finished reports.
+    `keeps`: The node keeps the prefix of each prompt.
     """
 
     name: str
@@ -102,7 +108,7 @@ class LoopbackNode:
         return NodeId(self.name)
 
     def reading(self) -> Memory:
-        """Give the memory with what is committed here."""
+        """Return the memory including the commitments of this node."""
         memory = self.memory
         reserved = memory.reserved + sum(self.reserved.values())
         room = headroom(memory.ceiling, memory.margin, memory.current, reserved)
@@ -119,9 +125,12 @@ class LoopbackNode:
 
 
 class LoopbackCluster:
-    """Nodes, a dispatcher and a front door that belong together. `front`: served by the product's own protocol class,
-    which answers what it can itself, instead of through the ASGI application alone; `rest` are the seconds for which a
-    connection may be at rest."""
+    """Nodes, a dispatcher and an HTTP server for them.
+
+    `front`: The product's own protocol class serves requests and answers some of them itself, in front of the ASGI
+      application.
+    `rest`: Seconds for which a connection may be idle.
+    """
 
     front: ClassVar[bool] = True
     rest: float = 75.0
@@ -150,7 +159,7 @@ class LoopbackCluster:
         return self._number, self._number
 
     def report(self) -> None:
-        """Let every node report now."""
+        """Deliver a report of every node."""
         self.dispatcher.set_view(ClusterView(tuple(self._view(node) for node in self.nodes.values())))
 
     def _view(self, node: LoopbackNode) -> NodeView:
@@ -159,7 +168,7 @@ class LoopbackCluster:
         )
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
-        """Take a frame from the dispatcher to a node; False where there is no link."""
+        """Deliver a frame of the dispatcher to a node; return False without a link."""
         node = self.nodes[node_id]
         if not node.up:
             return False
@@ -212,12 +221,12 @@ class LoopbackCluster:
         return None
 
     def say(self, node: LoopbackNode, frame: Frame) -> None:
-        """Let a node say something, if its link is up."""
+        """Deliver a frame of a node, if its link is up."""
         if node.up:
             self.dispatcher.receive(node.id, frame)
 
     def fail(self, node: LoopbackNode, code: str = "engine_crashed") -> None:
-        """Let a node's engine die with everything that it was answering."""
+        """Crash a node's engine with all its requests."""
         for request in list(node.reserved):
             node.reserved.pop(request)
             node.cancelled.add(request)
@@ -233,7 +242,7 @@ class LoopbackCluster:
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Serve the front door on a free port of a real server; gives the base URL without `/v1`."""
+        """Serve the HTTP application on a free port of a real server, and yield the base URL without `/v1`."""
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -277,12 +286,12 @@ def _counted(node: LoopbackNode, asked: CountTokens) -> Frame:
 
 
 def _tokens(asked: Generate) -> int:
-    """Count a prompt: a token for four characters, and one."""
+    """Return the tokens of a prompt: one for four characters, and one."""
     return len(asked.ids) or (sum(len(message.content) for message in asked.messages) + len(asked.text)) // 4 + 1
 
 
 def _steps(node: LoopbackNode, asked: Generate) -> tuple[list[tuple[Delta, ...]], str]:
-    """Give what each step says, and why it ends."""
+    """Return the deltas of each step, and the finish reason."""
     if node.play is not None:
         deltas, reason = node.play(asked)
         return [(delta,) for delta in deltas], reason

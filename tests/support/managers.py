@@ -1,10 +1,13 @@
-"""Stand-ins for launchctl, plutil and systemctl: they keep what is loaded in a file, and print what the real ones do.
+"""Stand-ins for launchctl, plutil and systemctl. A file holds the loaded jobs; the output is that of the real tools.
 
-What they hold to (launchctl(1) of macOS 14 and 15, systemctl(1) of systemd 252):
-- `launchctl bootstrap system FILE`: 5 when the job is loaded, or its file is not root's alone; the job's label is what
-  its file says. `bootout`: 3 when it is not loaded. `print`: 113 when it is not; else a listing with tabs.
-- `systemctl show`: answers for units that are not there, too, with LoadState=not-found; restart of such a unit: 5.
-A job runs unless the file `broken` is beside them: then it ends at once with 1.
+Their rules are those of launchctl(1) of macOS 14 and 15, and of systemctl(1) of systemd 252:
+
+`launchctl bootstrap system FILE`: 5 when the job is loaded, or its file has another owner than root or is writable
+  for group or world. The file has the job's label. `bootout`: 3 when the job is not loaded. `print`: 113 when it is
+  not; else a listing with tabs.
+`systemctl show`: also answers for unknown units, with LoadState=not-found. `restart` of such a unit: 5.
+
+A job runs unless the file `broken` is in the same folder. Then the job ends at once with 1.
 """
 
 import sys
@@ -107,7 +110,7 @@ keep()
 
 
 def manager(root: Path, platform: str, uid: int = 0) -> ServiceHost:
-    """Give a system of its own below `root`, with a manager of services that has nothing loaded."""
+    """Return a system of its own below `root`, whose service manager has no jobs."""
     folder = root / "bin"
     folder.mkdir(exist_ok=True)
     tools = {"tail": "/usr/bin/tail", "journalctl": str(folder / "journalctl")}
@@ -119,7 +122,7 @@ def manager(root: Path, platform: str, uid: int = 0) -> ServiceHost:
 
 
 def calls(root: Path) -> list[str]:
-    """Give what the stand-ins were asked for, without looks."""
+    """Return the commands that the stand-ins received, without `print` and `show`."""
     file = root / "bin" / "calls"
     lines = file.read_text().splitlines() if file.exists() else []
     return [line for line in lines if " print " not in line and " show " not in line]

@@ -1,7 +1,7 @@
-"""Peers that speak protocol 1 as it was frozen first: its tags, and of every structure the fields that it had then.
+"""Peers that speak protocol 1 as it was first frozen: its tags, and only the fields that each structure had then.
 
-What they say is cut down to that; a frame with a tag that was not there yet breaks the connection, as it did then. How
-many fields a structure had is read off `protocol_1.json`, the frozen bytes.
+Their frames are cut down to those fields. A frame with a newer tag breaks the connection, as in that version. The
+number of fields of a structure is read from `protocol_1.json`, the frozen bytes.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from wire.report import WireStruct
 
 GOLDEN: dict[str, Any] = json.loads((Path(__file__).parents[1] / "unit/wire/protocol_1.json").read_text())
 FROZEN = frozenset(int(tag) for tag in GOLDEN)
-"""The tags that there were."""
+"""The tags of that version."""
 _HEADER = struct.Struct(">IB")
 _TAG_OF = {kind: tag for tag, kind in TAGS.items()}
 F = TypeVar("F", bound=Frame)
 
 
 def _counted(hint: Any, value: Any, counts: dict[type, int]) -> None:
-    """Note of how many fields the structures in a frozen value were."""
+    """Count the fields of each structure in a frozen value."""
     kinds = [one for one in (hint, *get_args(hint)) if isinstance(one, type) and issubclass(one, WireStruct)]
     if not kinds or not isinstance(value, list):
         for inner in get_args(hint):
@@ -68,7 +68,7 @@ def _cut(value: Any) -> Any:
 
 
 def old_bytes(frame: Frame) -> bytes:
-    """Give a frame as it was written then."""
+    """Return the bytes of a frame in the old version."""
     tag = _TAG_OF[type(frame)]
     assert tag in FROZEN, f"{type(frame).__name__} was not there yet"
     body = msgspec.msgpack.encode(_cut(frame))
@@ -77,7 +77,7 @@ def old_bytes(frame: Frame) -> bytes:
 
 @dataclass
 class OldCoordinator:
-    """A coordinator of then: greets, pings, and keeps what it hears."""
+    """A coordinator of the old version: greets, pings, and keeps the frames that it receives."""
 
     authority: ClusterCa
     folder: Path
@@ -85,12 +85,12 @@ class OldCoordinator:
     heard: list[Frame] = field(default_factory=list)
     unknown: list[int] = field(default_factory=list)
     also: frozenset[type[Frame]] = frozenset()
-    """Frames that it does understand beyond those of then."""
+    """Frames that this coordinator understands beyond the old version."""
     _writer: asyncio.StreamWriter | None = None
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def node(self, name: str) -> Path:
-        """Make the state folder of a node that has joined; give it."""
+        """Make the state folder of a joined node, and return it."""
         state, request = self.folder / name, new_request(name)
         certificate = self.authority.sign(request.csr, NodeId(name), name)
         identity: NodeIdentity = create(
@@ -109,12 +109,12 @@ class OldCoordinator:
         self._writer.write(old_bytes(frame))
 
     def send_new(self, encoded: bytes) -> None:
-        """Send what nobody knew then."""
+        """Send bytes of a frame that the old version did not have."""
         assert self._writer is not None
         self._writer.write(encoded)
 
     async def until(self, kind: type[F], true: Callable[[F], bool] = lambda _: True, seconds: float = 30.0) -> F:
-        """Wait for a frame of this kind; what came before it is dropped."""
+        """Wait for a frame of this kind and discard the frames before it."""
         async with asyncio.timeout(seconds):
             while True:
                 while self.heard:
@@ -125,7 +125,7 @@ class OldCoordinator:
                 await self._news.wait()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Speak with one node at a time."""
+        """Serve one node at a time."""
         splitter, pinging = Splitter(), None
         try:
             while data := await reader.read(65536):
@@ -162,7 +162,7 @@ class OldCoordinator:
 
 @asynccontextmanager
 async def old_coordinator(folder: Path) -> AsyncGenerator[OldCoordinator]:
-    """Listen as a coordinator of then."""
+    """Listen as a coordinator of the old version."""
     made = OldCoordinator(ClusterCa(folder / "authority", time.time), folder)
     server = await asyncio.start_server(made.serve, "127.0.0.1", 0, ssl=made.authority.server_context())
     made.address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -1,4 +1,4 @@
-"""A person at a Mac of the lab: types commands into a terminal of 80 columns, with a home folder of one's own."""
+"""A user at a Mac of the lab: types commands into a terminal of 80 columns and has a home folder."""
 
 import fcntl
 import os
@@ -17,14 +17,14 @@ from tests.support.hosts import Host
 from tests.support.processes import CLI, Process, environment, until
 
 TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")
-"""What `cluster trust-ca` changes: each host gets a copy of its own."""
+"""Folders that `cluster trust-ca` changes. Each host gets its own copy."""
 MACHINE_ID = "/etc/machine-id"
 SECONDS = 60
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 class Person:
-    """Types on one host. `seen` is all that was printed."""
+    """A user on one host. `seen` is the complete output."""
 
     def __init__(self, host: Host, stack: ExitStack) -> None:
         self.host = host
@@ -49,12 +49,12 @@ class Person:
                 subprocess.run([*host.enter(), "mount", "--bind", str(copy), place], check=True)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables of this person's shell."""
+        """Return the variables of this user's shell."""
         known = environment(HOME=str(self.home), COLUMNS="80", LINES="24", **self.variables)
         return known | {"PATH": f"{self._path}:{known['PATH']}", "XDG_DATA_HOME": "", "XDG_CONFIG_HOME": ""}
 
     def type(self, line: str, *, code: int = 0, answer: str = "") -> str:
-        """Run a line of shell; return what it printed. AssertionError for another exit code or a traceback."""
+        """Run a shell line and return its output. Raise AssertionError for another exit code or a traceback."""
         done = subprocess.run(
             [*self.host.enter(), "sh", "-c", line],
             capture_output=True,
@@ -70,7 +70,7 @@ class Person:
         return done.stdout + done.stderr
 
     def look(self, line: str) -> Sequence[str]:
-        """Run a line in a terminal of 80 columns; return the lines that are seen. AssertionError when one is wider."""
+        """Run a line in a terminal of 80 columns; return the visible lines. AssertionError when one is wider."""
         leader, follower = pty.openpty()
         fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
         process = subprocess.Popen(
@@ -86,7 +86,7 @@ class Person:
         try:
             while piece := os.read(leader, 65536):
                 printed += piece
-        except OSError:  # Linux ends a terminal that nobody writes to any more so
+        except OSError:  # Linux reports the closed end of a terminal like this
             pass
         finally:
             os.close(leader)
@@ -100,7 +100,7 @@ class Person:
         return lines
 
     def start(self, line: str) -> "Started":
-        """Run a line that stays, as in a terminal window of its own."""
+        """Run a line that keeps running, as in a terminal window of its own."""
         number = len(list(self.host.folder.glob("*.err")))
         process = Process(
             ["sh", "-c", f"exec {line}"] if "|" not in line else ["sh", "-c", line],
@@ -120,11 +120,11 @@ class Started:
         self.process = process
 
     def said(self) -> str:
-        """Return everything that it has printed."""
+        """Return the complete output."""
         return "".join(self.process.output) + self.process.log.read_text()
 
     def until(self, pattern: str, seconds: float = SECONDS) -> re.Match[str]:
-        """Wait for a line; AssertionError with what was printed instead."""
+        """Wait for a line; raise AssertionError with the output without it."""
 
         def found() -> re.Match[str] | None:
             ended = self.process.popen.poll() is not None
@@ -138,7 +138,7 @@ class Started:
             raise AssertionError(f"$ {self._line}\n{self.said()}\n{error}") from None
 
     def interrupt(self, seconds: float = 40) -> str:
-        """Press Ctrl-C; return what it printed."""
+        """Press Ctrl-C and return the output."""
         self.process.signal(signal.SIGINT)
         self.process.popen.wait(seconds)
         return self.said()

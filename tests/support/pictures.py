@@ -1,4 +1,4 @@
-"""Pictures of pools as metrics are read from: honest ones of any size, and the worst that a node can say."""
+"""Pictures of pools from which metrics are read: honest ones of any size, and the worst that a node can report."""
 
 import math
 from dataclasses import replace
@@ -102,11 +102,11 @@ DISTINCT = Report(
         kills=5006,
     ),
 )
-"""A report of which every field is another number, so that a swap of two is seen."""
+"""A report in which every field has a different number, to detect a swap of two."""
 
 
 def view(name: str = "a", models: int = 1, report: Report | None = None, **changes: Any) -> NodeView:
-    """Make a node's view from an honest report, or from a given one."""
+    """Return a node's view from an honest report, or from a given one."""
     honest = Report(
         1,
         a_memory(total=64 * GIB, source="statm", base=GIB),
@@ -120,7 +120,7 @@ def view(name: str = "a", models: int = 1, report: Report | None = None, **chang
 
 
 def lying(models: tuple[Model, ...] = ()) -> Report:
-    """Say what no machine can be."""
+    """Return a report with values that no machine can have."""
     memory = changed(
         a_memory(),
         cap=HUGE,
@@ -161,13 +161,13 @@ def lying(models: tuple[Model, ...] = ()) -> Report:
 
 
 def node_picture(seen: NodeView, measures: NodeMeasures | None = MEASURES) -> NodeSnapshot:
-    """Take the picture of a node."""
+    """Return the picture of a node."""
     about = ("Apple M3 Max", "macOS 15.1", "0.1.0")
     return NodeSnapshot(seen, WALL - 1, WALL, about, tuple(by_priority(seen)), measures)
 
 
 def busy_counters(models: int, nodes: int) -> Counters:
-    """Count something of everything."""
+    """Return counters in which everything was counted."""
     counters = Counters()
     for number in range(models):
         name = f"model-{number}"
@@ -188,7 +188,7 @@ def busy_counters(models: int, nodes: int) -> Counters:
 
 
 def busy_video() -> VideoSnapshot:
-    """Take the picture of videos of which everything has happened."""
+    """Return the picture of videos with every event."""
     counters = VideoCounters({"completed": 2, "failed": 1, "cancelled": 1}, {"worker_lost": 1}, 10.0)
     for buckets in (counters.waited, counters.took, counters.confirmed):
         buckets.observe(0.1)
@@ -197,7 +197,7 @@ def busy_video() -> VideoSnapshot:
 
 
 def pool_picture(nodes: int = 3, models: int = 2, **changes: Any) -> PoolSnapshot:
-    """Take the picture of a pool in which everything has happened."""
+    """Return the picture of a pool with every event."""
     seen = ClusterView(tuple(view(f"n{number}", models) for number in range(nodes)))
     members = [node.id for node in seen.nodes]
     lives: dict[str, tuple[float, float]] = dict.fromkeys(

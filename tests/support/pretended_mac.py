@@ -1,4 +1,4 @@
-"""A Mac as the doctor reaches it, put together from what macOS's tools are known to print."""
+"""A Mac as the doctor sees it, built from known output of the tools of macOS."""
 
 import json
 import sys
@@ -28,7 +28,7 @@ TOOLS: dict[str, str] = {
     "? (192.168.1.20) at a4:b1:c1:0:0:2 on en0 ifscope [ethernet]\n? (224.0.0.251) at 1:0:5e:0:0:fb on en0\n",
     "/bin/launchctl print system/org.macpool": "",
 }
-"""A Mac Studio without a firewall that never sleeps: nothing is wrong with it."""
+"""A Mac Studio without a firewall that never sleeps: it has no findings."""
 EXAMINED: dict[str, Any] = {
     "error": "",
     "faults": [],
@@ -79,7 +79,7 @@ def pretended(
     power: PowerState = PLUGGED,
     **examined: Any,
 ) -> HostProbe:
-    """Give a Mac where some tools print something else (None: the tool fails), and hosts answer with these errnos."""
+    """Return a Mac on which some tools print other texts (None: the tool fails). `reach` has the errno of each host."""
     said = {**TOOLS, **(tools or {})}
 
     def ask(command: tuple[str, ...], _: float) -> ToolOutput | None:

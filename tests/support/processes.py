@@ -1,6 +1,6 @@
 """Pools of real processes: `cluster up` and `cluster join` as a user starts them, with a clean environment.
 
-Every process is ended by its own handle; `Process.close` also proves that nothing which it started is left.
+Every process is ended by its own handle. `Process.close` also proves that none of its children is left.
 """
 
 import json
@@ -29,7 +29,7 @@ CLI = (sys.executable, "-P", "-m", "coordinator.cli")
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """Give a process environment without what a developer's shell or a hostile test run may have set."""
+    """Return a process environment without the variables of a developer's shell or a hostile test run."""
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(JUNK) and name.lower() not in PROXIES
     }
@@ -37,14 +37,14 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
-    """Ask again until it holds; AssertionError when it does not within `seconds`. For states of other processes."""
+    """Poll a condition of other processes until it holds; raise AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         found = condition()
         if found:
             return found
         if time.monotonic() >= deadline:
-            raise AssertionError(f"{what} did not come true within {seconds:.0f} s")
+            raise AssertionError(f"{what}: not within {seconds:.0f} s")
         time.sleep(0.02)
 
 
@@ -78,7 +78,7 @@ class Process:
         self._lines.put(None)
 
     def ready(self, seconds: float = READY_SECONDS) -> dict[str, Any]:
-        """Wait for the JSON ready line; AssertionError with what it said instead."""
+        """Wait for the JSON ready line; raise AssertionError with the log if none comes."""
         try:
             line = self._lines.get(timeout=seconds)
         except queue.Empty:
@@ -89,29 +89,30 @@ class Process:
 
     @property
     def pid(self) -> int:
-        """Its process id; what enters a host for it forwards no signals, so there it is the only child of that."""
+        """Return the process id. On an isolated host this is the only child of the command that entered the host,
+        because that command forwards no signals."""
         below = psutil.Process(self.popen.pid).children() if self._wrapped and self.popen.poll() is None else []
         return below[0].pid if below else self.popen.pid
 
     def children(self) -> list[psutil.Process]:
-        """All processes below it."""
+        """Return all processes below it."""
         try:
             return psutil.Process(self.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             return []
 
     def signal(self, number: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.popen.poll() is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL to it alone."""
+        """Send SIGKILL to this process alone."""
         self.signal(signal.SIGKILL)
         self.popen.wait(30)
 
     def stop(self, seconds: float = 30.0) -> int:
-        """SIGTERM; give the exit code. AssertionError when something that it started is left."""
+        """Send SIGTERM and return the exit code; raise AssertionError when one of its children is left."""
         below = self.children()
         self.signal(signal.SIGTERM)
         code = self.popen.wait(seconds)
@@ -119,7 +120,7 @@ class Process:
         return code
 
     def close(self) -> None:
-        """End it whatever its state."""
+        """End the process in any state."""
         below = self.children()
         self.signal(signal.SIGTERM)
         try:
@@ -132,7 +133,7 @@ class Process:
 
 
 def gone(processes: list[psutil.Process], seconds: float = 10.0) -> None:
-    """Wait until all of these have ended."""
+    """Wait until all of these processes have ended."""
     _, alive = psutil.wait_procs(processes, seconds)
     left = [p for p in alive if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     if left:
@@ -148,7 +149,8 @@ def _names_kind(settings: Sequence[str]) -> bool:
 
 @cache
 def _opener(authority: str) -> urllib.request.OpenerDirector:
-    """Give what opens URLs without proxies. Made once: to read all authorities takes longer than to ask a pool."""
+    """Return an opener of URLs without proxies. It is cached, because reading all authorities takes longer than a
+    request."""
     trusting = ssl.create_default_context(cadata=authority or None)
     return urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=trusting))
 
@@ -163,16 +165,16 @@ class Pool:
         self.coordinator: Process | None = None
         self.nodes: dict[str, Process] = {}
         self.home = "coordinator"
-        """The coordinator's folder; another one after it moved."""
+        """The coordinator's folder; a different one after the coordinator has moved."""
         self.wrap: Sequence[str] = ()
-        """Words before every command that talks to the coordinator: how its host is entered."""
+        """Words before every command that talks to the coordinator: they enter its host."""
         self.call: Callable[[Callable[[], dict[str, Any]]], dict[str, Any]] = lambda ask: ask()
-        """Runs a question to the API where the coordinator can be reached."""
+        """Runs a request to the API on a host that can reach the coordinator."""
         self._stack = ExitStack()
 
     @property
     def state(self) -> Path:
-        """The coordinator's state folder."""
+        """Return the coordinator's state folder."""
         return self.folder / self.home
 
     def up(
@@ -184,7 +186,7 @@ class Pool:
         bonjour: bool = False,
         wrap: Sequence[str] = (),
     ) -> dict[str, Any]:
-        """Start the coordinator; give its ready line."""
+        """Start the coordinator; return its ready line."""
         command = [
             *CLI,
             "up",
@@ -221,7 +223,7 @@ class Pool:
     ) -> Process:
         """Start a node, with the scripted engine unless a kind is named.
 
-        It joins when it has not joined before, by Bonjour without `url`, by code without `token`.
+        A node without an identity joins: by Bonjour without `url`, by code without `token`.
         """
         joined = (self.folder / name / "node" / "identity").exists()
         command = [*CLI, "join", "--state", str(self.folder / name), "--name", name, "-o", "json"]
@@ -240,7 +242,7 @@ class Pool:
         return process
 
     def token_file(self, name: str, token: str = "") -> str:
-        """Write a join token, a new one unless it is given, into a file; give its path."""
+        """Write a join token, by default a new one, into a file; return its path."""
         file = self.folder / f"{name}.token"
         file.write_text(token or self.token())
         return str(file)
@@ -250,50 +252,50 @@ class Pool:
         return self.cli("token", "create")["token"]
 
     def cli(self, *arguments: str, code: int = 0) -> dict[str, Any]:
-        """Run a verb with -o json against this pool; give its answer, its words when it failed as expected."""
+        """Run a verb with -o json against this pool; return its answer, or its output if it failed as expected."""
         done = self.run(*arguments, "--state", str(self.state), "-o", "json")
         if done.returncode != code:
             raise AssertionError(f"{arguments}: exit {done.returncode}\n{done.stdout}\n{done.stderr}")
         return json.loads(done.stdout) if code == 0 else {"stderr": done.stderr, "stdout": done.stdout}
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run `cluster` as it is, on the coordinator's host."""
+        """Run `cluster` with these arguments on the coordinator's host."""
         command = [*self.wrap, *CLI, *arguments]
         return subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=self.folder, timeout=180)
 
     def node(self, name: str) -> dict[str, Any]:
-        """Give what the API says of one node; of two with one name the one that has not left."""
+        """Return the API's entry of a node. Of two nodes with one name, prefer the one that has not left."""
         named = sorted(
             (node for node in self.nodes_now() if node["name"] == name), key=lambda one: one["state"] == "left"
         )
         return named[0] if named else {"state": "unknown"}
 
     def serves(self, name: str) -> bool:
-        """Whether a node is ready and so is its engine."""
+        """Return whether a node and its engine are ready."""
         node = self.node(name)
         return node["state"] == "ready" and node["engine"]["state"] == "ready"
 
     def nodes_now(self) -> list[dict[str, Any]]:
-        """Give what the API says of all nodes."""
+        """Return the API's entries of all nodes."""
         return self.get("/api/v1/nodes")["nodes"]
 
     @property
     def base(self) -> str:
-        """The base URL without /v1."""
+        """Return the base URL without /v1."""
         return self.facts["base_url"].removesuffix("/v1")
 
     @property
     def secret(self) -> str:
-        """The local admin key."""
+        """Return the local admin key."""
         return json.loads((self.state / "run.json").read_text())["secret"]
 
     @property
     def trust(self) -> ssl.SSLContext:
-        """Trust in the endpoint's own authority and the system's."""
+        """Return an SSL context that trusts the endpoint's own authority, or the system's if there is none."""
         return ssl.create_default_context(cadata=json.loads((self.state / "run.json").read_text())["ca"] or None)
 
     def get(self, path: str) -> dict[str, Any]:
-        """GET with the admin key."""
+        """Send a GET with the admin key."""
         run = json.loads((self.state / "run.json").read_text())
         request = urllib.request.Request(run["url"] + path, headers={"Authorization": f"Bearer {run['secret']}"})
 
@@ -306,13 +308,13 @@ class Pool:
         return self.call(ask)
 
     def close(self) -> None:
-        """End everything."""
+        """End all processes."""
         self._stack.close()
 
 
 @contextmanager
 def pool(folder: Path) -> Iterator[Pool]:
-    """Give a pool that is ended afterwards."""
+    """Yield a pool and end its processes afterwards."""
     made = Pool(folder)
     try:
         yield made

@@ -29,13 +29,13 @@ def needs(program: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """One that runs."""
+    """A running Prometheus."""
 
     url: str
     log: Path
 
     def api(self, path: str, **query: str | float) -> Any:
-        """Ask its HTTP API; give the data. AssertionError with its words when it refuses."""
+        """Query its HTTP API; return the data. AssertionError has its message when it refuses."""
         url = f"{self.url}/api/v1/{path}?{urllib.parse.urlencode(query)}"
         try:
             with OPENER.open(url, timeout=10) as answer:
@@ -48,16 +48,16 @@ class Prometheus:
         return self.api("query", query=query)["result"]
 
     def up(self) -> dict[str, str]:
-        """Give `up` of every target, by its node, the coordinator's by its job."""
+        """Return `up` of every target, by its node; the coordinator's by its job."""
         return {one["metric"].get("node", one["metric"]["job"]): one["value"][1] for one in self.value("up")}
 
     def firing(self) -> set[str]:
-        """Give the names of the alerts that fire."""
+        """Return the names of the firing alerts."""
         return {one["labels"]["alertname"] for one in self.api("alerts")["alerts"] if one["state"] == "firing"}
 
 
 def free_port() -> int:
-    """Give a port that nobody has now: the program takes no open socket."""
+    """Return a port that is free now, because the program accepts no open socket."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -65,7 +65,7 @@ def free_port() -> int:
 
 @contextmanager
 def prometheus(folder: Path, configuration: str, *beside: Path) -> Iterator[Prometheus]:
-    """Run it until left, with copies of other files `beside` its configuration."""
+    """Run Prometheus for the time of the block, with copies of other files next to its configuration."""
     needs("prometheus")
     folder.mkdir()
     file, port, log = folder / "prometheus.yml", free_port(), folder / "prometheus.log"

@@ -7,7 +7,7 @@ from node.memory.sensor import FootprintSource, Sensor
 
 
 class FailingSource:
-    """A source that reads what the one below it reads, and nothing while it `fails`."""
+    """A source with the readings of `below`, and without readings while `fails` is set."""
 
     def __init__(self, below: FootprintSource, *, fails: bool = False) -> None:
         self._below = below
@@ -15,31 +15,31 @@ class FailingSource:
         self.fails = fails
 
     def phys(self) -> int | None:
-        """Read now, or fail."""
+        """Return the reading, or None while it fails."""
         return None if self.fails else self._below.phys()
 
     def highs(self) -> HighWaterMarks:
-        """Read the marks, or fail."""
+        """Return the marks, empty while it fails."""
         return HighWaterMarks() if self.fails else self._below.highs()
 
     def begin_interval(self) -> bool:
-        """Begin the interval's mark again."""
+        """Start the interval's mark again."""
         return self._below.begin_interval()
 
     def close(self) -> None:
-        """Release what is held."""
+        """Close the source below."""
         self._below.close()
 
 
 def failing(sensor: Sensor) -> FailingSource:
-    """Put a source that can fail between a sensor and its own."""
+    """Insert a source that can fail between a sensor and its own."""
     made = FailingSource(sensor.source)
     sensor.source = made
     return made
 
 
 class Later:
-    """A monotonic clock that is `by` seconds ahead of the real one, and `leap` seconds further after each look."""
+    """A monotonic clock that is `by` seconds ahead of the real one, and `leap` seconds further after each call."""
 
     def __init__(self) -> None:
         self._monotonic, self.by, self.leap = time.monotonic, 0.0, 0.0

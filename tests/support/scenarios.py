@@ -1,6 +1,6 @@
-"""For each rule a story in which it holds and some in which it does not, as series of numbers five seconds apart.
+"""For each rule, scenarios in which it holds and in which it does not, as series of values five seconds apart.
 
-The same stories are played to Prometheus (`promtool test rules`) and to the coordinator's own conditions.
+Both Prometheus (`promtool test rules`) and the coordinator's own conditions are tested with them.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,27 +10,27 @@ STEP = 5
 """Seconds between two samples."""
 Values = Callable[[float], float]
 Series = dict[str, Values]
-"""By metric, with its labels as in PromQL: `name{label="value"}`."""
+"""Values by metric with its labels as in PromQL: `name{label="value"}`."""
 NODE = 'node="studio"'
 
 
 def steady(value: float) -> Values:
-    """Stay."""
+    """Return values that stay constant."""
     return lambda _: value
 
 
 def rising(per_second: float) -> Values:
-    """Rise all the time."""
+    """Return values that rise all the time."""
     return lambda seconds: per_second * seconds
 
 
 def until(seconds: float, per_second: float) -> Values:
-    """Rise until then, and stay."""
+    """Return values that rise until then, and stay."""
     return lambda now: per_second * min(now, seconds)
 
 
 def restarting(after: float, per_second: float) -> Values:
-    """Rise, and begin anew."""
+    """Return values that rise, and start from zero again after `after` seconds."""
     return lambda now: per_second * (now if now < after else now - after)
 
 
@@ -64,8 +64,11 @@ def _refusals(checks: float, refused: float) -> Series:
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """`holds`: the series with which the rule holds after so many seconds, with these labels; `rests`: those with which
-    it never does."""
+    """Scenarios of one rule.
+
+    `holds`: Series with which the rule holds after `seconds`, with these `labels`.
+    `rests`: Series with which the rule never holds.
+    """
 
     holds: Series
     seconds: int

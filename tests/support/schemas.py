@@ -1,4 +1,5 @@
-"""Says how a value differs from a JSON schema: the keywords that our tests use, apart from what enforces them."""
+"""Compare a value with a JSON schema. Covers the keywords that the tests use, independent of the code that enforces
+them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -31,7 +32,7 @@ _KNOWN = {
 
 
 def violations(value: Any, schema: Mapping[str, Any]) -> list[str]:
-    """Give what is wrong, nothing if all is right; ValueError for a keyword that is not known here."""
+    """Return the violations, empty for a valid value; raise ValueError for a keyword that this module does not know."""
     if strange := schema.keys() - _KNOWN:
         raise ValueError(f"unknown keywords: {strange}")
     kind = schema.get("type")

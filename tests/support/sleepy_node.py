@@ -1,4 +1,4 @@
-"""A node whose machine can be sent to sleep: SIGHUP says that it will, SIGWINCH that it woke. Arguments: the node's."""
+"""A node whose machine can be sent to sleep: SIGHUP announces sleep, SIGWINCH wake-up. Arguments: the node's."""
 
 import signal
 import sys
@@ -10,7 +10,7 @@ from node.run import main
 
 
 class Signals(NoSleepNotices):
-    """Tells of a sleep when a signal does."""
+    """Announces a sleep at a signal."""
 
     def start(self, on_sleep: Callable[[Callable[[], None]], None], on_wake: Callable[[], None]) -> bool:
         signal.signal(signal.SIGHUP, lambda *_: on_sleep(lambda: None))

@@ -1,8 +1,11 @@
-"""A stand-in for the video engine: an environment whose interpreter is a script that says what a worker says, takes as
-much memory and stays in a phase as long as a test wants. For what is about processes and leases, not about clips.
+"""A stand-in for the video engine, for tests of processes and leases.
 
-Its job's prompt says how: `hold=PHASE` stays there until `Gate.open` for the job's seed, `pace=SECONDS` in each phase,
-`take=BYTES` of memory while it loads, `clip=BYTES` are made. Other words mean nothing.
+It is an environment whose interpreter is a script. The script sends the events of a worker, uses as much memory and
+stays in a phase as long as a test wants. It makes no real clips.
+
+The prompt of the job controls the script. `hold=PHASE`: stay in this phase until `Gate.open` for the job's seed.
+`pace=SECONDS`: duration of each phase. `take=BYTES`: memory used while loading. `clip=BYTES`: size of the clip. Other
+words are ignored.
 """
 
 import json
@@ -13,7 +16,7 @@ from pathlib import Path
 from node.video import environment
 
 CLIP = b"\0\0\0\x18ftypmp42" + bytes(range(256)) * 32
-"""The beginning of each clip that is made here."""
+"""The first bytes of each clip."""
 SCRIPT = """#!{python} -I
 import json, os, pathlib, sys, threading, time
 
@@ -60,18 +63,18 @@ os._exit(0)
 
 @dataclass(frozen=True)
 class Gate:
-    """Where stand-ins wait."""
+    """The files for which stand-ins wait."""
 
     environments: Path
     folder: Path
 
     def open(self, seed: int) -> None:
-        """Let the job with this seed go on."""
+        """Release the job with this seed."""
         (self.folder / str(seed)).touch()
 
 
 def standin(folder: Path) -> Gate:
-    """Make the environment in a folder."""
+    """Write the environment into a folder."""
     gates, made = folder / "gates", environment.named(folder / "environments", environment.locks())
     (made / "bin").mkdir(parents=True)
     gates.mkdir()

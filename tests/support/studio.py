@@ -1,5 +1,7 @@
-"""The video side of a node for tests: the worker's real environment, made once, a very small package, and what the
-composition root makes of a node without its link, with real engine processes and real workers."""
+"""The video side of a node for tests: the worker's real environment, installed once, and a very small package.
+
+`Node` is the composition root of a node without its link, with real engine processes and real workers.
+"""
 
 import asyncio
 import fcntl
@@ -45,7 +47,7 @@ CACHE = ROOT / ".cache" / "video"
 SCRIPT = ROOT / "tests" / "support" / "tiny_wan.py"
 JOB = {"prompt": "a red fox", "width": 64, "height": 48, "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LONG = {**JOB, "prompt": "hold=denoising", "steps": 400}
-"""A job that nobody waits for, of the engine as of its stand-in."""
+"""A job whose end no test waits for, with the engine and with its stand-in."""
 WAIT = 60.0
 LEASE = 2 * GIB
 F = TypeVar("F", bound=Frame)
@@ -53,7 +55,7 @@ F = TypeVar("F", bound=Frame)
 
 @functools.cache
 def environments() -> Path:
-    """Give the folder with the worker's environment, which the first who asks installs as a user does."""
+    """Return the folder with the worker's environment. The first call installs the environment as a user does."""
     CACHE.mkdir(parents=True, exist_ok=True)
     beside = Path(sys.prefix).resolve().parent / ".uv" / "bin"
     path = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(beside)]))
@@ -67,13 +69,13 @@ def environments() -> Path:
 
 
 def python() -> Path:
-    """Give the environment's interpreter."""
+    """Return the interpreter of the environment."""
     return environment.interpreter(environment.named(environments(), environment.locks()))
 
 
 @functools.cache
 def tiny_wan() -> Path:
-    """Give a folder with the package `tiny-wan`, written once."""
+    """Return a folder with the package `tiny-wan`, which is written once."""
     interpreter = python()
     digest = hashlib.sha256(SCRIPT.read_bytes()).hexdigest()[:12]
     folder = CACHE / f"packages-{digest}"
@@ -87,7 +89,7 @@ def tiny_wan() -> Path:
 
 
 def spoiled(folder: Path, how: str) -> Path:
-    """Give a folder whose package is broken in one way."""
+    """Return a folder whose package is broken in the given way."""
     shutil.copytree(tiny_wan() / "tiny-wan", folder / "tiny-wan")
     _write(python(), folder / "tiny-wan", how)
     return folder
@@ -98,7 +100,7 @@ def _write(interpreter: Path, *words: str | Path) -> None:
 
 
 def flat(**settings: object) -> dict[str, object]:
-    """Give the settings of a node with a pretended Mac of 128 GiB, a tiny package and quick clocks."""
+    """Return the settings of a node with a pretended Mac of 128 GiB, a tiny package and short timeouts."""
     return {
         "engine.kind": "scripted",
         "memory.cap": "90GiB",
@@ -112,13 +114,14 @@ def flat(**settings: object) -> dict[str, object]:
 
 
 def words(**settings: object) -> tuple[str, ...]:
-    """Give the same as words of `--set`."""
+    """Return the same settings as arguments of `--set`."""
     made = flat(**settings).items()
     return tuple(f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in made)
 
 
 class Node:
-    """What the composition root makes of a node, without a link. `attends`: a granted lease is attended by itself."""
+    """The composition root of a node, without a link. With `attends`, a granted lease gets its worker parent at
+    once."""
 
     def __init__(
         self, folder: Path, settings: Mapping[str, object], *, attends: bool = True, model: str = "tiny-wan"
@@ -165,7 +168,7 @@ class Node:
         self._changed.set()
 
     def attend(self, granted: LeaseGranted) -> None:
-        """Attend to a lease as the actor does, in a process of its own."""
+        """Start the worker parent of a lease as the actor does, in a process of its own."""
         command = [
             sys.executable,
             "-m",
@@ -186,7 +189,7 @@ class Node:
         self.attendants.append(process)
 
     async def until(self, wanted: Callable[[], Any], seconds: float = WAIT) -> Any:
-        """Wait until something holds, asking whenever something was heard, and now and then."""
+        """Wait until `wanted` is true. It is called after every frame or change, and every 0.1 s."""
         async with asyncio.timeout(seconds):
             while not (found := wanted()):
                 self._changed.clear()
@@ -195,7 +198,7 @@ class Node:
         return found
 
     async def start(self) -> "Node":
-        """Start the engine and wait until it is covered."""
+        """Start the engine and wait until the guard covers it."""
         self.poll.start()
         await self.supervisor.start()
         await self.studio.start()
@@ -204,7 +207,7 @@ class Node:
         return self
 
     async def stop(self) -> None:
-        """End everything."""
+        """End all processes."""
         await self.studio.stop()
         self.poll.stop()
         await self.supervisor.stop()
@@ -223,7 +226,7 @@ class Node:
         generation: int = 1,
         model: str = "",
     ) -> None:
-        """Ask for a lease; its job has the lease's name."""
+        """Request a lease; its job has the lease's name."""
         self.lender.ask(
             LeaseRequest(lease, generation, f"video_{lease}", model or self._model, size, msgspec.json.encode(job))
         )
@@ -241,7 +244,7 @@ class Node:
         )
 
     async def answer(self, lease: str = "l-1") -> LeaseGranted | LeaseRefused:
-        """Wait for the first word about a lease."""
+        """Wait for the first frame about a lease."""
         return await self.until(
             lambda: next(
                 (one for one in self.frames if isinstance(one, LeaseGranted | LeaseRefused) and one.lease == lease),
@@ -254,18 +257,18 @@ class Node:
         return await self.frame(LeaseEnded, lease)
 
     async def working(self, phase: LeasePhase = LeasePhase.DENOISING, lease: str = "l-1") -> int:
-        """Wait until a job has come to a phase; give its worker's number."""
+        """Wait until a job has reached a phase; return the pid of its worker."""
         await self.until(lambda: any(one.lease == lease and one.phase == phase for one in self.lender.states()))
         assert self.limiter.worker is not None
         return self.limiter.worker
 
     @property
     def ceiling(self) -> int:
-        """The ceiling of this moment."""
+        """Return the current ceiling."""
         return self.limiter.now(self.supervisor.phys().phys).ceiling
 
     def chat(self, number: int, tokens: int = 20_000) -> None:
-        """Begin a chat of the scripted engine."""
+        """Start a chat of the scripted engine."""
         frame = Generate(
             number, number, "r", "scripted-1", (Message("user", "hi"),), GenerationParams(max_tokens=tokens), 0, tokens
         )

@@ -1,4 +1,4 @@
-"""A node's video side as a process of its own, which a test can kill: asks for one lease, tells how it goes."""
+"""A node's video side as a process that a test can kill: it requests one lease and prints its events."""
 
 import asyncio
 import json

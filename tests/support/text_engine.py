@@ -1,4 +1,4 @@
-"""Drives a real text engine on MLX without processes: hands in frames, turns its loop, and keeps all that it says."""
+"""Drive a real text engine on MLX without processes: pass frames, step its loop, and keep all its frames."""
 
 import time
 from collections import defaultdict
@@ -45,7 +45,7 @@ End = Finished | Refusal | Failed
 
 
 def prefilled(model: TextModel, ids: list[int], chunk: int = 64) -> tuple[Layers, mx.array]:
-    """Write a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
+    """Prefill a prompt (token ids) in chunks; return its cache and the logits after it, shape (1, vocabulary)."""
     cache, logits = new_cache(model), None
     for start in range(0, len(ids), chunk):
         logits = forward(model, ids[start : start + chunk], cache, last=start + chunk >= len(ids))
@@ -70,7 +70,7 @@ def likeliest(logits: mx.array) -> int:
 
 
 class ScriptedGate(MemoryGate):
-    """A gate that keeps what it is asked, and also refuses what `refuses(site, bytes)`."""
+    """A gate that records each check, and also refuses where `refuses(site, bytes)` is true."""
 
     def __init__(self, residual: Callable[[], int | None] = lambda: None) -> None:
         super().__init__(residual)
@@ -78,14 +78,14 @@ class ScriptedGate(MemoryGate):
         self.refuses: Callable[[GateSite, int], object] = lambda site, estimate: False
 
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
-        """See `MemoryGate`."""
+        """Check, record the check, and refuse by script."""
         answer = super().check(site, memory, estimate, load=load)
         self.asked.append((site, estimate))
         return Refused(RefusalCode.NO_ROOM, "no room by script") if self.refuses(site, estimate) else answer
 
 
 class Driver:
-    """An engine over the models in some folders, and what it said by request."""
+    """An engine over the models in some folders, and its frames by request."""
 
     def __init__(
         self,
@@ -128,13 +128,13 @@ class Driver:
             self.take(limits)
 
     def take(self, frame: Frame) -> None:
-        """Hand in a frame as the threads would."""
+        """Pass a frame to the engine like the I/O thread."""
         work = self.engine.prepare(frame)
         if work is not None:
             self.put(work)
 
     def put(self, work: Work) -> None:
-        """Hand in what was prepared; what may be read is read at once."""
+        """Pass prepared work to the engine, and tokenize at once each prompt that it returns for that."""
         for said in self.engine.handle(work, time.monotonic()):
             if isinstance(said, UntokenizedPrompt):
                 self.put(said.read())
@@ -142,7 +142,7 @@ class Driver:
                 self._keep([said])
 
     def ask(self, content: str = "Hello!", params: GenerationParams = GREEDY, **fields: object) -> int:
-        """Hand in a request; give its number."""
+        """Send a request; return its number."""
         self.number += 1
         messages = fields.pop("messages", (Message("user", content),))
         model = fields.pop("model", self.default)
@@ -152,7 +152,7 @@ class Driver:
 
     @property
     def gate(self) -> ScriptedGate:
-        """The gate of the engine."""
+        """Return the gate of the engine."""
         gate = self.engine.gate
         assert isinstance(gate, ScriptedGate)
         return gate
@@ -166,14 +166,14 @@ class Driver:
         return self.engine.door.tokenizer(self.engine.catalogue.known()[self.default])
 
     def turn(self) -> None:
-        """Let the engine take one step."""
+        """Run one step of the engine."""
         self.turns += 1
         self._keep(self.engine.step(time.monotonic()))
         broken = self.engine.scheduler.check()
         assert not broken, broken
 
     def until(self, wanted: Callable[[], object], turns: int = 20_000) -> None:
-        """Turn until something holds; AssertionError when the engine has nothing to do before that."""
+        """Step until a condition holds; raise AssertionError when the engine has no work before that."""
         for _ in range(turns):
             if wanted():
                 return
@@ -184,20 +184,20 @@ class Driver:
         raise AssertionError(f"it did not come true within {turns} turns")
 
     def end(self, number: int) -> End:
-        """Turn until a request has ended, and give its end."""
+        """Step until a request has ended, and return its end."""
         self.until(lambda: self.ended(number))
         end = self.ended(number)
         assert end is not None
         return end
 
     def ended(self, number: int) -> End | None:
-        """Give a request's end, if it has."""
+        """Return the last frame of a request, None if the request has not ended."""
         ends = [frame for frame in self.said[number] if isinstance(frame, Finished | Refusal | Failed)]
         assert len(ends) <= 1, ends
         return ends[0] if ends else None
 
     def answer(self, content: str, params: GenerationParams = GREEDY, **fields: object) -> str:
-        """Give the content of the whole answer to a question."""
+        """Return the complete content of the answer to a question."""
         number = self.ask(content, params, **fields)
         end = self.end(number)
         assert isinstance(end, Finished), end
@@ -208,7 +208,7 @@ class Driver:
         self.take(Cancel(number))
 
     def admitted(self, number: int) -> bool:
-        """Whether a request was admitted."""
+        """Return whether a request was admitted."""
         return any(isinstance(frame, Admitted) for frame in self.said[number])
 
     def _keep(self, frames: Iterable[Frame]) -> None:

@@ -1,12 +1,12 @@
-"""Writes a very small Wan-shaped video package with random weights: `ENVIRONMENT/bin/python -I tiny_wan.py FOLDER`.
+"""Write a very small Wan package with random weights: `ENVIRONMENT/bin/python -I tiny_wan.py FOLDER`.
 
-The engine's own table of names, turned around, says what the tensors of such a package are called, so that its loader
-is truly used. Two experts, the picture codec of 16 channels, a text encoder of two layers: 2.6 MB. What it makes is
-noise. Sizes are the least that the engine takes: inputs of layers divide by 64, which quantization needs.
+The names of the tensors come from the engine's own table, inverted. The engine's loader is therefore really used. The
+package has two experts, the picture codec of 16 channels and a text encoder of two layers: 2.6 MB. Its videos are
+noise. Sizes are the smallest that the engine accepts: inputs of layers divide by 64, which quantization needs.
 """
 
 # pyright: reportMissingImports=false, reportUnknownVariableType=false
-# The packages of the video worker are in an environment of its own.
+# The packages of the video worker are in a separate environment.
 
 import json
 import sys
@@ -46,7 +46,7 @@ CODEC = {
     "is_residual": False,
 }
 LAYOUTS = {"transpose_conv3d_weight": (0, 4, 1, 2, 3), "transpose_conv2d_weight": (0, 3, 1, 2)}
-"""From the engine's order of axes to that of the files."""
+"""Order of axes in files for the engine's order."""
 
 
 def write(path: Path, content: Any) -> None:
@@ -60,7 +60,7 @@ def save(path: Path, weights: dict[str, mx.array]) -> None:
 
 
 def named(module: Any, table: Any) -> dict[str, mx.array]:
-    """Give a module's weights by the names and in the layouts that files have."""
+    """Return a module's weights with the names and layouts of the files."""
     ours, found = dict(tree_flatten(module.parameters())), {}
     for target in table:
         if target.to_pattern not in ours:
@@ -188,7 +188,7 @@ def spoil(folder: Path, how: str) -> None:
     }[how]
     file = folder / part / "diffusion_pytorch_model.safetensors"
     weights: Any = dict(cast("Any", mx.load(str(file))))
-    mx.eval(weights)  # the file that they are read from is about to be written
+    mx.eval(weights)  # the file that they are read from is written next
     weights[name] = mx.full(weights[name].shape, value).astype(mx.bfloat16)
     save(file, weights)
 

@@ -1,8 +1,8 @@
-"""A node that makes videos, as the coordinator sees it: a peer on the real link that answers leases as a script says.
+"""A video node from the coordinator's side: a peer on the real link that answers leases by a script.
 
-It holds what a node holds (leases with generations, ended ones until they are acknowledged, files), reports it, and
-answers `FetchRequest` for files in windows as an agent does. Ray is not here: a granted lease begins at once, or with
-`refuses` ends because its actor could not be started.
+The peer holds the state of a node: leases with generations, ended leases until they are acknowledged, and files. It
+reports that state and answers `FetchRequest` for files in windows, as an agent does. There is no Ray: a granted lease
+begins at once, or with `refuses` ends because its actor could not be started.
 """
 
 import asyncio
@@ -41,9 +41,18 @@ def artifacts_of(files: dict[str, bytes]) -> tuple[Artifact, ...]:
 
 @dataclass
 class VideoPeer:
-    """One Mac. `permitted`: an administrator allows it to make videos, `allowed`: it knows. `refusal`: its answer to
-    leases; `muted`: it answers nothing; `starts`: a granted lease gets its worker; `refuses`: why its actor cannot be
-    started; `plays`: a worker finishes; `files`: what a job makes, and `told` what is said of them if that differs."""
+    """One Mac.
+
+    `permitted`: An administrator allows videos on this node.
+    `allowed`: The node knows that.
+    `refusal`: The answer to leases.
+    `muted`: No answers at all.
+    `starts`: A granted lease gets its worker.
+    `refuses`: The reason why the actor cannot be started.
+    `plays`: The worker finishes.
+    `files`: The files of a job.
+    `told`: Replaces `files` in the description that the node sends, if set.
+    """
 
     port: Port
     name: str
@@ -80,7 +89,7 @@ class VideoPeer:
         await self.port.until(lambda: self.port.state(who) == "ready")
 
     async def cut(self) -> None:
-        """Let the link end."""
+        """End the link."""
         assert self.line is not None
         assert self.task is not None
         who = self.who
@@ -144,7 +153,7 @@ class VideoPeer:
             self.begin(frame.lease)
 
     def begin(self, lease: str) -> None:
-        """The actor is here: the worker runs."""
+        """Start the worker of a lease."""
         self.progress(lease, "denoising", 10)
         if self.plays:
             self.finish(lease)
@@ -154,7 +163,7 @@ class VideoPeer:
         self.say(self.report())
 
     def finish(self, lease: str, code: str = "completed", message: str = "", peak: int = 20 * GIB) -> None:
-        """The worker is dead and the memory back."""
+        """End the worker of a lease and release its memory."""
         state = self.leases[lease] = replace(self.leases[lease], phase="ended", size=0)
         files = artifacts_of(self.told or self.files) if code == "completed" else ()
         ended = self.ended[lease] = LeaseEnded(
@@ -182,5 +191,5 @@ class VideoPeer:
         self.say(FetchChunk(frame.ask, b"", True, next=end if end < len(data) else 0))
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Give what was heard of a kind."""
+        """Return the received frames of a kind."""
         return [frame for frame in self.heard if isinstance(frame, kind)]

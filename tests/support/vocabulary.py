@@ -1,4 +1,4 @@
-"""Small tokenizers as a model's folder has them, written in milliseconds."""
+"""Small tokenizers in the form of a model's folder, written in milliseconds."""
 
 import json
 from collections.abc import Iterable
@@ -17,7 +17,8 @@ _SIGNS = {byte[0]: sign for sign, byte in BYTES.items()}
 
 
 def byte_level(folder: Path, texts: Iterable[str] = (), tokens: Iterable[str] = (), size: int = 400) -> Path:
-    """Write a byte-level BPE tokenizer: every byte a token, what is frequent in the texts, and whole special tokens."""
+    """Write a byte-level BPE tokenizer: a token for every byte, merges that are frequent in the texts, and the special
+    tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -31,7 +32,7 @@ def byte_level(folder: Path, texts: Iterable[str] = (), tokens: Iterable[str] = 
 
 
 def pieces_with_byte_fallback(folder: Path) -> Path:
-    """Write a tokenizer in the manner of SentencePiece: words with a mark for their blank, and bytes for the rest."""
+    """Write a tokenizer like SentencePiece: words with a mark for their blank, and bytes for the rest."""
     words = ["<unk>", "</s>", "▁", "▁hello", "▁world", *(f"<0x{byte:02X}>" for byte in range(256)), *"helowrd"]
     tokenizer = Tokenizer(models.BPE({word: at for at, word in enumerate(words)}, [], byte_fallback=True))
     tokenizer.decoder = decoders.Sequence(
@@ -41,14 +42,14 @@ def pieces_with_byte_fallback(folder: Path) -> Path:
 
 
 def words_only(folder: Path, words: Iterable[str]) -> Path:
-    """Write a tokenizer that knows whole words and raises at all others."""
+    """Write a tokenizer that knows only whole words and raises at any other word."""
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(["a", ",", "b", *words])}))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return _written(folder, tokenizer, eos_token="a")
 
 
 def configure(folder: Path, **entries: object) -> Path:
-    """Change entries of the tokenizer's configuration; None takes one out."""
+    """Change entries of the tokenizer's configuration; None removes one."""
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text()) | entries
     file.write_text(json.dumps({name: entry for name, entry in config.items() if entry is not None}))
@@ -56,7 +57,7 @@ def configure(folder: Path, **entries: object) -> Path:
 
 
 def byte_ids(vocabulary: dict[str, int], text: str) -> list[int]:
-    """Spell a text with one token for each byte."""
+    """Return a text as one token for each byte."""
     return [vocabulary[_SIGNS[byte]] for byte in text.encode()]
 
 

@@ -1,4 +1,4 @@
-"""The whole application, served over loopback nodes on a loop of its own, for tests that ask from plain sockets."""
+"""The complete application, served over loopback nodes on a loop of its own, for tests with plain sockets."""
 
 import asyncio
 import re
@@ -27,12 +27,12 @@ OPERATIONS = sorted(
         for row in re.findall(r'Route\("([A-Z]+)", "(/\S*)", ', file.read_text())
     ]
 )
-"""Every operation of the document, before there is one; `test_every_operation_is_tried` compares them."""
+"""Every operation of the API, read from its source. `test_every_operation_is_tried` compares them with the document."""
 
 
 @dataclass
 class Served:
-    """A whole application at a URL, what it says of itself, and keys by scope."""
+    """A complete application at a URL, its OpenAPI document, and keys by scope."""
 
     url: str
     document: dict[str, Any]
@@ -53,7 +53,7 @@ class Served:
         return self.document["paths"][path][method.lower()]
 
     def ask(self, raw: bytes, seconds: float = 20.0) -> list[bytes]:
-        """Send bytes and nothing more; give every answer that comes until the server closes or has answered once."""
+        """Send only these bytes; return every answer until the server closes or has answered once."""
         with socket.create_connection(self.address, timeout=seconds) as dialed:
             with suppress(OSError):
                 dialed.sendall(raw)
@@ -61,7 +61,7 @@ class Served:
 
 
 def answers(dialed: socket.socket) -> list[bytes]:
-    """Read until the server closes or one whole answer is there."""
+    """Read until the server closes or one complete answer has arrived."""
     got = b""
     with suppress(ConnectionError):
         while not whole(got) and (data := dialed.recv(65536)):
@@ -88,7 +88,7 @@ def status(answer: bytes) -> int:
 
 @contextmanager
 def served(*nodes: LoopbackNode, front: bool = True, **settings: object) -> Iterator[Served]:
-    """Serve until left. `front`: by the product's own protocol class."""
+    """Serve for the time of the block. `front`: by the product's own protocol class."""
     begun, made, stop = threading.Event(), list[Served](), list[Callable[[], object]]()
     before, LoopbackCluster.front = LoopbackCluster.front, front
     with tempfile.TemporaryDirectory(prefix="mp-") as folder:

@@ -1,4 +1,4 @@
-"""The committed dashboards are those of the source, say what they show, and ask only for metrics that exist."""
+"""The committed dashboards equal their source, describe their panels, and query only metrics that exist."""
 
 import json
 import re

@@ -1,4 +1,5 @@
-"""Our ctypes definitions beside Apple's headers, which the package ziglang carries, compiled for a Mac anywhere."""
+"""Compare our ctypes definitions with Apple's headers, which the package ziglang carries, compiled for a Mac
+anywhere."""
 
 import ctypes
 import os
@@ -55,14 +56,15 @@ FRAMEWORKS = {
         extern "C" CFRunLoopSourceRef IONotificationPortGetRunLoopSource(IONotificationPortRef notify);
         """,
 }
-"""What only a Mac has, as its manual pages and the public sources of IOKitUser show it: a stand-in for the headers."""
+"""Declarations that only a Mac has, from its manual pages and the public sources of IOKitUser: a stand-in for
+headers."""
 
 Compile = Callable[..., str]
 
 
 @pytest.fixture
 def compiles(tmp_path: Path) -> Compile:
-    """Give what compiles a source for a Mac and returns what the compiler says is wrong, empty for nothing."""
+    """Return a function that compiles a source for a Mac and returns the compiler's errors, empty for none."""
 
     def compiled(source: str, *flags: str) -> str:
         (tmp_path / "a.cpp").write_text(source)
@@ -91,7 +93,7 @@ def standin(folder: Path, name: str) -> str:
 
 @pytest.fixture
 def calls(tmp_path: Path) -> dict[str, Any]:
-    """The calls of libSystem as System declares them."""
+    """Return the calls of libSystem as `LibSystem` declares them."""
     return calls_of(LibSystem() if sys.platform == "darwin" else LibSystem(standin(tmp_path, "libproc_standin")))
 
 

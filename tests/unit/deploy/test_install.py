@@ -1,4 +1,5 @@
-"""The scripts, the formula and the examples of deploy/: what they would do, and that their readers would take them."""
+"""The scripts, the formula and the examples of deploy/: their effects, and their acceptance by the programs that read
+them."""
 
 import re
 import shutil
@@ -31,7 +32,8 @@ ANSWERS = {
 def run(
     script: str, home: Path, *arguments: str, typed: str = "", **answers: str | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script where the system's tools answer so; None: there is no such tool. They write down their calls."""
+    """Run a script with these answers of the system's tools; None: the tool is missing. The tools record their
+    calls."""
     folder = home / "bin"
     folder.mkdir(exist_ok=True)
     for name, answer in {**ANSWERS, **answers}.items():

@@ -1,4 +1,4 @@
-"""What deploy/ lays into Prometheus and Grafana exists, listens on this machine alone, and holds no secret."""
+"""The files of deploy/ for Prometheus and Grafana exist, listen on this machine alone, and hold no secret."""
 
 import re
 import shutil

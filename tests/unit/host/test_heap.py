@@ -1,4 +1,4 @@
-"""Free memory of malloc goes back to the system."""
+"""Free memory of malloc is returned to the system."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Which of many equal events are logged, and what is told of the others."""
+"""Equal events: which of them are logged, and how the suppressed ones are reported."""
 
 from typing import Any
 

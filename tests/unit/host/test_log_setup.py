@@ -14,7 +14,7 @@ from host.log_setup import MAX_LOG_BYTES, hide_warnings, log_to_stderr, open_jou
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """Give logging back as it was."""
+    """Restore the logging configuration."""
     root, before = logging.getLogger(), structlog.get_config()
     handlers, level = root.handlers[:], root.level
     yield

@@ -1,4 +1,4 @@
-"""The file of a pause: what is written is read, by its owner alone, and a change is seen."""
+"""The file of a pause: it is read as it was written, by its owner alone, and a change is detected."""
 
 import stat
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The power supply as psutil reads it, the idle time as macOS's tool prints it, and the None of what neither says."""
+"""The power supply read by psutil, the idle time printed by macOS's tool, and None where neither is known."""
 
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What only its owner may read, however generous the umask is, and whatever lies in the way."""
+"""Files that only their owner may read, with any umask and any existing file at the path."""
 
 import os
 import stat

@@ -1,4 +1,5 @@
-"""What must never stand in a log: by its field's name, by what it looks like, by where an exception came from."""
+"""Secrets that must not be in a log, found by the name of the field, by their form, and by the origin of an
+exception."""
 
 import json
 import logging
@@ -24,7 +25,7 @@ KEY = new_key(b"pepper", "x", ["infer"], created=0.0)[1]
 TOKEN = str(new_token(b"ca"))
 
 
-# shapes
+# forms of secrets
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,11 @@ pathlib.Path(sys.argv[1]).write_text(str(os.getpid()))
 while os.getppid() == int(sys.argv[2]):
     time.sleep(0.02)
 """
-"""Ends with the process that it is told to watch, as `caffeinate -w` does."""
+"""Ends with the watched process, as `caffeinate -w` does."""
 
 
 def test_it_is_held_once_and_let_go(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated, and not waited for
+    monkeypatch.setattr(host.sleep_inhibitor, "END_TIMEOUT_SECONDS", 3600.0)  # it is terminated without waiting for it
     awake = SleepInhibitor(SLEEPER)
     awake.hold(False)
     assert not awake.held

@@ -1,4 +1,4 @@
-"""Sleep, told before it comes or found when it is over; and macOS's word for it through a library of its shape."""
+"""Sleep, announced beforehand or detected afterwards; and macOS's notification through a library of the same shape."""
 
 import asyncio
 import ctypes
@@ -32,7 +32,7 @@ class Clocks:
 
 
 class Told(NoSleepNotices):
-    """A system that tells of a sleep when the test does."""
+    """A system that announces a sleep when the test does."""
 
     stopped = False
 
@@ -50,7 +50,7 @@ def quick(monkeypatch: pytest.MonkeyPatch):
 
 
 class Owner:
-    """Writes down what it hears."""
+    """Records its notifications."""
 
     def __init__(self):
         self.heard: list[str] = []
@@ -75,7 +75,7 @@ async def test_a_sleep_is_found_when_it_is_over():
     clocks, owner = Clocks(), Owner()
     watch = SleepWatch(owner.slept, owner.woke, notice=NoSleepNotices(), clocks=clocks.pair())
     watch.start()
-    clocks.sleep(2.0)  # nobody notices that
+    clocks.sleep(2.0)  # too short to be noticed
     await asyncio.sleep(0.05)
     assert owner.heard == []
     clocks.sleep(120.0)

@@ -1,4 +1,4 @@
-"""A whole node process that is paused, and a coordinator that does not know of pauses and asks all the same."""
+"""A complete node process that is paused, and a coordinator that ignores the pause and sends requests."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""Every value that crosses the wire has bounds, and an honest peer stays within them."""
+"""Every value on the wire has bounds, and an honest peer stays within them."""
 
 import math
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from wire.histogram import NodeMeasures
 from wire.report import EngineState, Memory
 
 FREE = {("Fragment", "payload")}
-"""Bounded by the length of its frame on the wire (`codec.MAX_FRAME_BYTES`)."""
+"""Fields that are bounded by the length of their frame on the wire (`codec.MAX_FRAME_BYTES`)."""
 
 
 def _unbounded(kind: inspect.Type, where: tuple[str, str], seen: set[type]) -> Iterator[tuple[str, str]]:

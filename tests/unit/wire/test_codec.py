@@ -1,4 +1,4 @@
-"""Frames survive the wire, older and newer peers are read, and no bytes can do more than end a connection."""
+"""Frames survive encoding, frames of older and newer peers are read, and any other bytes only end a connection."""
 
 import json
 import struct
@@ -196,7 +196,7 @@ def test_heads_are_read_without_the_rest() -> None:
 
 
 def begins(now: object, then: object) -> bool:
-    """Whether today's array begins, at every depth, as the one of protocol 1 did."""
+    """Return whether today's array begins, at every depth, like the one of protocol 1."""
     if isinstance(then, list):
         return isinstance(now, list) and len(now) >= len(then) and all(map(begins, now, then))
     return now == then

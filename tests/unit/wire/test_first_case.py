@@ -1,5 +1,7 @@
-"""The case that the project began with, replayed: a mixture of experts of 85 GiB on a machine of 128 GiB under a hard
-cap of 107.52 GiB, readings as they were taken. It was over the cap by four long prompts; small ones must go on.
+"""The incident that the project began with, replayed with its readings.
+
+A mixture of experts of 85 GiB ran on a machine of 128 GiB under a hard cap of 107.52 GiB. Four long prompts took it
+over the cap. Small prompts must still be admitted.
 """
 
 import pytest
@@ -23,7 +25,7 @@ def of(gib: float) -> int:
 
 CAP, MARGIN, SPIKED, RESTING = of(107.52), of(12.0), of(97.655), of(88.0)
 KV = KvParameters(per_token=46 * 2 * 8 * 128 * 2, step=256)
-"""46 layers, 8 heads of 128 for keys and as many for values, two bytes each."""
+"""46 layers, 8 heads of 128 for keys and the same for values, two bytes each."""
 MODEL = Model("air", "f", True, of(85.0), KV.per_token, context=131072, kv_step=KV.step)
 
 
@@ -40,7 +42,7 @@ def reading(judge: MemoryGate, phys: int, reserved: int = 0) -> Memory:
 
 
 def admit(judge: MemoryGate, ledger: CommitmentLedger, prompt: int, phys: int = RESTING) -> Fits | Refused | None:
-    """Judge a request as the engine does at the door, and promise it what it needs."""
+    """Check a request as the engine does at admission, and commit its memory."""
     request = Generate(1, 1, "r", "air", (Message("user", "x"),), GenerationParams(max_tokens=128), 0, 128)
     shape = preflight.shape_of(request, prompt, 128, MODEL.context)
     cost = ledger.cost(shape.length, 1) + request_transient(MODEL, prompt, shape.promised)

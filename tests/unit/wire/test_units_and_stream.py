@@ -1,4 +1,4 @@
-"""Sizes as people write them, and urgent frames before long ones."""
+"""Sizes in the notation of users, and urgent frames before long ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -92,7 +92,7 @@ def prompt(number: int, size: int) -> Generate:
 
 
 def heard(*frames: Generate) -> list[int]:
-    """Send long frames at once; return the requests in the order in which the other end has joined them."""
+    """Send long frames at once; return the requests in the order in which the other end has reassembled them."""
     written: list[bytes] = []
     deferred: list[Callable[[], None]] = []
     outbox = Outbox(written.append, deferred.append, deferred.append)
@@ -108,7 +108,7 @@ def heard(*frames: Generate) -> list[int]:
 
 
 def test_long_frames_wait_until_the_other_end_can_join_them() -> None:
-    """Each is within the limit, all of them together are not."""
+    """Each frame is within the limit, but all of them together are not."""
     size = MAX_JOINED_BYTES * 15 // 32
     assert sorted(heard(*(prompt(number, size) for number in range(6)))) == list(range(6))
     assert sorted(heard(*(prompt(number, MAX_PLAIN_BYTES) for number in range(MAX_OPEN_MESSAGES + 9)))) == list(

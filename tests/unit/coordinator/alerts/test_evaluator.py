@@ -1,4 +1,4 @@
-"""When a condition begins, how long it lasts, when it ends, and what it says, by node."""
+"""Start, duration, end and text of a condition, by node."""
 
 import asyncio
 import itertools

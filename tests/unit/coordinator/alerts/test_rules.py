@@ -1,4 +1,4 @@
-"""Every rule holds when it should and rests when it should, for Prometheus and for the coordinator alike."""
+"""Every rule holds and stops holding as its scenario says, for Prometheus and for the coordinator."""
 
 import json
 import re
@@ -131,7 +131,7 @@ def sample(story: Series, now: float) -> Sample:
 
 
 def played(story: Series, seconds: int) -> list[set[tuple[str, Labels]]]:
-    """Play a story; give what held at each look."""
+    """Play a scenario and return the rules that held at each sample."""
     conditions = Conditions()
     held: list[set[tuple[str, Labels]]] = []
     for now in range(0, seconds + STEP, STEP):

@@ -1,4 +1,4 @@
-"""Where conditions are told to: what is no address, where nothing is sent, and how often it is tried."""
+"""The webhook for conditions: invalid addresses, addresses that are never contacted, order and retries of messages."""
 
 import asyncio
 import json
@@ -190,7 +190,7 @@ class Receiver(BaseHTTPRequestHandler):
 
 class Server(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print nothing of a client that left."""
+        """Suppress the traceback of a client that disconnected."""
 
 
 @contextmanager
@@ -272,7 +272,7 @@ async def test_attempts_are_bounded_and_the_path_is_in_no_log():
 
 
 async def attempts(answers: list[int | Exception]) -> tuple[int, list[dict[str, Any]]]:
-    """Deliver one message to answers that come in turn, then one that is taken; return attempts and log."""
+    """Deliver one message to a server with these answers, then an accepting one; return attempts and log."""
     asked, over = list[bytes](), asyncio.Event()
     loop = asyncio.get_running_loop()
 

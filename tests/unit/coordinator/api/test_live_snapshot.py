@@ -1,4 +1,4 @@
-"""What the page and `cluster status` are told, value by value, while a pool answers, waits, refuses and loses a Mac."""
+"""Values on the page and in `cluster status`, while a pool answers, queues, refuses and loses a Mac."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ async def port(tmp_path: Path) -> AsyncIterator[Port]:
 
 
 async def sections(port: Port) -> dict[str, Any]:
-    """Read what an open page is told now."""
+    """Return the current sections of an open page."""
     async with port.client("admin") as client:
         text = (await client.get("/api/v1/live")).raise_for_status().text
     found: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""The form of a backup: what is written is read, and what is longer, shorter or changed is refused with its reason."""
+"""The format of a backup: a written backup is read; a longer, shorter or changed one is refused with its reason."""
 
 import hashlib
 import io
@@ -31,7 +31,7 @@ MADE = Manifest(
 
 
 class Slow:
-    """A source that gives three bytes at a time."""
+    """A source that returns three bytes at a time."""
 
     def __init__(self, data: bytes) -> None:
         self._file = io.BytesIO(data)

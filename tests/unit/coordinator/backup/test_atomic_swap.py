@@ -21,7 +21,7 @@ _STEPS = {"open", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.chmod", 
 
 
 def killed_at(step: int, work: Callable[[], object]) -> bool:
-    """Run some work in a child that is killed before its n-th touch of the file system; say whether it came so far."""
+    """Run work in a child that is killed before its n-th step in the file system; return whether it got that far."""
     child = os.fork()
     if child == 0:
         left = step
@@ -117,7 +117,7 @@ def test_a_schema_change_that_is_killed_anywhere_leaves_a_usable_database(tmp_pa
 
 
 def killed_in_database(step: int, work: Callable[[], object]) -> bool:
-    """Run some work in a child that is killed at the n-th instruction of SQLite; say whether it came so far."""
+    """Run work in a child that is killed at the n-th instruction of SQLite; return whether it got that far."""
     child = os.fork()
     if child == 0:
         left, connect = step, sqlite3.connect

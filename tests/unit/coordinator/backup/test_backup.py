@@ -1,4 +1,4 @@
-"""Backups of a real state folder: whole or refused, and put in place wholly or not at all."""
+"""Backups of a real state folder: complete or refused, and restored completely or not at all."""
 
 import asyncio
 import hashlib
@@ -46,7 +46,7 @@ KEY = KeyRow("k1", "laptop", ("infer",), b"d" * 32, 1.0)
 
 
 def cluster(folder: Path, name: str = "home", *, video: bool = True) -> str:
-    """Make a cluster with one of everything; give its id."""
+    """Make a cluster with one object of every kind; return its id."""
     store = Database(folder)
     authority = ClusterCa(folder / "authority", time.time)
     store.found(authority.cluster, name)
@@ -76,18 +76,18 @@ def jobs_of(folder: Path) -> VideoStore:
 
 @pytest.fixture
 def home(tmp_path: Path) -> tuple[Path, str]:
-    """A cluster's state folder and its id."""
+    """Return a cluster's state folder and its id."""
     return tmp_path / "home", cluster(tmp_path / "home")
 
 
 @pytest.fixture
 def saved(home: tuple[Path, str], tmp_path: Path) -> Path:
-    """A backup of it."""
+    """Return a backup of the cluster."""
     return back_up(home[0], tmp_path / "home.backup").file
 
 
 def shows(folder: Path) -> tuple[str, int, set[str], set[str]]:
-    """Open a state folder as the coordinator does; give cluster, generation, members and keys."""
+    """Open a state folder as the coordinator does; return cluster, generation, members and keys."""
     store = Database(folder)
     try:
         assert ClusterCa(folder / "authority", time.time).cluster == store.meta.cluster
@@ -175,7 +175,7 @@ def test_a_truncated_or_damaged_backup_changes_nothing(
     spoiled = [whole[:cut] for cut in cuts]
     spoiled += [whole[:at] + bytes((whole[at] ^ 1,)) + whole[at + 1 :] for at in flips]
     spoiled += [whole + b"x", whole * 2, b"#!/bin/sh\n", b"macpool backup 2\n" + whole, b"macpool sealed 9\n"]
-    for number, content in enumerate(spoiled if passphrase is None else spoiled[3::4]):  # each guess takes its time
+    for number, content in enumerate(spoiled if passphrase is None else spoiled[3::4]):  # each guess takes time
         file.write_bytes(content)
         with pytest.raises(RestoreError):
             restore(file, other, NOW, passphrase=passphrase)
@@ -194,7 +194,7 @@ def test_the_passphrase_decides(home: tuple[Path, str], tmp_path: Path) -> None:
 
 
 def forged(folder: Path, change: Callable[[dict[str, Any]], None], extra: bytes = b"") -> Path:
-    """Make a backup whose manifest was changed by somebody who also corrected its digest."""
+    """Make a backup with a changed manifest and a matching digest."""
     source = back_up(folder, folder.parent / "forged").file
     with source.open("rb") as opened:
         opened.read(len(archive.MAGIC))
@@ -338,11 +338,11 @@ def test_a_backup_of_an_older_schema_comes_back_in_ours(tmp_path: Path) -> None:
     assert generation == int(NOW), "a restore counts one in a schema that had none"
 
 
-# -- everything that a cluster is -----------------------------------------------------------------------------------
+# -- all tables and files --------------------------------------------------------------------------------------------
 
 
 def full_cluster(folder: Path) -> str:
-    """Make a cluster in which every table has rows, among them revoked, removed and spent ones; give its id."""
+    """Make a cluster with rows in every table, among them revoked, removed and spent ones; return its id."""
     ident = cluster(folder)
     store = Database(folder)
     store.put_member(
@@ -421,7 +421,7 @@ def test_a_restored_cluster_keeps_what_people_decided(tmp_path: Path) -> None:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """Read every file but databases, locks and half-made ones."""
+    """Read every file except databases, locks and temporary files."""
     found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     return {name: data for name, data in found.items() if ".db" not in name and not name.endswith((".part", "lock"))}
 

@@ -1,4 +1,4 @@
-"""Sealed bytes: read as they were written, and by nothing but the passphrase and the whole of them."""
+"""Sealed bytes: only the passphrase and the complete file open them, and they are read as they were written."""
 
 import io
 

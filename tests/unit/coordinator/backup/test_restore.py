@@ -1,4 +1,4 @@
-"""A restore reads what is a backup of ours, says why it uses nothing else, and is finished after it was broken off."""
+"""A restore reads valid backups, refuses any other file with the reason, and completes after an interruption."""
 
 import hashlib
 import shutil
@@ -24,13 +24,13 @@ from tests.unit.coordinator.backup.test_backup import NOW, cluster, shows
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A backup without videos of a cluster with the name home."""
+    """Return a backup without videos of a cluster with the name home."""
     cluster(tmp_path / "home", video=False)
     return back_up(tmp_path / "home", tmp_path / "saved").file
 
 
 def rebuilt(file: Path, name: str, content: bytes) -> Path:
-    """Make a backup whose member of this name has another content, with its digest."""
+    """Make a backup in which the member of this name has another content, with a matching digest."""
     with file.open("rb") as opened:
         opened.seek(len(MAGIC))
         manifest = read_manifest(opened)

@@ -1,4 +1,4 @@
-"""`cluster backup` and `cluster restore` at the command, with their exit codes and words."""
+"""`cluster backup` and `cluster restore` on the command line, with their exit codes and messages."""
 
 import json
 from pathlib import Path

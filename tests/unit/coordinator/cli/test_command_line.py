@@ -1,4 +1,4 @@
-"""The shape of the command line: groups, suggestions, old spellings, one form of errors, names for ids, questions."""
+"""The command line: groups, suggestions, old spellings, one form of errors, names in place of ids, confirmations."""
 
 import json
 import stat
@@ -28,7 +28,7 @@ def pool() -> Iterator[Served]:
 
 @pytest.fixture
 def run(pool: Served, tmp_path: Path) -> Callable[..., Result]:
-    """Return what runs a verb with the admin key of the pool."""
+    """Return a function that runs a verb with the pool's admin key."""
     (tmp_path / "key").write_text(pool.keys["admin"])
     where = ["--state", str(tmp_path), "--url", pool.url, "--key-file", str(tmp_path / "key")]
     return lambda *words: CliRunner(env=CLEAN).invoke(cluster, [*words, *where])
@@ -138,7 +138,7 @@ def test_a_name_is_as_good_as_an_id(run: Callable[..., Result]):
 
 
 def test_a_key_is_renamed_expires_and_gets_a_new_secret(run: Callable[..., Result]):
-    """Without a running coordinator, as with one (tests/contract and the page)."""
+    """Runs without a coordinator; tests/contract and the page cover the same with one."""
     made = json.loads(run("key", "create", "laptop", "-o", "json").output)
     run("key", "create", "other")
     assert run("key", "rename", "laptop", "desk").output == f"laptop ({made['id']}) is now desk\n"

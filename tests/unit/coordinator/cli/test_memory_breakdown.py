@@ -1,4 +1,4 @@
-"""What a person reads of a node's memory, from what the registry makes of a report."""
+"""The printed memory of a node, computed by the registry from a report."""
 
 import io
 from typing import Any
@@ -17,7 +17,7 @@ from wire.units import GIB, MIB
 
 
 def node(**changes: Any) -> dict[str, Any]:
-    """A node as the API gives it: 96 GiB of which Metal decides, 12 kept, 60 in use, 4 promised."""
+    """Return an API row of a node: a cap of 96 GiB limited by Metal, a margin of 12, 60 in use, 4 reserved."""
     enforcement = enforcement_row(
         Enforcement(MemoryLevel.OVER_SOFT, 59 * GIB, 70 * GIB, 66 * GIB, over_caps=2, kills=1)
     )

@@ -1,4 +1,5 @@
-"""Tables on a terminal of 80, 120 and 200 columns, with 2, 12 and 40 models: whole names and states, nothing cut."""
+"""Tables on a terminal of 80, 120 and 200 columns, with 2, 12 and 40 models: complete names and states, no
+truncation."""
 
 import os
 import re
@@ -27,7 +28,7 @@ SIZES = [(80, 2), (80, 12), (80, 40), (120, 2), (120, 12), (120, 40), (200, 2), 
 
 
 def a_node(name: str, models: int, state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
-    """Make a node as the API shows it, with so many models of which two are loaded."""
+    """Return an API row of a node with this number of models, of which two are loaded."""
     held = tuple(a_model(f"mlx-community/Qwen3-{number}B-4bit", loaded=number < 2) for number in range(models))
     memory = a_memory(
         ceiling=96 * GIB, cap=96 * GIB, current=int(21.4 * GIB), headroom=int(62.6 * GIB), margin=12 * GIB
@@ -87,7 +88,7 @@ def a_catalogue(models: int) -> dict[str, Any]:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Return what prints on a terminal of a width and gives the lines."""
+    """Return a function that prints on a terminal of a width and returns the lines."""
 
     def lines(width: int, show: Any) -> list[str]:
         monkeypatch.setattr(sys.stdout, "isatty", lambda: True)

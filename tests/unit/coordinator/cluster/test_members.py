@@ -1,4 +1,4 @@
-"""Members over the real cluster port: what people decide about them lasts, and who is removed stays out."""
+"""Members over the real cluster port: decisions of administrators persist, and a removed member stays out."""
 
 import asyncio
 import time
@@ -33,7 +33,7 @@ def placed(port: Port) -> Placement | NoPlacement:
     return port.application.dispatcher.preview(ResourceDemand("tiny", 100))
 
 
-# what lasts
+# Persistence
 
 
 async def test_a_cordoned_node_stays_cordoned_after_a_restart_until_it_is_uncordoned(tmp_path: Path):
@@ -218,7 +218,7 @@ async def test_a_renewal_that_cannot_be_signed_ends_that_link_and_keeps_the_cert
     await ready(port, who)
 
 
-# what people ask
+# Queries by users
 
 
 async def test_a_member_is_found_by_id_and_by_name_and_the_one_that_is_here_first(port: Port):

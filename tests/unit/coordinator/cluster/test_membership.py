@@ -127,14 +127,14 @@ def test_time_alone_does_nothing_to_a_quiet_pool() -> None:
 
 
 def ready(node: NodeId = A, at: float = 0.0, *, link: int = 1, enrolled: bool = True) -> Membership:
-    """Give a pool of one node that has reported."""
+    """Return a pool of one node that has reported."""
     pool = advance(Membership(), node, MemberEnrolled(), at)[0] if enrolled else Membership()
     pool, _ = advance(pool, node, MemberConnected(link, "i"), at)
     return advance(pool, node, MemberReported(link), at)[0]
 
 
 def both(at: float = 0.0) -> Membership:
-    """Give a pool of two nodes that have reported."""
+    """Return a pool of two nodes that have reported."""
     return Membership({**ready(A, at).members, **ready(B, at).members})
 
 

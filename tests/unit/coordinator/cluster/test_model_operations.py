@@ -1,4 +1,4 @@
-"""Loading over the API: a whole coordinator, and nodes on real links that answer what a test wants."""
+"""Loading over the API: a complete coordinator, and nodes on real links with answers that a test sets."""
 
 import asyncio
 from collections.abc import AsyncIterator

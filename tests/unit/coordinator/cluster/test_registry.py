@@ -1,5 +1,5 @@
-"""The registry over a real store and authority, without links: who may link, what a restart keeps, what placement is
-given of every event."""
+"""The registry over a real store and authority, without links: permission to link, persistence, and calls of
+placement."""
 
 import asyncio
 import time
@@ -34,7 +34,7 @@ WALL = 1_700_000_000.0
 
 
 class Placed:
-    """What placement is given, in order."""
+    """Records the calls of placement, in order."""
 
     def __init__(self) -> None:
         self.views: list[ClusterView] = []
@@ -56,7 +56,7 @@ class Placed:
 
 
 class Coordinator:
-    """One start of a coordinator over a state folder, with every member that the store has."""
+    """One run of a coordinator over a state folder, with every member of the store."""
 
     def __init__(self, folder: Path) -> None:
         self.store = Database(folder)
@@ -79,7 +79,7 @@ class Coordinator:
         self.registry.placing = self.placed
 
     async def stop(self) -> None:
-        """End this start, with everything on the disk."""
+        """End this run, with all state on the disk."""
         await self.store.flush()
         self.close()
 
@@ -104,12 +104,12 @@ class Coordinator:
         return replace(made, **changes)
 
     def greet(self, node: NodeId, **changes: Any) -> Welcome | Denied:
-        """Say what a Hello with the node's own certificate is answered."""
+        """Return the answer to a Hello with the node's own certificate."""
         peer = PeerIdentity(self.authority.cluster, changes.pop("certificate", node))
         return self.registry.authorize(peer, self.store.members[node].serial, self.hello(node, **changes))
 
     def link(self, node: NodeId, *, report: bool = True, **changes: Any) -> int:
-        """Link a node; give the link's number."""
+        """Link a node; return the link's number."""
         number = self.registry.on_link_up(node, self.hello(node, **changes))
         if report:
             self.registry.handle_frame(node, number, a_report())
@@ -119,14 +119,14 @@ class Coordinator:
         return self.registry.pool.members[node].state.value
 
     def seen(self, node: NodeId) -> NodeView:
-        """Give the node as placement saw it last."""
+        """Return the last view of the node that placement got."""
         found = self.placed.views[-1].node(node)
         assert found is not None
         return found
 
 
 async def until(true: Callable[[], object]) -> None:
-    """Wait for what the registry's own clock brings."""
+    """Wait for an effect of the registry's own clock."""
     async with asyncio.timeout(30):
         while not true():  # noqa: ASYNC110  placement has no event for tests
             await asyncio.sleep(0.005)
@@ -484,7 +484,7 @@ async def test_a_renewed_certificate_counts_after_a_restart(start: Callable[[], 
     assert start().store.members[studio].serial == after
 
 
-# for people
+# for users
 
 
 async def test_a_member_is_found_by_name_or_id_and_of_two_the_one_that_is_here(start: Callable[[], Coordinator]):

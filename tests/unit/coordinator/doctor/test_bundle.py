@@ -1,4 +1,4 @@
-"""No secret and no prompt is in a bundle, wherever it was written; what helps is."""
+"""A bundle contains no secret and no prompt from any source, and all helpful facts."""
 
 import json
 import os
@@ -93,7 +93,7 @@ def test_only_words_come_through(line: str, fields: dict[str, str]):
 
 
 def planted(state: Path) -> None:
-    """Lay a canary into every file that a state folder has."""
+    """Write a canary into every file of a state folder."""
     for name in (
         "pepper",
         "authority/authority.pem",

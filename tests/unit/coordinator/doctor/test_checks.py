@@ -1,4 +1,4 @@
-"""Every check on a pretended Mac that is well, and on one where that one thing is wrong; and on this machine."""
+"""Every check on a healthy pretended Mac, on one with a single fault, and on this machine."""
 
 import dataclasses
 import json
@@ -158,7 +158,7 @@ def test_what_only_a_mac_has_says_so_elsewhere(tmp_path: Path, check: str):
 
 
 def reports(state: Path, *names: str) -> None:
-    """Put recorded reports where macOS puts them, the first a day old and each next a day older."""
+    """Write recorded reports where macOS stores them, the first a day old and each further one a day older."""
     folder = state / "Library" / "Logs" / "DiagnosticReports"
     folder.mkdir(parents=True)
     for days, name in enumerate(names, 1):

@@ -26,7 +26,7 @@ def seen(found: Finding) -> tuple[Result, str, str]:
 
 
 def silent(here: HostProbe) -> HostProbe:
-    """Return a machine whose own modules do not answer."""
+    """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
@@ -35,7 +35,7 @@ def silent(here: HostProbe) -> HostProbe:
 
 
 def with_device(state: Path, platform: str = "darwin", **changes: Any) -> HostProbe:
-    """Return a machine on which MLX says something else."""
+    """Return a machine with other device values of MLX."""
     here = pretended(state, platform=platform)
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
@@ -175,7 +175,7 @@ def test_the_wired_limit_is_at_most_the_safe_one(tmp_path: Path, megabytes: int,
 
 
 class Disk:
-    """Free bytes by folder, as statvfs tells them."""
+    """Free bytes by folder, in the form of statvfs."""
 
     def __init__(self, free: dict[str, int]) -> None:
         self.free = free
@@ -263,7 +263,7 @@ def test_open_files_are_at_least_1024(
     assert ("ulimit -Hn" in found.fix) is (result == "warn")
 
 
-# firewall, sleep, power, FileVault, where it was started
+# firewall, sleep, power, FileVault, terminal
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def test_filevault_and_lid():
     [
         (0, (("a", 65),), True),
         (61, (("a", 65), ("b", 65)), True),
-        (0, (("a", 65), ("b", 61)), False),  # somebody of the same network is reached
+        (0, (("a", 65), ("b", 61)), False),  # another host of the same network is reached
         (65, (("a", 65),), False),  # no network at all
         (None, (("a", 65),), False),
         (-1, (("a", 65),), False),

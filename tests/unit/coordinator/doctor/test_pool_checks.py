@@ -1,4 +1,4 @@
-"""Checks of a machine's place in a pool: against a coordinator that answers on loopback, real certificates and logs."""
+"""Checks of a machine's place in a pool, with a coordinator on loopback, real certificates and logs."""
 
 import json
 import socket
@@ -37,7 +37,7 @@ def joined(state: Path) -> None:
 
 
 class Answering:
-    """A coordinator that says what a test wants, by path; 401 for what it was not told."""
+    """A coordinator with answers by path that a test sets; 401 for any other path."""
 
     def __init__(self, state: Path) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
@@ -55,7 +55,7 @@ class Answering:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """Print nothing."""
+                """Suppress the log of requests."""
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,))
@@ -147,7 +147,7 @@ def test_the_identity_names_node_and_cluster(tmp_path: Path):
 
 
 def silent(here: HostProbe) -> HostProbe:
-    """Return a machine whose own modules do not answer."""
+    """Return a machine whose own modules give no answer."""
 
     def ask(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
         return None if command[0] == sys.executable else here.ask(command, seconds)
@@ -180,7 +180,7 @@ def test_a_coordinator_with_another_certificate_is_intercepted(tmp_path: Path, a
 def dialling(
     state: Path, reach: dict[str, int], tools: Mapping[str, str | None], **examined: Any
 ) -> tuple[HostProbe, list[Any]]:
-    """Return a Mac, and the addresses that are dialled from it."""
+    """Return a Mac, and the addresses to which it connects."""
     here, dialled = pretended(state, tools, **examined), list[tuple[str, int]]()
 
     def dial(host: str, port: int) -> int:
@@ -288,7 +288,7 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
 
 
 def lives(state: Path, coordinator: float) -> ClusterCa:
-    """Make an authority whose coordinator's certificate ends in so many seconds."""
+    """Make an authority whose coordinator's certificate ends in `coordinator` seconds."""
     (state / "cluster.db").touch()
     whole = 90 * DAY
     return ClusterCa(state / "authority", lambda: time.time() - whole + coordinator)
@@ -492,7 +492,7 @@ def free_port(kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
 
 @pytest.fixture
 def ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Put a distribution called ray first on the path: only its version is read."""
+    """Put a distribution called ray first on the path, because only its version is read."""
     folder = tmp_path / "site" / "ray-9.9.9.dist-info"
     folder.mkdir(parents=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ray\nVersion: 9.9.9\n")
@@ -534,7 +534,7 @@ def test_without_ray_its_ports_are_not_looked_at(tmp_path: Path, monkeypatch: py
 
 
 def free_range(count: int) -> int:
-    """Return the first of so many ports below those that the system gives out, none of which is taken."""
+    """Return the first port of a free range of `count` ports, below those that the system assigns."""
     for first in range(20_000, 30_000, count):
         with ExitStack() as held:
             try:

@@ -1,4 +1,4 @@
-"""Places for connections: few for a stranger, the longest at rest ends for a new one, none that is answered does."""
+"""Slots for connections: few for a stranger; a new one ends the longest idle one, but none that awaits an answer."""
 
 import tracemalloc
 

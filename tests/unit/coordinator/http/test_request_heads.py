@@ -1,4 +1,4 @@
-"""The two readers of a request's head: whatever the quick one takes, the careful one understands in the same way."""
+"""The two readers of a request's head: the careful reader reads every head of the quick reader in the same way."""
 
 from typing import Any
 
@@ -70,7 +70,7 @@ GOOD = ["host: 127.0.0.1", "content-length: 5", "authorization: Bearer k"]
 
 
 class Read:
-    """What httptools tells of a head."""
+    """Records the callbacks of httptools for a head."""
 
     def __init__(self) -> None:
         self.headers: list[tuple[bytes, bytes]] = []

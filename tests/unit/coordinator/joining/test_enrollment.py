@@ -66,7 +66,7 @@ def with_token(cluster: EnrollmentContext, csr: bytes, name: str = "studio", mac
 
 
 def pending(cluster: EnrollmentContext, now: float = 0.0) -> tuple[EnrollmentConnection, str]:
-    """Bring a conversation to where it waits for a person."""
+    """Advance a conversation to the decision of an administrator."""
     conversation, csr = talk(cluster, now), new_request("air").csr
     (authority,) = conversation.receive(EnrollStart(PROTOCOL, commitment(NONCE, csr)), now)
     assert isinstance(authority, EnrollAuthority)
@@ -228,7 +228,8 @@ def test_names_are_made_unique() -> None:
 
 
 def test_a_machine_that_joins_again_keeps_what_people_decided_about_it(cluster: EnrollmentContext) -> None:
-    """Its node, cordon, labels and permission for videos; its former certificate is denied and the audit says how."""
+    """It keeps node, cordon, labels and permission for videos. Its former certificate is denied, and the audit log says
+    how."""
     first = talk(cluster)
     first.receive(START, 0.0)
     (enrolled,) = first.receive(with_token(cluster, new_request("studio").csr), 0.0)
@@ -325,7 +326,7 @@ def refusal(frames: list[Frame]) -> tuple[str, bool, float]:
 
 
 def joined(cluster: EnrollmentContext, machine: str = "m1", name: str = "studio") -> MemberRow:
-    """Let a machine join with a token; return its member."""
+    """Join a machine with a token; return its member."""
     conversation = talk(cluster)
     conversation.receive(START, 0.0)
     (enrolled,) = conversation.receive(with_token(cluster, new_request(name).csr, name, machine), 0.0)
@@ -336,7 +337,7 @@ def joined(cluster: EnrollmentContext, machine: str = "m1", name: str = "studio"
 def asking(
     cluster: EnrollmentContext, machine: str = "m1", csr: bytes = b"", opening: bytes = NONCE
 ) -> tuple[EnrollmentConnection, list[Frame]]:
-    """Ask to join with a code; return the conversation and its answer."""
+    """Send a join request with a code; return the conversation and its answer."""
     conversation, csr = talk(cluster), csr or new_request("air").csr
     conversation.receive(EnrollStart(PROTOCOL, commitment(opening, csr)), 0.0)
     return conversation, conversation.receive(Enroll(csr, "air", machine, HARDWARE, opening=opening), 0.0)

@@ -85,7 +85,7 @@ def test_one_address_has_a_small_part_of_the_line_and_of_new_codes() -> None:
     asked(line, "other", address="10.0.0.8")
     for ticket in tickets:
         line.withdraw(ticket)
-    for number in range(MAX_NEW_CODES_PER_ADDRESS - MAX_WAITING_PER_ADDRESS - 1):  # the refused one counts, too
+    for number in range(MAX_NEW_CODES_PER_ADDRESS - MAX_WAITING_PER_ADDRESS - 1):  # the refused one also counts
         line.withdraw(asked(line, f"b{number}", 1.0))
     assert line.ask(waiting("a ninth code", 1.0), 1.0) == APPROVAL_TIMEOUT_SECONDS - 1.0
     asked(line, "ninth", APPROVAL_TIMEOUT_SECONDS)

@@ -1,4 +1,4 @@
-"""What a node may put into labels: as much as it said first, and no more for as long as it is a member."""
+"""Label values of a node: those of its first report, and no new ones while it is a member."""
 
 from coordinator.metrics.families import MAX_MODELS_PER_NODE, OTHER
 from coordinator.metrics.labels import MAX_HOST_LABELS, AdmittedLabels

@@ -1,4 +1,5 @@
-"""What Prometheus reads: every family, of honest nodes and of liars, in both forms, and no more series than meant."""
+"""The metrics for Prometheus: every family, of honest and lying nodes, in both formats, with a bounded number of
+series."""
 
 import math
 import shutil

@@ -1,4 +1,4 @@
-"""Prometheus' configuration as it is written, whole."""
+"""The complete Prometheus configuration as written."""
 
 from coordinator.metrics.prometheus import configuration
 

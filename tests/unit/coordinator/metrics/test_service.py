@@ -1,4 +1,4 @@
-"""What a scrape of a running coordinator counts, over its real cluster port, while nodes join, answer and leave."""
+"""Counts in a scrape of a running coordinator, over its real cluster port, while nodes join, answer and leave."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ def ask(client: httpx.AsyncClient, **more: Any) -> asyncio.Task[httpx.Response]:
 
 
 async def chosen(port: Port) -> str:
-    """Return the name of the node that has the one request."""
+    """Return the name of the node with the request."""
     dispatcher = port.application.dispatcher
     await port.until(lambda: [ticket for ticket in dispatcher.open_requests() if ticket.node])
     return dispatcher.open_requests()[0].node_name

@@ -1,4 +1,4 @@
-"""Every series of a scrape has its value. No two fields of a picture have the same number, so a swap is seen."""
+"""Every series of a scrape has its value. All fields of a picture have different numbers, which reveals a swap."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ Numbers = dict[str, float]
 
 
 def numbers(text: bytes) -> Numbers:
-    """Return the lines of a scrape as a dictionary, `macpool_` taken off; histograms by their sum and count alone."""
+    """Return the lines of a scrape as a dictionary without `macpool_`; histograms only by their sum and count."""
     found: Numbers = {}
     for line in text.decode().splitlines():
         name, _, value = line.rpartition(" ")
@@ -50,7 +50,7 @@ def pool_scrape(picture: PoolSnapshot) -> bytes:
 
 
 def report(memory: Memory, sharing: Sharing | None = None) -> Report:
-    """Return a report of little but its memory."""
+    """Return a report with little more than its memory."""
     return Report(1, memory, EngineState(), (), sharing=sharing or Sharing())
 
 
@@ -388,7 +388,7 @@ def test_every_series_of_the_coordinator_has_its_value():
 
 
 def test_headroom_of_the_pool_names_linked_nodes_that_can_be_read_alone():
-    """An asleep, lost, paused or unreadable node lends nothing: else NoHeadroomAnywhere would never hold."""
+    """An asleep, lost, paused or unreadable node has no headroom. Otherwise NoHeadroomAnywhere would never hold."""
     states = ("ready", "suspect", "draining", "joining", "asleep", "lost", "paused", "left")
     nodes = tuple(view(state, report=report(Memory(headroom=10)), state=state) for state in states)
     unreadable = view("blind", report=report(Memory(phys=None, headroom=None)), state="ready")
@@ -408,7 +408,7 @@ def test_a_pool_that_makes_no_videos_has_no_series_of_videos():
 
 
 def test_every_metric_of_a_condition_has_a_value_here():
-    """An alert reads metrics; this file names the value of each of them."""
+    """An alert reads metrics. This file must check the value of each of them."""
     known = {name.partition("{")[0] for name in (*NODE_NUMBERS, *POOL_NUMBERS)}
     wanted = {name.removeprefix("macpool_") for rule in RULES for name in rule.metrics() if name != "up"}
     assert wanted - {"cluster_model_fingerprints"} <= known  # fingerprints: test_metrics.py

@@ -1,4 +1,4 @@
-"""Events for those who watch: the newest, what comes, what was missed, and what was lost by who reads too slowly."""
+"""Events for followers: the newest, new ones, missed ones, and events that a slow reader loses."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The load of the last hour: rates out of totals, gaps where nothing is known, and a size that does not grow."""
+"""The load of the last hour: rates from totals, gaps without data, and a bounded size."""
 
 from typing import Any
 

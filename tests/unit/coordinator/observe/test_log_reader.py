@@ -1,4 +1,4 @@
-"""The coordinator's own log: its newest part, what is added, and a file that began anew."""
+"""The coordinator's own log: its newest part, added lines, and a file that was started again."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a node can answer a request, and what of it is a warning."""
+"""Conditions under which a node can answer a request, and those that are shown as warnings."""
 
 import dataclasses
 from typing import Any
@@ -103,7 +103,7 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
 
 
 def test_a_row_of_a_node_has_every_value_in_its_place():
-    """Every number of the report differs, so that a field cannot show another."""
+    """Every number of the report differs, because a swap of two fields must fail."""
     pause = Sharing("idle", paused=True, why="in use", until=123.0, by_hand=True)
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))

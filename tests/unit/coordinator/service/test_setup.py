@@ -1,4 +1,4 @@
-"""Install, repair, refuse, take back, uninstall: against managers that answer as the real ones do."""
+"""Install, repair, refuse, undo, uninstall: with stand-ins of service managers that answer as the real ones do."""
 
 import dataclasses
 import json
@@ -91,7 +91,7 @@ def test_an_install_that_is_cut_off_after_its_file_is_finished_by_the_next(tmp_p
 
 
 def cut_off(*_: object) -> None:
-    """Stand in for a person who presses Ctrl-C, or a machine that loses power."""
+    """Simulate a user who presses Ctrl-C, or a power cut."""
     raise KeyboardInterrupt
 
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_installed(tmp_path: Path, arguments: list[str], code: in
     assert calls(tmp_path) == []
 
 
-# what the doctor says of it
+# Checks by the doctor
 
 
 def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The units themselves: what they say, that their systems would take them, and that nothing is split or expanded."""
+"""The units: their content, their acceptance by the service managers, and no splitting or expansion of values."""
 
 import plistlib
 import shutil

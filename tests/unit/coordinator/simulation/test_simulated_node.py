@@ -1,4 +1,4 @@
-"""The modelled Mac judges as a real one does, and pays what it says."""
+"""The modelled Mac decides like a real one, and spends the memory and time that it states."""
 
 from hypothesis import given
 from hypothesis import strategies as st

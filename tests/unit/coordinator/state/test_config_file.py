@@ -1,4 +1,4 @@
-"""Where faults of a settings file stand, what the verbs say of them, and what they never show."""
+"""Positions of faults in a settings file, the output of the verbs about them, and secrets that are never printed."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""A node that is gone for good leaves nothing behind, wherever things are kept by node."""
+"""A removed node leaves no data in any structure that is kept by node."""
 
 import asyncio
 from collections.abc import Iterator
@@ -21,11 +21,11 @@ from wire.frames import Admitted, Failed, GenerationParams, Message
 from wire.identity import NodeId
 
 REMEMBERS = frozenset({"history"})
-"""What tells of the past, by names and ids, and is bounded."""
+"""Fields that record the past, by names and ids, and are bounded."""
 
 
 def found(thing: object, node: NodeId, path: str, seen: set[int]) -> Iterator[str]:
-    """Give every path below `thing` at which a node's id is kept."""
+    """Yield every path below `thing` at which a node's id is kept."""
     if id(thing) in seen or callable(thing):
         return
     seen.add(id(thing))

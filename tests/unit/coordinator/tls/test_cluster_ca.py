@@ -28,7 +28,7 @@ def identity(authority: ClusterCa, folder: Path, node: NodeId = NODE) -> NodeIde
 
 
 async def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, ssl.SSLObject, ssl.SSLObject | None]:
-    """Connect once and give what the client read and both TLS objects; errors of the client are raised."""
+    """Connect once and return the bytes that the client read and both TLS objects; errors of the client are raised."""
     seen: list[ssl.SSLObject] = []
 
     async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -48,7 +48,8 @@ async def shake(server: ssl.SSLContext, client: ssl.SSLContext) -> tuple[bytes, 
 
 
 async def refused(server: ssl.SSLContext, client: ssl.SSLContext) -> bool:
-    """In TLS 1.3 the client learns after its own handshake that it was refused: by an error or by an early end."""
+    """Return whether the connection fails. In TLS 1.3 the client is refused after its own handshake, by an error or an
+    early end."""
     try:
         greeting, _, _ = await shake(server, client)
     except OSError:

@@ -1,4 +1,4 @@
-"""TLS of the endpoint: what its authority can vouch for, and what it cannot."""
+"""TLS of the endpoint: names that its authority can certify, and names that it cannot."""
 
 import asyncio
 import ipaddress
@@ -39,7 +39,7 @@ def endpoint(
 
 
 def verifies(folder: Path, name: str, trusted: str) -> str:
-    """Let a client that trusts an authority shake hands with the certificate; empty when content, else why not."""
+    """Return the reason why a client that trusts an authority rejects the certificate; empty if it accepts."""
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     server.load_cert_chain(folder / "endpoint.pem")
     client = ssl.create_default_context(cadata=trusted)
@@ -93,7 +93,7 @@ def test_a_stolen_authority_cannot_pose_as_a_public_site(tmp_path: Path):
 
 
 def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path):
-    """`make clients` shows the same with Bun itself: any other kind of constraint fails there."""
+    """`make clients` shows the same with Bun itself, which fails with any other kind of constraint."""
     endpoint(tmp_path, "pool.example", "10.1.2.3")
     held = constrained_to(read_pair(tmp_path / "endpoint-authority.pem")[1])
     assert [general.value for general in held if isinstance(general, x509.DNSName)] == [
@@ -105,7 +105,7 @@ def test_boringssl_accepts_it_because_only_names_are_constrained(tmp_path: Path)
 
 
 def test_an_authority_with_constraints_on_addresses_is_issued_again_and_stays_trusted(tmp_path: Path):
-    """As an earlier version made it."""
+    """The first authority is in the form of an earlier version."""
     key = ec.generate_private_key(ec.SECP256R1())
     permitted = [
         x509.DNSName("localhost"),

@@ -1,4 +1,4 @@
-"""The page's files as they are served, and where the vendored ones come from."""
+"""The page's files as they are served, and the origin of the vendored ones."""
 
 import hashlib
 import re

@@ -77,7 +77,7 @@ async def test_a_look_that_fails_stops_nobody():
 async def test_nobody_looks_when_nobody_watches():
     looks: asyncio.Queue[int] = asyncio.Queue()
     live = LiveStream(lambda: looks.put_nowait(1) or {})
-    for _ in range(2):  # it stops with the last viewer, and begins again with the next
+    for _ in range(2):  # the stream stops with the last viewer, and starts again with the next one
         waiting = asyncio.ensure_future(anext(live.stream(lambda: True)))
         async with asyncio.timeout(30):
             for _ in range(3):

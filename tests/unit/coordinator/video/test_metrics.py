@@ -1,4 +1,4 @@
-"""What is counted of video jobs: every end once, under a reason of a closed set, whatever a node calls it."""
+"""Counts of video jobs: every end once, under a reason of a closed set, for any name that a node uses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How the agent looks for its coordinator, sleeps, wakes, and what it says on a link: reports, answers, goodbyes."""
+"""The agent: its search for a coordinator, sleep and wake-up, and its reports, answers and goodbyes on a link."""
 
 import asyncio
 import os
@@ -51,12 +51,12 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 ROUNDS = 4
 DIALS = 3
-"""Most connections in one round: to the last address, to prove what was found, to use it."""
+"""Most connections in one round: to the last address, to verify a discovered address, to use it."""
 LEAST_PAUSE = 0.25
 
 
 def agent_of(folder: Path, authority: ClusterCa, address: str) -> Agent:
-    """Make the agent of a node that found its coordinator at `address` the last time."""
+    """Make the agent of a node that last found its coordinator at `address`."""
     request = new_request("studio")
     certificate = authority.sign(request.csr, NodeId("n1"), "studio")
     identity = create(folder / "identity", request, certificate, authority.cluster, authority.ca, "m1")
@@ -124,7 +124,7 @@ async def test_a_coordinator_that_hangs_up_is_dialled_with_pauses(tmp_path: Path
 
 @asynccontextmanager
 async def linked(folder: Path) -> AsyncIterator[tuple[Port, Agent, str]]:
-    """Run an agent that is linked to a real coordinator; give both and the node's id."""
+    """Run an agent that is linked to a real coordinator; yield both and the node's id."""
     async with opened(folder) as port:
         who = remember(port.member("studio"), f"127.0.0.1:{port.number}")
         agent = Agent(who, NodeSettings(), "0", HARDWARE, folder / "log")
@@ -192,11 +192,11 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
             await anext(links.fetch(NodeId(node), "weather", 100))
 
 
-# linked to a coordinator that says what a test wants, with a real engine process
+# Linked to a scripted coordinator, with a real engine process
 
 
 class Mac:
-    """An agent with its engine, and the connections that it opened."""
+    """An agent with its engine, and its connections."""
 
     def __init__(self, folder: Path, **settings: object) -> None:
         named = {
@@ -218,7 +218,7 @@ class Mac:
         self.log.write_bytes(b"one\ntwo\nthree\n")
 
     async def start(self) -> Line:
-        """Start engine and agent; give the link, which is welcome."""
+        """Start engine and agent; return the link after its Welcome."""
         self.server = await asyncio.start_server(self._serve, "127.0.0.1", 0, ssl=self.authority.server_context())
         self.address = f"127.0.0.1:{self.server.sockets[0].getsockname()[1]}"
         request = new_request("studio")
@@ -247,7 +247,7 @@ class Mac:
         self.lines.put_nowait(Line(reader, writer))
 
     async def linked(self, *, generation: int = 0) -> Line:
-        """Wait for the next connection, and welcome it."""
+        """Wait for the next connection, and send a Welcome."""
         line = await asyncio.wait_for(self.lines.get(), 30)
         self.hello = await line.until(Hello)
         line.send(
@@ -265,7 +265,7 @@ class Mac:
         return line
 
     async def ready(self, line: Line) -> Report:
-        """Wait for a report of an engine that could answer."""
+        """Wait for a report of an engine that can answer."""
         while True:
             report = await line.until(Report)
             if report.engine.state == "ready" and report.memory.armed:

@@ -1,4 +1,4 @@
-"""Whom the node believes to be its coordinator."""
+"""The peers that a node accepts as its coordinator."""
 
 import asyncio
 import ssl
@@ -18,7 +18,7 @@ from wire.identity import NodeId, coordinator_uri, node_uri
 
 
 def posing(folder: Path, authority: ClusterCa, uri: str) -> ssl.SSLContext:
-    """Make a server whose certificate the cluster's CA signed for servers, with this URI as its name."""
+    """Make a server with a server certificate of the cluster's CA, with this URI as its name."""
     content = (folder / "authority.pem").read_bytes()
     key = serialization.load_pem_private_key(content, None)
     own = x509.load_pem_x509_certificate((folder / "coordinator.pem").read_bytes())
@@ -45,7 +45,7 @@ def posing(folder: Path, authority: ClusterCa, uri: str) -> ssl.SSLContext:
 
 
 async def reached(folder: Path, uri: str) -> CoordinatorLink:
-    """Dial a server of this name as a node of the cluster."""
+    """Connect to a server of this name as a node of the cluster."""
     authority = ClusterCa(folder, time.time)
     uri = uri.replace("CLUSTER", authority.cluster)
     server = await asyncio.start_server(

@@ -22,7 +22,7 @@ LOOPBACK = ["127.0.0.1"]
 
 
 def multicast_works() -> bool:
-    """Whether a multicast datagram comes back on the loopback interface."""
+    """Return whether a multicast datagram comes back on the loopback interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as listener:
         listener.settimeout(1.0)
         listener.bind(("", 0))
@@ -41,7 +41,7 @@ MULTICAST = multicast_works()
 
 
 def needs_multicast(test: F) -> F:
-    """Leave a test out where it cannot work, and out of `make quick` where it can: registering takes seconds."""
+    """Skip a test where multicast does not work, and mark it as slow, because registering takes seconds."""
     skip: Any = pytest.mark.skipif(not MULTICAST, reason="no multicast on the loopback interface here")
     return pytest.mark.slow(skip(test))
 

@@ -1,4 +1,4 @@
-"""Joining over real TLS on 127.0.0.1: what must work."""
+"""Joining over real TLS on 127.0.0.1: the cases that must succeed."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A node's log in windows: the newest part, from where the last window ended, and a file that began anew."""
+"""A node's log in windows: the newest part, the part after the last window, and a file that was started again."""
 
 from pathlib import Path
 

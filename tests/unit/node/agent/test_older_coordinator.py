@@ -1,4 +1,4 @@
-"""A node between two coordinators of its cluster, one of which the cluster has left behind."""
+"""A node between two coordinators of its cluster, one of which has an older generation."""
 
 import asyncio
 from pathlib import Path
@@ -39,7 +39,7 @@ async def test_a_node_turns_away_from_a_coordinator_that_was_left_behind(tmp_pat
 
 
 async def _left(address: str, folder: Path) -> None:
-    """Wait until the node has forgotten where the older one is."""
+    """Wait until the node has forgotten the address of the older one."""
     while True:
         kept = load_identity(folder, machine_id("studio"))
         assert kept is not None

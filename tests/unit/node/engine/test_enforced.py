@@ -1,4 +1,4 @@
-"""The text engine with real models under the enforcer's orders: what it gives back, whom it ends, what it says."""
+"""The text engine with real models under the enforcer's orders: released memory, ended requests, and their refusals."""
 
 import json
 from pathlib import Path
@@ -39,7 +39,7 @@ def report(driver: Driver) -> EngineReport:
 
 
 def free_buffers(size: int) -> None:
-    """Let MLX keep free buffers of so many bytes."""
+    """Leave `size` free bytes in MLX's buffer cache."""
     mx.set_cache_limit(2 * size)
     held = mx.zeros((size // 4,))
     mx.eval(held)
@@ -48,7 +48,7 @@ def free_buffers(size: int) -> None:
 
 
 def squeezed(driver: Driver, by: int) -> MemoryLimits:
-    """Limits whose ceiling is so many bytes below what the engine holds now."""
+    """Return limits whose ceiling is `by` bytes below the engine's footprint."""
     memory = report(driver).memory
     assert memory.phys is not None
     return MemoryLimits(memory.phys + GIB, max(memory.phys, memory.active) - by, 0, "dynamic")
@@ -59,7 +59,7 @@ def loaded(driver: Driver) -> set[str]:
 
 
 def three(folder: Path) -> Driver:
-    """Three models of which the first is pinned, used in their order."""
+    """Return an engine with three models of which the first is pinned, used in their order."""
     for name in ("a", "b", "c"):
         (folder / name).symlink_to(models.path("llama"))
     driver = Driver(folder, preload=("a",), prefix_cache_size="off")

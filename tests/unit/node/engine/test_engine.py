@@ -1,4 +1,4 @@
-"""The text engine with real models: admission, the gate before every forward, faults that stay where they are."""
+"""The text engine with real models: admission, the gate before every forward, faults without side effects."""
 
 import json
 import time
@@ -37,7 +37,7 @@ from wire.units import GIB, MIB
 ANSWERS = models.answers()
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 ENDLESS = ((EOS, -100.0),)
-"""A bias that keeps an answer from ending by itself."""
+"""A bias that prevents the end token."""
 SHORT = [one for one in ANSWERS if "system" not in one and "reasoning" not in one and len(one["answer"]) < 80]
 WAIT = "Say something that nobody has trained."
 
@@ -92,7 +92,7 @@ def test_the_gate_is_asked_before_every_prefill_and_every_join(driver: Driver):
 
 
 def small(driver: Driver, room: int) -> MemoryLimits:
-    """Limits that leave `room` bytes of headroom over what the engine holds now."""
+    """Return limits that leave `room` bytes of headroom above the engine's footprint."""
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     cap = memory.current + room
@@ -100,7 +100,7 @@ def small(driver: Driver, room: int) -> MemoryLimits:
 
 
 def forwards(driver: Driver) -> Callable[[], int]:
-    """Count the forwards that the engine begins from now on."""
+    """Count the forwards of the engine from now on."""
     begun: list[NativeCallKind] = []
     begin = driver.recorder.begin
 
@@ -331,7 +331,7 @@ def test_reasoning_is_told_apart(driver: Driver):
 
 @pytest.mark.parametrize("fault", ["step", "join"])
 def test_rows_are_rebuilt_when_a_batch_raises(driver: Driver, fault: str):
-    """The object is discarded; innocent rows are written anew from their ids and go on as if nothing had been."""
+    """The broken batch is discarded. Its other rows are rebuilt from their ids and continue without a change."""
     numbers = {driver.ask(one["prompt"]): one for one in SHORT[:3]}
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
     resident = driver.resident()
@@ -396,7 +396,7 @@ def test_a_raising_sampler_fails_its_own_request(driver: Driver, monkeypatch: py
 
 
 def test_a_prompt_that_is_an_earlier_prompt_and_its_answer(driver: Driver):
-    """What ends mlx_lm.server's generation thread."""
+    """mlx_lm.server's generation thread ends with this prompt."""
     first = SHORT[0]
     assert driver.answer(first["prompt"]) == expected(first)
     again = (Message("user", first["prompt"]), Message("assistant", first["answer"]))
@@ -459,7 +459,7 @@ def test_before_the_first_limits_nothing_is_begun():
 
 
 def copy_of(folder: Path, **files: bytes | None) -> Path:
-    """A model's folder with some of its files replaced (None: left out)."""
+    """Return a copy of a model's folder with some files replaced (None: left out)."""
     source = models.path("llama")
     folder.mkdir()
     for file in source.iterdir():
@@ -469,7 +469,7 @@ def copy_of(folder: Path, **files: bytes | None) -> Path:
 
 
 def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
-    """Else a machine at rest would be known by its last crowd."""
+    """Otherwise the speed of an idle machine would be that of its last full batch."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
     for rows, seconds in ((1, 0.1), (8, 0.1 * (1 + 7 * ROW_COST))):
@@ -480,7 +480,7 @@ def test_the_speed_that_is_told_is_of_a_row_by_itself(driver: Driver):
 
 
 def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
-    """Else nobody would ask it again, and nobody would know that its machine is free."""
+    """Otherwise the router would send it no request, and could not learn that its machine is free again."""
     driver.answer(SHORT[0]["prompt"])
     resident = driver.resident()
     best = driver.engine.report(resident.used_at + RECOVERY_SECONDS).models[0]
@@ -499,7 +499,8 @@ def test_a_model_that_was_slow_is_told_at_its_best_after_a_rest(driver: Driver):
 
 
 def test_a_step_that_was_waited_for_is_not_counted_again(driver: Driver):
-    """As if it had taken no time: a prompt may wait twice in a turn, for others and then alone."""
+    """A prompt may wait twice in a turn: for other prompts, and then alone. The second wait must not count as a step of
+    0 s."""
     number = driver.ask(WAIT, GenerationParams(logit_bias=ENDLESS))
     driver.until(lambda: len(driver.ids[number, 0]) > 2)
     driver.engine.scheduler.synchronize()
@@ -535,7 +536,7 @@ def test_a_model_is_loaded_by_the_first_request_and_unloaded_by_order(driver: Dr
 
 def test_two_models_answer_at_once_and_an_idle_one_makes_room(tmp_path: Path):
     one, two = copy_of(tmp_path / "one"), copy_of(tmp_path / "two")
-    driver = Driver(one.parent, prefix_cache_size="off")  # which would go before any model
+    driver = Driver(one.parent, prefix_cache_size="off")  # which would be released before any model
     numbers = [driver.ask(SHORT[0]["prompt"], model=name) for name in (one.name, two.name)]
     for number in numbers:
         driver.end(number)

@@ -1,4 +1,4 @@
-"""A model whose files are replaced on disk: the loaded one answers as itself until it is idle, then it is unloaded."""
+"""A model whose files are replaced on disk: the loaded one keeps answering until it is idle, then it is unloaded."""
 
 import shutil
 import time
@@ -24,7 +24,7 @@ def two(tmp_path: Path, **more: object) -> Driver:
 
 
 def replace(tmp_path: Path, name: str) -> None:
-    """Replace a model's weights by others of the same shapes, as a download does: by another file."""
+    """Replace a model's weights by different ones of the same shapes, in a new file as after a download."""
     file = tmp_path / name / "model.safetensors"
     raw = np.frombuffer(file.read_bytes(), dtype=np.uint8).copy()
     raw[8 + int.from_bytes(raw[:8].tobytes(), "little") + 3 :: 4] ^= 0x80
@@ -39,7 +39,7 @@ def _every_ping_scans(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def scan(driver: Driver) -> None:
-    """Scan as a sign of life does, when the last scan was long ago."""
+    """Scan the catalogue with a ping, as happens when the last scan is old."""
     driver.take(Ping(1))
 
 

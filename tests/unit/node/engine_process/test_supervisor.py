@@ -1,4 +1,4 @@
-"""The supervisor with the real engine process, and with small programs in its place where that cannot misbehave."""
+"""The supervisor with the real engine process, and with small programs in its place for faults."""
 
 import asyncio
 import os
@@ -43,7 +43,7 @@ QUICK = SupervisorTimeouts(ping_busy=0.05, ping_idle=0.05, turn=0.5, silence=0.5
 
 
 class Agent:
-    """What the agent does with a supervisor: keeps every frame that it is handed, decoded."""
+    """The agent's side of a supervisor: keeps every frame, decoded."""
 
     def __init__(
         self, folder: Path, patience: SupervisorTimeouts | None, command: list[str] | None, **settings: object
@@ -309,7 +309,7 @@ async def test_a_child_that_answers_nothing_at_all_is_hung_and_replaced(agent: C
 
 
 def program(text: str) -> list[str]:
-    """A small program in the engine's place: `line` is its socket, `child` the real module."""
+    """Return the command of a small program in the engine's place: `line` is its socket, `child` the real module."""
     head = """
         import os, socket, sys, time
         from node.engine.process import main as child
@@ -323,9 +323,11 @@ def program(text: str) -> list[str]:
 
 
 def engine(folder: Path, text: str) -> list[str]:
-    """A program in the engine's place that has `models` loaded after its RestoreModels, writes what it was told
-    to restore to a file, a line for each of its lives, and does `text` with every frame; `recorder` writes the
-    shared page."""
+    """Return the command of a program in the engine's place.
+
+    After its RestoreModels the program has `models` loaded. It runs `text` for every frame. Each process writes a line
+    to the file `diary`: the models to restore and the models to keep out. `recorder` writes the shared page.
+    """
     head = f"""
         from node.engine.process.interface import NativeCallKind
         from node.engine.process.crash_recorder import CrashRecorder
@@ -371,13 +373,13 @@ def engine(folder: Path, text: str) -> list[str]:
 
 
 def diary(folder: Path) -> list[tuple[str, str]]:
-    """What each life of the engine was told: models to restore, models to keep out."""
+    """Return the orders of each life of the engine: models to restore, models to keep out."""
     lines = (folder / "diary").read_text().splitlines() if (folder / "diary").exists() else []
     return [(models.strip(), bans.strip()) for models, _, bans in (line.partition("|") for line in lines)]
 
 
 async def order(one: Agent, kind: type[LoadModel] | type[UnloadModel], number: int, model: str) -> None:
-    """Give an order and wait until it is done and reported."""
+    """Send an order and wait until it is done and reported."""
     one.supervisor.send(encode(kind(number, model)), kind, number)
     assert isinstance(await one.end(number), Finished)
     await one.until(
@@ -401,7 +403,7 @@ LEAKS = """
         report()
 """
 NEVER = SupervisorTimeouts(first=600.0, longest=600.0)
-"""After a death there would be no other engine within the test."""
+"""After a crash no new engine would start during the test."""
 
 
 def recycled(one: Agent) -> bool:
@@ -769,7 +771,7 @@ DEAF = """
     line.sendall(encode(EngineReport(Memory(cap=1, armed=True), (), 0, 0)))
     time.sleep(60)
 """
-"""Takes no notice of the end of its socket, nor of SIGTERM."""
+"""Ignores the end of its socket and SIGTERM."""
 
 
 @pytest.mark.slow
@@ -786,8 +788,10 @@ async def test_a_child_that_ignores_the_end_of_its_socket_and_sigterm_is_killed(
 
 
 def calls(folder: Path, busy: float, expected: float, lasts: float) -> list[str]:
-    """A program that says it has been in a call for `busy` seconds of `expected`, ignores that it is asked to end, and
-    leaves `lasts` seconds after that; it writes down how it was ended."""
+    """Return the command of a program that reports a call of `busy` seconds, `expected` seconds long.
+
+    The program ignores a Stop and ends after `lasts` seconds. It records how it was ended.
+    """
     return program(f"""
         import signal, threading
         def note(text):
@@ -901,7 +905,7 @@ async def test_a_child_that_ends_is_not_ready_again_whatever_it_reports(agent: C
 
 @pytest.mark.slow
 async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Callable[..., Agent]):
-    """The forward in flight returns, the model is given back, and no signal was needed."""
+    """The running forward returns, the model is released, and no signal was needed."""
     slow = """
         import os, time
         from node.engine.scheduling import scheduler as generation
@@ -940,13 +944,13 @@ async def test_a_real_engine_that_writes_a_prompt_is_stopped_in_order(agent: Cal
     assert said.index("the forward returned") < said.index("model unloaded")
 
 
-# wired memory that does not come back
+# wired memory that is not released
 
 LEAKY = SupervisorTimeouts(first=0.01, longest=0.01, settle=0.0, ping_idle=0.05)
 
 
 async def loses(one: Agent, before: int, after: int) -> None:
-    """Kill an engine that has 20 GiB of weights wired; of those so many are left."""
+    """Kill an engine that has 20 GiB of weights wired, and leave `after` bytes wired."""
     supervisor, pid = one.supervisor, one.supervisor.pid
     await one.until(one.armed)
     one.wired = before + 20 * GIB
@@ -954,7 +958,7 @@ async def loses(one: Agent, before: int, after: int) -> None:
     assert pid is not None
     child = supervisor.child
     assert child is not None
-    child.wired.last = one.wired  # as its next look would
+    child.wired.last = one.wired  # as at its next poll
     os.kill(pid, signal.SIGKILL)
     one.wired = after
     await one.until(lambda: supervisor.state.restarts > deaths and supervisor.pid != pid)

@@ -1,4 +1,4 @@
-"""What a running node tells of its settings, and who believes it when."""
+"""The published settings of a running node, and when readers trust them."""
 
 import contextlib
 import fcntl

@@ -271,7 +271,7 @@ def test_nobodys_bytes_and_nobodys_lease_add_nothing_to_the_reach():
 
 
 def test_a_workers_bytes_come_back_only_up_to_its_lease():
-    """A worker within its lease of 36 GiB: what it holds is not free, and is off the ceiling already."""
+    """The bytes of a worker within its lease of 36 GiB are not free, and are already subtracted from the ceiling."""
     for held in (10, 36, 50):
         assert dynamic(5 * GIB, 20 * GIB, worker=held * GIB, lease=36 * GIB) == (25 + min(held, 36)) * GIB
 
@@ -323,11 +323,11 @@ GUESSED = MachineBounds(128 * GIB, 100 * GIB)
         (GUESSED, None, 100),
         (GUESSED, MetalDevice(107 * GIB), 107),
         (GUESSED, MetalDevice(90 * GIB), 90),
-        # A person set a limit: the device's figure follows it, and neither is ever exceeded.
+        # A user set a limit: the device's figure follows it, and neither is ever exceeded.
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(112 * GIB, 112 * GIB), 112),
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(110 * GIB, 112 * GIB), 110),
         (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), MetalDevice(107 * GIB, 60 * GIB), 60),
-        # It was set, changed or removed since the device was asked: the lower counts.
+        # The limit was set, changed or removed after the device was read: the lower figure counts.
         (replace(GUESSED, metal=112 * GIB, wired=112 * GIB), MetalDevice(107 * GIB), 107),
         (replace(GUESSED, metal=60 * GIB, wired=60 * GIB), MetalDevice(107 * GIB), 60),
         (GUESSED, MetalDevice(112 * GIB, 112 * GIB), 100),

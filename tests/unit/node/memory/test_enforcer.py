@@ -1,4 +1,4 @@
-"""The enforcer as a script of readings: what it orders, and when it ends an engine."""
+"""The enforcer with a script of readings: its orders, and when it ends an engine."""
 
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 
@@ -28,7 +28,7 @@ CAP = Memory(cap=100 * GIB, ceiling=100 * GIB, margin=15 * GIB, phys=50 * GIB)
 
 @dataclass
 class Run:
-    """One engine after another, polled every quarter of a second."""
+    """Consecutive engines, polled every quarter of a second."""
 
     engine: int | None = 1
     memory: Memory = CAP
@@ -39,7 +39,7 @@ class Run:
     state: EnforcerState = field(default_factory=EnforcerState)
 
     def poll(self, gib: float | None = None) -> tuple[Action, ...]:
-        """Read so many GiB in use; the engine answers each order before the next poll, unless it does not."""
+        """Poll with `gib` GiB in use. The engine answers each order before the next poll if `answers` is set."""
         if gib is not None:
             self.memory = replace(self.memory, phys=int(gib * GIB))
         self.now += BUSY_POLL_SECONDS
@@ -51,7 +51,7 @@ class Run:
         return actions
 
     def levels(self, *readings: float) -> list[list[MemoryLevel | str]]:
-        """Poll with each reading; give what was ordered at each."""
+        """Poll with each reading; return the orders of each poll."""
         return [
             [one.order.level if isinstance(one, SendOrder) else "end" for one in self.poll(gib)] for gib in readings
         ]

@@ -1,4 +1,4 @@
-"""The limiter over a machine whose every reading a test can set."""
+"""The limiter over a machine with settable readings."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ with subprocess.Popen([sys.executable, "-c", below], stdin=-1, stdout=-1) as chi
 
 @dataclass
 class SetMachine:
-    """A machine of 128 GiB that reads what it is told to."""
+    """A machine of 128 GiB with readings that a test sets."""
 
     total: int = 128 * GIB
     metal: int | None = 96 * GIB
@@ -196,7 +196,7 @@ def test_ram_that_cannot_be_read_for_once_keeps_the_cap_and_at_the_start_is_an_e
 def test_a_look_reads_the_machine_once_so_that_what_it_checked_is_what_it_judges():
     @dataclass
     class FailingMachine(SetMachine):
-        """A machine whose RAM can be read only at every second time."""
+        """A machine whose RAM can be read only every second time."""
 
         reads: int = 0
 
@@ -219,7 +219,7 @@ def test_what_the_system_can_spare_unreadable_means_a_ceiling_of_one_byte_by_tha
 
 
 def told(one: Limiter, phys: int | None = 0) -> list[MemoryLimits]:
-    """Poll once; give what was told."""
+    """Poll once; return the limits that were sent."""
     frames: list[MemoryLimits] = []
     one.poll(phys, frames.append)
     return frames

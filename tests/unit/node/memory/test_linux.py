@@ -50,7 +50,7 @@ def test_a_process_that_is_gone_is_unknown_and_so_is_a_zombie():
 
 
 def test_a_reading_rises_by_what_is_touched_and_a_mark_stays_when_it_falls():
-    """In a child: what the tests before held and gave back is no part of its marks."""
+    """Runs in a child process, because the memory of earlier tests must not be part of its marks."""
     script = """
         import os
         from node.memory.linux import LinuxFootprint

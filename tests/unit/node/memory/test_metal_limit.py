@@ -1,4 +1,4 @@
-"""The figure that is kept on disk, and every way in which it can be somebody else's."""
+"""The figure that is kept on disk, and every case in which the figure belongs to another machine or limit."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The poll with real engine processes, read from outside as the agent reads them, under limits that a test sets."""
+"""The poll with real engine processes, read from outside like the agent does, under limits that a test sets."""
 
 import asyncio
 import os
@@ -46,11 +46,11 @@ from wire.units import GIB, MIB
 
 WAIT = 20.0
 AT_ONCE = SupervisorTimeouts(first=0.01, longest=0.01, over=0.2, ping_busy=60.0, ping_idle=60.0)
-"""Signs of life are asked for by the poll alone, where it needs one."""
+"""Only the poll sends pings, where it needs one."""
 
 
 class SeenPoll(MemoryPoll):
-    """A poll whose looks a test can wait for."""
+    """A poll that notifies a test of each reading."""
 
     looked: Callable[[], None]
 
@@ -62,8 +62,11 @@ class SeenPoll(MemoryPoll):
 
 
 class Node:
-    """What the composition root makes, without a link: machine, limiter, supervisor, poll. `scripted` are settings of
-    the scripted engine, or with `models` its folder is served by the real one."""
+    """The composition root without a link: machine, limiter, supervisor, poll.
+
+    `scripted`: Settings of the scripted engine.
+    `models`: A folder that the real engine serves instead.
+    """
 
     def __init__(
         self,
@@ -255,7 +258,7 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
     assert node.poll.state.polls == looked, "for one that was seen the next poll is soon enough"
     node.poll.state = EnforcerState()
     node.poll.poll_sooner()
-    for _ in range(3):  # turns of the loop, in which no time passes
+    for _ in range(3):  # turns of the loop without elapsed time
         await asyncio.sleep(0)
     assert node.poll.state.engine == node.supervisor.ready
 
@@ -264,7 +267,7 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
 async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls_and_replaced(
     make: Callable[..., Awaitable[Node]],
 ):
-    """Judged by the resident set of a real process: the engine says that it has 1 MiB, and then nothing more."""
+    """The resident set of a real process is decisive: the engine reports 1 MiB, and then nothing more."""
     node = await make(weights="1MiB", kv_per_token=1)
     pid = node.supervisor.ready
     assert pid is not None
@@ -309,7 +312,7 @@ IN_A_CALL = """
     ScriptedEngine.call = lambda engine: engine.under_way
     child.main()
 """
-"""An engine of which each decode step is a native call of 2.5 s."""
+"""An engine in which each decode step is a native call of 2.5 s."""
 
 
 @pytest.mark.slow
@@ -317,7 +320,7 @@ IN_A_CALL = """
 async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
     make: Callable[..., Awaitable[Node]], expected: float, kills: int
 ):
-    """The order is obeyed after it: later than a period, and no silence."""
+    """The order is carried out after the call: later than a period, and without counting as silence."""
     program = textwrap.dedent(IN_A_CALL).replace("EXPECTED", str(expected))
     node = await make(command=[sys.executable, "-c", program], weights="1MiB", kv_per_token=1)
     node.generate(1)

@@ -10,7 +10,7 @@ from node.memory.timer import Timer
 
 @pytest.fixture(params=[asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 def loop(request: pytest.FixtureRequest) -> Callable[[], asyncio.AbstractEventLoop]:
-    """Both loops: the node runs on uvloop."""
+    """Use both loops, because the node runs on uvloop."""
     return request.param
 
 

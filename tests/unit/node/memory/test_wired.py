@@ -1,4 +1,4 @@
-"""What of an ended process's wired memory did not come back."""
+"""Wired memory of an ended process that was not released."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from wire.units import GIB
 
 
 def missing(before: int | None, last: int | None, after: int | None, weights: int) -> int:
-    """All in GiB."""
+    """Return the missing memory; all values in GiB."""
     size = [None if one is None else one * GIB for one in (before, last, after)]
     return WiredReadings(size[0], size[1], weights * GIB).leaked_bytes(size[2]) // GIB
 
@@ -46,7 +46,7 @@ def test_a_leak(before: int | None, last: int | None, after: int | None, weights
 
 
 def test_what_another_program_wired_meanwhile_is_no_leak_of_an_engine_that_was_at_work():
-    """40 GiB were wired by somebody else; the 40 GiB of the engine came back at its end."""
+    """Another program wired 40 GiB; the 40 GiB of the engine were released at its end."""
     assert missing(before=3, last=83, after=43, weights=40) == 0
 
 
@@ -60,7 +60,7 @@ def test_little_is_no_leak_however_small_the_model():
 
 
 def lost(leaks: WiredLeaks, before: int, after: int) -> int:
-    """End a process with 40 GiB of weights; all in GiB."""
+    """End a process with 40 GiB of weights; all values in GiB."""
     return leaks.add(WiredReadings(before * GIB, None, 40 * GIB), after * GIB) // GIB
 
 

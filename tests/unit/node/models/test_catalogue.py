@@ -1,4 +1,4 @@
-"""Models are found where they lie, described without loading, and what is broken says why."""
+"""Models are found in their folders and described without loading; a broken model has a reason."""
 
 import json
 import os
@@ -45,7 +45,7 @@ LLAMA = {
 
 
 def safetensors(*extents: tuple[str, int]) -> bytes:
-    """Return a file of tensors, each given by its type and its bytes, which count up."""
+    """Return a file of tensors, each with this type and number of bytes, which count up."""
     at, header = 0, dict[str, Any](__metadata__={"format": "mlx"})
     for number, (dtype, size) in enumerate(extents):
         header[f"w{number}"] = {"dtype": dtype, "shape": [size], "data_offsets": [at, at + size]}
@@ -312,7 +312,7 @@ def test_the_embedded_model_is_served_where_nothing_else_is(tmp_path: Path):
 
 
 def test_a_folder_in_gguf_is_listed_with_the_reason_and_the_way_out(tmp_path: Path):
-    """LM Studio keeps publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
+    """LM Studio has publisher/repository/file.gguf; the hub's cache has repositories without a config.json."""
     (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF").mkdir(parents=True)
     (tmp_path / "lmstudio-community" / "Qwen3-8B-GGUF" / "Qwen3-8B-Q4_K_M.gguf").write_bytes(b"GGUF")
     snapshot = tmp_path / "hub" / "models--unsloth--gemma-GGUF" / "snapshots" / "aaa"
@@ -435,11 +435,11 @@ def test_unknown_dimensions_are_warned_about_once_and_count_nothing(tmp_path: Pa
     assert (found.kv.per_token, prefill_transient(found.forward, 256, 10_000)) == (0, 0)
 
 
-# what a node that runs another version must read in the same way
+# Figures that must be equal in every version
 
 
 def test_the_fingerprint_of_a_folder_is_the_same_in_every_version(tmp_path: Path):
-    """Nodes of two versions compare fingerprints: whoever changes this makes one model into two."""
+    """Nodes of two versions compare fingerprints. A change here makes two models of one."""
     sizes = (("BF16", 5000), ("BF16", 3 * 4096), ("BF16", 3 * 4096 + 64), ("F32", 40000))
     folder = model(tmp_path / "m", weights=safetensors(*sizes))
     (folder / "vocab.txt").write_text("a b c")
@@ -529,7 +529,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
     assert EMBEDDED.name in known, "nothing else can be served"
 
 
-# where models lie
+# folders of models
 
 
 def test_the_cache_is_where_the_variables_of_its_own_library_say(monkeypatch: pytest.MonkeyPatch):
@@ -657,7 +657,7 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
             read_header(file)
 
 
-# what is foreseen, in bytes
+# Estimates, in bytes
 
 MLA = {"kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24, "v_head_dim": 20}
 DELTA = {

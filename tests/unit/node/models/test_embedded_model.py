@@ -1,4 +1,4 @@
-"""The model that the package brings: it is small, complete, in the wheel, and says what answers.json says."""
+"""The model in the package: it is small, complete, in the wheel, and its answers equal answers.json."""
 
 import json
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ FILES = {
     "tokenizer_config.json",
 }
 LIMIT = 5_000_000
-"""Bytes of weights that a package may bring."""
+"""Largest bytes of weights in a package."""
 
 
 @cache
@@ -53,7 +53,7 @@ def titled(entries: Iterable[Entry]) -> list[Any]:
     return [pytest.param(entry, id=entry.prompt) for entry in entries]
 
 
-# what is in the folder
+# The folder
 
 
 def test_the_answers_are_those_that_the_model_was_taught():
@@ -74,7 +74,7 @@ def test_the_template_in_the_folder_is_the_one_in_the_script():
     assert settings["chat_template"] == (ROOT / "tests" / "models" / "template.jinja").read_text()
 
 
-# what mlx_lm makes of it
+# Behaviour in mlx_lm
 
 
 @pytest.mark.slow
@@ -122,7 +122,7 @@ def test_the_template_refuses_a_role_that_it_does_not_know():
         render([{"role": "pirate", "content": "Ahoy!"}])
 
 
-# what it says
+# Answers
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The models of the tests: each family loads and answers the same each time; stored ones know what they were taught."""
+"""The models of the tests: each family loads and answers the same each time; stored models know their trained
+answers."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +21,7 @@ CACHES = {
     "lfm2": {"ArraysCache", "KVCache"},
     "qwen3_next": {"ArraysCache", "KVCache"},
 }
-"""What each family is in the tests for."""
+"""The cache types for which each family is in the tests."""
 TinyModel = Callable[..., Path]
 
 
@@ -60,7 +61,7 @@ def test_a_random_model_loads_and_decodes_the_same_each_time(arch: str, tiny_mod
 
 @pytest.mark.parametrize("arch", models.TRAINED)
 def test_a_stored_model_is_of_today_s_shape_and_conversations(arch: str):
-    """`make models` stores them anew."""
+    """`make models` stores them again."""
     folder = models.path(arch)
     settings = json.loads((folder / "config.json").read_text())
     assert settings == config(arch, "tiny", settings["eos_token_id"])

@@ -1,4 +1,4 @@
-"""The sharer with its file, its clock and its readings, and a node that notes what is asked of it."""
+"""The sharer with its file, its clock and its readings, and a node that records its calls."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ from wire.frames import PauseNode as Order
 
 @dataclass
 class Mac:
-    """What the sharer drives."""
+    """The node that the sharer controls."""
 
     holding: Occupancy = field(default_factory=Occupancy)
     acts: list[SharingAction] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Mac:
 
 @dataclass
 class Scene:
-    """A sharer whose clock and readings a test sets."""
+    """A sharer with a settable clock and settable readings."""
 
     folder: Path
     settings: dict[str, object] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class Scene:
 
 
 async def started(sharer: SharingController) -> SharingController:
-    """Start it without its loop: a test looks by itself."""
+    """Start the sharer without its loop, because the test calls it directly."""
     await sharer.start()
     await sharer.stop()
     return sharer

@@ -1,4 +1,5 @@
-"""When a Mac takes work: the rule, the pause before it, and what follows when it does not."""
+"""When a Mac accepts work: the rule, the pause, which comes before the rule, and the steps when the Mac stops
+sharing."""
 
 import pytest
 from hypothesis import given
@@ -197,7 +198,7 @@ def test_a_charge_is_too_low_only_off_the_mains_where_it_is_read_and_matters(
 
 
 def charged(charges: list[float], least: int = 50, plugged: bool | None = False) -> list[bool]:
-    """Say at each charge whether it shares, one look after the other."""
+    """Return for each charge, in order, whether the Mac shares."""
     rule, low, found = SharingRule(battery=least), False, list[bool]()
     for charge in charges:
         facts = SharingInputs(plugged=plugged, battery=charge, low=low)

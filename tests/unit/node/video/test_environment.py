@@ -72,7 +72,7 @@ def test_a_failed_build_leaves_nothing_and_says_the_last_words(tmp_path: Path, m
 
 
 def test_where_torch_is_only_to_be_had_with_cuda_nothing_is_pulled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """pip is asked for the build for the CPU and for no other, so one without it has nothing to give."""
+    """pip is asked only for the CPU build. It finds nothing where that build does not exist."""
     asked: list[list[str]] = []
 
     def run(command: list[str], otherwise: str) -> None:

@@ -1,5 +1,7 @@
-"""Leases from grant to end with a real engine process and no worker, or the stand-in of one: the numbers that are given
-back, what the coordinator is sent, and what the disk keeps."""
+"""Leases from grant to end with a real engine process, without a worker or with its stand-in.
+
+Checked are the released memory, the frames to the coordinator, and the files.
+"""
 
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -21,7 +23,8 @@ MODEL = "wan"
 
 
 def settings(folder: Path, **more: object) -> dict[str, Any]:
-    """Settings of a node with one video package, the stand-in's environment and a pretended Mac of 128 GiB."""
+    """Return the settings of a node with one video package, the stand-in's environment and a pretended Mac of 128
+    GiB."""
     environments = folder / "environments"
     return {
         "engine.kind": "scripted",
@@ -51,7 +54,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 def kinds(node: Node, lease: str = "l-1") -> list[type]:
-    """List the frames about a lease in their order."""
+    """Return the kinds of the frames about a lease in their order."""
     return [type(frame) for frame in node.frames if getattr(frame, "lease", "") == lease]
 
 
@@ -299,7 +302,7 @@ async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, c
 
 
 async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(make: Make):
-    """The engine reads the request before the lower ceiling, so only the second look at the memory can see it."""
+    """The engine reads the request before the lower ceiling. Only the second check of the memory can detect it."""
     node = await make(memory__cap="20GiB", engine__scripted__kv_per_token=1024**2)
     before = node.ceiling
     node.chat(1, tokens=10_000)

@@ -31,7 +31,7 @@ def weights(path: Path, size: int, metadata: dict[str, str] | None = None, held:
 
 
 def package(folder: Path, index: dict[str, Any] = WAN, *, bits: int = 0, two: bool = True) -> Path:
-    """Write a package as an engine that quantizes does: without configs of its components."""
+    """Write a package like an engine that quantizes: without configs of its components."""
     folder.mkdir(parents=True)
     (folder / "model_index.json").write_text(json.dumps(index))
     metadata = {"quantization_level": str(bits), "mflux_version": "0.18.14"} if bits else None

@@ -8,7 +8,7 @@ from router.admission.body_intake import BodyIntake
 
 
 async def started(*takes: asyncio.Task[None]) -> list[bool]:
-    """Let the loop run; return which takes are done."""
+    """Run the loop; return which takes are done."""
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     return [take.done() for take in takes]

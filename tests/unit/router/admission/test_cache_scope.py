@@ -1,4 +1,4 @@
-"""Whose cached prefixes a request may reuse."""
+"""The keys whose cached prefixes a request may reuse."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Who asks for far more than an equal part."""
+"""Keys that ask for far more than an equal share."""
 
 from collections import Counter
 

@@ -182,7 +182,7 @@ def test_one_key_may_hold_a_quarter_but_at_least_sixteen():
 
 
 def moving() -> AdmissionQueue[str]:
-    """Make a line of one key in which two leave each second, ten that wait are left."""
+    """Make a queue of one key that loses two entries a second; ten entries are left."""
     queue: AdmissionQueue[str] = AdmissionQueue()
     for number in range(16):
         offer(queue, str(number))
@@ -194,7 +194,7 @@ def moving() -> AdmissionQueue[str]:
 
 
 def taken(queue: AdmissionQueue[str], patience: float) -> int:
-    """Offer until one is refused; give how many of the key wait then."""
+    """Offer entries until one is refused; return the number of the key's queued entries."""
     for number in range(MIN_QUEUE_LENGTH):
         refused = queue.offer(f"new {number}", "k", 1, 3.0, 3.0 + patience, 2)
         if isinstance(refused, Refused):
@@ -296,7 +296,7 @@ def test_room_is_kept_after_five_seconds_and_after_arrivals_that_never_waited():
 
 
 def drain(queue: AdmissionQueue[str]) -> list[str]:
-    """Let exactly one leave at each wake, as when capacity comes back one request at a time."""
+    """Place exactly one entry at each wake, as when capacity returns one request at a time."""
     order: list[str] = []
     while len(queue):
         free = [True]

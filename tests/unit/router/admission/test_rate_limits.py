@@ -1,4 +1,4 @@
-"""What a key may take."""
+"""The limits of a key."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What bounds a body before and while it is read."""
+"""Limits of a body before and during reading."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ BODIES = [
 
 
 def lists(schema: object) -> Iterator[dict[str, Any]]:
-    """Find every list of a pydantic-core schema whose items are checked."""
+    """Yield every list of a pydantic-core schema whose items are checked."""
     if isinstance(schema, dict):
         items = schema.get("items_schema", {"type": "any"})
         if schema.get("type") == "list" and items["type"] != "any":
@@ -66,7 +66,7 @@ def test_values_are_counted_outside_texts_only():
 
 @pytest.mark.parametrize("end", [b"\\", b"\\\\", b'\\"', b'\\\\\\"', b'\\\\"'])
 def test_escapes_hide_no_values(end: bytes):
-    """A text that ends in escapes, whole or broken, and lists behind it."""
+    """A text ends in escapes, complete or broken, and lists follow it."""
     body = b'{"a":"' + end + b'","b":[' + b"[]," * MAX_VALUES + b"[]]}"
     assert message_of(body)
 

@@ -1,4 +1,5 @@
-"""What every end of a request leaves: counts, usage of its key, its story. Values, so that nothing counts twice."""
+"""Records of every end of a request: counts, usage of its key, its history. Exact values show that nothing counts
+twice."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""The breaker: only real faults open it, only a probe closes it, and it never stays open for ever."""
+"""The breaker: only real faults open it, only a probe closes it, and it never stays open without end."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Counts of prompts: who is asked, and what becomes of a node that cannot say."""
+"""Counts of prompts: the choice of the node, and a node that cannot answer."""
 
 import asyncio
 
@@ -57,7 +57,7 @@ async def test_a_model_that_nobody_has_is_a_404():
 
 
 class Lost(LoopbackCluster):
-    """Every node is lost with the frame that it is sent."""
+    """Every node is lost when it gets a frame."""
 
     def send(self, node_id: NodeId, frame: Frame) -> bool:
         self.dispatcher.node_gone(node_id, "cut")

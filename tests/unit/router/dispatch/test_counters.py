@@ -1,4 +1,5 @@
-"""What the router counts: histograms as Prometheus reads them, gaps of the same reader only, rows that are bounded."""
+"""The counters of the router: histograms as Prometheus reads them, gaps of the same stream only, a bounded number of
+rows."""
 
 from hypothesis import given
 from hypothesis import strategies as st

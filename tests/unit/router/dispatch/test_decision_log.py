@@ -1,4 +1,4 @@
-"""What became of requests, and decisions taken again."""
+"""The history of requests, and replayed decisions."""
 
 from random import Random
 
@@ -101,7 +101,7 @@ def test_the_rings_are_bounded():
     assert history.stories.maxlen == MAX_REQUESTS_KEPT
 
 
-# stories
+# Steps of a request
 
 
 def way(ticket: ActiveRequest) -> list[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""A node swaps models for a request: what the dispatcher sends, keeps back and says meanwhile."""
+"""A node swaps models for a request: the frames that the dispatcher sends or holds back, and its messages meanwhile."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -28,7 +28,7 @@ def ask(cluster: Cluster, model: str, key: str = "k", *, stream: bool = True) ->
 
 
 def has(cluster: Cluster, *names: str, loading: str = "") -> None:
-    """All nodes have these models of 12 GiB loaded, of 22 that they may use, and report it."""
+    """Report these models of 12 GiB as loaded on all nodes, which may use 22 GiB."""
     cluster.models = tuple(
         a_model(name, weights=12 * GIB, loaded=name in names, loading=name == loading) for name in ("one", "two")
     )
@@ -38,7 +38,7 @@ def has(cluster: Cluster, *names: str, loading: str = "") -> None:
 
 
 def passes(cluster: Cluster, seconds: float) -> None:
-    """Time passes, with reports and sweeps."""
+    """Advance the time, with reports and sweeps."""
     for _ in range(int(seconds / SWEEP_INTERVAL_SECONDS)):
         cluster.now += SWEEP_INTERVAL_SECONDS
         cluster.report()
@@ -53,7 +53,7 @@ def pair(*nodes: str, **settings: object) -> Cluster:
 
 @pytest.fixture
 async def mac() -> AsyncIterator[Cluster]:
-    """One node with model one, which answers a request."""
+    """Yield one node with model one, which answers a request."""
     cluster = pair(A)
     ask(cluster, "one")
     yield cluster
@@ -129,7 +129,8 @@ async def test_a_short_time_for_swaps_takes_nothing_from_the_queue_time():
 
 
 async def test_the_model_in_use_keeps_its_room_until_its_slice_ends(mac: Cluster):
-    """Room is kept for who waits for five seconds, but none where a model would have to leave for it."""
+    """Room is held for a request that has waited five seconds, but not where a model would have to be unloaded for
+    it."""
     slow = mac.settings.swap_timeout_seconds
     other = ask(mac, "two", "bob")
     mac.models = tuple(replace(model, load_seconds=slow) for model in mac.models)
@@ -172,7 +173,7 @@ async def test_an_answer_that_was_begun_goes_on_at_a_node_that_makes_room():
     cluster = pair(A, B)
     first, second = ask(cluster, "one"), ask(cluster, "one")
     assert (first.node, second.node) == (A, B)
-    for ticket in (first, first, second):  # the first is nearer to its end
+    for ticket in (first, first, second):  # the first is closer to its end
         cluster.say(lambda number: Deltas((Delta(number, 0, (1,), ((0, "hi"),)),)), ticket.node, ticket.request)
     ask(cluster, "two", "bob")
     passes(cluster, MIN_SLICE_SECONDS + 1)

@@ -49,7 +49,7 @@ A, B, C = NodeId("a"), NodeId("b"), NodeId("c")
 
 
 class Cluster:
-    """A dispatcher whose clock and nodes are moved by hand."""
+    """A dispatcher with a manual clock and manual nodes."""
 
     def __init__(self, *nodes: NodeId, **settings: object) -> None:
         self.now = 100.0
@@ -89,7 +89,7 @@ class Cluster:
         self.dispatcher.set_view(ClusterView(tuple(views)))
 
     def seen(self, node: NodeId) -> NodeView:
-        """Return what the dispatcher sees of a node."""
+        """Return the dispatcher's view of a node."""
         report = Report(0, self.memory.get(node, a_memory()), self.engine, self.models, self.acked)
         return view_of(
             report,
@@ -127,7 +127,7 @@ class Cluster:
         self.say(lambda number: Finished(number, ("stop",), 25, 3))
 
     def settled(self) -> None:
-        """Nothing is left of anything."""
+        """Check that no request, reservation or queue entry is left."""
         self.dispatcher.ledger.check()
         assert self.dispatcher.ledger.empty
         assert len(self.dispatcher.queue) == 0
@@ -471,7 +471,7 @@ async def test_nodes_are_told_whose_a_request_is_and_its_part(one: Cluster):
 
 
 async def test_a_node_that_is_full_of_one_key_is_asked_for_another_ones_request(one: Cluster):
-    """Its engine can preempt; the same key, or a second request beside a single one, waits for room."""
+    """Its engine can preempt. The same key waits for room; the same holds for a second request next to a single one."""
     held = [one.submit(key="greedy") for _ in range(2)]
     full(one, A)
     waiting = one.submit(key="greedy")
@@ -856,7 +856,7 @@ async def test_a_send_that_breaks_leaves_nothing_behind():
     cluster.settled()
 
 
-# where a prompt was read before
+# cached prompts
 
 
 async def test_a_short_prompt_goes_anywhere(two: Cluster):
@@ -898,7 +898,7 @@ async def test_after_its_engine_died_a_node_is_like_any_other():
     assert served_by(cluster, "x" * 100) != first
 
 
-# what a key may take
+# Limits of a key
 
 
 async def test_a_key_is_held_to_its_limits_on_every_way_out(two: Cluster):
@@ -997,7 +997,7 @@ async def test_a_key_that_is_bound_to_labels_meets_only_nodes_that_have_them(two
     assert {node for node, _ in two.generates()} == {B}
 
 
-# taking a node away
+# loss of a node
 
 
 async def test_a_drain_moves_what_runs_and_says_when_the_node_is_empty(two: Cluster):

@@ -1,4 +1,4 @@
-"""When a node swaps models: the rules of `router.dispatch.model_swaps`, one by one and in thousands of drawn views."""
+"""The rules of `router.dispatch.model_swaps` for swaps of models, one by one and in thousands of generated views."""
 
 from collections.abc import Iterable
 
@@ -114,7 +114,7 @@ class World:
         return SwapInput(nodes, waiting, keys, self.running, self.ledger.turns)
 
     def step(self, seconds: float = 0.0) -> list[model_swaps.Action]:
-        """Let time pass, take a step and carry it out."""
+        """Advance the time, take a step and carry out its actions."""
         if seconds:
             self.picture()
         self.now += seconds
@@ -136,7 +136,7 @@ class World:
 
 
 def busy() -> World:
-    """One node with memory for one of two models; a request runs on model a and another waits for model b."""
+    """Return one node with memory for one of two models: a request runs on model a, another waits for model b."""
     world = World("a", "b")
     world.node(N1, "a")
     world.runs(N1, "a")
@@ -407,7 +407,7 @@ def test_a_pinned_model_that_is_idle_is_no_room_for_a_request():
     assert isinstance(asked, SendRequest)
 
 
-# pictures
+# views
 
 
 def ticket(number: int, name: str, key: str = "bob", weight: int = 4) -> ActiveRequest:
@@ -473,7 +473,7 @@ def test_a_picture_has_what_runs_where_with_the_seconds_that_it_still_takes():
     }
 
 
-# drawn pictures
+# generated views
 
 NAMES = "abcde"
 drawn_nodes = st.lists(st.sets(st.sampled_from(NAMES), max_size=3), min_size=1, max_size=3)
@@ -541,7 +541,7 @@ def test_every_turn_ends(
     room: int,
     data: st.DataObject,
 ):
-    """Whatever the nodes and clients do meanwhile: nothing at all, too."""
+    """Nodes and clients do anything meanwhile, or nothing."""
     world = drawn(nodes, uses, waits, room, set())
     for _ in range(12):
         world.step(data.draw(st.sampled_from([0.25, 5.0, 60.0])))

@@ -1,4 +1,4 @@
-"""Several tickets read as one."""
+"""Several requests that are read as one."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Orders to engines: whoever gave one hears its end, once, whatever becomes of the node."""
+"""Orders to engines: the sender of an order gets its end once, for any state of the node."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +29,7 @@ A, B = NodeId("a"), NodeId("b")
 
 
 class Nodes:
-    """Where orders go; nothing is answered by itself."""
+    """Receives the orders; a test sends the answers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[NodeId, Frame]] = []

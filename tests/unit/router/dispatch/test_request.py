@@ -1,4 +1,4 @@
-"""What a ticket of an answer that is not streamed collects and counts."""
+"""Content and counts that a request without a stream collects."""
 
 from router.dispatch.request import DELTA_BYTES, BufferedRequest, CompleteAnswer, RequestSpec
 from router.placement.place import ResourceDemand

@@ -1,4 +1,4 @@
-"""A node that has its hands free takes over what waits elsewhere."""
+"""An idle node takes over requests that wait on other nodes."""
 
 import dataclasses
 from collections.abc import AsyncIterator
@@ -23,8 +23,10 @@ ROWS = 2
 
 @pytest.fixture
 async def joining() -> AsyncIterator[Cluster]:
-    """A node with two rows that alone has taken ten requests for 10 seconds; the first two of them speak. Another one
-    comes in."""
+    """Yield a cluster for a test in which a second node joins.
+
+    The first node has two rows, and alone has accepted ten requests for 10 s; the first two have output.
+    """
     cluster = Cluster(A, B)
     cluster.engine = EngineState("x", "ready", rows=ROWS)
     cluster.state[B] = "lost"
@@ -47,7 +49,7 @@ def batch(cluster: Cluster, count: int = 10) -> list[ActiveRequest]:
 
 
 def comes(cluster: Cluster, node: NodeId = B) -> None:
-    """A node is ready, and the dispatcher looks around."""
+    """Make a node ready, and sweep."""
     cluster.state[node] = "ready"
     cluster.report()
     cluster.dispatcher.sweep()
@@ -101,7 +103,7 @@ async def test_nobody_is_moved_to_gain_little(joining: Cluster):
 
 
 def test_it_is_worth_it_where_the_other_takes_a_third_and_five_seconds_are_gained():
-    here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them its own
+    here = Candidate(A, "a", "ready", expected_ttft=11.6, reading=1000, model=a_model())  # 1.6 of them are its own
     assert work_stealing.queue_wait(here) == pytest.approx(10)
     assert work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.6))
     assert not work_stealing.is_worth_moving(here, Candidate(B, "b", "ready", expected_ttft=1.7))
@@ -213,7 +215,7 @@ async def test_what_refuses_to_take_it_over_is_not_asked_again_and_again(joining
 
 
 class Uneven(Cluster):
-    """The second node has the first model only."""
+    """A cluster whose second node has only the first model."""
 
     def seen(self, node: NodeId) -> NodeView:
         view = super().seen(node)

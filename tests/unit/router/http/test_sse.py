@@ -1,4 +1,4 @@
-"""The seam to the transport: steps run by hand, events that wait, streams that are given up."""
+"""The connection to the transport: manual steps, pending events, and abandoned streams."""
 
 import asyncio
 from typing import Any
@@ -17,7 +17,7 @@ FINISHED = Finished(1, ("stop",), 1, 1)
 
 
 class Transport:
-    """An ASGI `send` that can be full."""
+    """An ASGI `send` that can block."""
 
     def __init__(self) -> None:
         self.free = asyncio.Event()

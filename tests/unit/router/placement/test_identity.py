@@ -1,4 +1,4 @@
-"""Two models of one name are never mixed: in placement, in answers that continue elsewhere, in known prompts."""
+"""Two models of one name are never mixed: in placement, in resumed answers, in cached prompts."""
 
 import itertools
 from dataclasses import replace

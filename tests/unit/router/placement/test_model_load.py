@@ -1,4 +1,4 @@
-"""Which node loads a model."""
+"""The choice of the node that loads a model."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -88,7 +88,7 @@ def why(result: Placement | NoPlacement, name: str) -> str:
     return next(candidate.why for candidate in result.candidates if candidate.name == name)
 
 
-# what was read before
+# Cached prompts
 
 LONG = ResourceDemand("tiny", 0, 4_000)
 
@@ -388,7 +388,7 @@ def test_a_feature_of_a_node_that_is_away_is_worth_waiting_for():
     assert refused(decide(away, node("plain"), ask=ask)).code is RefusalCode.NOT_READY
 
 
-# models that are not in memory
+# models that are not loaded
 
 
 def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever():
@@ -443,7 +443,8 @@ def test_the_kernels_and_the_profile_of_a_load_are_left_when_its_weights_are_rea
 def test_a_sequential_chat_stays_on_the_node_that_has_the_model_loaded(
     prefill: float, decode: float, load: float, tokens: int, spare: int, seed: int, extra: int
 ):
-    """Two nodes of one kind, one request after the other. The warm one has just enough room, the cold one a lot."""
+    """Nodes of one kind, one request after the other. The warm one has just enough memory, the cold ones have much
+    more."""
     ask = ResourceDemand("tiny", 0, tokens)
     model = a_model(prefill_speed=prefill, decode_speed=decode)
     need = request_need(model, tokens, ask.output_on(model, tokens))
@@ -728,7 +729,7 @@ LENGTHS = st.lists(st.integers(1, 20_000), max_size=12)
 
 
 def waiting(*prompts: PendingPrefill) -> NodeReservations:
-    """Give the account of a node that has still to read these."""
+    """Return the account of a node that has still to prefill these prompts."""
     return NodeReservations(unread=dict(enumerate(prompts)), unread_tokens=sum(prompt.tokens for prompt in prompts))
 
 
@@ -839,7 +840,7 @@ def test_equal_nodes_share_by_requests_in_flight_then_by_chance():
     assert picks == {"a", "b"}
 
 
-# why there is none
+# reasons of a refusal
 
 
 def test_an_unknown_model_is_a_404_that_names_near_ones():
@@ -1138,7 +1139,8 @@ def test_no_policy_picks_a_node_that_its_own_gate_would_refuse(
 
 
 def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
-    """The node's side: the same verdict, on its reading with what is on the way already committed."""
+    """Return the node's decision: the same arithmetic on its own reading, with requests on the way already
+    committed."""
     model = one.models.get("tiny")
     usable = one.state == "ready" and not one.cordoned and not one.draining and one.engine.state == "ready"
     if model is None or not usable or NOW - one.heard_at > MAX_REPORT_AGE_SECONDS:
@@ -1152,7 +1154,7 @@ def gate(one: NodeView, ask: ResourceDemand, promised: int) -> bool:
 
 
 class Worst:
-    """A policy that loves the node with the least room."""
+    """A policy that prefers the node with the least room."""
 
     def score(self, candidate, request):
         return (candidate.headroom or 0,)

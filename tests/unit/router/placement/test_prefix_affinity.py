@@ -1,4 +1,4 @@
-"""What the router believes of the nodes' prefix caches."""
+"""The router's index of the nodes' prefix caches."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Answers that go on elsewhere: whatever happens to nodes, a client reads each token once and in order."""
+"""Answers that resume on another node: for any failures of nodes, a client reads each token once and in order."""
 
 import asyncio
 from collections.abc import Callable
@@ -36,7 +36,7 @@ async def two():
 
 
 def say(cluster: Cluster, *tokens: int, choice: int = 0) -> None:
-    """Let the newest attempt say tokens, whose texts are their numbers."""
+    """Send tokens of the newest attempt; their texts are their numbers."""
     for token in tokens:
         cluster.say(lambda number, token=token: Deltas((Delta(number, choice, (token,), ((0, f"{token} "),)),)))
 
@@ -92,7 +92,7 @@ def test_the_rules():
     ]
 
 
-# what goes on
+# Requests that resume
 
 
 @pytest.mark.parametrize("fall", [lose, engine_lost, short_of_memory])
@@ -161,11 +161,11 @@ async def test_the_next_node_is_asked_when_one_refuses_to_go_on():
     cluster.settled()
 
 
-# where it goes on
+# Nodes on which they resume
 
 
 def models(cluster: Cluster, **by_node: Model) -> None:
-    """Give nodes models of their own."""
+    """Set the models of nodes."""
     plain = cluster.seen
 
     def view(node: NodeId):
@@ -373,7 +373,7 @@ async def test_what_nobody_has_read_is_refused_at_the_deadline_so_that_it_may_be
     cluster.settled()
 
 
-# moving
+# migration
 
 
 async def test_a_node_that_drains_is_emptied_and_nobody_notices(two: Cluster):
@@ -428,7 +428,7 @@ async def test_moves_count_as_losses(two: Cluster):
 
 
 async def silence(cluster: Cluster, node: NodeId, seconds: float) -> None:
-    """Let a node be suspect for so long, in two looks."""
+    """Make a node suspect for `seconds`, in two sweeps."""
     cluster.state[node] = "suspect"
     heard_at = cluster.now
     view = cluster.dispatcher.view
@@ -555,14 +555,14 @@ async def test_refusals_never_open_a_breaker(two: Cluster):
     assert two.dispatcher.breakers.opened == 0
 
 
-# whatever happens
+# Random failures
 
 WORDS = 12
 ACTIONS = ("say", "say", "say", "take", "late", "lose", "return", "engine", "refuse", "move", "drain", "fill", "room")
 
 
 class Story:
-    """Three nodes that write the same answer, and everything that may happen to them."""
+    """Three nodes that generate the same answer, and all events that may happen to them."""
 
     def __init__(self) -> None:
         self.cluster = Cluster(A, B, C)

@@ -84,7 +84,7 @@ def test_a_hold_counts_for_all_but_its_owner():
 
 
 class AllOrders(RuleBasedStateMachine):
-    """Every event in every order, also those that a broken or lying node causes."""
+    """Every event in every order, including events that only a broken or lying node causes."""
 
     @initialize()
     def start(self):

@@ -1,4 +1,4 @@
-"""Placement by arrays: as placement itself decides, only sooner."""
+"""Placement by arrays: the same decisions as placement itself, but faster."""
 
 from dataclasses import replace
 from random import Random
@@ -296,7 +296,7 @@ def test_a_policy_without_arrays_is_asked_about_every_node():
 
 
 def test_answers_slow_each_other_here_too_until_they_have_ended():
-    """Also those that the reports count by now: what is promised no more is still there."""
+    """This includes answers that the reports already count: their reservations have ended, but they still run."""
     quick, other = a_model(decode_speed=100.0), a_model(decode_speed=70.0)
     nodes = tuple(
         NodeView(

@@ -1,4 +1,4 @@
-"""The one memory arithmetic: its identity, its monotony, padding, and what counts as unreadable."""
+"""The one memory arithmetic: its identity, its monotony, padding, and readings that count as unreadable."""
 
 import pytest
 from hypothesis import assume, given

@@ -1,4 +1,4 @@
-"""Whose turn it is where several wait."""
+"""The choice of the next key where several wait."""
 
 from collections import Counter
 
@@ -80,7 +80,7 @@ def test_nobody_is_more_than_a_row_ahead_while_both_wait(owners: list[WeightedKe
 
 
 def read(reading: PrefillFairness, waiting: list[WeightedKey], turns: int, tokens: int = 100) -> Counter[str]:
-    """Read so many turns of endless prompts, and give who had them."""
+    """Run `turns` turns of endless prompts, and return the number of turns of each key."""
     had = Counter[str]()
     for _ in range(turns):
         owner = waiting[reading.next(waiting)]

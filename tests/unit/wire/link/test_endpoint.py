@@ -12,7 +12,7 @@ from wire.link.endpoint import ACCOMPANY_SECONDS, COALESCE_SECONDS, IMMEDIATE_WR
 
 
 class Line:
-    """A transport and a loop that do only what the test says."""
+    """A transport and a loop that only a test moves."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -179,7 +179,7 @@ def test_a_peer_that_does_not_read_may_have_the_bound_unsent_and_no_byte_more(mo
     monkeypatch.setattr(endpoint, "MAX_UNSENT_BYTES", 2 * len(frame))
     line = Line()
     end = End(line)
-    for _ in range(3):  # what is sent to a peer that reads does not count
+    for _ in range(3):  # frames to a peer that reads do not count
         assert end.send(Ping(1))
         line.run(COALESCE_SECONDS)
     end.pause_writing()

@@ -1,4 +1,4 @@
-"""Keys with limits, what they used, and who did what: the API as it stands in the coordinator."""
+"""Keys with limits, their usage, and the audit log, through the API of the coordinator."""
 
 import time
 from collections.abc import AsyncIterator
@@ -370,7 +370,7 @@ async def test_a_second_key_of_one_name_is_refused_until_the_first_is_revoked(ad
     await make(admin)
 
 
-# what lasts
+# Persistence
 
 
 async def test_stored_keys_open_with_their_scopes_expiry_and_limits_after_a_restart(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""How a token gets to a new Mac: through a pipe or a file, never as an argument that every user of it could read."""
+"""Transfer of a token to a new Mac: through a pipe or a file, never as an argument that every user could read."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ TOKEN = "mpj1.pin.id.secret"
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], str]]:
-    """Return the arguments of the node that was started, and what it read from its descriptor."""
+    """Return the arguments of the started node, and the text that its token descriptor holds."""
     found: list[tuple[list[str], str]] = []
 
     def execute(_: str, arguments: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""`cluster models`, `load` and `unload` as a person sees them, against a server that says what a coordinator would."""
+"""Output of `cluster models`, `load` and `unload`, against a server with the answers of a coordinator."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from wire.units import GIB
 
 
 class Server:
-    """Answers every request alike, once it may; keeps what it was asked."""
+    """Sends the same answer to every request, once `may` is set, and records the requests."""
 
     def __init__(self, folder: Path) -> None:
         self.answer: dict[str, Any] | Problem = {}

@@ -1,4 +1,4 @@
-"""The board against anything that may happen in any order, and the stories that it was made for."""
+"""The job table with random events in any order, and with the scenarios that it was made for."""
 
 from typing import Any
 
@@ -59,7 +59,7 @@ def a_job(number: int, **changes: Any) -> VideoJob:
 
 
 class Story:
-    """A board that events are told to one by one."""
+    """A board, with its events and actions one by one."""
 
     def __init__(self, **rules: Any) -> None:
         self.board = JobTable(JobRules(**rules))
@@ -453,7 +453,7 @@ def test_nothing_follows_an_end():
                 with_state(a_job(1, state=state), other)
 
 
-# anything in any order
+# random events in any order
 
 LEASES = st.integers(1, 6).map(lambda number: f"lease_{number}")
 NODES = st.sampled_from(["a", "b"])
@@ -540,7 +540,7 @@ def check(before: JobTable, board: JobTable) -> None:
 
 
 def fenced(before: JobTable, after: JobTable, said: LeaseAnswered) -> None:
-    """What is said of a lease that is not a job's newest changes no job."""
+    """Check that a message about a lease that is not a job's newest changes no job."""
     newest = {(job.lease, job.generation, job.node) for job in before.jobs.values() if job.lease}
     if (said.frame.lease, said.frame.generation, said.node) not in newest:
         assert after.jobs == before.jobs

@@ -47,7 +47,7 @@ def test_the_node_with_most_room_is_asked():
 
 
 def test_a_node_without_room_now_is_asked_only_when_nobody_has_it():
-    """The node alone knows which idle models it would give back."""
+    """Only the node knows which idle models it would unload."""
     assert chosen(a_node("a", 10 * GIB), a_node("b", 36 * GIB)) == "b"
     assert chosen(a_node("a", 10 * GIB), a_node("b", 2 * GIB)) == "a"
 

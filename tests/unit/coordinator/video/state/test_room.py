@@ -1,4 +1,4 @@
-"""The time in which a job finds room: the real board and the real choice before nodes that behave by chance."""
+"""The time in which a job finds room: the real job table and the real placement with nodes that behave randomly."""
 
 import random
 from dataclasses import dataclass, field
@@ -18,7 +18,7 @@ from wire.units import GIB
 
 @dataclass
 class World:
-    """Nodes that refuse, grant, say nothing or are full, by chance, before the real choice and the real board."""
+    """Nodes that randomly refuse, grant, stay silent or are full, with the real placement and the real job table."""
 
     chance: random.Random
     story: Story

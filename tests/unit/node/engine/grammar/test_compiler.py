@@ -1,4 +1,4 @@
-"""What is asked for becomes a grammar or a refusal, and neither takes long, whoever asks."""
+"""A requested format becomes a grammar or a refusal, and neither takes long for any client."""
 
 import json
 import time
@@ -24,7 +24,7 @@ from wire.refusals import RefusalCode
 from wire.report import Model
 
 SECONDS = 0.5
-"""What a refusal may take here, on a machine that does other things as well; the benchmark says 0.1."""
+"""Limit in seconds of a refusal here, on a busy machine; the benchmark measures 0.1 s."""
 PROMPT = TokenizedPrompt((1,), thinking=False)
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 
@@ -35,23 +35,23 @@ def tokenizer() -> Tokenizer:
 
 
 class Asked(SandboxClient):
-    """A vetting that keeps what it is asked."""
+    """A vetting that records its grammars."""
 
     def __init__(self) -> None:
         super().__init__()
         self.grammars: list[str] = []
 
     def why_not(self, grammar: str) -> str:
-        """See `SandboxClient`."""
+        """Record the grammar and vet it."""
         self.grammars.append(grammar)
         return super().why_not(grammar)
 
 
 class Refusing(SandboxClient):
-    """A vetting that finds every grammar too long."""
+    """A vetting that refuses every grammar as too long."""
 
     def why_not(self, grammar: str) -> str:
-        """See `SandboxClient`."""
+        """Return that the grammar takes too long."""
         return TOO_LONG
 
 
@@ -114,7 +114,7 @@ HOSTILE = {
 def test_what_is_wrong_or_means_harm_is_refused_in_no_time(
     name: str, tokenizer: Tokenizer, grammars: GrammarCompiler, asked: Asked
 ):
-    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start
+    asked.why_not('{"grammars":[{"lark_grammar":"start: \\"a\\""}]}')  # its process may have to start first
     begun = time.perf_counter()
     with pytest.raises(UnsupportedSchema) as found:
         grammars.compile(tokenizer, HOSTILE[name], "", PROMPT, one=False)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, on a trained tiny model: what is promised holds, and nobody else notices."""
+"""Answers that follow a grammar, on a trained tiny model: they match it, and other answers do not change."""
 
 import json
 import re
@@ -111,7 +111,7 @@ def test_a_thought_that_the_prompt_opens_or_closes(driver: Driver):
 
 
 def test_a_thought_does_not_end_the_answer(driver: Driver):
-    """A wish for an ending within the thought is not granted: the answer would be none."""
+    """A bias for the end token has no effect within the reasoning, because the answer would be empty."""
     (eos,) = driver.tokenizer().eos
     params = bound(SCHEMA, logit_bias=((eos, 12.0),), max_tokens=200)
     number = driver.ask(THINK["prompt"], params)
@@ -263,7 +263,7 @@ def test_a_named_call_is_of_that_tool(driver: Driver, name: str):
 
 
 def speaking(folder: Path, parser: str) -> Path:
-    """Give the tiny model, told to write its calls in another format."""
+    """Return a folder with the tiny model, configured for another format of calls."""
     folder.mkdir()
     for file in models.path("llama").iterdir():
         if file.name != "tokenizer_config.json":

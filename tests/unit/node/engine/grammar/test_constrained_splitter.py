@@ -1,4 +1,4 @@
-"""Text under a grammar, cut at its markers: never depending on where the pieces are cut."""
+"""Text under a grammar, split at its markers, independent of the boundaries of its pieces."""
 
 from itertools import pairwise
 

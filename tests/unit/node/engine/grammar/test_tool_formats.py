@@ -1,4 +1,4 @@
-"""Calls in every format that mlx-lm's parsers read: what a grammar lets through is read as the call that it says."""
+"""Calls in every format that mlx-lm's parsers read: a text that the grammar accepts is parsed as the same call."""
 
 import json
 import pkgutil
@@ -75,13 +75,13 @@ VALID = {
     name: Draft202012Validator(schema) for name, schema in (("read", FLAT), ("edit_all", NESTED), ("now", NOTHING))
 }
 DIFFERENT = sorted(set(FORMS) - {"laguna", "longcat"})
-"""Formats of which no other is the same."""
+"""Formats that all differ from each other."""
 FLATTENED = {"function_gemma"}
-"""Formats that have no objects and lists as arguments."""
+"""Formats without objects and lists as arguments."""
 
 
 def tools_for(parser: str) -> dict[str, dict[str, Any]]:
-    """Give what may be called, by name."""
+    """Return the schemas of the tools, by name."""
     return {"read": FLAT, "now": NOTHING} | ({} if parser in FLATTENED else {"edit_all": NESTED})
 
 
@@ -114,7 +114,7 @@ def accepts(matcher: LLMatcher, text: str) -> bool:
 
 
 def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, Any]]:
-    """Read an answer as the engine does."""
+    """Parse an answer as the engine does."""
     how, tools = calling(parser), written(tools_for(parser))
     known = json.loads(as_read(parser, tools_of(tools, "")) or tools)
     calls = ToolCallParser("", import_module(f"mlx_lm.tool_parsers.{parser}").parse_tool_call, [known], how.markers[1])
@@ -133,7 +133,7 @@ def read(parser: str, text: str, where: Where = Where.FIRST) -> list[tuple[str, 
     return [(one["name"], json.loads(one["arguments"])) for one in found]
 
 
-# what is meant is let through, and read as it was meant
+# Valid calls are accepted, and parsed with the same values
 
 
 def values(schema: dict[str, Any], strings: st.SearchStrategy[str], defs: dict[str, Any]) -> st.SearchStrategy[Any]:
@@ -201,7 +201,7 @@ PIECES = st.sampled_from(
 
 
 def strings(parser: str) -> st.SearchStrategy[str]:
-    """Texts that the format can write: without blanks at their ends, as most parsers drop them."""
+    """Return texts that the format can express: without blanks at their ends, because most parsers drop them."""
     without = "}" if parser in FLATTENED else "\0"
     texts = st.lists(PIECES, max_size=6).map(lambda parts: "".join(parts).strip().replace(without, ""))
     return texts.filter(lambda text: text.lower() != "null" and text == text.strip())
@@ -222,7 +222,7 @@ def braced(value: Any, quote: str) -> str:
 
 
 def rendered(parser: str, name: str, arguments: dict[str, Any], tools: dict[str, dict[str, Any]]) -> str:
-    """Write a call, without its markers, as models of the format do."""
+    """Return a call, without its markers, as models of the format generate it."""
     if parser == "pythonic":
         return f"{name}({', '.join(f'{key}={plain(one)}' for key, one in arguments.items())})"
     if parser in ("gemma4", "function_gemma"):
@@ -254,7 +254,7 @@ def _type(argument: Argument | None, text: bool) -> str:
 
 
 def answer(parser: str, calls: list[tuple[str, dict[str, Any]]], tools: dict[str, dict[str, Any]] | None = None) -> str:
-    """Write calls as models of the format do; `tools` instead of those that the grammar knows."""
+    """Return calls as models of the format generate them; `tools` replaces those of the grammar."""
     start, end = calling(parser).markers
     bodies = [rendered(parser, *call, tools or tools_for(parser)) for call in calls]
     if parser == "pythonic":
@@ -283,10 +283,10 @@ def test_what_is_meant_is_let_through_and_read_as_it_was_meant(parser: str):
     check()
 
 
-# whatever is let through is read as a call that keeps to its schema
+# Every accepted text is parsed as a call that matches its schema
 
 HUGE = re.compile(r"\d[eE][+]?0*[1-9]\d{2}")
-"""Numbers beyond what Python's floats hold, which no call can be sent with."""
+"""Numbers beyond Python's floats, which no call can be sent with."""
 FRAGMENTS = [
     "null",
     "NULL",
@@ -331,13 +331,13 @@ FRAGMENTS = [
 
 
 def sentences(matcher: LLMatcher, seeds: range, steps: int = 160) -> Iterator[str]:
-    """Walk through a grammar at random, with a liking for what could be mistaken for something else."""
+    """Yield random sentences of a grammar, with a preference for ambiguous texts."""
     for seed in seeds:
         chance, walk, said = random.Random(seed), matcher.deep_copy(), b""
         for step in range(steps):
             if walk.is_accepting() and chance.random() < 0.5:
                 break
-            walk.compute_bitmask()  # as every step of an answer does: it gives the lexer its fuel
+            walk.compute_bitmask()  # as in every step of an answer: it resets the lexer's fuel
             forced = walk.compute_ff_bytes()
             following = [forced] if forced else [one.encode() for one in chance.sample(FRAGMENTS, len(FRAGMENTS))]
             if not forced and step > steps // 3:
@@ -371,7 +371,7 @@ def test_whatever_is_let_through_is_read_as_a_call_that_keeps_to_its_schema(pars
     assert said > 15
 
 
-# the two ways in which Mistral's models write calls, by their templates
+# the two forms of calls of Mistral's models, by their templates
 
 
 def test_a_template_says_how_calls_are_written():
@@ -384,7 +384,7 @@ def test_a_template_says_how_calls_are_written():
     assert read("mistral", text) == [("now", {})] * 2
 
 
-# what is wrong is not let through
+# Invalid calls are not accepted
 
 WRONG: dict[str, tuple[str, dict[str, Any]]] = {
     "another name": ("write", {}),
@@ -449,7 +449,7 @@ def test_every_parser_has_a_form_or_none_of_its_models_takes_grammars():
         write(GrammarSpec(calls="free"), written({"now": NOTHING}), calling("kimi_k3"), one=False)
 
 
-# what cannot be said in a format is refused
+# Schemas that a format cannot express are refused
 
 
 def schema(**properties: Any) -> dict[str, Any]:
@@ -540,7 +540,7 @@ def test_text_without_marks_is_all_text_but_that():
     check()
 
 
-# calls that no grammar holds to
+# calls without a grammar
 
 
 OPTIONAL = {
@@ -611,7 +611,7 @@ def test_no_tools_are_so_strange_that_anything_raises(found: object):
     assert all(len(one) == 2 for one in tool_variants(tools))
 
 
-# marks that are tokens of the model's own
+# marks that are single tokens of the model
 
 MARKS: dict[str, tuple[str, ...]] = {
     "gemma4": ("<|tool_call>", "<tool_call|>", '<|"|>'),
@@ -663,7 +663,7 @@ def test_marks_may_be_tokens_of_the_models_own(parser: str, tmp_path: Path):
     assert (found, reason) == (["read", "now"], "tool_calls")
 
 
-# schemas that mean nothing
+# invalid schemas
 
 KEYWORDS = (
     "type",

@@ -1,4 +1,5 @@
-"""What a row takes: foreseen from the config, measured from a cache, and the bytes that a cache has: all the same."""
+"""The bytes of a row: the estimate from the config, the measurement of a cache, and the bytes of the cache are
+equal."""
 
 import importlib
 from pathlib import Path
@@ -25,7 +26,7 @@ LENGTHS = (20, 256, 300, 700)
 
 
 def written(model: Any, tokens: int) -> Any:
-    """Write so many tokens into a new cache, a few first, so that it has to grow."""
+    """Prefill `tokens` tokens into a new cache, few at first, to make it grow."""
     cache = new_cache(model)
     forward(model, [1] * 20, cache, last=False)
     for start in range(20, tokens, 128):

@@ -1,4 +1,4 @@
-"""Rows of one prompt join the batches that they were promised a place in, as far as there is room."""
+"""Rows of one prompt join the batches for which they were admitted, as far as there is room."""
 
 from typing import Any
 

@@ -17,14 +17,14 @@ def layer(kind: type[Any] = KVCache, *arguments: int) -> Any:
 
 
 def write(cache: Any, first: int, count: int) -> mx.array:
-    """Write the numbers from `first` on, and give what the cache then shows of all."""
+    """Write the numbers from `first` on, and return the complete content of the cache."""
     tokens = mx.arange(first, first + count, dtype=mx.float32).reshape(1, 1, count, 1)
     keys = mx.broadcast_to(tokens, (1, HEADS, count, WIDTH))
     return cache.update_and_fetch(keys, -keys)[0]
 
 
 def grow(most: int, chunk: int, *, stretched: bool) -> tuple[list[float], int, int]:
-    """Write a prompt in chunks; give what the cache shows, how often it grew, and its room."""
+    """Prefill a prompt in chunks; return the content of the cache, how often it grew, and its room."""
     cache, rooms, shown = layer(), [0], mx.array([])
     for begin in range(0, most, chunk):
         count = min(chunk, most - begin)

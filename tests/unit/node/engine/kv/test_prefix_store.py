@@ -1,4 +1,4 @@
-"""What is kept, found and given back, without any cache of a model: values are texts here."""
+"""The prefix store: storing, finding and evicting, without a cache of a model. Values are texts here."""
 
 from dataclasses import replace
 
@@ -84,7 +84,7 @@ def test_templates_alone_are_no_beginning():
 
 
 def test_a_cache_is_a_store():
-    """What holds for every place of sequences: a first, empty `find`, then what was stored, until it is evicted."""
+    """A `find` before `store` is empty, and a stored entry is found until it is evicted. This holds for every store."""
     store: PrefixStore[str] = PrefixCache()
     asked = pack([*START, 1, 2])
     assert store.find("m", asked, cut=True).entry is None
@@ -186,7 +186,7 @@ def test_a_hash_names_the_ids_the_model_and_every_block_before():
 
 
 def test_a_hash_is_the_same_in_every_version():
-    """Nodes and coordinator compare hashes: whoever changes this makes every kept prompt unknown."""
+    """Nodes and coordinator compare hashes. A changed hash makes every cached prompt unknown."""
     found = [hash_of("f", pack(list(range(count)))).hex() for count in (0, 1, BLOCK_TOKENS, BLOCK_TOKENS + 1)]
     assert found == [
         "178ae0acf7f5c5ab692c698ac329d4fd",

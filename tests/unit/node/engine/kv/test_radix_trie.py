@@ -1,4 +1,4 @@
-"""The radix trie against a list that is searched from end to end."""
+"""The radix trie compared with a list that is searched completely."""
 
 import time
 from random import Random

@@ -1,4 +1,4 @@
-"""Where the router says "fits" the node's gate agrees on the same reading: through a live engine's encoded report."""
+"""If the router says "fits", the node's gate agrees on the same reading, through a live engine's encoded report."""
 
 import time
 
@@ -22,7 +22,7 @@ ENDLESS = GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",))
 
 
 def reported(driver: Driver) -> ClusterView:
-    """What the router sees of the engine: its report as it travels."""
+    """Return the router's view of the engine, from an encoded report."""
     snapshot = driver.engine.report(time.monotonic())
     report = Report(1, snapshot.memory, EngineState("mlx", "ready"), snapshot.models, snapshot.acked_seq)
     ((tag, body),) = Splitter().feed(encode(report))
@@ -67,7 +67,7 @@ def driver() -> Driver:
     ],
 )
 def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room: int, words: int, choices: int):
-    """The report says how much of the reading is given back at once; what the router sends then is admitted."""
+    """The report has the reusable part of the reading. The engine admits a request that the router placed on it."""
     driver = Driver(models.path("llama"), max_batch_size=8)
     for number in range(12):
         driver.answer(f"{number} " + "word " * 120, GenerationParams(temperature=0.0, max_tokens=1))
@@ -89,7 +89,7 @@ def test_where_the_router_counts_on_the_prefix_cache_the_gate_gives_it_back(room
 
 @pytest.mark.parametrize("choices", [1, 3])
 def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
-    """One long row and two short ones decode; then requests come that the router has judged by the report."""
+    """One long row and two short ones decode. Then requests arrive that the router has judged by the report."""
     driver.take(MemoryLimits(2**33, 2**33, 0, "static"))
     running = [driver.ask("word " * size, ENDLESS) for size in (300, 1, 2)]
     driver.until(lambda: all(driver.ids[number, 0] for number in running))
@@ -99,8 +99,8 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
         content = "word " * words
         tokens = tokens_of(driver, content)
         needed = 0
-        for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # the first alone, then around what it needs
-            clear_pool()  # or the gate, which gives it back before a refusal, would take what the router did not send
+        for room in (256 * KIB, -512 * KIB, 512 * KIB, 8 * MIB):  # first alone, then around its need
+            clear_pool()  # else the gate would evict pooled buffers for a request that the router did not place
             memory = driver.engine.report(time.monotonic()).memory
             assert memory.current is not None
             driver.take(MemoryLimits(2**33, memory.current + memory.reserved + needed + room, 0, "dynamic"))
@@ -119,7 +119,7 @@ def test_the_gate_agrees_with_the_router(driver: Driver, choices: int):
                 assert answer.refused.code is verdict.refused.code is RefusalCode.NO_ROOM
                 assert answer.refused.numbers is not None
                 assert verdict.refused.numbers is not None
-                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # a long one may not be read
+                asked = (verdict.refused.numbers.estimate, reading_bytes(len(content)))  # before or at tokenization
                 assert answer.refused.numbers.estimate in asked, "the same arithmetic"
                 needed = needed or verdict.refused.numbers.estimate
     assert verdicts == [False, False, True, True] * 4

@@ -1,4 +1,4 @@
-"""The engine's own memory as its gate judges it: what MLX holds, what is remembered, what is given back."""
+"""The engine's own memory for its gate: bytes of MLX, the recent peak, and bytes that are released."""
 
 import time
 
@@ -22,7 +22,7 @@ from wire.units import GIB, MIB
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> None:
-    """Return memory of earlier tests: an array in buffers that MLX kept would change neither count nor footprint."""
+    """Release memory of earlier tests: an array in buffers that MLX kept would change neither count nor footprint."""
     release_free_memory()
 
 
@@ -74,7 +74,7 @@ def test_a_height_above_what_is_held_on_purpose_is_remembered_for_five_seconds(g
     def read(now: float) -> Memory:
         return footprint.read_memory(gate, 0, now)
 
-    began = time.monotonic() - 3.0  # five seconds later is then not so late that the last reading counts as stale
+    began = time.monotonic() - 3.0  # the last reading must not count as stale five seconds later
     array = held(256 * MIB)
     high = read(began)
     assert high.current is not None

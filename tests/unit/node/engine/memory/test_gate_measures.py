@@ -1,4 +1,4 @@
-"""What the gate counts for metrics: checks by site, refusals by reason, predicted peaks as shares of the ceiling."""
+"""Counts of the gate for metrics: checks by site, refusals by reason, predicted peaks as shares of the ceiling."""
 
 from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
 from node.memory.reading import MemoryReading
@@ -28,7 +28,7 @@ def test_checks_are_counted_by_site_and_refusals_by_reason():
 
 
 def test_a_predicted_peak_is_the_share_of_the_ceiling_that_the_verdict_compares():
-    """40 GiB current, 8 reserved, 2 margin and 20 or 50 estimated, of a ceiling of 100: 0.7 and 1.0."""
+    """40 GiB current, 8 reserved, 2 margin and 20 or 50 estimated, with a ceiling of 100: 0.7 and 1.0."""
     gate = MemoryGate()
     gate.hold(MemoryLimits(100 * GIB, 100 * GIB, 2 * GIB, "static"))
     for estimate in (20, 50, 50):

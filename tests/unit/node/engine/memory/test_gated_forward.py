@@ -1,4 +1,4 @@
-"""How long a native call is expected to take, that none begins once the process ends, and how the gate is asked."""
+"""Expected seconds of native calls, no new call once the process ends, and the checks of the gate."""
 
 import time
 from pathlib import Path
@@ -23,7 +23,7 @@ WEIGHTS = {"large": 85 * GIB, "small": GIB}
 
 
 def new_forwards(clock: Later | None = None) -> GatedForwards:
-    """Make forwards of an engine that holds both models and gives nothing back."""
+    """Make forwards of an engine that holds both models and releases nothing."""
     return GatedForwards(
         CrashRecorder(),
         EngineMemory(GIB, lambda: 0),
@@ -46,7 +46,7 @@ def forwards(clock: Later) -> GatedForwards:
 
 
 def expected(forwards: GatedForwards, doing: NativeCallKind, model: str = "large", own: float = 0.5) -> float:
-    """Make a call; give what it was expected to take beside its own time."""
+    """Make a call and return its expected seconds minus its own time."""
     with forwards.native(doing, model, 1, own) as call:
         assert forwards.call is call
         return call.expected - own
@@ -90,7 +90,7 @@ def test_each_model_rests_for_itself(forwards: GatedForwards, clock: Later):
 
 
 def test_a_rest_goes_on_while_the_machine_sleeps(monkeypatch: pytest.MonkeyPatch):
-    """The clock of all deadlines stands still then, another one does not."""
+    """The clock of all deadlines stops during sleep, another clock continues."""
     made = new_forwards()
     expected(made, NativeCallKind.PREFILL)
     read, goes_on = time.clock_gettime, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
@@ -134,7 +134,7 @@ def test_an_engine_counts_the_weights_that_it_has(tmp_path: Path):
 
 
 class Asked:
-    """A gate's way of asking, over this process's own memory, and what was done to make room."""
+    """Forwards with a gate over this process's own memory, and a record of the steps to make room."""
 
     def __init__(self, room: int, *, makes_room: bool = False, cap: int = 1024 * GIB, guard: bool = True) -> None:
         self.made_room: list[tuple[GateSite, int]] = []

@@ -1,4 +1,4 @@
-"""Loads under the gate: every piece is asked for, a load ends before any answer, and what it read is released."""
+"""Loads under the gate: every piece is checked, a load ends before any answer, and its bytes are released."""
 
 import json
 import shutil
@@ -39,14 +39,14 @@ def endless(tokens: int) -> GenerationParams:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds `grown`, 46 MiB in fp8 and 91 MiB loaded."""
+    """Return a folder with `grown`: 46 MiB in fp8, 91 MiB loaded."""
     fp8(tmp_path / "grown")
     return tmp_path
 
 
 @pytest.fixture
 def driver(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """An engine that reads a model in pieces of 2 MiB, beside which an answer of the tiny model runs."""
+    """Return an engine that reads a model in pieces of 2 MiB while the tiny model can answer."""
     monkeypatch.setattr("node.engine.models.loaded_model.BYTES_BETWEEN_STEPS", 2 * MIB)
     made = Driver(
         models.path("llama"),
@@ -70,10 +70,10 @@ def described(driver: Driver, name: str = "grown") -> Model:
 
 
 def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -> MemoryLimits:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     driver.take(ROOMY)
     release_free_memory()
-    driver.engine.footprint.forget()  # a height of earlier tests in this process
+    driver.engine.footprint.forget()  # a recent peak of earlier tests in this process
     now = memory(driver)
     assert now.current is not None
     limits = MemoryLimits(cap, now.current + now.reserved + room, margin, "static")
@@ -82,7 +82,7 @@ def squeeze(driver: Driver, room: int, *, cap: int = 8 * GIB, margin: int = 0) -
 
 
 def begun(driver: Driver, share: float = 0.3, number: int = ORDER) -> None:
-    """Order the load of `grown`, and turn until so much of it is read."""
+    """Order the load of `grown`, and step until more than `share` of it is read."""
     driver.take(LoadModel(number, "grown"))
     driver.until(lambda: described(driver).progress > share)
 

@@ -1,4 +1,4 @@
-"""When memory counts as not returned. Pure."""
+"""The pure rule of when memory counts as not returned."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""The text engine where memory is short: chunks shrink, prompts wait, the newest gives way and comes back.
+"""The text engine with little memory: chunks shrink, prompts wait, the newest request is preempted and returns.
 
-The memory is made short by moving the ceiling, against the readings of this process.
+The tests lower the ceiling relative to the readings of this process.
 """
 
 import json
@@ -39,7 +39,7 @@ def driver() -> Driver:
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and promised now."""
+    """Leave `room` bytes above the current footprint and commitments."""
     release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
@@ -52,7 +52,7 @@ def counts(driver: Driver) -> EngineCounters:
 
 
 def row(driver: Driver, tokens: int) -> int:
-    """Bytes of a row."""
+    """Return the bytes of a row."""
     return padded(BatchGroup(1, tokens, tokens), driver.engine.report(time.monotonic()).models[0].kv)
 
 
@@ -135,7 +135,7 @@ def test_a_row_that_outgrows_its_promise_makes_the_newest_give_way_which_comes_b
     assert not any(isinstance(driver.ended(number), Failed) for number in numbers)
     assert driver.ended(numbers[0]) is None, "the oldest stays"
     refused = driver.engine.gate.refusals[GateSite.PREFLIGHT]
-    driver.until(lambda: driver.engine.gate.refusals[GateSite.PREFLIGHT] > refused)  # it asks before it comes back
+    driver.until(lambda: driver.engine.gate.refusals[GateSite.PREFLIGHT] > refused)  # checked before its return
     squeeze(driver, 64 * MIB)
     for number, expected in zip(numbers, alone, strict=True):
         assert isinstance(driver.end(number), Finished)
@@ -179,7 +179,7 @@ def test_who_is_alone_and_outgrows_the_machine_ends_with_the_numbers(driver: Dri
 
 
 def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
-    """One request whose promise holds stays, so that those which give way wait for it, however many do."""
+    """One request whose reservation suffices stays. All preempted requests wait for it."""
     stays = driver.ask("hello", endless(400), expected=400)
     numbers = [driver.ask(one["prompt"], endless(300), expected=16) for one in SHORT[:2]]
     driver.until(lambda: all(driver.ids[number, 0] for number in numbers))
@@ -196,7 +196,7 @@ def test_what_gave_way_can_be_cancelled_and_leaves_nothing(driver: Driver):
 
 @pytest.mark.parametrize("decodes", [False, True])
 def test_a_cancelled_prompt_leaves_nothing_in_the_pool(driver: Driver, decodes: bool):
-    """Pooled buffers are memory of the process, too: another program would have to wait for it."""
+    """Pooled buffers are also memory of the process: another program would have to wait for them."""
     first = driver.ask("hello", endless(300)) if decodes else None
     driver.until(lambda: first is None or driver.ids[first, 0])
     release_free_memory()

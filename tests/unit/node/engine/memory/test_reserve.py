@@ -1,4 +1,4 @@
-"""The last reserve: really held, counted, first to go, and back when there has been room for long."""
+"""The last reserve: really held, counted, released first, and held again after there has been room for long."""
 
 import os
 import time
@@ -35,7 +35,7 @@ def test_it_is_one_percent_of_the_cap_and_256_mib_at_most(setting: str, cap: int
 
 
 def held(canary: EmergencyReserve, now: float = 0.0) -> float:
-    """Let time pass until it is held; give the time."""
+    """Advance the time until the reserve is held; return the time."""
     end = now + ROOM_BEFORE_REFILL_SECONDS + 2 * CHECK_INTERVAL_SECONDS
     while not canary.nbytes and now < end:
         canary.maintain(now)

@@ -1,4 +1,4 @@
-"""The estimator: never below what it has seen, close to what it has not, whatever it is fed."""
+"""The estimator: never below its samples, close to unknown values, for any samples."""
 
 import pytest
 from hypothesis import given, settings

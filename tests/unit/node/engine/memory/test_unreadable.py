@@ -1,4 +1,4 @@
-"""The text engine where its memory cannot be read: it starts nothing new, and gives up nothing for it."""
+"""The text engine while its memory cannot be read: it starts no new work, and releases nothing for that."""
 
 import json
 import time
@@ -28,7 +28,7 @@ from wire.units import GIB, MIB
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]
 BLIND = MemoryLimits(8 * GIB, 1, 64 * MIB, UNREADABLE)
-"""What the agent puts in force where it has not been able to read its machine for long."""
+"""The limits of an agent that has not been able to read its machine for long."""
 QUESTION = next(one["prompt"] for one in models.answers() if "system" not in one)
 
 
@@ -45,7 +45,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Later:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Driver:
-    """Two idle models, kept prefixes, the last reserve."""
+    """Return an engine with two idle models, cached prefixes, and the last reserve."""
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(models.path("llama"))
     driver = Driver(tmp_path, max_batch_size=4, prefill_step_size=256, canary="1MiB")
@@ -63,7 +63,7 @@ def report(driver: Driver) -> EngineReport:
 
 
 def kept(driver: Driver) -> tuple[set[str], int, int]:
-    """What could be given up: models, kept prefixes, the last reserve."""
+    """Return the memory that could be released: models, cached prefixes, the last reserve."""
     here = {model.name for model in report(driver).models if model.loaded}
     return here, driver.engine.prefix_cache.nbytes, driver.engine.emergency_reserve.nbytes
 
@@ -158,7 +158,7 @@ def test_a_preempted_answer_waits_where_the_memory_cannot_be_read_and_comes_back
 
 
 def test_what_is_kept_does_not_go_for_what_cannot_be_kept(two: Driver, monkeypatch: pytest.MonkeyPatch):
-    """A limit that is reached is no reason to drop the old while nobody knows whether the new fits."""
+    """Reaching the limit must not evict old entries while the engine cannot know whether the new one fits."""
     number = two.ask(QUESTION + " And once more?", endless(40), model="a")
     two.until(lambda: len(two.ids[number, 0]) > 3)
     before = two.engine.prefix_cache.nbytes

@@ -1,4 +1,4 @@
-"""What the engine keeps wired: the decision as a table, and the engine over a Metal that only records."""
+"""The wired limit of the engine: the decision as a table, and the engine over a Metal that only records."""
 
 import gc
 import json
@@ -42,7 +42,7 @@ PAGE = 16 * 1024
         ("auto", 31.99, 40, 0),
         ("auto", 0, 107.52, 0),
         ("auto", 110, 107.52, 107.52),
-        ("auto", 85, 0, 0),  # no Metal here
+        ("auto", 85, 0, 0),  # without Metal
         ("on", 1, 107.52, 1),
         ("on", 0, 107.52, 0),
         ("on", 110, 107.52, 107.52),
@@ -70,7 +70,8 @@ def test_it_is_never_above_metals_limit_and_auto_never_wires_what_is_small(
 
 
 class Recording:
-    """Metal's stand-in: what was set, and what MLX held at that moment; `before` is what other tests left behind."""
+    """A stand-in for Metal: the limits that were set, and MLX's memory at those moments. `before`: leftovers of other
+    tests."""
 
     def __init__(self) -> None:
         gc.collect()
@@ -90,7 +91,7 @@ class Recording:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[..., tuple[Driver, Recording]]:
-    """An engine over two models, a and b, that is on Metal as far as it knows."""
+    """Return an engine over two models, a and b, that believes that it runs on Metal."""
     for name in ("a", "b"):
         (tmp_path / name).symlink_to(models.path("llama"))
 

@@ -1,4 +1,4 @@
-"""The longest row: it is held against a reading, 5 % less at a time, and the failure names the knobs."""
+"""The longest row: it is compared with a reading, 5 % less at a time, and the failure names the settings."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from node.engine.models.context_search import ATTEMPTS, ContextSearchResult, dia
 
 
 def run(tokens: int, passing: int, *, search: bool = True) -> tuple[ContextSearchResult, list[int]]:
-    """Settle where rows of up to `passing` tokens pass; give what was tried, too."""
+    """Settle where rows of up to `passing` tokens pass; return the result and the tried lengths."""
     tried: list[int] = []
     steps = search_context(tokens, lambda wanted: tried.append(wanted) or wanted <= passing, search=search)
     while True:

@@ -1,4 +1,4 @@
-"""How long a load is expected to take: honest before the first, measured after it, kept for the next process."""
+"""The expected seconds of a load: an estimate before the first, measured after it, kept for the next process."""
 
 import shutil
 import time

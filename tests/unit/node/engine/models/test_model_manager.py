@@ -1,4 +1,4 @@
-"""Models that come and go, with real models: who leaves by itself, what a load tells of itself, what is given back."""
+"""Loading and unloading of real models: idle unloads, reported progress of a load, and released memory."""
 
 import shutil
 import time
@@ -103,7 +103,7 @@ def unload(driver: Driver, *names: str) -> None:
 
 
 def look(driver: Driver) -> int:
-    """Let the time come at which the engine looks for what did not come back; give what it then tells."""
+    """Step the engine at the time of its leak check, and return the unreturned bytes that it reports."""
     at = driver.engine.model_manager.looks_at
     assert at is not None
     assert (driver.engine.next_step_at(time.monotonic()) or at) <= at, "it wakes for it by itself"

@@ -1,4 +1,4 @@
-"""The full sweep by order: under the gate, beside others, kept in place of what was kept, and given up for requests."""
+"""The full sweep on request: under the gate, during answers, in place of an older profile, and aborted for requests."""
 
 import time
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def a_driver(folder: Path | None = None, **more: object) -> Driver:
 
 
 def bounded(driver: Driver) -> Driver:
-    """Let the gate end the walk early."""
+    """Refuse a probe, which ends the walk early."""
     driver.gate.refuses = lambda site, need: site is GateSite.PROBE and driver.gate.checks[site] == 12
     return driver
 
@@ -162,7 +162,7 @@ def test_its_row_is_given_up_before_a_request_is_refused():
 
 
 def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[int], bool]) -> list[int]:
-    """Let the longest row pass by its place in the order of attempts."""
+    """Make `passing` decide each attempt by its number, and return the sizes of the attempts."""
     asked: list[int] = []
 
     def ask(site: GateSite, need: int) -> Refused | None:

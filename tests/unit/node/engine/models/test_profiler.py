@@ -1,4 +1,4 @@
-"""The profile: a probe under the gate, kept on disk, loaded instead of measured again; and what follows from it."""
+"""The profile: a probe under the gate, kept on disk, loaded instead of measured again; and its effects."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def loaded(folder: Path, **more: object) -> Driver:
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the profile of the model on this machine."""
+    """Return a folder with the profile of the model on this machine."""
     folder = tmp_path_factory.mktemp("profiles")
     loaded(folder)
     return folder

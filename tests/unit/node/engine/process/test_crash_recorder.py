@@ -1,4 +1,4 @@
-"""What the engine was doing can be read after its death, whatever state the page is in."""
+"""The engine's last activity can be read after a crash, from a page in any state."""
 
 import os
 

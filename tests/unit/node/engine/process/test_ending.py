@@ -1,4 +1,4 @@
-"""The end of an engine process: no call begins, the one in flight returns, the memory comes back, in bounded time."""
+"""The end of an engine process: no call begins, the running one returns, memory is released, in bounded time."""
 
 import socket
 import subprocess
@@ -39,7 +39,8 @@ WAIT = 30.0
 
 
 def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
-    """Two models, one being measured, a third being loaded; rows that decode, a prompt half written, kept prefixes."""
+    """Two models, one of them in a sweep, a third being loaded; decoding rows, a partly prefilled prompt, cached
+    prefixes."""
     for name in ("a", "b", "c"):
         (tmp_path / name).symlink_to(models.path("llama"))
     release_free_memory()
@@ -68,7 +69,7 @@ def test_all_that_an_engine_holds_is_given_back(tmp_path: Path):
 
 
 class Process:
-    """A real engine process with models, and the agent's end of its socket. `patch` is run in it first."""
+    """A real engine process with models, and the agent's end of its socket. `patch` runs in the process first."""
 
     def __init__(self, folder: Path, patch: str = "") -> None:
         self.bound = WAIT
@@ -98,7 +99,7 @@ class Process:
                 yield decode(tag, body)
 
     def busy(self) -> Pong:
-        """Ping until a native call is under way."""
+        """Send pings until a native call is running."""
         for nonce in range(10_000):
             self.send(Ping(nonce))
             pong = next(frame for frame in self.frames() if isinstance(frame, Pong))
@@ -107,7 +108,7 @@ class Process:
         raise AssertionError("no call was ever under way")
 
     def code(self) -> tuple[int, float]:
-        """Wait for the end; give the exit code and how long it took."""
+        """Wait for the end; return the exit code and the seconds."""
         begun = time.monotonic()
         return self.child.wait(WAIT), time.monotonic() - begun
 
@@ -145,11 +146,11 @@ SLOW = textwrap.dedent("""
 
     generation.forward = slow
 """)
-"""Forwards of prompts that take so many seconds: native calls, in which Python runs no signal handler."""
+"""Forwards of prompts that take this number of seconds: native calls, during which Python runs no signal handler."""
 
 
 def writes(process: Process) -> None:
-    """Let the engine write a prompt, and wait until it is in the forward."""
+    """Start the prefill of a prompt, and wait until the engine is in the forward."""
     process.send(Generate(1, 1, "r", "a", (Message("user", "word " * 1500),), GenerationParams(), 0))
     while process.busy().expected > 5:  # its load
         pass
@@ -172,7 +173,7 @@ ENDS = pytest.mark.parametrize("end", [ask_to_stop, cut, terminate])
 
 
 def bound(seconds: float) -> str:
-    """Leave an engine so many seconds at its end."""
+    """Return code that limits the engine's end to `seconds`."""
     return f"child.LEAVE_SECONDS = {seconds}\n"
 
 

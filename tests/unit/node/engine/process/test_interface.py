@@ -1,4 +1,4 @@
-"""Every registered kind × every route: a kind whose gate does not stand in the way fails here."""
+"""Every registered kind × every route: a kind whose gate does not check a route fails here."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def made(kind: str) -> Engine:
 
 
 def ask(engine: Engine, route: str, number: int) -> list[Frame]:
-    """Hand in a request, and let the engine load its model if that is what it does first."""
+    """Pass a request to the engine, step until its first frame, and return that frame."""
     work = engine.prepare(MAKE[route](engine.report(0.0).models[0].name, number))
     assert work is not None
     said: list[Frame] = []

@@ -18,7 +18,7 @@ WAIT = 10.0
 
 
 class Running:
-    """A loop on its own thread, with everything that it sent and when."""
+    """A loop on its own thread, with its frames and their times."""
 
     def __init__(self, settings: ScriptedSettings) -> None:
         self.engine = ScriptedEngine(settings, CrashRecorder())
@@ -101,7 +101,7 @@ def test_resting_it_is_not_busy_and_does_not_wake(running: Running):
 
 
 class Stuck(ScriptedEngine):
-    """An engine whose step never ends, as a native call that hangs."""
+    """An engine whose step never ends, like a native call that hangs."""
 
     def __init__(self) -> None:
         super().__init__(ScriptedSettings(), CrashRecorder())

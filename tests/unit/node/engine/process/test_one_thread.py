@@ -1,8 +1,8 @@
-"""MLX belongs to the inference thread: the real loop and engine in a thread, and every way into MLX watched.
+"""MLX belongs to the inference thread: the real loop and engine in a thread, with a check on every call of MLX.
 
-What the I/O thread does of a request's life runs here on the test's own thread: the engine is made, frames are
-prepared, signs of life asked for, requests cancelled, models loaded and unloaded. Any call into `mlx.core` from there
-raises, but for making an array of Python numbers: that constructor cannot be watched.
+The I/O thread's part of a request runs here on the test's own thread. It makes the engine, prepares frames, asks for
+pings, cancels requests, and loads and unloads models. Any call into `mlx.core` from there raises. An exception is
+making an array of Python numbers, because that constructor cannot be checked.
 """
 
 import functools
@@ -67,18 +67,18 @@ SPARED = frozenset(
         "__getstate__",
     }
 )
-"""What every Python object has, and what the interpreter itself asks."""
+"""Attributes of every Python object, and those that the interpreter itself reads."""
 
 
 class Watch:
-    """Everybody who called MLX: by name and thread."""
+    """The callers of MLX: by name and thread."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.strangers: list[tuple[str, str]] = []
 
     def guarded(self, name: str, native: Callable[..., Any]) -> Callable[..., Any]:
-        """Give a function that raises on every thread but the one."""
+        """Return a function that raises on every thread except the inference thread."""
 
         @functools.wraps(native, updated=())
         def guard(*args: Any, **kwargs: Any) -> Any:
@@ -92,7 +92,7 @@ class Watch:
         return guard
 
     def module(self, patch: pytest.MonkeyPatch, module: ModuleType, prefix: str = "") -> int:
-        """Watch a module's public functions; give their number."""
+        """Watch a module's public functions; return their number."""
         found = {name: one for name, one in vars(module).items() if callable(one) and not isinstance(one, type)}
         for name, one in found.items():
             if not name.startswith("_"):
@@ -100,7 +100,7 @@ class Watch:
         return len(found)
 
     def methods(self, patch: pytest.MonkeyPatch, kind: type) -> int:
-        """Watch a class's methods and operators; give their number."""
+        """Watch a class's methods and operators; return their number."""
         found = {name: one for name, one in vars(kind).items() if callable(one) and name not in SPARED}
         for name, one in found.items():
             patch.setattr(kind, name, self.guarded(f"{kind.__name__}.{name}", one))
@@ -139,7 +139,7 @@ class Io:
             threading.Thread(target=work, name=name, daemon=True).start()
 
     def hand_in(self, frame: Frame) -> None:
-        """Do what `main.read_frames` does with a frame."""
+        """Process a frame like `main.read_frames`."""
         self.loop.busy(time.monotonic())
         work = self.engine.prepare(frame)
         if work is not None:
@@ -151,7 +151,7 @@ class Io:
         self.hand_in(request)
 
     def until(self, wanted: Callable[[Frame], object]) -> Frame:
-        """Wait for a frame, giving signs of life meanwhile."""
+        """Wait for a frame, and send pings meanwhile."""
         deadline = time.monotonic() + 40.0
         while time.monotonic() < deadline:
             assert self.thread.is_alive()

@@ -1,4 +1,4 @@
-"""Text that was held back until it was long leaves in frames that a coordinator accepts."""
+"""Text that was held back for long is sent in frames that a coordinator accepts."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +19,7 @@ def sent(frames: list[Frame]) -> list[Delta]:
 
 
 def test_no_text_makes_a_frame_that_ends_the_link() -> None:
-    """A block that opens a call and never ends it is shown whole when the answer ends: megabytes in one step."""
+    """A block that opens a call and never ends it is sent completely when the answer ends: megabytes in one step."""
     endless = "\U0001f600" * 2_000_000
     call = '{"arguments":"' + "a" * LONG_CHARACTERS + '"}'
     rows = [row(1, (0, "so "), (0, endless), (2, call)), row(2, (1, endless)), row(3, (0, "short"))]

@@ -1,4 +1,4 @@
-"""A request in numbers, and what is refused before anything is promised to it."""
+"""The shape of a request, and refusals before any commitment."""
 
 import pytest
 from msgspec.structs import replace

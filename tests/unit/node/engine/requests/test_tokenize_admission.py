@@ -74,7 +74,7 @@ def reserved(driver: Driver) -> int:
 
 
 def tight(driver: Driver, room: int) -> None:
-    """Set limits that leave so many bytes of headroom."""
+    """Set limits that leave `room` bytes of headroom."""
     driver.take(MemoryLimits(8 * GIB, 8 * GIB, 0, "static"))
     room_now = driver.engine.report(time.monotonic()).memory.headroom
     assert room_now is not None
@@ -102,14 +102,14 @@ def test_all_text_of_a_request_is_counted():
         text_bytes(Generate(1, 1, "r", "m", messages, GenerationParams(), 0, text="text", ids=(1, 2, 3)))
         == everything + 4 + 3
     )
-    assert text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate is counted too
+    assert text_bytes(CountTokens(1, "m", (Message("user", "\ud800" * 3),), 0)) >= 3  # a lone surrogate also counts
 
 
 def test_short_prompts_are_read_at_once_and_long_ones_when_there_is_room(driver: Driver):
     assert not isinstance(driver.engine.prepare(asked(driver, "Hello!")), UntokenizedPrompt)
     long = unread(driver)
     assert UNCHECKED_TOKENIZE_BYTES < long.need == TOKENIZE_BYTES_PER_TOKEN * len(LONG)
-    assert driver.answer(LONG, GenerationParams(max_tokens=2))  # and what was read is answered
+    assert driver.answer(LONG, GenerationParams(max_tokens=2))  # and the tokenized prompt is answered
 
 
 def test_the_first_prompt_of_a_model_pays_for_its_tokenizer(tiny_model: Callable[..., Path]):
@@ -130,7 +130,7 @@ def test_what_is_being_read_is_promised_until_it_is_in_tokens(driver: Driver):
     assert reserved(driver) == before + work.need
     assert driver.engine.report(time.monotonic()).waiting == 1
     done = work.read()
-    assert reserved(driver) == before + work.need  # the thread that reads promises nothing and ends nothing
+    assert reserved(driver) == before + work.need  # the tokenizing thread commits nothing and ends nothing
     driver.put(done)
     driver.end(9)
     assert reserved(driver) == before
@@ -146,7 +146,7 @@ def test_a_long_prompt_without_room_is_refused_unread(driver: Driver):
     assert refusal.refused.code is RefusalCode.NO_ROOM
     assert refusal.refused.numbers is not None
     assert refusal.refused.numbers.estimate == work.need
-    assert refusal.prompt_tokens is None  # nobody counted them
+    assert refusal.prompt_tokens is None  # they were not counted
     assert reserved(driver) == before
     driver.take(ROOMY)
     assert isinstance(driver.end(driver.ask("Hello!", GenerationParams(max_tokens=1))), Finished)
@@ -301,7 +301,7 @@ def test_the_same_request_is_read_once(driver: Driver):
 
 
 def large_vocabulary(source: Path, folder: Path) -> Path:
-    """A model's folder with a tokenizer of 60,000 tokens instead of its own."""
+    """Return a model's folder with a tokenizer of 60,000 tokens in place of its own."""
     shutil.copytree(source, folder)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     chance, model = random.Random(1), tokenizer["model"]
@@ -362,7 +362,8 @@ MEASURE = textwrap.dedent("""
 
 
 def measured(folder: Path, seed: int) -> list[tuple[str, int, int, int]]:
-    """Read prompts in a process of their own: kind, characters, bytes promised and taken, by the system's own mark."""
+    """Tokenize prompts in a separate process; return kind, characters, reserved bytes and used bytes by the system's
+    mark."""
     command = [sys.executable, "-c", MEASURE, str(folder), str(seed)]
     run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
     return [tuple(row) for row in json.loads(run.stdout.splitlines()[-1])]
@@ -384,7 +385,7 @@ def test_prompts_are_read_in_turns_between_keys(driver: Driver):
 
     def of(key: str, number: int) -> UntokenizedPrompt:
         frame: Generate | CountTokens = replace(asked(driver, "Hello!", number), owner=WeightedKey(key))
-        if number % 2:  # counts take their key's turns, too
+        if number % 2:  # counts also take turns of their key
             frame = CountTokens(number, driver.default, frame.messages, 0, owner=WeightedKey(key))
         return UntokenizedPrompt(frame, 0, lambda: TokenizeResult(number, Finished(number, (), 0, 0)))
 

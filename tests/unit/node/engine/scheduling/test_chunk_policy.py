@@ -113,7 +113,7 @@ def test_one_measurement_makes_nobody_fast_and_the_best_is_what_was_so_for_a_whi
 
 
 def test_a_machine_that_is_ten_times_as_fast_as_its_first_run_is_known_for_it_soon():
-    """The first run is a short one, which says little of a GPU."""
+    """The first run is short, and short runs are not typical of a GPU."""
     speed = PrefillSpeed()
     for newest in (300.0, *[3000.0] * 8):
         speed.learn(newest)

@@ -1,4 +1,4 @@
-"""What we rely on of mlx-lm's GenerationBatch (pinned): the contract that its adapter is built on."""
+"""The behaviour of mlx-lm's GenerationBatch (pinned) on which its adapter relies."""
 
 from collections.abc import Callable
 from importlib.metadata import version
@@ -36,7 +36,7 @@ def llama() -> TextModel:
 
 
 def join(batch: DecodeBatch[str], model: TextModel, name: str, ids: list[int]) -> list[int]:
-    """Let a row join; give its first token."""
+    """Add a row and return its first token."""
     return [one.token for one in batch.join([JoiningRow(name, RowSampler(greedy, ()))], ids, *prefilled(model, ids))]
 
 

@@ -1,4 +1,5 @@
-"""Several prompts in one forward: answers stay what they are, the gate sees all of it, and a fault stays one's own."""
+"""Several prompts in one forward: answers are unchanged, the gate checks all bytes, and a fault ends only its
+request."""
 
 import json
 import time
@@ -31,7 +32,7 @@ LIKE = "How are you today, number {}?"
 
 
 class Steady(ChunkPace):
-    """A pace that measures nothing: on a busy machine a measured one leaves no time for a second prompt."""
+    """A constant pace, because a measured pace on a busy machine leaves no time for a second prompt."""
 
     def learn(self, tokens: int, back: float, seconds: float) -> None:
         """Ignore a measurement."""
@@ -235,7 +236,7 @@ def test_what_does_not_fit_at_once_is_read_by_fewer(driver: Driver, shared: list
 
 def test_a_join_without_room_is_tried_again_one_by_one(driver: Driver, shared: list[int]):
     joins = driver.gate.checks[GateSite.JOIN]
-    # what is kept is given back, then it is asked again
+    # cached prefixes are evicted first, then the gate is asked again
     driver.gate.refuses = lambda site, estimate: site is GateSite.JOIN and driver.gate.checks[site] <= joins + 2
     verbatim(driver, ask(driver, 6))
     assert len(shared) >= 1
@@ -267,7 +268,7 @@ def test_one_that_is_guilty_fails_alone(driver: Driver, shared: list[int], monke
 def test_a_fault_of_a_shared_forward_costs_nobody_his_answer(
     driver: Driver, monkeypatch: pytest.MonkeyPatch, fault: str
 ):
-    """Neither of those who were read, nor of those who decoded beside them."""
+    """Neither the prefilled requests nor those that decode at the same time lose their answers."""
     (first,) = ask(driver, 1)
     driver.until(lambda: driver.ids[first, 0])
     whole: Any = packed_prefill if fault == "write" else DecodeBatch
@@ -300,7 +301,7 @@ def test_a_cancel_is_heard_in_every_phase(driver: Driver, shared: list[int]):
 
 
 def test_in_the_record_it_serves_many(driver: Driver, shared: list[int]):
-    """A crash in it is no single request's."""
+    """A crash in a shared forward is no single request's fault."""
     begun: list[tuple[NativeCallKind, int]] = []
     begin = driver.recorder.begin
 
@@ -333,7 +334,7 @@ def test_hybrids_and_windows_are_read_one_by_one(arch: str, tiny_model: Callable
     "arch", ["llama", *(pytest.param(one, marks=pytest.mark.slow) for one in ("qwen3", "qwen3_moe"))]
 )
 def test_rows_read_together_decode_as_if_alone(arch: str, tiny_model: Callable[..., Any]):
-    """Of one length and of several, into an empty batch and into one that decodes already."""
+    """Covers prompts of one length and of several, into an empty batch and into a decoding one."""
     model: TextModel = load_model(tiny_model(arch, trained=arch != "qwen3_moe"))[0]
     lengths = {"a": 40, "b": 37, "c": 40, "d": 3, "e": 300, "f": 300}
     prompts = {

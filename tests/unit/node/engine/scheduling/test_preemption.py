@@ -1,7 +1,8 @@
-"""Preemption with several batches: two length groups of one model and a second model, any of which grows or gives way.
+"""Preemption with several batches: two length groups of one model and a second model, any of which grows or is
+preempted.
 
-Growing a row may preempt the last row of another batch, which is then gone in the middle of a decode turn. `Driver`
-checks the rules of the bookkeeping after every turn.
+Growing a row may preempt the last row of another batch. That batch then disappears in the middle of a decode turn.
+`Driver` checks the invariants of the engine's accounts after every turn.
 """
 
 import itertools
@@ -28,8 +29,7 @@ EOS = {
     for path in (models.path("llama"), models.path("qwen3"))
 }
 GROUPS = {"short": (LLAMA, "hello", 0), "long": (LLAMA, "word " * 200, 0), "other": (QWEN, "hello", 0)}
-"""Name of a group to its model and prompt. Rows so far apart in length share no batch where padding may waste
-nothing."""
+"""Model and prompt of each group. Rows with such different lengths share no batch if no padding is allowed."""
 ANSWER, EXPECTED = 140, 70
 
 
@@ -39,7 +39,7 @@ def endless(model: str, tokens: int) -> GenerationParams:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[int]]:
-    """The tokens of each group's answer on an engine with room."""
+    """Return the tokens of each group's answer on an engine with room."""
     driver = Driver(
         models.path("llama"),
         models.path("qwen3"),
@@ -77,7 +77,7 @@ def counts(driver: Driver) -> EngineCounters:
 
 
 def squeeze(driver: Driver, room: int) -> None:
-    """Leave so many bytes above what is held and reserved now."""
+    """Leave `room` bytes above the current footprint and reservations."""
     release_free_memory()
     driver.take(ROOMY)
     memory = driver.engine.report(time.monotonic()).memory
@@ -97,7 +97,7 @@ def test_a_row_that_grows_preempts_a_row_of_any_batch_and_all_answers_are_word_f
     driver: Driver, alone: dict[str, list[int]], grower: str, victim: str
 ):
     others = [group for group in GROUPS if group not in (grower, victim)]
-    # Only the grower outgrows what was reserved for it; the victim came last, so it loses least.
+    # Only the grower outgrows its reservation. The victim is the newest request, and therefore loses the least work.
     running = [(group, start(driver, group, ANSWER)) for group in others]
     running.append((grower, start(driver, grower, EXPECTED)))
     running.append((victim, start(driver, victim, ANSWER)))
@@ -129,7 +129,8 @@ def test_a_forward_over_the_cap_preempts_the_last_row_of_the_batch_that_is_decod
 def test_a_batch_that_breaks_while_an_ended_row_is_dropped_ends_the_request_once(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ):
-    """The request's other row fails by the break, so the request is gone before the turn comes to its ended row."""
+    """The request's other row fails in the broken batch. The request is therefore gone before its ended row is
+    handled."""
     first, second = endless(LLAMA, ANSWER), GenerationParams(temperature=0.0, max_tokens=ANSWER)
     number = driver.ask("hello", replace(first, n=2), expected=ANSWER)
     driver.until(lambda: all(len(driver.ids[number, choice]) > 2 for choice in range(2)))

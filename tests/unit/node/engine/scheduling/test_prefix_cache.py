@@ -1,4 +1,4 @@
-"""The prefix cache with real models: what a second turn finds, that answers stay what they were, whose memory it is."""
+"""The prefix cache with real models: hits of a second turn, unchanged answers, and accounting of its memory."""
 
 import gc
 import json
@@ -44,7 +44,8 @@ def ended(driver: Driver, number: int) -> Finished:
 
 
 def turns(driver: Driver, first: str, second: str, params: GenerationParams) -> tuple[list[list[int]], list[int]]:
-    """Hold a conversation of two turns, the second of them twice; give the ids of the answers and what was cached."""
+    """Run a conversation of two turns, the second of them twice; return the ids of the answers and the cached
+    tokens."""
     messages = (Message("user", first),)
     numbers = [driver.ask(messages=messages, params=params)]
     cached = [ended(driver, numbers[0]).cached_tokens]
@@ -61,7 +62,7 @@ def turns(driver: Driver, first: str, second: str, params: GenerationParams) -> 
 def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
     name: str, params: GenerationParams, tiny_model: Callable[..., Path]
 ):
-    """With windows and states that cannot be cut, too: 64 tokens of window, and prompts beyond that."""
+    """Also with windows and states that cannot be cut: a window of 64 tokens, and prompts beyond it."""
     folder = tiny_model(name, trained=name != "qwen3_next")
     driver, fresh = Driver(folder), Driver(folder, prefix_cache_size="off")
     params = GenerationParams(temperature=0.0, max_tokens=40) if params is GREEDY else params
@@ -71,13 +72,13 @@ def test_a_second_turn_begins_where_the_first_ended_and_answers_the_same(
         assert ours == theirs
         assert none == [0, 0, 0]
         prompt = ended(driver, driver.number).prompt_tokens
-        if name != "qwen3_next" or len(first) > 100:  # the noise of an untrained model is not what it is read back as
+        if name != "qwen3_next" or len(first) > 100:  # the text of an untrained model does not tokenize to the same ids
             assert cached[1] >= 19, "the first user's message at least"
         assert prompt - 12 <= cached[2] < prompt, "all but the opening of the answer"
 
 
 def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
-    """The case that ends mlx_lm.server: an exact hit leaves it with an empty prompt."""
+    """An exact hit leaves an empty prompt; it ends mlx_lm.server."""
     numbers = [driver.ask(SHORT[0]["prompt"]) for _ in range(3)]
     numbers += [driver.ask(SHORT[0]["prompt"]) for _ in range(2) if ended(driver, numbers[0])]
     ends = [ended(driver, number) for number in numbers]
@@ -86,7 +87,7 @@ def test_the_very_same_prompt_is_answered_the_same(driver: Driver):
 
 
 def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
-    """What was written is found whatever the sampling was, and told at admission and at the end."""
+    """Generated tokens are found for any sampling, and reported at admission and at the end."""
     first = driver.ask(SHORT[0]["prompt"], GenerationParams(temperature=1.5, seed=1, max_tokens=20))
     ended(driver, first)
     second = driver.ask(SHORT[0]["prompt"], GREEDY)
@@ -102,7 +103,8 @@ def test_an_answer_with_its_prompt_can_be_a_prompt(driver: Driver):
 
 @pytest.mark.slow
 def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callable[..., Path]):
-    """A system prompt, where states cannot be cut: the second that begins so leaves a snapshot."""
+    """Applies to a system prompt where states cannot be cut. The second request with that beginning stores a
+    snapshot."""
     driver, fresh = (Driver(tiny_model("lfm2"), prefix_cache_size=size) for size in ("auto", "off"))
     system = Message("system", "You are a careful clerk. " * 20)
     cached: list[int] = []
@@ -118,7 +120,7 @@ def test_a_beginning_that_several_share_is_found_by_the_third(tiny_model: Callab
 
 
 def test_prompts_that_decode_lend_their_beginning(driver: Driver):
-    """Eight requests with one long beginning at once: the first writes it for all that come after it."""
+    """The second request reuses the beginning of the first, which still decodes."""
     system = Message("system", "You are a careful clerk. " * 60)
     first = driver.ask(
         messages=(system, Message("user", "Hello!")), params=GenerationParams(max_tokens=200, temperature=1.0)
@@ -146,7 +148,7 @@ def test_n_answers_share_what_was_found(driver: Driver):
 
 
 def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
-    """A short row ends beside a long one: kept lazily, it would keep the whole padded batch."""
+    """A short row ends during a long one. An entry that is not evaluated would keep the whole padded batch."""
     long = driver.ask(
         "word " * 1200, GenerationParams(temperature=0.0, max_tokens=400, stop=("\0",), logit_bias=endless())
     )
@@ -169,7 +171,7 @@ def test_what_is_kept_is_evaluated_and_holds_nothing_else(driver: Driver):
 
 
 def endless() -> tuple[tuple[int, float], ...]:
-    """A bias that keeps an answer from ending by itself."""
+    """Return a bias that prevents the end token."""
     return ((json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"], -100.0),)
 
 
@@ -190,14 +192,14 @@ def test_after_all_is_given_back_the_engine_is_as_it_was(driver: Driver):
 
 
 def room(driver: Driver, size: int) -> None:
-    """Let `size` bytes of headroom be there above what the engine holds now, its prefix cache included."""
+    """Leave `size` bytes of headroom above the engine's footprint, which includes its prefix cache."""
     memory = driver.engine.report(0.0).memory
     assert memory.current is not None
     driver.take(MemoryLimits(memory.current + GIB, memory.current + memory.reserved + size, 0, "dynamic"))
 
 
 def fill(driver: Driver, size: int) -> None:
-    """Let the prefix cache hold so many bytes, in a process that holds nothing else that could go meanwhile."""
+    """Fill the prefix cache with `size` bytes, after other memory that could be freed meanwhile has been released."""
     release_free_memory()
     number = 0
     while driver.engine.prefix_cache.nbytes < size:
@@ -261,7 +263,7 @@ def test_a_model_that_is_unloaded_takes_its_cache_with_it(driver: Driver):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
-    """300 prompts that nobody has sent before, the cache always full, and room for one request beside it."""
+    """Send 300 new prompts while the cache is always full, with room for one further request."""
     random = Random(3)
     fill(driver, 10 * MIB)
     release_free_memory()
@@ -279,7 +281,7 @@ def test_near_the_trip_point_nothing_that_fits_is_refused(driver: Driver):
     assert cache.nbytes > MIB, "it stayed in use"
 
 
-# what must not be kept
+# Entries that must not be cached
 
 
 def test_what_a_broken_batch_held_is_neither_kept_nor_used(driver: Driver):
@@ -343,7 +345,7 @@ def test_what_a_cancelled_turn_took_is_put_back(driver: Driver):
 
 
 def test_what_was_found_may_be_gone_when_it_is_wanted(driver: Driver):
-    """Between admission and the first chunk, and within the question to the gate itself."""
+    """The prefix is evicted between admission and the first chunk, and during the check of the gate itself."""
     wanted = ended(driver, driver.ask(SHORT[0]["prompt"]))
     number = driver.ask(SHORT[0]["prompt"])
     assert driver.said[number][0].cached_tokens == wanted.prompt_tokens - 1  # type: ignore[attr-defined]

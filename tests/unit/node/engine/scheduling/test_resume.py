@@ -1,7 +1,6 @@
-"""An answer begun on one engine and gone on with on another: nothing is said twice, nothing is lost, nothing known is
-decoded again.
+"""An answer that begins on one engine and resumes on another: no token is repeated, lost or decoded again.
 
-The first engine's answer is cut after every token; the second is given what was heard until then.
+The first engine's answer is cut after every token. The second engine gets the tokens that were received until then.
 """
 
 import json
@@ -31,7 +30,7 @@ TOOLS = '[{"type":"function","function":{"name":"weather","parameters":{"type":"
 
 @dataclass
 class Heard:
-    """What was heard of one choice."""
+    """The received part of one choice."""
 
     ids: list[int] = field(default_factory=list[int])
     text: dict[int, str] = field(default_factory=dict[int, str])
@@ -56,7 +55,7 @@ def heard(*parts: Sequence[Delta]) -> Heard:
 
 
 def tokens_of(deltas: Sequence[Delta], count: int) -> Sequence[Delta]:
-    """Give the deltas of the first tokens: a stream has one for each."""
+    """Return the deltas of the first tokens: a stream has one for each."""
     assert all(len(delta.ids) == 1 for delta in deltas)
     return deltas[:count]
 
@@ -76,7 +75,7 @@ def end_of(driver: Driver, number: int) -> Finished:
 
 @pytest.fixture
 def prefilled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The tokens of every chunk that any engine writes."""
+    """Return a list of the tokens of every chunk that any engine prefills."""
     written: list[int] = []
     plain = LoadedModel.record_prefill
 

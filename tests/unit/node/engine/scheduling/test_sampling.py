@@ -1,4 +1,4 @@
-"""From log probabilities to tokens: what is cut, what is penalised, and draws that can be repeated."""
+"""From log probabilities to tokens: truncation, penalties, and draws that can be repeated."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""What the text engine counts and reports of its requests: usage, timings, reasons, and the gate behind forwards."""
+"""Counts and reports of the text engine about its requests: usage, timings, reasons, and the gate of forwards."""
 
 import json
 import time
@@ -49,7 +49,7 @@ def driver() -> Driver:
 
 
 def prepared(driver: Driver, content: str) -> PreparedRequest:
-    """Put a prompt into tokens as the engine does."""
+    """Tokenize a prompt as the engine does."""
     asked = Generate(10**6, 0, "r", driver.default, (Message("user", content),), GenerationParams(), 0)
     work = driver.engine.prepare(asked)
     if isinstance(work, UntokenizedPrompt):
@@ -167,7 +167,7 @@ def test_tokens_of_a_stream_are_sent_one_by_one_and_those_of_a_whole_answer_toge
     driver.answer(PLAIN["prompt"])
     clock = Later()
     clock.by, begun = 0.0, time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: begun + clock.by)  # time stands still, however slow this machine is
+    monkeypatch.setattr(time, "monotonic", lambda: begun + clock.by)  # time stands still even on a slow machine
     params = GenerationParams(temperature=0.0, max_tokens=6, logit_bias=ENDLESS)
     streamed, whole = driver.ask("hello", params, stream=True), driver.ask("hello", params, stream=False)
     for number in (streamed, whole):
@@ -289,11 +289,11 @@ def test_padding_may_waste_what_the_cap_in_force_allows(driver: Driver):
         assert model.kv.waste == waste_bytes(cap)
 
 
-# the gate's second lines
+# checks after a forward
 
 
 def test_prompts_that_are_read_together_are_looked_at_after_their_forward(driver: Driver):
-    """The ceiling lets everything pass, so only the look at the cap after the forward is left."""
+    """The ceiling lets everything pass. Only the check of the cap after the forward can refuse."""
     driver.answer(PLAIN["prompt"])
     memory = driver.engine.report(time.monotonic()).memory
     driver.take(MemoryLimits(max(memory.active, memory.phys or 0) - MIB, 8 * GIB, 0, "static"))

@@ -45,14 +45,14 @@ class CrashedError(Exception):
 
 
 class Crashing(CrashRecorder):
-    """A recorder that lets the test survive."""
+    """A recorder that does not end the process."""
 
     def crash(self, model: str, request: int) -> None:
         raise CrashedError(model, request)
 
 
 class Bench:
-    """Drives the engine as its loop would, with a clock of its own, and keeps all that it says."""
+    """Drives the engine like its loop, with a clock of its own, and keeps all frames."""
 
     def __init__(self, limits: MemoryLimits | None = ROOMY, **changes: Any) -> None:
         self.settings = msgspec.convert(changes, ScriptedSettings)
@@ -98,7 +98,7 @@ class Bench:
                 self.said[frame.request].append(frame)  # type: ignore[attr-defined]
 
     def turn(self) -> bool:
-        """One turn at the time when it is due; False when nothing is."""
+        """Run one turn at its due time; return False when none is due."""
         due = self.engine.next_step_at(self.now)
         if due is None:
             return False

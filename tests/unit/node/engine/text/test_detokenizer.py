@@ -28,7 +28,7 @@ LOOK = '<call>{"name": "look", "arguments": {"at": "x"}}</call>'
 
 
 class Read(NamedTuple):
-    """What a client has in the end, and why the answer ended."""
+    """The complete answer at a client, and its finish reason."""
 
     content: str = ""
     reasoning: str = ""
@@ -37,7 +37,7 @@ class Read(NamedTuple):
 
 
 class Spelled:
-    """A decoder whose ids are places in a list of pieces."""
+    """A decoder whose ids are indices of a list of pieces."""
 
     def __init__(self, pieces: list[str]) -> None:
         self._pieces = pieces
@@ -89,7 +89,7 @@ def run(made: TextPipeline, ids: Iterable[int], reason: str = "stop") -> Read:
 
 
 def read(text: str, reason: str = "stop", **how) -> Read:
-    """Read a text whole and letter by letter, which must be the same."""
+    """Parse a text at once and letter by letter; both results must be the same."""
     whole = run(pipeline([text], **how), [0], reason)
     assert run(pipeline(list(text), **how), range(len(text)), reason) == whole
     return whole
@@ -290,7 +290,7 @@ def test_a_parser_is_given_the_tools_of_the_request(tmp_path: Path):
     assert found.calls == ({"index": 0, "id": "call_q_2_0", "name": "look", "arguments": '{"at": 12}'},)
 
 
-# one recorded transcript, or more, for each parser there is
+# one or more recorded transcripts for each parser
 
 
 def test_every_parser_has_its_transcript():
@@ -325,7 +325,7 @@ def test_a_recorded_transcript_is_read(parser: str, tmp_path: Path):
         assert found[0].reason == ("tool_calls" if told else "stop")
 
 
-# whatever comes
+# Any text
 
 PARTS = st.sampled_from(
     ["<think>", "</think>", "<call>", "</call>", LOOK, "\n", "\n\n", "a", "END", "EN", "D", "<", "é", "{}", "call>"]
@@ -363,7 +363,7 @@ def test_nothing_of_a_stop_string_is_shown(text: str):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> list[Tokenizer]:
-    """One of each way to decode: bytes, pieces with byte tokens, whole words."""
+    """Return one model of each way to decode: bytes, pieces with byte tokens, whole words."""
     folder = tmp_path_factory.mktemp("models")
     marks = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
     text = 'hello <think> so </think> <tool_call>{"name": "look", "arguments": {}}</tool_call> 東京'
@@ -392,7 +392,7 @@ def test_a_resumed_stream_goes_on_identically(
 
 @given(st.lists(st.integers(5, 410), max_size=60))
 def test_what_is_shown_are_the_bytes_of_the_tokens(models: list[Tokenizer], ids: list[int]):
-    ids = [token for token in ids if models[0].token_bytes(token) != b"\0"]  # mlx-lm shows its sign, not the byte
+    ids = [token for token in ids if models[0].token_bytes(token) != b"\0"]  # mlx-lm returns its sign, not the byte
     found = run(models[0].pipeline("r", 0, (), "", False), ids)
     plain = b"".join(map(models[0].token_bytes, ids)).decode(errors="replace")
     assert found.content in (plain, plain.removeprefix(" "))

@@ -1,4 +1,4 @@
-"""Model folders that mean harm: templates that never end or take all memory, expressions that explode."""
+"""Hostile model folders: templates that never end or take all memory, expressions that explode."""
 
 import gc
 import json
@@ -98,7 +98,8 @@ def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monk
 
 @pytest.fixture
 def uncollected() -> Iterator[None]:
-    """Run without collections: an exception in a callback of the collector, such as Hypothesis', is only reported."""
+    """Run without garbage collection, because an exception in a callback of the collector, such as Hypothesis', is only
+    reported."""
     gc.disable()
     yield
     gc.enable()
@@ -113,7 +114,7 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
 
     with pytest.raises(DeadlineError, match="too long"):
         endless()
-    for _ in range(300):  # ends about when it expires: either way nothing is raised behind it
+    for _ in range(300):  # ends at about its expiry; in both cases nothing is raised after it
         try:
             with Deadline(0.001, "late"):
                 until = time.monotonic() + 0.001
@@ -126,7 +127,7 @@ def test_a_deadline_raises_inside_its_context_or_not_at_all():
     late = Deadline(30, "never")
     with late:
         pass
-    late.expire()  # as its timer does that could not be cancelled any more
+    late.expire()  # like its timer when it could no longer be cancelled
     assert sum(range(1000)) == 499_500, "nothing is raised"
     assert threading.active_count() < 50
 

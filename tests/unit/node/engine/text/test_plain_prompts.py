@@ -1,4 +1,4 @@
-"""Prompts without a template, counts without an answer, which stop string it was, one call and no more."""
+"""Prompts without a template, counts without an answer, reported stop strings, and the limit of one call."""
 
 from collections import defaultdict
 from pathlib import Path
@@ -45,7 +45,7 @@ def test_raw_text_is_counted_as_it_is(driver: Driver):
 
 
 def test_nothing_is_read_in_the_answer_to_a_plain_prompt():
-    """The marks of thoughts and calls are words like any others, where no template taught the model to set them."""
+    """Without a template, the model was not taught marks of thoughts and calls. They are plain text there."""
     library = Driver(models.path("llama")).engine.catalogue
     door, (name,) = RequestPreparer(library), library.known()
     tools = '[{"type": "function", "function": {"name": "look"}}]'
@@ -107,7 +107,7 @@ def test_thoughts_are_counted():
     for token in range(len(pieces)):
         made.feed(token)
     made.finish("stop")
-    assert made.thought == 3  # the mark that opens belongs to them, the one that closes does not
+    assert made.thought == 3  # the opening mark counts as reasoning, the closing one does not
 
 
 def test_the_tokens_of_a_call_are_no_thought():

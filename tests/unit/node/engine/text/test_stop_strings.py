@@ -36,7 +36,7 @@ def test_empty_stop_strings_stop_nothing():
 
 
 def expected(text: str, stops: list[str]) -> tuple[str, bool]:
-    """Cut at the stop string that is complete first, and of several at the longest."""
+    """Cut at the stop string that is complete first; of several at the longest."""
     found = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     return (text[: min(found)[1]], True) if found else (text, False)
 

@@ -16,7 +16,7 @@ from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 SHOWN = "{{ {'messages': messages, 'tools': tools, 'extra': extra, 'prompted': add_generation_prompt} | tojson }}"
-"""A template that shows what it was given."""
+"""A template that prints its inputs."""
 USER = Message("user", "hello")
 
 
@@ -126,7 +126,7 @@ def test_a_renderer_in_python_is_given_arguments_as_text(tmp_path: Path):
     assert '<｜DSML｜parameter name="at" string="true">here</｜DSML｜parameter>' in text(model, prompt.ids)
 
 
-# what fails
+# Failures
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_a_driver_that_cannot_connect_yet_ends_with_its_agent():
 
 
 class Sent:
-    """What a driver sends, in the place of its socket."""
+    """Records the messages of a driver, in place of its socket."""
 
     def __init__(self) -> None:
         self.messages: list[DriverMessage] = []
@@ -66,7 +66,7 @@ class Sent:
 
 
 class Scene:
-    """A driver that reads what it is sent here, with another start and end of actors."""
+    """A driver that reads the messages of a test, with its own start and end of actors."""
 
     def __init__(self, create: Callable[[CreateActor], Coroutine[Any, Any, None]]) -> None:
         self.sent: Any = Sent()
@@ -91,7 +91,7 @@ WANTED = CreateActor("lease_1", 1, "/f", 1.0, 30.0)
 
 
 async def turned(wanted: Callable[[], object]) -> None:
-    """Let the loop turn until something holds."""
+    """Run the loop until a condition holds."""
     async with asyncio.timeout(10):
         while not wanted():  # noqa: ASYNC110  what is sent sets no event
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""This Mac's Ray as the agent keeps it; a real one runs in tests/e2e/test_video_ray.py."""
+"""The Ray of this Mac from the agent's side; a real one runs in tests/e2e/test_video_ray.py."""
 
 import asyncio
 import json
@@ -42,7 +42,7 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRay:
 
 
 async def changed(one: LocalRay, than: str | None) -> str:
-    """Wait until the node of this Ray is another one (None: any)."""
+    """Wait until the node id of this Ray differs from `than` (None: until there is one)."""
     news = asyncio.Event()
     one.changed = news.set
     async with asyncio.timeout(20):

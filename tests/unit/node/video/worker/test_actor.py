@@ -1,4 +1,4 @@
-"""The actor leaves with who started it; under a true Ray it runs in tests/e2e/test_video_ray.py."""
+"""The actor ends with the process that started it. Under a real Ray it runs in tests/e2e/test_video_ray.py."""
 
 import os
 import signal
@@ -32,7 +32,7 @@ def test_it_leaves_when_its_parent_has():
         parent.kill()
         late = threading.Timer(20, os.kill, (child, signal.SIGKILL))
         late.start()
-        parent.stdout.read()  # its end is the child's, which holds the pipe
+        parent.stdout.read()  # its end is the end of the child, which holds the pipe
         assert late.is_alive(), "it had to be killed"
         late.cancel()
 

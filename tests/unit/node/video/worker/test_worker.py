@@ -1,4 +1,4 @@
-"""What of the worker needs no engine; the rest is driven with the real one in tests/e2e/test_video_node.py."""
+"""Parts of the worker that need no engine. The rest runs with the real engine in tests/e2e/test_video_node.py."""
 
 import errno
 import json
@@ -12,7 +12,7 @@ from node.video.worker import worker
 
 
 class Config:
-    """An engine's config class as old versions have it: fewer arguments than later ones take."""
+    """An engine's config class in an old version: it has fewer arguments than later ones."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ def test_failures_have_names():
 
 
 class Metal:
-    """MLX as a Mac's: it refuses a wired limit above its own."""
+    """MLX on a Mac: it refuses a wired limit above its own."""
 
     def __init__(self, info: dict[str, int] | None = None) -> None:
         self.set: dict[str, int] = {}

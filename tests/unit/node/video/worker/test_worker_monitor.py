@@ -147,11 +147,11 @@ async def test_a_group_is_killed_whatever_it_ignores_and_a_namesake_is_left_alon
     assert process.wait(30) == -9
 
 
-# the folder between agent and attendant
+# the folder between agent and worker parent
 
 
 def watched(place: Path, process: "subprocess.Popen[bytes]") -> WorkerMonitor:
-    """Watch a process as the worker of a lease; nobody attends to it."""
+    """Watch a process as the worker of a lease. No worker parent runs."""
     held = LeaseRecord(lease="l", generation=1, job="j", model="m", size=2**40)
     made = WorkerMonitor(held, place, WorkerBounds(2**40, 100, 100), 100, 0)
     made.open(lease_files.LeaseGrant(lease="l", generation=1, size=1, python="p", environment={}, job={}))

@@ -1,4 +1,4 @@
-"""Anthropic's answers, value by value."""
+"""Answers in Anthropic's format, value by value."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Ollama's answers, value by value."""
+"""Answers in Ollama's format, value by value."""
 
 import json
 import math

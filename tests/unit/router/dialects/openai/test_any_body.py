@@ -1,4 +1,4 @@
-"""Every parser of a body, with bodies nobody has thought of: it never raises, and what it lets through is bounded."""
+"""Every parser of a body, with generated bodies: it never raises, and accepted requests are bounded."""
 
 import json
 import math
@@ -122,7 +122,7 @@ def test_no_text_makes_the_reader_raise(body: bytes):
 
 
 def odd(value: object) -> bool:
-    """Whether it holds a number that JSON has not, or half a surrogate."""
+    """Return whether a value has a number that JSON lacks, or half a surrogate pair."""
     if isinstance(value, dict):
         return any(odd(part) for item in value.items() for part in item)
     if isinstance(value, list):

@@ -154,7 +154,7 @@ def test_of_two_limits_the_newer_name_counts():
     assert good(body(max_tokens=5)).params.max_tokens == 5
     assert good(body(max_tokens=5, max_completion_tokens=7)).params.max_tokens == 7
     assert good(body(max_completion_tokens=7)).demand.max_tokens == 7
-    whole = good(body(max_tokens=5, max_completion_tokens=7, logprobs=True))  # a body that is not read the quick way
+    whole = good(body(max_tokens=5, max_completion_tokens=7, logprobs=True))  # the fast parser does not read this
     assert (whole.params.max_tokens, whole.demand.max_tokens) == (7, 7)
 
 
@@ -538,7 +538,7 @@ names = st.sampled_from(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.too_slow])  # the first text is slow: it builds a table of characters
+@settings(suppress_health_check=[HealthCheck.too_slow])  # the first text builds a table of characters
 @given(st.dictionaries(names, json_values))
 def test_whatever_is_taken_can_be_sent(fields: dict[str, object]):
     found = parse(json.dumps({"model": "tiny", "messages": HELLO} | fields).encode())

@@ -1,4 +1,4 @@
-"""Signs of life of every dialect: no client takes one for an answer, and server-sent ones say what is waited for."""
+"""Keep-alives of every dialect: no client reads one as an answer, and server-sent ones state the reason of the wait."""
 
 import json
 

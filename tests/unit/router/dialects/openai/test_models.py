@@ -20,7 +20,7 @@ BROKEN = a_model("broken", loaded=False, cause="no weights")
 
 
 def view() -> ClusterView:
-    """Give two nodes, of which the second has no model loaded."""
+    """Return a view of two nodes, of which the second has no model loaded."""
     held = (("a", (LOADED, ON_DISK)), ("b", (ON_DISK, BROKEN)))
     return ClusterView(
         tuple(

@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` into what a node gets, value by value."""
+"""Conversion of `/v1/responses` bodies to the frames of a node, value by value."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""What is not known in a body is ignored and named, or refused by the setting; what would change an answer never is."""
+"""Unknown fields of a body are ignored and named, or refused by the setting. Fields that change an answer are never
+ignored."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""The manual's tables of fields against what the official libraries know, and against what really happens."""
+"""The manual's tables of fields, compared with the official libraries and with the real behaviour."""
 
 import json
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from wire.frames import Message
 
 
 class Clip(msgspec.Struct):
-    """What a video's body asks for."""
+    """The fields of a video's body."""
 
     fields: dict[str, Any]
 
@@ -156,7 +156,7 @@ SDK: dict[str, set[str]] = {
         "stop",
     },
 }
-"""Ollama's library is typed by pydantic models with these fields; the others say theirs by themselves."""
+"""Ollama's library has pydantic models with these fields. The fields of the other libraries come from their types."""
 TOOLS = {"tools": [FUNCTION]}
 FLAT = {"tools": [FUNCTION["function"] | {"type": "function"}]}
 THEIRS = {"tools": [{"name": "look", "input_schema": {}}]}
@@ -225,7 +225,7 @@ WITH: dict[str, dict[str, Any]] = {
     "usage": STREAM | {"usage": {"include": True}},
     "enable_thinking": {"enable_thinking": False},
 }
-"""A value of a field that changes what is asked of a node, with what it needs beside it."""
+"""A value of each field that changes the request to a node, with the other fields that it needs."""
 EVEN: dict[tuple[str, str], dict[str, Any]] = {
     ("/v1/chat/completions", "logprobs"): {"logprobs": True},
     ("/v1/completions", "logprobs"): {"logprobs": 0},
@@ -252,7 +252,7 @@ TOLD = {
     ("/v1/responses", "stream_options"): STREAM | {"stream_options": {"include_obfuscation": False}},
     ("/v1/responses", "metadata"): {"metadata": {"a": "b"}},
 }
-"""Honoured by taking the one value that they may have, or by giving it back with the answer."""
+"""Fields that count as supported because their only value is accepted, or because the answer repeats them."""
 PROBES: dict[str, object] = {"background": True, "store": True, "truncation": "auto", "speed": "fast", "stream": 5}
 
 
@@ -265,7 +265,7 @@ def ask(route: str, /, **fields: object) -> object:
 
 
 def essence(found: object) -> object:
-    """Give what a request asks of a node; every response has an outline of its own."""
+    """Return the parts of a request that a node gets, without the outline, which differs in every response."""
     assert not isinstance(found, Problem), found
     names = [name for name in found.__struct_fields__ if name not in ("outline", "kept", "ignored")]  # pyright: ignore
     kept = getattr(found, "kept", None) is not None

@@ -1,4 +1,4 @@
-"""However a format is asked for, a node is told the same; what cannot be meant is a 400 that names it."""
+"""All spellings of a format give the node the same grammar; an impossible one is a 400 that names it."""
 
 import json
 from typing import Any

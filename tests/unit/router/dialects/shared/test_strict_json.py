@@ -1,4 +1,4 @@
-"""JSON that two readers could understand differently is refused, and what is large is refused before it is read."""
+"""Ambiguous JSON, which two readers could read differently, is refused. A large body is refused before it is parsed."""
 
 import json
 
@@ -9,7 +9,7 @@ from router.dialects.shared.strict_json import read_object, write
 from router.errors import Problem
 
 CHARACTERS = MAX_TEXT_BYTES // 4
-"""So many are read where one of them needs four bytes."""
+"""Most characters that are read if one of them needs four bytes."""
 
 
 def message_of(body: bytes, max_values: int = 100) -> str:
@@ -104,7 +104,7 @@ def test_keys_of_an_object_are_bounded(keys: int, message: str):
 
 
 def nested(depth: int) -> object:
-    """Make lists and objects in turn, one in the other."""
+    """Make alternating lists and objects, one inside the other."""
     value: object = 0
     for level in range(depth):
         value = {"a": value, "b": 1} if level % 2 else [1, value]
