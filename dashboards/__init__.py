@@ -1,1 +1,1 @@
-"""The dashboards' source. `python -m dashboards.generate` writes their JSON beside it."""
+"""Source of the dashboards. `python -m dashboards.generate` writes their JSON into this folder."""

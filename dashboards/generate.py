@@ -1,4 +1,4 @@
-"""Writes every dashboard's JSON. Run by `make docs`; a test compares the committed files with what this gives."""
+"""Writes the JSON of every dashboard. `make docs` runs it; a test compares the committed files with its output."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Memory: the sum of each Mac, its gate, its engine, its models and its prefix cache."""
+"""Memory: the gate's sum on each Mac, gate, engine, models and prefix cache."""
 
 from dashboards.panels import (
     BYTES,
@@ -38,7 +38,7 @@ GLANCE = (
     ),
     figure(
         "Guard",
-        "0: memory.guard is off, and nothing is refused for memory.",
+        "0: memory.guard is off, and no request is refused for memory.",
         COUNT,
         f"min(macpool_gate_guard{N})",
         bad=1,
@@ -46,7 +46,7 @@ GLANCE = (
     ),
     figure(
         "Headroom",
-        "Ceiling less margin, current and reserved, where it is least.",
+        "Ceiling less margin, current and reserved: the minimum over the Macs.",
         BYTES,
         f"min(macpool_node_memory_headroom_bytes{N})",
         bad=0,
@@ -54,28 +54,28 @@ GLANCE = (
     ),
     figure(
         "Level",
-        "0 unknown, 1 ok, 2 over soft, 3 over hard; the worst.",
+        "0 unknown, 1 ok, 2 over soft, 3 over hard: the maximum over the Macs.",
         COUNT,
         f"max(macpool_node_memory_level{N})",
         bad=2,
     ),
     figure(
         "Over cap",
-        "Times in the last hour that the enforcer found the engine over its cap.",
+        "How often the enforcer found the engine over its cap in the last hour.",
         COUNT,
         f"sum(increase(macpool_node_memory_over_cap_total{N}[1h]))",
         bad=1,
     ),
     figure(
         "Age of the reading",
-        "Since the agent last read the machine, where it is most.",
+        "Time since the agent read the machine's memory: the maximum over the Macs.",
         SECONDS,
         f"max(time() - macpool_node_memory_reading_timestamp_seconds{N})",
         bad=15,
     ),
     lines(
-        "The sum that the gate makes",
-        "Nothing is started that would lift current, reserved and margin above the ceiling.",
+        "The gate's sum",
+        "The gate refuses work that would lift current, reserved and margin above the ceiling.",
         BYTES,
         _size("cap"),
         _size("ceiling"),
@@ -85,33 +85,33 @@ GLANCE = (
     ),
     lines(
         "Headroom",
-        "What is left of the ceiling; what is reusable is given back before anything is refused.",
+        "The rest of the ceiling. Reusable memory is freed before any request is refused.",
         BYTES,
         _size("headroom"),
         _size("reusable"),
     ),
     lines(
         "Refusals by reason",
-        "What the gate said no to, and why.",
+        "Refusals of the gate per second.",
         PER_SECOND,
         (f"sum by (node, reason) ({_rate('gate_refusals')})", "{{node}} {{reason}}"),
     ),
     heat(
         "Predicted peaks",
-        "Share of the ceiling that each check predicted; above 1 it was refused.",
+        "Predicted peak of each check, as a share of the ceiling. Above 1 the gate refused.",
         SHARE,
         f"macpool_gate_predicted_peak_ratio_bucket{N}",
     ),
     lines(
-        "Size",
-        "What each prefix cache holds; all of it is given back before a request is refused.",
+        "Prefix cache",
+        "Size of each prefix cache. All of it is freed before a request is refused.",
         BYTES,
-        (f"macpool_prefix_cache_bytes{N}", "{{node}} kept"),
+        (f"macpool_prefix_cache_bytes{N}", "{{node}} cached"),
         (f"macpool_node_memory_reusable_bytes{N}", "{{node}} reusable"),
     ),
     lines(
         "Tokens from the cache",
-        "Prompt tokens that were not prefilled, per second.",
+        "Prompt tokens per second that needed no prefill.",
         PER_SECOND,
         (_rate("prefix_cache_hit_tokens"), "{{node}}"),
     ),
@@ -119,7 +119,7 @@ GLANCE = (
 MEMORY = (
     lines(
         "The terms of current",
-        "The highest of them is what the gate compares.",
+        "The gate compares the highest of these terms.",
         BYTES,
         _size("phys"),
         _size("active"),
@@ -127,7 +127,7 @@ MEMORY = (
     ),
     lines(
         "MLX and the engine",
-        "Free buffers, the highest ever, the engine before any model, and the last reserve.",
+        "MLX's free buffers and peak, the engine before any model, and the last reserve.",
         BYTES,
         _size("mlx_cache"),
         _size("mlx_peak"),
@@ -135,52 +135,55 @@ MEMORY = (
         _size("reserve"),
     ),
     lines(
-        "Seen from outside",
-        "The engine's footprint as its agent reads it, beside what the engine says.",
+        "Two readings of the footprint",
+        "The engine's footprint as the agent reads it, and as the engine reports it.",
         BYTES,
         _size("engine_phys"),
         _size("phys"),
     ),
     lines(
         "The machine",
-        "RAM, and what the system can give without pushing anyone out.",
+        "RAM, and memory that the system can provide without affecting other programs.",
         BYTES,
         _size("total"),
         (f"macpool_node_system_available_bytes{N}", "{{node}} available"),
     ),
     lines(
         "Lost wired memory",
-        "What ended engines left wired: only a restart of that Mac brings it back.",
+        "Wired memory that ended engines leaked. Only a restart of that Mac frees it.",
         BYTES,
         (f"macpool_engine_leaked_wired_bytes{N}", "{{node}}"),
     ),
     states(
-        "What binds the ceiling",
-        "The term that settles it: look up its remedy in `cluster nodes`.",
+        "Limit of the ceiling",
+        "The term that limits the ceiling. `cluster nodes` shows the remedy.",
         f"macpool_node_memory_ceiling_bound{N}",
         "{{node}} {{term}}",
     ),
     states(
-        "Pressure", "The system's own word for its memory.", f"macpool_node_system_pressure{N}", "{{node}} {{pressure}}"
+        "Pressure",
+        "Memory pressure as the system reports it.",
+        f"macpool_node_system_pressure{N}",
+        "{{node}} {{pressure}}",
     ),
 )
 GATE = (
     lines(
         "Forwards and checks",
-        "Prefills and joins each follow a check: forwards without checks mean that the gate is not asked.",
+        "Each prefill and join follows a check. Forwards without checks mean that the gate is bypassed.",
         PER_SECOND,
         (_rate("engine_forwards"), "{{node}} forwards"),
         (f"sum by (node) ({_rate('gate_checks')})", "{{node}} checks"),
     ),
     lines(
         "Checks by site",
-        "Where the gate is asked.",
+        "Checks per second at each place that asks the gate.",
         PER_SECOND,
         (f"sum by (node, site) ({_rate('gate_checks')})", "{{node}} {{site}}"),
     ),
     lines(
-        "What was done instead of refusing",
-        "Smaller pieces, requests that gave way, and requests that were ended.",
+        "Actions instead of refusals",
+        "Smaller chunks, preempted requests, and requests that were ended over the cap.",
         PER_SECOND,
         (_rate("gate_prefill_chunks_shrunk"), "{{node}} shrinks"),
         (_rate("engine_preemptions"), "{{node}} preemptions"),
@@ -188,34 +191,34 @@ GATE = (
     ),
     quantiles(
         "Transients",
-        "How far MLX rose in prefills and joins: the margin must hold what no estimate has.",
+        "Rise of MLX's memory in prefills and joins. The margin must cover the part beyond the estimate.",
         BYTES,
         f"macpool_gate_transient_bytes_bucket{N}",
         "node",
     ),
     lines(
         "Over the cap",
-        "Forwards that ended over the cap, findings of the enforcer, engines that it ended.",
+        "Forwards that ended over the cap, findings of the enforcer, and engines that it ended.",
         PER_SECOND,
         (_rate("engine_over_cap"), "{{node}} forwards"),
         (_rate("node_memory_over_cap"), "{{node}} found"),
         (_rate("node_memory_kills"), "{{node}} ended"),
     ),
     lines(
-        "Looks of the enforcer",
-        "Per second: four while it works, one in five seconds with no model.",
+        "Polls of the enforcer",
+        "Per second: four while the engine works, one in five seconds without a model.",
         PER_SECOND,
         (_rate("node_memory_polls"), "{{node}}"),
     ),
 )
 ENGINE = (
-    states("State", "Of the engine's process.", f"macpool_engine_state{N}", "{{node}} {{state}}"),
+    states("State", "State of the engine's process.", f"macpool_engine_state{N}", "{{node}} {{state}}"),
     lines(
         "Requests", "Running and waiting in the engine.", COUNT, (f"macpool_engine_requests{N}", "{{node}} {{state}}")
     ),
     lines(
         "Steps",
-        "Decode steps per second: the pace of every answer there.",
+        "Decode steps per second: the speed of every answer on the node.",
         PER_SECOND,
         (_rate("engine_steps"), "{{node}}"),
         width=THIRD,
@@ -229,7 +232,7 @@ ENGINE = (
     ),
     lines(
         "Deaths and faults",
-        "Deaths, replacements in good health, and requests that ended in a fault.",
+        "Deaths, planned replacements, and requests that ended in a fault.",
         PER_SECOND,
         (_rate("engine_restarts"), "{{node}} deaths"),
         (_rate("engine_graceful_restarts"), "{{node}} recycles"),
@@ -240,15 +243,15 @@ ENGINE = (
 MODELS = (
     lines(
         "Models",
-        "How the node stands to the models that it knows.",
+        "Models of the node by state.",
         COUNT,
         (f"macpool_node_models{N}", "{{node}} {{state}}"),
     ),
     states("Loaded", "1 while a model is in memory.", f"macpool_model_loaded{N}", "{{node}} {{model}}"),
-    lines("Weights", "In memory.", BYTES, (f"macpool_model_weights_bytes{N}", "{{node}} {{model}}")),
+    lines("Weights", "Weights in memory.", BYTES, (f"macpool_model_weights_bytes{N}", "{{node}} {{model}}")),
     lines(
         "Loads under way",
-        "Share of the weights that is read.",
+        "Share of the weights that has been read.",
         SHARE,
         (f"macpool_model_load_progress_ratio{N}", "{{node}} {{model}}"),
     ),
@@ -263,10 +266,10 @@ MODELS = (
     listing("Sources", "Where the footprint is read.", f"macpool_node_memory_reading_source{N}"),
 )
 CACHE = (
-    lines("Prompts", "Kept prompts.", COUNT, (f"macpool_prefix_cache_entries{N}", "{{node}}")),
+    lines("Prompts", "Cached prompts.", COUNT, (f"macpool_prefix_cache_entries{N}", "{{node}}")),
     lines(
         "Hits",
-        "Requests that found a part of their prompt, per second.",
+        "Requests per second with a cached prefix.",
         PER_SECOND,
         (_rate("prefix_cache_hits"), "{{node}}"),
     ),
@@ -278,17 +281,17 @@ CACHE = (
         (_rate("prefix_cache_evictions"), "{{node}} evicted"),
     ),
     lines(
-        "Models that made room",
-        "Evicted for another, or unused for long.",
+        "Models unloaded",
+        "Unloaded for another model, or unused for long.",
         PER_SECOND,
-        (_rate("model_evictions"), "{{node}} evicted"),
-        (_rate("model_idle_unloads"), "{{node}} left"),
+        (_rate("model_evictions"), "{{node}} for another"),
+        (_rate("model_idle_unloads"), "{{node}} idle"),
     ),
 )
 BOARD = Board(
     "macpool-memory",
     "Macpool: memory",
-    "One Mac, or several beside each other: memory, gate, engine, models, cache.",
+    "One or more Macs: memory, gate, engine, models and prefix cache.",
     (
         ("Memory now", GLANCE),
         ("Memory in detail", MEMORY),

@@ -1,7 +1,7 @@
-"""The kinds of panels that the dashboards are made of, over grafana-foundation-sdk.
+"""Kinds of panels of the dashboards, built with grafana-foundation-sdk.
 
-The kit leaves some things out that Grafana needs: ids of panels, `refId` of targets, what a stat panel reduces by, the
-range of a heatmap. They are set here, so that no dashboard can forget them.
+The SDK omits some values that Grafana needs, and this module sets them for every dashboard. They are ids of panels,
+`refId` of targets, the reduction of a stat panel, and the range of a heatmap.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 SOURCE = common.DataSourceRef(type_val="prometheus", uid="${datasource}")
 TALL, SMALL = 8, 4
 HALF, THIRD, SIXTH = 12, 8, 4
-"""Widths, of 24."""
+"""Widths of a panel, in columns of 24."""
 QUANTILES = (0.5, 0.9, 0.99)
 BYTES, SECONDS, SHARE, PER_SECOND, REQUESTS, COUNT = "bytes", "s", "percentunit", "ops", "reqps", "none"
 """Units as Grafana names them."""
 
 
 MAX_OPEN = 12
-"""Panels of a board that are open; all others lie in collapsed rows, and ask for nothing until they are opened."""
+"""Open panels of a board. All other panels are in collapsed rows, which send no query until they are opened."""
 MEMORY_OF = ("Memory of this Mac", "/d/macpool-memory?var-node=${__field.labels.node}&${__url_time_range}")
 REQUESTS_OF = ("Requests of this model", "/d/macpool-requests?var-model=${__field.labels.model}&${__url_time_range}")
 """Data links: title and address."""
@@ -58,11 +58,11 @@ ANNOTATIONS = (
         "the coordinator runs {{version}}",
     ),
 )
-"""What is marked in every panel over time: name, colour, PromQL of series that exist while it is so, and its text."""
+"""Annotations of every panel over time: name, colour, PromQL of series that exist meanwhile, and the text."""
 
 
 class Kind(Enum):
-    """How a panel draws."""
+    """How a panel renders its values."""
 
     LINES = "lines"
     FIGURE = "figure"
@@ -73,7 +73,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries` are (PromQL, legend); a figure is red from `bad` on, or up to it if that is `below`."""
+    """One panel. `queries` are (PromQL, legend). A figure is red from `bad` upwards, or with `below`, under `bad`."""
 
     title: str
     about: str
@@ -84,12 +84,12 @@ class Panel:
     bad: float | None = None
     below: bool = False
     columns: tuple[tuple[str, str], ...] = ()
-    """Of a table with one row per Mac: title and unit of each query's column."""
+    """For a table with one row per Mac: title and unit of each query's column."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard: rows of panels, the first of which is open, and variables (name, label, PromQL of the values)."""
+    """One dashboard: rows of panels, with the first row open, and variables (name, label, PromQL of the values)."""
 
     uid: str
     title: str
@@ -98,7 +98,7 @@ class Board:
     variables: tuple[tuple[str, str, str], ...] = ()
 
     def panels(self) -> list[Panel]:
-        """Give all panels in order."""
+        """Return all panels in order."""
         return [panel for _, row in self.rows for panel in row]
 
     def open(self) -> tuple[Panel, ...]:
@@ -114,23 +114,23 @@ def lines(title: str, about: str, unit: str, *queries: tuple[str, str], width: i
 def figure(
     title: str, about: str, unit: str, query: str, *, bad: float | None = None, below: bool = False, width: int = SIXTH
 ) -> Panel:
-    """Show one number of now."""
+    """Show one current number."""
     return Panel(title, about, unit, ((query, ""),), Kind.FIGURE, width, bad, below)
 
 
 def counts(title: str, about: str, *queries: tuple[str, str], bad: float | None = None) -> Panel:
-    """Show several numbers of now beside each other; red where the first is below `bad`."""
+    """Show several current numbers in one panel, red if the first is below `bad`."""
     return Panel(title, about, COUNT, queries, Kind.FIGURE, SIXTH, bad, below=True)
 
 
 def heat(title: str, about: str, unit: str, bucket: str, width: int = HALF) -> Panel:
-    """Show how a histogram's values lie over time."""
+    """Show the distribution of a histogram over time."""
     query = f"sum by (le) (increase({bucket}[$__rate_interval]))"
     return Panel(title, about, unit, ((query, "{{le}}"),), Kind.HEAT, width)
 
 
 def states(title: str, about: str, query: str, legend: str, width: int = HALF) -> Panel:
-    """Show which state something was in when."""
+    """Show states over time."""
     return Panel(title, about, COUNT, ((query, legend),), Kind.STATES, width)
 
 
@@ -140,7 +140,7 @@ def listing(title: str, about: str, query: str, width: int = 24) -> Panel:
 
 
 def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
-    """Show one row per Mac: of each column its title, unit and PromQL, which gives one series for each Mac."""
+    """Show one row per Mac. A column has a title, a unit, and PromQL with one series per Mac."""
     queries = tuple((query, "") for _, _, query in columns)
     named = tuple((name, unit) for name, unit, _ in columns)
     return Panel(title, about, COUNT, queries, Kind.TABLE, 24, columns=named)
@@ -149,7 +149,7 @@ def by_node(title: str, about: str, *columns: tuple[str, str, str]) -> Panel:
 def quantiles(
     title: str, about: str, unit: str, bucket: str, by: str = "", width: int = HALF, over: str = "$__rate_interval"
 ) -> Panel:
-    """Draw the median, and what one in ten and one in a hundred exceed; of what is rare, `over` a longer time."""
+    """Draw the median, p90 and p99. For rare events, `over` is a longer time."""
     also = f", {by}" if by else ""
     named = f" {{{{{by}}}}}" if by else ""
     return lines(
@@ -239,14 +239,14 @@ def _build(panel: Panel) -> _Built:
 
 
 def _links(panel: Panel) -> list[Builder[dashboard.DashboardLink]]:
-    """Return links from a value to the board of its Mac or its model."""
+    """Return the links from a value to the board of its Mac or its model."""
     named = "".join(legend for _, legend in panel.queries)
     targets = [MEMORY_OF] * ("{{node}}" in named) + [REQUESTS_OF] * ("{{model}}" in named)
     return [DashboardLink(title).url(url) for title, url in targets]
 
 
 def _arrange(made: _Built, panel: Panel) -> None:
-    """Join the queries of a table by Mac, and give each its title and unit; the name of a Mac links to its memory."""
+    """Join the queries of a table by Mac, and set titles and units. The name of a Mac links to its memory."""
     made.with_transformation(
         dashboard.DataTransformerConfig("joinByField", options={"byField": "node", "mode": "outer"})
     )

@@ -1,4 +1,4 @@
-"""The pool as its operator sees it: is it healthy, what does each Mac do, what is running out."""
+"""Pool: health, the work of each Mac, and scarce resources."""
 
 from dashboards.panels import (
     BYTES,
@@ -19,21 +19,21 @@ from dashboards.panels import (
 GLANCE = (
     counts(
         "Macs ready",
-        "Macs to which requests go, of all members.",
+        "Macs that accept requests, of all members.",
         ('sum(macpool_cluster_nodes{state="ready"})', "ready"),
         ('sum(macpool_cluster_nodes{state!="left"})', "of"),
         bad=1,
     ),
     figure(
         "Conditions",
-        "What needs a person now: see Conditions in the row Members, and the runbook.",
+        "Problems that need a person now: see Conditions in the row Members, and the runbook.",
         COUNT,
         "sum(macpool_condition_active)",
         bad=1,
     ),
     figure(
         "Headroom",
-        "What all Macs together have room for, as placement sees it.",
+        "Sum over all Macs, as placement counts it.",
         BYTES,
         "sum(clamp_min(macpool_cluster_node_headroom_bytes, 0))",
         bad=1,
@@ -45,11 +45,11 @@ GLANCE = (
         PER_SECOND,
         "sum(rate(macpool_cluster_node_generation_tokens_total[$__rate_interval]))",
     ),
-    figure("In flight", "Requests on Macs.", COUNT, "sum(macpool_router_in_flight_requests)"),
+    figure("In flight", "Requests that run or wait on Macs.", COUNT, "sum(macpool_router_in_flight_requests)"),
     figure("Queued", "Requests that wait for a Mac with room.", COUNT, "macpool_router_queue_depth"),
     by_node(
         "Macs",
-        "One row per Mac; its name links to its memory.",
+        "One row per Mac. The name links to the memory of the Mac.",
         ("", COUNT, "max by (node, state) (macpool_cluster_node_state)"),
         ("Headroom", BYTES, "max by (node) (macpool_cluster_node_headroom_bytes)"),
         (
@@ -63,14 +63,14 @@ GLANCE = (
     ),
     lines(
         "Tokens per second by Mac",
-        "Generated, counted as they arrive.",
+        "Generated tokens, counted on arrival.",
         PER_SECOND,
         ("sum by (node) (rate(macpool_cluster_node_generation_tokens_total[$__rate_interval]))", "{{node}}"),
     ),
     lines(
         "Headroom by Mac",
-        "As placement sees it: of the newest report, with what is reusable, less what was "
-        "reserved since. A request goes only where it fits.",
+        "As placement counts it: headroom of the newest report, plus reusable memory, less "
+        "later reservations. A request goes only to a Mac where it fits.",
         BYTES,
         ("macpool_cluster_node_headroom_bytes", "{{node}}"),
     ),
@@ -92,25 +92,25 @@ GLANCE = (
 MEMORY = (
     lines(
         "Current of ceiling",
-        "How full each Mac is, by what its gate compares; at 1 nothing fits, the margin already before.",
+        "Memory in use as the gate counts it, as a share of the ceiling. Requests stop fitting below 1, by the margin.",
         SHARE,
         ("macpool_node_memory_current_bytes / macpool_node_memory_ceiling_bytes", "{{node}}"),
     ),
     lines(
         "Reserved by the router",
-        "For requests, and not in the Mac's report yet.",
+        "Reserved for requests, and not yet in the Mac's report.",
         BYTES,
         ("macpool_router_reserved_bytes", "{{node}}"),
     ),
     lines(
         "Refusals by gates",
-        "Per second; a request may meet several and still be answered.",
+        "Per second. A request may be refused by several Macs and still be answered.",
         PER_SECOND,
         ("sum by (node, reason) (rate(macpool_gate_refusals_total[$__rate_interval]))", "{{node}} {{reason}}"),
     ),
     lines(
         "Gates not armed",
-        "Macs whose gate could not refuse on facts: they refuse everything, or have no guard.",
+        "Macs whose gate lacks limits or a live reading, and refuses all requests, or is off (`memory.guard`).",
         COUNT,
         ("count(macpool_gate_armed == 0) or vector(0)", "Macs"),
     ),
@@ -130,13 +130,13 @@ TRAFFIC = (
     ),
     lines(
         "Prompt tokens by Mac",
-        "Prefilled or cached, counted at the first token.",
+        "Prefilled or cached tokens, counted at the first generated token.",
         PER_SECOND,
         ("sum by (node) (rate(macpool_cluster_node_prompt_tokens_total[$__rate_interval]))", "{{node}}"),
     ),
     lines(
         "Tokens",
-        "Prompt and generated, per second, of ended requests.",
+        "Prompt and generated tokens per second, of ended requests.",
         PER_SECOND,
         ("sum(rate(macpool_prompt_tokens_total[$__rate_interval]))", "prompt"),
         ("sum(rate(macpool_generation_tokens_total[$__rate_interval]))", "generated"),
@@ -145,20 +145,20 @@ TRAFFIC = (
 MEMBERS = (
     states(
         "Conditions",
-        "What held when; the names are those of the alerts and of the runbook.",
+        "Active conditions over time. The names are those of the alerts and of the runbook.",
         "macpool_condition_active",
         "{{condition}}",
     ),
     lines(
         "Silence",
-        "Time since each member's newest report; from 3 s on it gets nothing new.",
+        "Time since each member's newest report. From 3 s on the member gets no new requests.",
         SECONDS,
         ("time() - macpool_cluster_node_report_timestamp_seconds", "{{node}}"),
     ),
-    lines("Members by state", "How many members are in each state.", COUNT, ("macpool_cluster_nodes", "{{state}}")),
+    lines("Members by state", "Number of members in each state.", COUNT, ("macpool_cluster_nodes", "{{state}}")),
     lines(
         "Breakers, cordons, pauses",
-        "1 while a node gets nothing: its engine keeps failing, a person said so, or its owner wants the memory.",
+        "1 while a node gets no requests: its engine fails repeatedly, it is cordoned, or its owner paused it.",
         COUNT,
         ("macpool_router_breaker_open", "breaker {{node}}"),
         ("macpool_cluster_node_cordoned", "cordon {{node}}"),
@@ -166,20 +166,20 @@ MEMBERS = (
     ),
     lines(
         "Pauses end in",
-        "Time until a paused node takes work again, where that is known.",
+        "Time until a paused node accepts work again, if known.",
         SECONDS,
         ("macpool_cluster_node_paused_until_timestamp_seconds - time()", "{{node}}"),
     ),
     lines(
         "Links",
-        "Open links, and connections to the cluster port that are none.",
+        "Open links, and other connections to the cluster port.",
         COUNT,
         ("macpool_cluster_links", "links"),
         ("macpool_cluster_unauthenticated_connections", "strangers"),
     ),
     lines(
         "Links made and denied",
-        "Per second; many mean that a node comes and goes, or that somebody tries.",
+        "Per second. High rates mean an unstable node or connection attempts by strangers.",
         PER_SECOND,
         ("rate(macpool_cluster_node_connections_total[$__rate_interval])", "made"),
         ("rate(macpool_cluster_node_connections_denied_total[$__rate_interval])", "denied"),
@@ -187,19 +187,19 @@ MEMBERS = (
     ),
     lines(
         "Model swaps",
-        "Turns per second in which a busy model makes room for a waiting one.",
+        "Turns per second in which a busy model is unloaded for a queued one.",
         PER_SECOND,
         ("rate(macpool_router_model_swaps_total[$__rate_interval])", "{{outcome}}"),
     ),
     lines(
         "Models that differ",
-        "Different models that members hold under one name.",
+        "Number of different models under one name.",
         COUNT,
         ("macpool_cluster_model_fingerprints", "{{model}}"),
     ),
     lines(
         "Certificates",
-        "Time that is left of each; they renew themselves at a third.",
+        "Remaining validity of each. Certificates are renewed automatically at a third.",
         SECONDS,
         ("macpool_tls_expires_timestamp_seconds - time()", "{{certificate}}"),
         ("macpool_cluster_node_certificate_expires_timestamp_seconds - time()", "{{node}}"),
@@ -208,46 +208,48 @@ MEMBERS = (
 SELF = (
     figure(
         "Reservation leaks",
-        "Reservations that belong to no request: anything but 0 is a bug.",
+        "Reservations without a request. Any value but 0 is a bug.",
         COUNT,
         "macpool_router_reservation_leaks",
         bad=1,
     ),
     figure(
         "Cut off",
-        "1 while half of the members fell silent at once: look at this machine's own network.",
+        "1 while half of the members are silent at once: check the network of this machine.",
         COUNT,
         "macpool_coordinator_self_suspect",
         bad=1,
     ),
-    figure("Uptime", "Of the coordinator.", SECONDS, "time() - macpool_process_start_time_seconds"),
+    figure(
+        "Uptime", "Time since the start of the coordinator.", SECONDS, "time() - macpool_process_start_time_seconds"
+    ),
     figure(
         "Files",
-        "Open files and connections, of those that are allowed.",
+        "Open files and connections, as a share of the limit.",
         SHARE,
         "macpool_process_open_fds / macpool_process_max_fds",
         bad=0.9,
     ),
-    figure("Memory", "The most that the coordinator ever had.", BYTES, "macpool_process_peak_resident_bytes"),
+    figure("Memory", "Peak memory of the coordinator.", BYTES, "macpool_process_peak_resident_bytes"),
     figure(
         "Keys refused",
-        "Keys that were shown and not known, in the last hour.",
+        "Requests with an unknown or expired key, in the last hour.",
         COUNT,
         "increase(macpool_auth_failures_total[1h])",
     ),
     lines(
         "CPU",
-        "Of the coordinator and of the agents, in cores.",
+        "CPU of the coordinator and of the agents, as a share of a core.",
         SHARE,
         ("rate(macpool_process_cpu_seconds_total[$__rate_interval])", "coordinator"),
         ("rate(macpool_node_agent_cpu_seconds_total[$__rate_interval])", "agent of {{node}}"),
     ),
-    listing("Build", "What the coordinator runs.", "macpool_build_info", 12),
+    listing("Build", "Version of the coordinator and of its Python.", "macpool_build_info", 12),
 )
 BOARD = Board(
     "macpool-pool",
     "Macpool: pool",
-    "Is the pool healthy, what does each Mac do, what is running out.",
+    "Health of the pool, work of each Mac, and scarce resources.",
     (
         ("The pool now", GLANCE),
         ("Memory and gates", MEMORY),

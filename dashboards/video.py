@@ -1,4 +1,4 @@
-"""Video: jobs, their leases of memory, and how long they take."""
+"""Video: jobs, their memory leases, and their durations."""
 
 from dashboards.panels import BYTES, COUNT, SECONDS, SHARE, Board, figure, lines, quantiles
 
@@ -10,15 +10,18 @@ def _ends(status: str) -> str:
 
 
 JOBS = (
-    figure("Running", "Jobs on a node.", COUNT, 'sum(macpool_video_jobs{state=~"in_progress|finalizing"})'),
+    figure("Running", "Jobs that run on a node.", COUNT, 'sum(macpool_video_jobs{state=~"in_progress|finalizing"})'),
     figure(
-        "Queued", "Jobs that wait for the memory of a Mac.", COUNT, 'sum(macpool_video_jobs{state=~"queued|leasing"})'
+        "Queued",
+        "Jobs that wait for a Mac with enough memory.",
+        COUNT,
+        'sum(macpool_video_jobs{state=~"queued|leasing"})',
     ),
-    figure("Oldest queued", "For how long it waits.", SECONDS, "macpool_video_oldest_queued_seconds"),
-    figure("Completed", "In the range shown.", COUNT, _ends("completed")),
-    figure("Failed", "In the range shown.", COUNT, _ends("failed"), bad=1),
-    figure("Files kept", "On the coordinator.", BYTES, "macpool_video_artifacts_bytes"),
-    lines("Jobs", "By state.", COUNT, ("macpool_video_jobs", "{{state}}")),
+    figure("Oldest queued", "Waiting time of the oldest queued job.", SECONDS, "macpool_video_oldest_queued_seconds"),
+    figure("Completed", "In the selected time range.", COUNT, _ends("completed")),
+    figure("Failed", "In the selected time range.", COUNT, _ends("failed"), bad=1),
+    figure("Stored files", "Size of the video files on the coordinator.", BYTES, "macpool_video_artifacts_bytes"),
+    lines("Jobs", "Jobs by state.", COUNT, ("macpool_video_jobs", "{{state}}")),
     quantiles(
         "Time to complete",
         "From a job's lease to its end.",
@@ -35,19 +38,22 @@ JOBS = (
     ),
     lines(
         "Leases",
-        "Taken off each node's cap for video jobs.",
+        "Memory that each node's cap is lowered by for video jobs.",
         BYTES,
         (f"macpool_node_memory_lease_bytes{N}", "{{node}}"),
     ),
     lines(
-        "Workers beside their leases",
-        "Footprint of each node's video process; it must stay under its lease.",
+        "Workers and their leases",
+        "Footprint of each node's video process, which must stay under its lease.",
         BYTES,
         (f"macpool_video_worker_phys_bytes{N}", "{{node}} worker"),
         (f"macpool_node_memory_lease_bytes{N}", "{{node}} lease"),
     ),
     lines(
-        "Progress", "Of the job that runs on each node.", SHARE, (f"macpool_video_job_progress_ratio{N}", "{{node}}")
+        "Progress",
+        "Progress of the running job of each node.",
+        SHARE,
+        (f"macpool_video_job_progress_ratio{N}", "{{node}}"),
     ),
 )
 DETAIL = (
@@ -58,14 +64,14 @@ DETAIL = (
         ("sum by (reason) (increase(macpool_video_failures_total[$__range]))", "{{reason}}"),
     ),
     lines(
-        "Made",
-        "Seconds of video that are made in a second.",
+        "Output",
+        "Seconds of video that are made per second.",
         COUNT,
         ("rate(macpool_video_output_seconds_total[$__range])", "made"),
     ),
     quantiles(
         "Lease confirmed",
-        "From asking a node for memory until its engine lives without it.",
+        "From the request for memory until the engine confirms its lower ceiling.",
         SECONDS,
         "macpool_video_lease_confirm_seconds_bucket",
         over="$__range",
@@ -74,7 +80,7 @@ DETAIL = (
 BOARD = Board(
     "macpool-video",
     "Macpool: video",
-    "Video jobs, what they wait for, and the memory that is leased to them.",
+    "Video jobs, their waiting times, and their memory leases.",
     (("Video now", JOBS), ("Failures, output and leases", DETAIL)),
     (("node", "Mac", "label_values(macpool_gate_armed, node)"),),
 )

@@ -1,1 +1,1 @@
-"""What is run beside the pool: the check of a Mac."""
+"""Tools for operation: the Mac check, the Homebrew formula, and examples of services and monitoring."""

@@ -1,11 +1,12 @@
-"""Proves our ctypes definitions by Apple's own headers: static assertions in C++, made from the definitions themselves.
+"""Checks the ctypes definitions against Apple's headers, by static assertions in C++ generated from the definitions.
 
-The package `ziglang` carries the headers of libSystem and the list of its symbols, so any machine compiles the first
-part for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The headers of IOKit and CoreFoundation are not in
-it: only a Mac with Xcode's command line tools compiles the second part (the entry `layouts` of the Mac check).
+The package `ziglang` has the headers of libSystem and the list of its symbols. Any machine can therefore compile the
+first part for `aarch64-macos` (tests/unit/deploy/test_apple_layouts.py). The package has no headers of IOKit and
+CoreFoundation. Only a Mac with Xcode's command line tools compiles the second part (the entry `layouts` of the Mac
+check).
 
-Checked: size and offset of every field that we read, constants, and number, kind, width and sign of every argument and
-result. Not checked: what a call does, names of sysctls, and what is declared in no public header
+Checked: size and offset of every field that Macpool reads, constants, and number, kind, width and sign of every
+argument and result. Not checked: the effect of a call, names of sysctls, and calls without a public header
 (`proc_reset_footprint_interval`, of which only the symbol is known).
 """
 
@@ -44,7 +45,11 @@ UNDECLARED = frozenset({"proc_reset_footprint_interval"})
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A structure of ours, Apple's name for it and for each field that we read, and where ours ends in Apple's."""
+    """A ctypes structure, compared with Apple's.
+
+    `theirs` is Apple's name of the structure. `fields` maps the fields that Macpool reads to Apple's names. `end` is a
+    C++ expression: the offset in Apple's structure at which `ours` ends.
+    """
 
     ours: type[ctypes.Structure]
     theirs: str
@@ -96,7 +101,7 @@ template <class T> struct Pointer<T *> { static constexpr bool is = true; using 
 template <class T> struct Void { static constexpr bool is = false; };
 template <> struct Void<void> { static constexpr bool is = true; };
 
-// A pointer to nothing in particular agrees with every pointer, a number with one of its width and sign.
+// A void pointer agrees with every pointer, a number with a number of the same width and sign.
 template <class A, class B> struct Agree {
     static constexpr bool value() {
         using P = Pointer<A>;
@@ -118,13 +123,13 @@ template <class R, class... A, class S, class... B> struct Agree<R(A...), S(B...
 
 
 def calls_of(holder: object) -> dict[str, Any]:
-    """Return the foreign functions that an object holds, by symbol, as they were declared."""
+    """Return the declared foreign functions in the attributes of an object, by symbol."""
     found = [one for one in vars(holder).values() if hasattr(one, "restype") and not isinstance(one, type)]
     return {call.__name__: call for call in found}
 
 
 def system_source(calls: Mapping[str, Any]) -> str:
-    """Return the assertions about libSystem: layouts, constants, and these calls."""
+    """Return the assertions about libSystem: layouts, constants, and the given calls."""
     lines = [*_begin(HEADERS), *(line for layout in LAYOUTS for line in _layout(layout)), *_constants(CONSTANTS)]
     return "\n".join([*lines, *prototypes({name: one for name, one in calls.items() if name not in UNDECLARED})]) + "\n"
 
@@ -154,7 +159,7 @@ def _constants(constants: Mapping[str, int]) -> Iterable[str]:
 
 
 def prototypes(calls: Mapping[str, Any]) -> Iterable[str]:
-    """Yield the assertions about these calls."""
+    """Yield the assertions about the prototypes of the given calls."""
     for name, call in calls.items():
         ours = f"{_type(call.restype)}({', '.join(map(_type, call.argtypes))})"
         yield _assert(f"Agree<{ours}, decltype({name})>::value()", f"{name}: prototype")

@@ -1,8 +1,8 @@
 """Writes a Homebrew formula for a release: `python -m deploy.formula VERSION URL SHA256 > macpool.rb`.
 
-The formula lets uv make an environment with its own Python below the formula's folder, because MLX's wheels are no
-resources that Homebrew could build. `brew services` starts a user agent, which macOS keeps from the local network; the
-formula therefore has no service, and names `cluster service install`.
+In the formula, uv creates an environment with a separate Python below the formula's folder, because Homebrew cannot
+build MLX's wheels as resources. The formula has no service: `brew services` starts a user agent, which macOS keeps from
+the local network. The formula's caveats name `cluster service install` instead.
 """
 
 import re
@@ -30,9 +30,9 @@ FORMULA = """class Macpool < Formula
 
   def caveats
     <<~TEXT
-      cluster up            makes a pool here, cluster join joins one
-      cluster doctor        says what is in the way
-      To start it with the machine, as macOS wants servers to be started:
+      cluster up            creates a pool; cluster join joins one
+      cluster doctor        lists problems and their solutions
+      To start macpool with the machine, as a system service:
         sudo #{{opt_bin}}/cluster service install
     TEXT
   end
@@ -46,19 +46,19 @@ end
 
 
 def formula(version: str, url: str, sha256: str) -> str:
-    """Give the formula of a release. ValueError for what is no version, no HTTPS address or no SHA-256."""
+    """Return the formula of a release. Raise `ValueError` for an invalid version, HTTPS address or SHA-256."""
     if not re.fullmatch(r"\d+\.\d+\.\d+(?:[a-z0-9.+-]*)", version):
-        raise ValueError(f"{version!r} is no version")
+        raise ValueError(f"{version!r} is not a version")
     if not re.fullmatch(r"https://[\w.-]+/[\w./%+-]+\.tar\.gz", url):
-        raise ValueError(f"{url!r} is no address of an archive (https://….tar.gz)")
+        raise ValueError(f"{url!r} is not the address of an archive (https://….tar.gz)")
     if not re.fullmatch(r"[0-9a-f]{64}", sha256):
-        raise ValueError(f"{sha256!r} is no SHA-256")
+        raise ValueError(f"{sha256!r} is not a SHA-256")
     homepage = "/".join(url.split("/")[:5])
     return FORMULA.format(homepage=homepage, url=url, version=version, sha256=sha256)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print it; exit code 2 when the arguments are wrong."""
+    """Print the formula. Return 2 if the arguments are invalid."""
     if len(arguments) != 3:
         print("usage: python -m deploy.formula VERSION URL SHA256", file=sys.stderr)
         return 2

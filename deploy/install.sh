@@ -1,16 +1,16 @@
 #!/bin/sh
-# Installs macpool for this user, with a Python of its own, by uv. Changes nothing but what `uv tool` does.
+# Installs macpool for this user, with a separate Python, by uv. Makes only the changes of `uv tool`.
 set -eu
 
 usage() {
     cat <<'TEXT'
 usage: sh install.sh [--from SOURCE] [--video] [--coordinator-only] [--python VERSION] [--dry-run]
 
-  --from SOURCE        a wheel or a folder with the source [the folder that this script came with]
+  --from SOURCE        a wheel or a folder with the source [the folder of this script]
   --video              with Ray, for machines that lend memory to videos
-  --coordinator-only   without MLX: this machine only coordinates
-  --python VERSION     3.11 to 3.14 [3.12]; the same on all machines where videos are made
-  --dry-run            print what would be run
+  --coordinator-only   without MLX: this machine is only a coordinator
+  --python VERSION     3.11 to 3.14 [3.12]; the same on all machines that make videos
+  --dry-run            print the commands without running them
 TEXT
 }
 
@@ -49,7 +49,7 @@ esac
 
 case $(uname -s) in
     Darwin)
-        # uname says x86_64 in a shell that Rosetta translates; sysctl knows the machine.
+        # In a shell under Rosetta uname reports x86_64; sysctl reports the machine.
         [ "$(sysctl -n hw.optional.arm64 2>/dev/null || echo 0)" = 1 ] || [ -z "$extras" ] ||
             fail "nodes need Apple silicon; --coordinator-only works here"
         major=$(sw_vers -productVersion | cut -d. -f1)
@@ -62,18 +62,18 @@ esac
 command -v uv >/dev/null 2>&1 ||
     fail "uv is not installed: \`brew install uv\`, or see its manual; then run this again" 5
 
-# Never a bare name: an index would give whatever somebody published under it.
+# Never a bare name: a package index could return a foreign package of that name.
 if [ -z "$source_of" ]; then
     source_of=$(cd "$(dirname "$0")/.." && pwd)
     [ -f "$source_of/deploy/install.sh" ] && [ -f "$source_of/pyproject.toml" ] ||
-        fail "this script stands alone: say with --from which wheel or folder to install" 2
+        fail "this script has no source folder: name a wheel or folder with --from" 2
 fi
 
 requirement=$source_of
 if [ -n "$extras" ]; then
     requirement="${source_of}[${extras}]"
 fi
-# A Python of uv's own: the system's is replaced under us by updates, and the firewall knows programs by their path.
+# A Python managed by uv: updates replace the system's Python, and the firewall identifies programs by their path.
 run uv tool install --force --managed-python --python "$python" "$requirement"
 run uv tool update-shell
 
@@ -81,9 +81,9 @@ if [ "$dry" = no ]; then
     cat <<'TEXT'
 
 Next, in a new terminal:
-  cluster up                           make a pool here
-  cluster join URL --token-file FILE   or join one; `cluster up` prints the line
-  cluster doctor                       see whether anything is in the way
-  sudo "$(which cluster)" service install     start it with the machine
+  cluster up                           create a pool
+  cluster join URL --token-file FILE   or join a pool; `cluster up` prints the line
+  cluster doctor                       check this machine for problems
+  sudo "$(which cluster)" service install     start macpool with the machine
 TEXT
 fi

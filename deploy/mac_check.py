@@ -1,8 +1,8 @@
-"""`make mac-check`: everything that only a Mac can show, as one table, run and written down as a report.
+"""Runs the checks that need a Mac, prints a table and writes a report: `make mac-check`.
 
-What each entry means, what to expect and what to change when it differs: docs/macos-checklist.md, under the same id.
-Entries by hand are listed in the report with a box to fill in. Exit code 0: nothing failed, 1: something did, 2: this
-is no Mac.
+The page docs/macos-checklist.md describes each entry under the same id: its meaning, the expected result, and the
+remedy for a different result. Manual entries are in the report with a box to fill in. Exit code 0: no entry failed; 1:
+an entry failed; 2: this machine is not a Mac.
 """
 
 import argparse
@@ -24,7 +24,7 @@ NO_MAC = "this check needs a Mac: it runs on macOS on Apple silicon"
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One thing to look at; `run` is None where a person must. A `risky` one runs only where it is named."""
+    """One check. `run` is None for a manual check. A `risky` check runs only if it is named on the command line."""
 
     id: str
     title: str
@@ -33,7 +33,7 @@ class Entry:
 
     @property
     def how(self) -> Literal["automatic", "manual", "by name only"]:
-        """Whether the script can do it alone."""
+        """How the check runs."""
         return "by name only" if self.risky else "automatic" if self.run else "manual"
 
 
@@ -79,7 +79,7 @@ ENTRIES = (
 
 
 def run(entry: Entry, *, named: bool = False) -> Outcome:
-    """Run one entry; whatever goes wrong in it is its own failure and ends no other."""
+    """Run one entry. An error fails this entry only."""
     if entry.run is None:
         return skipped(f"by hand: docs/macos-checklist.md, {entry.id}")
     if entry.risky and not named:
@@ -91,7 +91,7 @@ def run(entry: Entry, *, named: bool = False) -> Outcome:
 
 
 def report(outcomes: list[tuple[Entry, Outcome]]) -> str:
-    """Write outcomes as a Markdown page; it holds no host name, no address and no serial number."""
+    """Return outcomes as a Markdown page without host names, addresses and serial numbers."""
     memory = next((outcome.text for entry, outcome in outcomes if entry.id == "total-memory"), "")
     lines = [
         "# Mac check",
@@ -118,10 +118,10 @@ def _commit() -> str:
 
 
 def main() -> int:
-    """Run the entries that were named, or all, print them and write the report."""
-    parser = argparse.ArgumentParser(prog="mac_check", description="Everything that only a Mac can show.")
+    """Run the named entries, or all, print the outcomes and write the report."""
+    parser = argparse.ArgumentParser(prog="mac_check", description="Run the checks that need a Mac.")
     parser.add_argument("entries", nargs="*", metavar="ID", help=", ".join(entry.id for entry in ENTRIES))
-    parser.add_argument("--report", type=Path, default=REPORT, help="where the report goes (%(default)s)")
+    parser.add_argument("--report", type=Path, default=REPORT, help="file of the report (%(default)s)")
     options = parser.parse_args()
     if sys.platform != "darwin":
         print(NO_MAC, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Entries of the Mac check about the engine: the embedded model on Metal, and what its footprint does meanwhile."""
+"""Entries of the Mac check about the engine: the embedded model on Metal, and the footprint during its answers."""
 
 import contextlib
 import json
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 MODEL = ROOT / "node" / "models" / "macpool-tiny"
 SECONDS = 180.0
 GAP = 64 * MIB
-"""Bytes by which footprint and MLX's own count may move apart while prompts are written and given back."""
+"""Bytes by which the footprint may grow more than MLX's own count during the answers."""
 
 
 def engine_answers() -> Outcome:
-    """Let the text engine answer all that the embedded model knows by heart, eight at once, in a process of its own."""
+    """Send all trained prompts of the embedded model to an engine in a separate process, and compare the answers."""
     if find_spec("mlx") is None:
         return skipped("needs MLX: install the extra `node`")
     told = _ask_the_engine()
@@ -39,7 +39,7 @@ def engine_answers() -> Outcome:
 
 
 def soft_end() -> Outcome:
-    """Send SIGTERM to an engine process that writes an answer: it must give its memory back and end by itself."""
+    """Send SIGTERM to an engine process during an answer: the engine must free its memory and end in time."""
     from node.engine.process.main import EXIT_TIMEOUT_SECONDS, settings_message
     from node.memory.sensor import open_machine
     from node.settings import ModelSettings, NodeSettings
@@ -101,7 +101,7 @@ def _ask_the_engine() -> dict[str, float]:
 
 
 def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
-    """Hand a frame to an engine as its threads would, and return what it answers at once."""
+    """Pass a frame to an engine as its threads would, and return the immediate answers."""
     from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
     said: list[Frame] = []
@@ -116,7 +116,7 @@ def hand_in(engine: "Engine", frame: "Frame") -> "list[Frame]":
 
 
 def main() -> None:
-    """Run the engine in this process and print what was seen as one line of JSON."""
+    """Run the engine in this process and print the results as one line of JSON."""
     from node.engine.engine import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.sensor import open_sensor

@@ -1,4 +1,4 @@
-"""Entries of the Mac check about memory and the machine: our readings beside those of the system's own tools."""
+"""Entries of the Mac check about memory and the machine: Macpool's readings, compared with the system's tools."""
 
 import platform
 import subprocess
@@ -15,21 +15,21 @@ from node.memory.sensor import machine, virtual_memory
 from wire.units import GIB, MIB, show_size
 
 ALLOCATE = "import os, sys; block = os.urandom(2**20) * 1024; print(len(block), flush=True); sys.stdin.read()"
-"""A child that writes 1 GiB of memory, says so, and holds it until its input ends."""
+"""Program of a child that writes 1 GiB of memory, prints the size, and holds the memory until its input ends."""
 ACTIVE_SHARE = 0.5
 METAL_APART = 0.03
-"""Share by which our assumption of Metal's limit may differ from the device's figure."""
+"""Share by which the assumed limit of Metal may differ from the device's figure."""
 METAL = (
     "import mlx.core as mx; "
     "print((mx.device_info if hasattr(mx, 'device_info') else mx.metal.device_info)()"
     "['max_recommended_working_set_size'])"
 )
-"""A child, because this process imports no MLX."""
+"""Program of a child, because this process does not import MLX."""
 
 
 @contextmanager
 def gibibyte() -> Generator[int]:
-    """Give the process id of a child that has written 1 GiB."""
+    """Yield the process id of a child that has written 1 GiB."""
     with subprocess.Popen(
         [sys.executable, "-c", ALLOCATE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
@@ -39,7 +39,7 @@ def gibibyte() -> Generator[int]:
 
 
 def footprint() -> Outcome:
-    """Compare the footprint of a child that holds 1 GiB with what `footprint` and `vmmap -summary` say."""
+    """Compare the footprint of a child that holds 1 GiB with `footprint` and `vmmap -summary`."""
     with gibibyte() as pid:
         ours = LibSystem().phys(pid)
         if ours is None:
@@ -69,13 +69,13 @@ def total_memory() -> Outcome:
 
 
 def wired_limit() -> Outcome:
-    """Compare Metal's limit, as somebody set it, with `sysctl iogpu.wired_limit_mb`; 0 there is None here."""
+    """Compare the configured limit of Metal with `sysctl iogpu.wired_limit_mb`, in which 0 means that none is set."""
     ours, theirs = LibSystem().wired_limit(), int(ask("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb"))
-    return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: nobody set one)")
+    return judged(ours == (theirs * MIB or None), f"ours {show_size(ours)}, sysctl {theirs} MB (0: not set)")
 
 
 def metal_share() -> Outcome:
-    """Compare Metal's limit as a node would assume it with recommendedMaxWorkingSetSize, by MLX in a child."""
+    """Compare a node's assumed limit of Metal with recommendedMaxWorkingSetSize, read by MLX in a child."""
     system = LibSystem()
     try:
         reported = int(ask(sys.executable, "-c", METAL))
@@ -85,16 +85,16 @@ def metal_share() -> Outcome:
 
 
 def compare_metal(reported: int, total: int, wired: int | None, system: str) -> Outcome:
-    """Judge the device's figure by the limit that a person set, or by the guess for this RAM; all in bytes."""
+    """Compare the device's figure with the configured limit, or with the estimate for this RAM, all in bytes."""
     assumed, source = (default_metal(total, system), f"guess for {system}") if wired is None else (wired, "sysctl")
     says = f"Metal {show_size(reported)} = {reported / max(total, 1):.1%} of {show_size(total)}"
     return judged(near(reported, assumed, METAL_APART), f"{says}, assumed {show_size(assumed)} ({source})")
 
 
 def reclaimable() -> Outcome:
-    """Compare what the system can free with the pages that `vm_stat` counts at about the same moment.
+    """Compare the reclaimable memory with the pages that `vm_stat` counts at about the same moment.
 
-    `vm_stat` takes the speculative pages out of the free ones; psutil's `available` has them in.
+    `vm_stat` excludes speculative pages from the free ones; psutil's `available` includes them.
     """
     listing, pages = ask("/usr/bin/vm_stat"), virtual_memory()
     ours = None if pages is None else int(pages.available + pages.active * ACTIVE_SHARE)
@@ -116,7 +116,7 @@ def chip() -> Outcome:
 
 
 def identity() -> Outcome:
-    """Check that the machine's id is made from the hardware's UUID, and comes out the same in another process."""
+    """Check that the machine's id follows from the hardware's UUID, and is the same in another process."""
     again = ask(sys.executable, "-c", "from node.agent.machine_id import machine_id; print(machine_id())").strip()
     ours = machine_id()
     says = f"{ours[:8]}… here, {again[:8]}… in another process"
@@ -128,8 +128,8 @@ def identity() -> Outcome:
 
 
 def power() -> Outcome:
-    """Read what feeds this machine, its charge, and the last touch; all but the charge must be known."""
+    """Read the power source, the charge and the time since the last input. All but the charge must be known."""
     now = read_power()
     charge = "no battery" if now.battery is None else f"battery {now.battery:.0f} %"
-    touched = "last touch unknown" if now.idle_s is None else f"last touch {now.idle_s:.1f} s ago"
+    touched = "last input unknown" if now.idle_s is None else f"last input {now.idle_s:.1f} s ago"
     return judged(now.plugged is not None and now.idle_s is not None, f"plugged {now.plugged}, {charge}, {touched}")

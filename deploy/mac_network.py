@@ -22,9 +22,9 @@ from wire.identity import SERVICE_TYPE
 from wire.link.endpoint import MAX_BUFFERED_BYTES, TCP_NOTSENT_LOWAT
 
 PEER = "MACPOOL_CHECK_PEER"
-"""Environment name: HOST:PORT of another machine on the LAN, if the check shall not choose one itself."""
+"""Environment variable with HOST:PORT of another machine on the LAN. Without it, the check chooses a machine."""
 BLOCKED = 65
-"""EHOSTUNREACH on macOS: what a connection gets that local network privacy blocks."""
+"""EHOSTUNREACH on macOS: the error of a connection that local network privacy blocks."""
 CONNECT_SECONDS = 3.0
 LISTEN_SECONDS = 10.0
 NONCE = 7
@@ -44,7 +44,7 @@ def notsent_lowat() -> Outcome:
 
 
 def child_eof() -> Outcome:
-    """Start an engine with an inherited socket as the agent does, ping it, close our end: it must be gone in 1 s."""
+    """Start an engine with an inherited socket as the agent does, ping it, close the socket: it must end within 1 s."""
     ours, theirs = socket.socketpair()
     with contextlib.closing(ours):
         child = subprocess.Popen(
@@ -74,7 +74,7 @@ def child_eof() -> Outcome:
 
 
 def _pong(line: socket.socket) -> bool:
-    """Read until the answer to our ping; False when the socket ends first."""
+    """Read until the answer to the ping. Return False if the socket ends first."""
     splitter = Splitter()
     while piece := line.recv(65536):
         for tag, body in splitter.feed(piece):
@@ -85,7 +85,7 @@ def _pong(line: socket.socket) -> bool:
 
 
 def local_network() -> Outcome:
-    """Connect to the gateway and to another machine of the LAN; macOS blocks the second where privacy forbids it."""
+    """Connect to the gateway and to another machine of the LAN. Local network privacy blocks the second."""
     try:
         gateway = re.search(r"gateway:\s+(\S+)", ask("/sbin/route", "-n", "get", "default"))
     except ToolError as error:
@@ -108,7 +108,7 @@ def local_network() -> Outcome:
 
 
 def _neighbour(gateway: str) -> str | None:
-    """Give a machine of the ARP table that is not the gateway; the port does not matter: a refusal is an answer."""
+    """Return a machine of the ARP table other than the gateway. Any port will do, because a refusal is an answer."""
     with contextlib.suppress(ToolError):
         for address in re.findall(r"\((\d+\.\d+\.\d+\.\d+)\) at [0-9a-f]+:", ask("/usr/sbin/arp", "-an")):
             if address != gateway and not address.endswith(".255") and int(address.partition(".")[0]) < 224:
@@ -117,7 +117,7 @@ def _neighbour(gateway: str) -> str | None:
 
 
 def _reach(host: str, port: int) -> int:
-    """Connect; give the errno, 0 for success."""
+    """Connect, and return the errno, or 0 for success."""
     try:
         socket.create_connection((host, port), CONNECT_SECONDS).close()
     except TimeoutError:
@@ -134,13 +134,13 @@ def _said(code: int | None) -> str:
 
 
 def bonjour_both_ways() -> Outcome:
-    """Announce on the real interfaces, find it by our own search and by `dns-sd -B`, say goodbye, see it go."""
+    """Announce a record on the real interfaces, find it by Macpool's search and by `dns-sd -B`, and withdraw it."""
     return asyncio.run(_bonjour())
 
 
 async def _bonjour() -> Outcome:
     if not addresses():
-        return skipped("this Mac has no address that another one could dial")
+        return skipped("this Mac has no address that another machine could reach")
     name, identity = "mac-check", os.urandom(4).hex()
     record = instance_name(name, identity)
     browser = await asyncio.create_subprocess_exec(
@@ -159,11 +159,13 @@ async def _bonjour() -> Outcome:
         with contextlib.suppress(ProcessLookupError):
             browser.kill()
         await browser.wait()
-    return judged(added and found and removed, f"dns-sd saw it: {added}, we found it: {found}, goodbye seen: {removed}")
+    return judged(
+        added and found and removed, f"found by dns-sd: {added}, found by macpool: {found}, goodbye seen: {removed}"
+    )
 
 
 async def _line(browser: asyncio.subprocess.Process, event: str, label: str) -> bool:
-    """Read lines until one tells of this event of our record; False after LISTEN_SECONDS."""
+    """Read lines until one reports this event of the record. Return False after LISTEN_SECONDS."""
     assert browser.stdout is not None  # noqa: S101  it was asked for
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LISTEN_SECONDS):

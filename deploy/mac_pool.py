@@ -1,4 +1,4 @@
-"""Entries of the Mac check about the command: its speed, and the name under which a Mac is reached on the LAN."""
+"""Entries of the Mac check about the command: its speed, and the name of a Mac on the LAN."""
 
 import re
 import resource
@@ -12,12 +12,12 @@ from deploy.outcome import ROOT, Outcome, ToolError, ask, judged
 
 CLI = (sys.executable, "-m", "coordinator.cli")
 HELP_SECONDS = 0.15
-"""CPU that `cluster --help` may take: completion and help must feel instant."""
+"""CPU that `cluster --help` may take, because completion and help must feel instant."""
 RUNS = 5
 
 
 def help_cpu() -> Outcome:
-    """Measure the CPU of `cluster --help`: the least of five runs, the first of which warms the disk's cache."""
+    """Measure the CPU of `cluster --help`: the minimum of five runs. The first run warms the disk's cache."""
     took = min(_cpu() for _ in range(RUNS))
     return judged(took <= HELP_SECONDS, f"{took:.3f} s of CPU, {HELP_SECONDS} s allowed")
 
@@ -55,7 +55,7 @@ def local_name() -> Outcome:
 
 
 def _printed(child: subprocess.Popen[str]) -> str:
-    """Read until the last line of the welcome; give all of it."""
+    """Read until the last line of the start message, and return the message."""
     assert child.stdout is not None  # noqa: S101  it was asked for
     lines: list[str] = []
     for line in child.stdout:

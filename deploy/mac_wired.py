@@ -1,8 +1,9 @@
-"""The entry of the Mac check that may panic the Mac: two streams and a churn of buffers, unwired and then wired.
+"""The entry of the Mac check that may panic the Mac: two streams with buffer churn, unwired and then wired.
 
-It repeats the controlled test of https://github.com/ml-explore/mlx/issues/3186 on our engine for a bounded time: two
-streams of unique long prompts with answers long and short, and a prefix cache that overflows. There the stock server
-panicked after 102 to 108 s with a wired limit set, and never without one. Unverified on macOS.
+The entry repeats the controlled test of https://github.com/ml-explore/mlx/issues/3186 on Macpool's engine for a bounded
+time. The load is two streams of unique long prompts with long and short answers, and a prefix cache that overflows. In
+the issue the stock server panicked after 102 to 108 s with a wired limit set, and never without a limit. Unverified on
+macOS.
 """
 
 import argparse
@@ -20,23 +21,23 @@ from deploy.outcome import ROOT, Outcome, ToolError, judged, skipped
 from wire.units import show_size
 
 MODEL = "MACPOOL_CHECK_MODEL"
-"""Environment variable with the folder of a model; a model of a quarter of the Mac's memory or more shows most."""
+"""Environment variable with the folder of a model. Best is a model of at least a quarter of the Mac's memory."""
 SECONDS = 240.0
-"""For each of the two ways, from the end of the load: more than twice what the panic took."""
+"""Duration of each of the two runs after the model load: more than twice the time to the panic."""
 LOAD_SECONDS = 1800.0
 WORDS = 12_000
 ANSWERS = (16, 400)
 """Tokens of a short answer and of a long one."""
 STREAMS = 2
 CACHE = "1GiB"
-"""A prefix cache that a few of the prompts fill."""
+"""Size of the prefix cache, which a few of the prompts fill."""
 PROGRESS = Path("mac-check-wired.log")
-"""Written through to the disk every few seconds, so that it is there after a panic."""
+"""Progress, synced to the disk every few seconds, so that it survives a panic."""
 PROGRESS_SECONDS = 5.0
 
 
 def both_ways() -> Outcome:
-    """Run the workload with `memory.wire` off and then on, each in a process of its own."""
+    """Run the workload with `memory.wire` off and then on, each in a separate process."""
     model = os.environ.get(MODEL)
     if not model:
         return skipped(f"set {MODEL} to the folder of a large model")
@@ -59,7 +60,7 @@ def _run(model: Path, wire: str) -> dict[str, float]:
 
 
 def main() -> None:
-    """Run one way in this process and print what was seen as one line of JSON."""
+    """Run the workload once in this process and print the results as one line of JSON."""
     parser = argparse.ArgumentParser(prog="mac_wired")
     parser.add_argument("model", type=Path)
     parser.add_argument("--wire", choices=["on", "off"], required=True)
@@ -70,7 +71,7 @@ def main() -> None:
 def churn(
     model: Path, wire: str, progress: Path, *, seconds: float = SECONDS, words: int = WORDS, cache: str = CACHE
 ) -> dict[str, float]:
-    """Drive the text engine for some seconds after its load; return the bytes wired and what was done."""
+    """Run the text engine for `seconds` after its model load. Return the wired bytes and the amount of work."""
     from node.engine.engine import build
     from node.engine.process.crash_recorder import CrashRecorder
     from node.memory.cap import resolve_cap, resolve_margin
@@ -125,7 +126,7 @@ def churn(
         hear(engine.step(time.monotonic()))
     begun = said = time.monotonic()
     while (now := time.monotonic()) < begun + seconds:
-        while 1 + number - len(ended) < STREAMS:  # the load is one of those that ended
+        while 1 + number - len(ended) < STREAMS:  # `ended` includes the load
             number += 1
             take(asks())
         hear(engine.step(time.monotonic()))

@@ -1,4 +1,4 @@
-"""What an entry of the Mac check gives, and how the entries ask this machine's own tools."""
+"""Outcomes of the Mac check's entries, and calls of the system's tools."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from wire.units import GIB, KIB, MIB
 
 ROOT = Path(__file__).parents[1]
 TOOL_SECONDS = 60.0
-"""Longest wait for one of the system's tools."""
+"""Timeout of a call of a system tool."""
 _UNITS = {"": 1, "B": 1, "K": KIB, "KB": KIB, "M": MIB, "MB": MIB, "G": GIB, "GB": GIB}
 
 
@@ -23,21 +23,21 @@ class Outcome:
 
 
 def judged(good: bool, text: str) -> Outcome:
-    """Give pass or fail."""
+    """Return pass or fail."""
     return Outcome("pass" if good else "fail", text)
 
 
 def skipped(why: str) -> Outcome:
-    """Give a skip with its reason."""
+    """Return a skip with its reason."""
     return Outcome("skip", why)
 
 
 class ToolError(Exception):
-    """A tool of the system is missing, failed or was not understood; the text says which and how."""
+    """A system tool is missing, failed, or printed unknown output. The text names the tool and the problem."""
 
 
 def ask(*command: str) -> str:
-    """Run a tool in the repository's folder and give what it printed; ToolError when it cannot."""
+    """Run a tool in the repository's folder and return its output. Raise `ToolError` if it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TOOL_SECONDS, check=False, cwd=ROOT)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -48,24 +48,24 @@ def ask(*command: str) -> str:
 
 
 def number_in(text: str, pattern: str) -> int:
-    """Give the first group of a pattern as a number; ToolError when it is not there."""
+    """Return the first group of a pattern as a number. Raise `ToolError` if the pattern does not match."""
     found = re.search(pattern, text, re.MULTILINE)
     if found is None:
-        raise ToolError(f"{pattern!r} is not in what was printed: {text.strip()[:200]!r}")
+        raise ToolError(f"{pattern!r} is not in the output: {text.strip()[:200]!r}")
     return int(found[1])
 
 
 def size_in(text: str, title: str) -> int:
-    """Give the size after `title` as `footprint` (`1034 MB`) and `vmmap` (`1.0G`) write it, in bytes; else ToolError.
+    """Return the size after `title`, in bytes, in the format of `footprint` (`1034 MB`) or `vmmap` (`1.0G`).
 
-    Both tools count in powers of 1024 whatever the unit is called.
+    Both tools count in powers of 1024 with any unit name. Raise `ToolError` if there is no size.
     """
     found = re.search(re.escape(title) + r":\s+([\d.]+)\s*([KMG]?B?)\b", text)
     if found is None:
-        raise ToolError(f"{title!r} is not in what was printed: {text.strip()[:200]!r}")
+        raise ToolError(f"{title!r} is not in the output: {text.strip()[:200]!r}")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
 def near(one: int, other: int, share: float) -> bool:
-    """Say whether two sizes differ by at most a share of the greater."""
+    """Return whether two sizes differ by at most a share of the larger."""
     return abs(one - other) <= share * max(one, other)

@@ -1,14 +1,14 @@
 #!/bin/sh
-# Removes macpool for this user: the service, then the program. Data stays unless --purge is given and answered.
+# Removes macpool for this user: the service, then the program. Data stays unless --purge is given and confirmed.
 set -eu
 
 usage() {
     cat <<'TEXT'
 usage: sh uninstall.sh [--state DIR] [--purge] [--dry-run]
 
-  --state DIR   the state folder, if it is another than the usual one
-  --purge       also remove the state folder: the cluster's identity, keys, videos; asks before
-  --dry-run     print what would be run
+  --state DIR   the state folder, if it is not the default one
+  --purge       also remove the state folder: the cluster's identity, keys, videos; asks first
+  --dry-run     print the commands without running them
 TEXT
 }
 
@@ -37,7 +37,7 @@ while [ $# -gt 0 ]; do
     shift
 done
 
-[ "$(id -u)" -ne 0 ] || fail "run it as the user who installed macpool; it asks for sudo where that is needed" 6
+[ "$(id -u)" -ne 0 ] || fail "run it as the user that installed macpool; it asks for sudo if needed" 6
 if [ -z "$state" ]; then
     case $(uname -s) in
         Darwin) state="$HOME/Library/Application Support/macpool" ;;
@@ -45,14 +45,14 @@ if [ -z "$state" ]; then
     esac
 fi
 case $state in
-    / | "$HOME" | "$HOME/") fail "$state is no state folder of macpool" 2 ;;
+    / | "$HOME" | "$HOME/") fail "$state is not a state folder of macpool" 2 ;;
     /*) ;;
-    *) fail "--state needs a whole path, from / on" 2 ;;
+    *) fail "--state needs an absolute path" 2 ;;
 esac
 
 program=$(command -v cluster || true)
 if [ -e /Library/LaunchDaemons/org.macpool.plist ] || [ -e /etc/systemd/system/macpool.service ]; then
-    [ -n "$program" ] || fail "a service is installed and the command cluster is gone: install macpool again first" 5
+    [ -n "$program" ] || fail "a service is installed but the command cluster is missing: install macpool again first" 5
     run sudo "$program" service uninstall
 fi
 if command -v uv >/dev/null 2>&1 && [ -n "$program" ]; then
@@ -65,7 +65,7 @@ if [ "$purge" = no ]; then
 fi
 [ -e "$state/cluster.db" ] || [ -d "$state/node" ] || fail "$state holds neither a cluster nor a node: nothing is removed" 5
 if [ "$dry" = no ]; then
-    printf '%s' "Remove $state, with its keys and videos, for ever? Type yes: "
+    printf '%s' "Remove $state, with its keys and videos? This cannot be undone. Type yes: "
     read -r answer || answer=
     [ "$answer" = yes ] || fail "kept: $state"
 fi
