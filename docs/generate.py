@@ -83,7 +83,7 @@ CLI = f"""# Command
 METRICS = f"""# Metrics
 {NOTICE}
 
-How to scrape them, and what to look at first: [operations](operations.md#metrics). Sizes are bytes, times seconds,
+How to scrape them, and what to look at first: [monitoring](monitoring.md#metrics). Sizes are bytes, times seconds,
 shares 0 to 1. A scrape is one picture of one moment, so sums and differences over it mean something:
 
     macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
@@ -221,8 +221,8 @@ def wired_limit() -> str:
 
 
 def runbook() -> str:
-    """Write the runbook's entries as the page shows them, from operations.md; links between pages become text."""
-    entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "operations.md").read_text(), re.MULTILINE | re.DOTALL)
+    """Write the runbook's entries as the page shows them, from alerts.md; links between pages become text."""
+    entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "alerts.md").read_text(), re.MULTILINE | re.DOTALL)
     names = {rule.name for rule in RULES}
     texts = {
         name: re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text.strip())
@@ -230,7 +230,7 @@ def runbook() -> str:
         if name in names
     }
     return (
-        "// Written by `make docs` from docs/operations.md. Do not edit.\n"
+        "// Written by `make docs` from docs/alerts.md. Do not edit.\n"
         f"export const RUNBOOK = {json.dumps(texts, indent=2, ensure_ascii=False)};\n"
     )
 

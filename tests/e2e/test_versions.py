@@ -159,7 +159,7 @@ class Load:
 
 
 def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExecutor) -> None:
-    """The coordinator first, then each node, under load, as docs/operations.md says."""
+    """The coordinator first, then each node, under load, as docs/upgrades.md says."""
     pool = cluster_pool
     pool.up("http.drain_seconds=1")
     for name in ("studio", "mini"):
