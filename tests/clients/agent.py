@@ -279,19 +279,24 @@ SESSIONS = {"openai": with_openai, "anthropic": with_anthropic}
 HEAD = """# A coding agent's traffic
 <!-- Written by `python -m tests.clients.agent`. Do not edit. -->
 
-What an agent sends is mostly what it has sent before: a long system prompt, its tools, and a conversation that grows
-by a call and a result each turn. Here one works through both official libraries, streaming, on a pool of two nodes with
-the model that comes along (`macpool-tiny`, on a Linux machine's CPU, busy with other things). That model knows nothing
-of code, so each call is asked for by name (`tool_choice`), with strict tools; the report at the end, for which they
-are put away, is held to a JSON schema. What there is to see:
+A coding agent resends most of its last request in each turn: a long system prompt, its tools, and a growing
+conversation. Each turn adds a call and a result. This page shows such a session through both official libraries, with
+streaming, on a pool of two nodes.
 
-- every turn's prompt, and how much of it was read from the [prefix cache](models.md#the-prefix-cache) instead of being
-  computed: all but the end, from the second turn on;
-- the conversation stays on the Mac that knows it (`prompt_cache_key` here, `x-session-id` there); only the report,
-  whose prompt differs for want of the tools, may go anywhere;
-- a call comes in one piece when it is finished, with arguments that keep to their schema.
+| part | setup |
+|---|---|
+| model | `macpool-tiny`, on the CPU of a Linux machine with other work |
+| calls | The model knows no code. Each request therefore names its call (`tool_choice`), with strict tools |
+| report | The last turn has no tools, and its answer follows a JSON schema |
 
-To see it with your own model, point your agent at the pool ([clients](clients.md)) and look at `cluster explain`.
+Observations:
+
+- From the second turn on, the [prefix cache](models.md#the-prefix-cache) supplies all of the prompt but its end.
+- The conversation stays on one Mac, by `prompt_cache_key` in the first session and `x-session-id` in the second. Only
+  the report may go to any Mac, because its prompt has no tools.
+- A call comes in one piece when it is finished. Its arguments follow their schema.
+
+To see it with your own model, point your agent at the pool ([clients](clients.md)) and run `cluster explain`.
 """
 
 
@@ -306,10 +311,10 @@ def section(title: str, turns: list[Turn], events: list[str]) -> str:
     shown = "\n".join(shortened(event) for event in events)
     return (
         f"\n## Through `{title}`\n"
-        "| turn | prompt tokens | of them from the cache | written | first event after | Mac | answer |\n"
+        "| turn | prompt tokens | cached | generated | first event after | Mac | answer |\n"
         f"|---|---|---|---|---|---|---|\n{rows}\n\n"
-        f"{prompt:,} tokens of prompts, of which {100 * cached // prompt} % came from the cache.\n"
-        f"\nThe second turn as its events came, identifiers shortened:\n\n```\n{shown}\n```\n"
+        f"{prompt:,} prompt tokens, {100 * cached // prompt} % of them cached.\n"
+        f"\nThe events of the second turn, with shortened identifiers:\n\n```\n{shown}\n```\n"
     )
 
 
