@@ -91,7 +91,7 @@ METRICS = f"""# Metrics
 {NOTICE}
 
 How to scrape them: [monitoring](monitoring.md#metrics). Sizes are in bytes, times in seconds, shares from 0 to 1. All
-values of a scrape are from one moment, so that sums and differences are valid:
+values of a scrape are from one moment. Sums and differences are therefore valid:
 
     macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
 

@@ -1,6 +1,6 @@
 // Written by `make docs` from docs/alerts.md. Do not edit.
 export const RUNBOOK = {
-  "GateInert": "A node ran prefills or joins for half a minute without a check of its gate. Every forward pass follows a check, so that this is a bug\nor a modified engine: nothing keeps that Mac under its cap.\n\n1. Cordon the node at once: `cluster node cordon NAME`.\n2. Update or restart the node.\n3. Compare \"Forwards and checks\" on the memory dashboard, and report it with the log.",
+  "GateInert": "A node ran prefills or joins for half a minute without a check of its gate. Every forward pass must follow a check. The\ncause is a bug or a modified engine, and nothing keeps that Mac under its cap.\n\n1. Cordon the node at once: `cluster node cordon NAME`.\n2. Update or restart the node.\n3. Compare \"Forwards and checks\" on the memory dashboard, and report it with the log.",
   "GateUnarmed": "For 30 s the gate had no limits, a cap of 0, or no current reading. It refuses all requests. A model load or an engine start causes\nthis for a shorter time. `cluster node show NAME` names the missing part, and `cluster logs NAME` has the reason.",
   "GuardOff": "`memory.guard = \"off\"` on that node. No request is refused for memory, and the machine may panic. Set it to `\"on\"` and restart the\nnode.",
   "MarginZero": "`memory.margin = 0` on that node. Short peaks of a forward pass or of Metal appear in no reading and can end the engine. Set it to\n`\"auto\"` and restart the node.",
