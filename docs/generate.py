@@ -1,6 +1,6 @@
-"""Writes the pages of the manual that follow from the code: settings, api, cli, metrics, modules. Run by `make docs`.
+"""Generates the pages of the manual that follow from the code: settings, api, cli, metrics, modules (`make docs`).
 
-A test compares the committed pages with what this gives, so they cannot fall behind.
+A test compares the committed pages with the output of this module.
 """
 
 import ast
@@ -40,26 +40,33 @@ NOTICE = "<!-- Written by `make docs`. Do not edit. -->"
 SETTINGS = f"""# Settings
 {NOTICE}
 
-Every setting has a default, and none is needed to begin. They come from `config.toml` in the state folder, from the
-environment, and from `--set KEY=VALUE`; the later wins over the earlier. In the file a key is a table and a name:
+Every setting has a default. Values come from `config.toml` in the state folder, from the environment, and from
+`--set KEY=VALUE`. A later source overrides an earlier one. In the file, a key is a table and a name:
 
 ```toml
 [memory]
 cap = "96GiB"
 ```
 
-An unknown setting, or a value that is not possible, ends the start with the name of the nearest known one. Coordinator
-and node may share one file: each reads its own sections. Sizes are "96GiB", "12GB" or a number of bytes, and a share as
-"80%" where that is said.
+An unknown setting or an invalid value ends the start with an error that names the nearest known setting. Coordinator
+and node may share one file: each reads its own sections. Sizes are "96GiB", "12GB" or a number of bytes. A setting that
+says so also accepts a share, such as "80%".
 """
 API = f"""# HTTP API
 {NOTICE}
 
-First [by example](examples.md). The endpoint speaks OpenAI's dialects and Anthropic's under `/v1`, and Ollama's under
-`/api`: how, is in [dialects](dialects.md), and more about chats in [chat](chat.md). The verbs of `cluster` that act on
-the pool are routes under `/api/v1`, described whole at `/api/v1/openapi.json`. Send the key as `Authorization: Bearer
-KEY` or `x-api-key: KEY`, in every dialect. A key of the scope `admin` may do everything; `metrics` may read the state
-of the pool; `infer` may use the models.
+Start with [examples](examples.md). The endpoint has OpenAI's and Anthropic's routes under `/v1`, and Ollama's under
+`/api` ([dialects](dialects.md), [chat](chat.md)). The verbs of `cluster` that act on the pool are routes under
+`/api/v1`; `/api/v1/openapi.json` describes them completely. Send the key as `Authorization: Bearer KEY` or
+`x-api-key: KEY`, in every dialect.
+
+| scope | allows |
+|---|---|
+| `infer` | Requests to models |
+| `metrics` | Reading the state of the pool |
+| `admin` | Everything |
+
+The routes:
 
 | route | scope | what it does |
 |---|---|---|
@@ -67,39 +74,38 @@ of the pool; `infer` may use the models.
 PARAMETERS = """
 # Parameters
 
-Every field of every body: it is honoured, or it is ignored because it changes nothing here, or it is refused with a 400
-that names it (`unsupported_parameter`) unless it has a value that asks for nothing. A field that is in no table is
-ignored, or refused with `router.unknown_fields = "refuse"`; one whose name is nearly that of a field here is a typing
-error and refused always. What was ignored of a request, tools included, is named in the header `x-macpool-ignored` of
-its answer and by `cluster explain` ([0029](decisions/0029-unknown-fields-and-tools.md)). Tests hold these tables
-against the official libraries' own types.
+Every field of a body is honoured, ignored because it has no effect here, or refused. A refusal is a 400 that names the
+field (`unsupported_parameter`), unless its value is neutral. A field that is in no table is ignored, or refused with
+`router.unknown_fields = "refuse"`. If its name is close to that of a known field, it counts as a typing error and is
+always refused. The header `x-macpool-ignored` of the answer and `cluster explain` name the ignored fields and tools
+([0029](decisions/0029-unknown-fields-and-tools.md)). Tests compare these tables with the types of the official
+libraries.
 """
 CLI = f"""# Command
 {NOTICE}
 
-`cluster VERB --help`, of every verb.
+The output of `cluster VERB --help` for every verb.
 """
 
 METRICS = f"""# Metrics
 {NOTICE}
 
-How to scrape them, and what to look at first: [operations](operations.md#metrics). Sizes are bytes, times seconds,
-shares 0 to 1. A scrape is one picture of one moment, so sums and differences over it mean something:
+How to scrape them: [monitoring](monitoring.md#metrics). Sizes are in bytes, times in seconds, shares from 0 to 1. All
+values of a scrape are from one moment. Sums and differences are therefore valid:
 
     macpool_node_memory_headroom_bytes = ceiling - margin - current - reserved
 
-Every label is from a closed set, or names a member, an API key in force, or a model that some member has. There is
-never one for a request, an id or a secret of a key, an address or the text of an error. Histograms are classic ones:
-their buckets are in the series' `le`.
+Every label is from a closed set, or names a member, a valid API key, or a model of a member. No label has a request,
+the id or secret of a key, an address, or the text of an error. Histograms are classic: `le` has the buckets.
 """
 _ABOUT_POOL = "At `/metrics`."
-_ABOUT_NODE = """At `/prometheus/nodes/NODE`, made from the node's newest report and from what it measures itself. They
-carry no label for the node: service discovery attaches `node` and `instance`. Counters of the gate and the engine begin
-anew with every engine process. A node that cannot be asked has no metrics at all, and `up` is 0."""
+_ABOUT_NODE = """At `/prometheus/nodes/NODE`, from the node's newest report and its own measurements. They have no label
+for the node, because service discovery adds `node` and `instance`. Counters of the gate and the engine restart with
+every engine process. A node that does not answer has no metrics, and `up` is 0."""
 
 
 def settings() -> str:
-    """Write settings.md."""
+    """Render settings.md."""
     page = SETTINGS
     for title, kind in (("Coordinator", CoordinatorSettings), ("Node", NodeSettings)):
         page += f"\n## {title}\n\n| key | default | meaning | environment |\n|---|---|---|---|\n"
@@ -113,7 +119,7 @@ def _setting(setting: Setting) -> str:
 
 
 def _default(value: object) -> str:
-    """Write a default as it stands in TOML."""
+    """Render a default as TOML."""
     if isinstance(value, bool):
         return f"`{str(value).lower()}`"
     return f'`"{value}"`' if isinstance(value, str) else f"`{value}`"
@@ -124,7 +130,7 @@ def _cell(text: str) -> str:
 
 
 def api() -> str:
-    """Write api.md."""
+    """Render api.md."""
     listed = "".join(f"| `{method} {path}` | {scope} | {what} |\n" for method, path, scope, what in routes())
     return API + listed + PARAMETERS + "".join(_table(title, table) for title, table in TABLES.items())
 
@@ -135,14 +141,14 @@ def _table(title: str, table: FieldTable[Any]) -> str:
 
 
 def routes() -> Iterator[tuple[str, str, str, str]]:
-    """Give method, path, scope and summary of every documented route."""
+    """Yield method, path, scope and summary of every documented route."""
     for path, operations in sorted(document()["paths"].items()):
         for method, operation in operations.items():
             yield method.upper(), path, operation.get("x-scope", "none"), _cell(operation["summary"].rstrip("."))
 
 
 def document() -> dict[str, Any]:
-    """Give the OpenAPI document of a coordinator that was just made."""
+    """Return the OpenAPI document of a new coordinator."""
 
     async def made() -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +159,7 @@ def document() -> dict[str, Any]:
 
 
 def cli() -> str:
-    """Write cli.md."""
+    """Render cli.md."""
     page = CLI
     for path, context in contexts():
         page += f"\n## {' '.join(path)}\n\n```\n{context.get_help().rstrip()}\n```\n"
@@ -161,7 +167,7 @@ def cli() -> str:
 
 
 def contexts() -> Iterator[tuple[tuple[str, ...], click.Context]]:
-    """Give every verb as its words, groups before their own verbs, each with a context that prints its help."""
+    """Yield every verb as its words with a context that prints its help. Groups come before their own verbs."""
     root = click.Context(
         cluster, info_name="cluster", terminal_width=100, max_content_width=100, **cluster.context_settings
     )
@@ -180,7 +186,7 @@ def _below(path: tuple[str, ...], context: click.Context) -> Iterator[tuple[tupl
 
 
 def metrics() -> str:
-    """Write metrics.md."""
+    """Render metrics.md."""
     page = METRICS
     for title, about, families in (("The coordinator", _ABOUT_POOL, POOL), ("A node", _ABOUT_NODE, NODE)):
         page += f"\n## {title}\n\n{about}\n\n| name | type | labels | meaning |\n|---|---|---|---|\n"
@@ -195,19 +201,19 @@ def _family(family: MetricFamily[Any]) -> str:
 
 
 def prometheus() -> str:
-    """Write the Prometheus configuration of deploy/: for its compose file, and a coordinator on the same machine."""
+    """Render the Prometheus configuration of deploy/, for its compose file and a coordinator on the same machine."""
     note = "# Written by `make docs`. `cluster metrics-config` prints one for your own pool.\n"
     return note + configuration("https://192.168.1.5:8080", "macpool.token", "macpool-ca.pem")
 
 
 def mac_service(role: Role) -> str:
-    """Write a job of launchd as `cluster service install` writes it, for a user `macpool`."""
+    """Render a job of launchd as `cluster service install` writes it, for a user `macpool`."""
     state = "/Library/Application Support/macpool"
     return launchd.text(launchd.job(_example(role, "/var/macpool", state)))
 
 
 def linux_service(role: Role) -> str:
-    """Write a unit of systemd, likewise."""
+    """Render a unit of systemd as `cluster service install` writes it, for a user `macpool`."""
     return systemd.unit(_example(role, "/var/lib/macpool", "/var/lib/macpool/state"))
 
 
@@ -216,13 +222,13 @@ def _example(role: Role, home: str, state: str) -> ServicePlan:
 
 
 def wired_limit() -> str:
-    """Write the job of the wired limit, for a Mac with 128 GiB."""
+    """Render the job of the wired limit for a Mac with 128 GiB."""
     return launchd.text(launchd.wired_job(safe_wired_limit("balanced", 128 * GIB) // MIB))
 
 
 def runbook() -> str:
-    """Write the runbook's entries as the page shows them, from operations.md; links between pages become text."""
-    entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "operations.md").read_text(), re.MULTILINE | re.DOTALL)
+    """Render the runbook's entries for the page, from alerts.md. Links between pages become text."""
+    entries = re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", (HERE / "alerts.md").read_text(), re.MULTILINE | re.DOTALL)
     names = {rule.name for rule in RULES}
     texts = {
         name: re.sub(r"\[([^\]]+)\]\((?!https?:)[^)]+\)", r"\1", text.strip())
@@ -230,7 +236,7 @@ def runbook() -> str:
         if name in names
     }
     return (
-        "// Written by `make docs` from docs/operations.md. Do not edit.\n"
+        "// Written by `make docs` from docs/alerts.md. Do not edit.\n"
         f"export const RUNBOOK = {json.dumps(texts, indent=2, ensure_ascii=False)};\n"
     )
 
@@ -283,7 +289,7 @@ PAGES = {
 
 
 def main() -> int:
-    """Write every page and say which changed."""
+    """Write every page and print the changed ones."""
     for name, write in PAGES.items():
         file, page = HERE / name, write()
         file.parent.mkdir(parents=True, exist_ok=True)

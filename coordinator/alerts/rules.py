@@ -1,6 +1,6 @@
 """Alert rules, from which both Prometheus' rules and the coordinator's conditions are made.
 
-Each rule has an entry with its name in the runbook of docs/operations.md. A test evaluates a case in which the rule
+Each rule has an entry with its name in the runbook, docs/alerts.md. A test evaluates a case in which the rule
 holds and a case in which it does not, with Prometheus and with the coordinator.
 """
 
@@ -21,7 +21,7 @@ from coordinator.alerts.promql import (
     walk,
 )
 
-RUNBOOK = "docs/operations.md#"
+RUNBOOK = "docs/alerts.md#"
 PAGE = "http://127.0.0.1:8080"
 """Address of the page of a coordinator with default settings."""
 

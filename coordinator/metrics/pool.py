@@ -183,7 +183,7 @@ ROUTER: tuple[MetricFamily[PoolSnapshot], ...] = (
         _C,
         "Refusals by nodes; a request may meet several and still be answered.",
         lambda p: [((code.value,), p.counters.refusals.get(code.value, 0)) for code in RefusalCode],
-        (("reason", "a code of [refusals](operations.md#refusals)"),),
+        (("reason", "a code of [refusals](errors.md#refusals)"),),
     ),
     MetricFamily("router_placements", _C, "Requests sent to a node.", _by_node(lambda p: p.counters.placements), _NODE),
     MetricFamily(
@@ -498,7 +498,7 @@ SELF: tuple[MetricFamily[PoolSnapshot], ...] = (
         _G,
         "1 while a condition holds; the same as the alert of its name.",
         lambda p: [((name,), float(holds)) for name, holds in p.conditions.items()],
-        (("condition", "a name of the [runbook](operations.md#conditions)"),),
+        (("condition", "a name of the [runbook](alerts.md)"),),
     ),
     _gauge("process_start_time_seconds", "When the coordinator started, Unix time.", lambda p: p.process.started),
     _counter("process_cpu_seconds", "CPU time of the coordinator.", lambda p: p.process.cpu),

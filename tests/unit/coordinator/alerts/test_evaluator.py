@@ -109,7 +109,7 @@ def test_a_row_has_every_field_of_its_condition():
         "since": 5.123,
         "summary": "a is late",
         "remedy": "wait for it, then restart it",
-        "runbook": "docs/operations.md#late",
+        "runbook": "docs/alerts.md#late",
     }
     assert Condition(NAMED["CutOff"], frozenset(), 0.0).row()["node"] is None
     conflict = Condition(NAMED["ModelConflict"], frozenset({("model", "tiny")}), 0.0)

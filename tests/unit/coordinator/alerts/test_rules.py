@@ -44,11 +44,11 @@ def test_rules_look_at_metrics_and_labels_that_exist():
 
 
 def test_every_rule_says_what_to_do_and_has_its_entry_in_the_runbook():
-    page = (ROOT / "docs" / "operations.md").read_text()
+    page = (ROOT / "docs" / "alerts.md").read_text()
     for rule in RULES:
         assert len(rule.remedy) > 20
-        assert re.search(rf"^### {rule.name}$", page, re.MULTILINE), f"docs/operations.md has no entry {rule.name}"
-        assert f"docs/operations.md#{rule.name.lower()}" == rule.runbook
+        assert re.search(rf"^### {rule.name}$", page, re.MULTILINE), f"docs/alerts.md has no entry {rule.name}"
+        assert f"docs/alerts.md#{rule.name.lower()}" == rule.runbook
 
 
 def test_the_committed_rules_are_those_of_the_table():
