@@ -1,9 +1,9 @@
-"""Enrolment of peers without a certificate: the coordinator's side of the protocol, without its socket.
+"""Enrollment of peers without a certificate: the coordinator's side of the protocol, without its socket.
 
-    EnrolStart ──► EnrolAuthority             (first connection, unverified: the node compares the CA with its pin)
-    EnrolStart ──► EnrolAuthority             (second connection, verified with that CA)
-    Enrol      ──► Enrolled | Denied          with a token
-    Enrol      ──► EnrolPending … Enrolled | Denied    without: a person compares the codes (join_approvals.py)
+    EnrollStart ──► EnrollAuthority           (first connection, unverified: the node compares the CA with its pin)
+    EnrollStart ──► EnrollAuthority           (second connection, verified with that CA)
+    Enroll      ──► Enrolled | Denied         with a token
+    Enroll      ──► EnrollPending … Enrolled | Denied    without: a person compares the codes (join_approvals.py)
 
 The peer is a stranger: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.

@@ -1,6 +1,6 @@
 """Server-sent events: output of a stream, and the pump that fills it from a ticket.
 
-A token passes through `Dispatcher.receive` → `StreamTicket.flush` → `StreamPump.pump` → `EventStream.push` → the
+A token passes through `Dispatcher.receive` → `StreamingRequest.flush` → `StreamPump.pump` → `EventStream.push` → the
 transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
 in the ticket, whose bound ends a stream that is not read.
 """
@@ -43,7 +43,7 @@ class EventSink(Protocol):
 
 
 class EventSource(Protocol):
-    """Input of a pump: a `StreamTicket`, or several that are read as one."""
+    """Input of a pump: a `StreamingRequest`, or several that are read as one."""
 
     sink: Callable[[], None] | None
     blocked: bool

@@ -1,0 +1,26 @@
+"""Frames of the link and of the socket between agent and engine, and their tags.
+
+A frame is `u32 length | u8 tag | msgpack array` (`wire.codec`). Both sockets use the same table, because the agent
+forwards frames of the engine and decodes only their first field, `request`. Fields are only appended; a field that was
+not in protocol 1 has a default.
+
+Sizes are bytes, times are seconds. `request` is the coordinator's number of a request. It is unique across restarts
+because its upper half is the epoch. `seq` grows with every Generate; a report acknowledges the newest one it counts.
+"""
+
+from wire.bounds import (
+    Number,
+)
+from wire.report import (
+    WireStruct,
+)
+
+
+class Frame(WireStruct, frozen=True, array_like=True, gc=False):
+    """Base of all frames."""
+
+
+class RequestHead(WireStruct, frozen=True, array_like=True, gc=False):
+    """First field of every frame about a request: the only one that the agent decodes when it forwards a frame."""
+
+    request: Number

@@ -1,0 +1,290 @@
+"""Frames of requests and of commands about models, between the coordinator and the engine of a node."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Annotated
+
+from msgspec import Meta
+
+from wire.bounds import (
+    LONG_CHARACTERS,
+    MAX_BIASES,
+    MAX_DELTAS,
+    MAX_ITEMS,
+    MAX_MESSAGES,
+    Blob,
+    ErrorText,
+    Ids,
+    Long,
+    Natural,
+    Number,
+    Real,
+    Seconds,
+    Signed,
+    Text,
+    Tokens,
+    Word,
+)
+from wire.capacity.fairness import WeightedKey
+from wire.frames.frame import Frame
+from wire.refusals import Refused
+from wire.report import (
+    Model,
+    WireStruct,
+)
+
+MAX_ROWS_IN_STEP = 64
+"""Maximum deltas of an engine in one frame: 0.5 MiB if each has 0.5 s of tokens with 20 alternatives."""
+
+
+SHARED_SCOPE = "*"
+"""Scope of cached prefixes that every key may reuse. No key has this id."""
+
+
+class Channel(IntEnum):
+    """Kind of a piece of an answer."""
+
+    CONTENT = 0
+    REASONING = 1
+    TOOL_CALL = 2
+
+
+class ToolCall(WireStruct, frozen=True, array_like=True, gc=False):
+    """Tool call of the assistant in an earlier turn."""
+
+    id: Word
+    name: Word
+    arguments: Long
+    """JSON text."""
+
+
+class Message(WireStruct, frozen=True, array_like=True, gc=False):
+    """A chat message."""
+
+    role: Word
+    content: Long = ""
+    name: Word = ""
+    tool_calls: Annotated[tuple[ToolCall, ...], Meta(max_length=MAX_MESSAGES)] = ()
+    tool_call_id: Word = ""
+    """Id of the call that a message of the role `tool` answers."""
+    reasoning: Long = ""
+    """Reasoning of the assistant in an earlier turn."""
+
+
+class GrammarSpec(WireStruct, frozen=True, array_like=True, gc=False):
+    """Constraint on an answer. A node that cannot enforce it refuses the request.
+
+    Reasoning before the answer is not constrained.
+    """
+
+    kind: Word = ""
+    """`json_schema`, `json_object`, `regex`, `choice`, `lark`, or empty without a constraint on text."""
+    value: Long = ""
+    """Schema, pattern or grammar; for `choice` a JSON array of texts."""
+    whitespace: Text = ""
+    """Pattern of the white space in JSON; empty for a few characters of any kind."""
+    calls: Word = ""
+    """`free` if the answer may be tool calls instead, `required` if it must be. Arguments of strict tools follow their
+    schema."""
+    tool: Word = ""
+    """Name of the only tool that may be called; empty for all."""
+
+
+class GenerationParams(WireStruct, frozen=True, array_like=True, gc=False):
+    """Parameters of generation. None selects the default of the model."""
+
+    max_tokens: Tokens | None = None
+    temperature: Real | None = None
+    top_p: Real | None = None
+    seed: Signed | None = None
+    stop: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    n: Natural = 1
+    """Number of choices."""
+    top_k: Signed | None = None
+    min_p: Real | None = None
+    presence_penalty: Real = 0.0
+    frequency_penalty: Real = 0.0
+    repetition_penalty: Real = 1.0
+    """Divides logits; 1 for none. The other penalties are subtracted."""
+    logit_bias: Annotated[tuple[tuple[Tokens, Real], ...], Meta(max_length=MAX_BIASES)] = ()
+    """Bias by token id."""
+    logprobs: bool = False
+    top_logprobs: Natural = 0
+    """Alternatives for each token, if `logprobs` is set."""
+    one_call: bool = False
+    """Whether an answer ends after its first tool call."""
+    grammar: GrammarSpec | None = None
+
+
+class Generate(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: generate an answer. The prompt is `messages`, `text` or `ids`."""
+
+    request: Number
+    seq: Number
+    request_id: Word
+    model: Word
+    messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
+    params: GenerationParams
+    created: Natural
+    """Unix time for the chat template."""
+    expected: Tokens = 256
+    """Output tokens to reserve memory for."""
+    stream: bool = True
+    """Whether a client reads token by token. Without a stream, deltas may be collected for 0.5 s."""
+    tools: Long = ""
+    """JSON array of tools as in OpenAI's body; empty for none."""
+    template: Long = ""
+    """JSON object of further variables of the chat template; empty for none."""
+    resume: Annotated[tuple[Ids, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Token ids by choice that another node has generated. The engine continues after them and does not send their
+    text; usage counts them."""
+    text: Long = ""
+    """Prompt without chat template. The answer is content only: it is not parsed for reasoning or tool calls."""
+    ids: Ids = ()
+    """Prompt as token ids of the model, as `text`."""
+    owner: WeightedKey = WeightedKey()
+    """Key for fair shares."""
+    fingerprint: Word = ""
+    """Fingerprint of the model that began a resumed answer and must continue it; empty for any."""
+    cache_scope: Word = ""
+    """Scope of cached prefixes that the request may reuse and adds to; empty for that of `owner`."""
+    shared: bool = False
+    """Whether the first message is a system prompt whose tokens all keys may reuse."""
+
+    def known(self, choice: int) -> tuple[int, ...]:
+        """Return the token ids of a choice that were generated on another node."""
+        return self.resume[choice] if choice < len(self.resume) else ()
+
+
+class CountTokens(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: count the tokens of a prompt.
+
+    Fields are those of Generate. The answer is Finished with `prompt_tokens`, or Refusal. The model need not be loaded;
+    nothing is computed or reserved.
+    """
+
+    request: Number
+    model: Word
+    messages: Annotated[tuple[Message, ...], Meta(max_length=MAX_MESSAGES)]
+    created: Natural
+    tools: Long = ""
+    template: Long = ""
+    owner: WeightedKey = WeightedKey()
+
+
+class LoadModel(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: load a model. The answer is Finished, Refusal or Failed."""
+
+    request: Number
+    model: Word
+
+
+class UnloadModel(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: unload a model. The answer is Finished, or Refusal if the model is in use."""
+
+    request: Number
+    model: Word
+
+
+class ProfileModel(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: measure the forwards of a model, from small ones to the largest that fit.
+
+    The engine loads the model first if necessary. The answer is Finished with `measured`, Refusal or Failed. Cancel
+    stops the measurement.
+    """
+
+    request: Number
+    model: Word
+
+
+class Cancel(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → engine: end a request without an answer."""
+
+    request: Number
+
+
+class Admitted(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → coordinator: the request has its memory."""
+
+    request: Number
+    prompt_tokens: Tokens
+    """Exact number of prompt tokens."""
+    cached_tokens: Tokens = 0
+    prompt_hash: Blob = b""
+
+
+class Logprob(WireStruct, frozen=True, array_like=True, gc=False):
+    """Log probability of a token, with the most likely alternatives. Tokens are bytes."""
+
+    token: Blob
+    logprob: Real
+    top: Annotated[tuple[tuple[Blob, Real], ...], Meta(max_length=MAX_ITEMS)] = ()
+
+
+class Delta(WireStruct, frozen=True, array_like=True, gc=False):
+    """Tokens and text of a choice from one step of the engine."""
+
+    request: Number
+    choice: Natural
+    ids: Ids
+    """Token ids."""
+    pieces: Annotated[tuple[tuple[Natural, Long], ...], Meta(max_length=MAX_DELTAS)]
+    """Channel and text. A piece of TOOL_CALL is a complete call as JSON object: `index`, `id`, `name`, `arguments`
+    (JSON text)."""
+    logprobs: Annotated[tuple[Logprob, ...], Meta(max_length=MAX_DELTAS)] = ()
+
+
+class Deltas(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → coordinator: the deltas of an engine step."""
+
+    deltas: Annotated[tuple[Delta, ...], Meta(max_length=MAX_DELTAS)]
+
+
+def delta_frames(deltas: Sequence[Delta]) -> list[Frame]:
+    """Return the frames of an engine step: one for up to MAX_ROWS_IN_STEP rows, or one a delta for long texts."""
+    characters = sum(len(text) for delta in deltas for _, text in delta.pieces)
+    most = MAX_ROWS_IN_STEP if characters <= LONG_CHARACTERS else 1
+    return [Deltas(tuple(deltas[at : at + most])) for at in range(0, len(deltas), most)]
+
+
+class Timings(WireStruct, frozen=True, array_like=True, gc=False):
+    """Durations of the phases of a request on the node."""
+
+    waiting: Seconds = 0.0
+    prefill: Seconds = 0.0
+    decode: Seconds = 0.0
+
+
+class Finished(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → coordinator: the request is complete."""
+
+    request: Number
+    reasons: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)]
+    """`stop`, `length` or `tool_calls` by choice."""
+    prompt_tokens: Tokens
+    completion_tokens: Tokens
+    cached_tokens: Tokens = 0
+    timings: Timings = Timings()
+    measured: Model | None = None
+    """Model after a `ProfileModel`."""
+    stops: Annotated[tuple[Text, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Stop string by choice, empty for a choice without one; no items if no choice ended by a stop string."""
+    thought: Tokens = 0
+    """Completion tokens of reasoning."""
+
+
+class Refusal(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → coordinator: the request was not started."""
+
+    request: Number
+    refused: Refused
+    prompt_tokens: Tokens | None = None
+
+
+class Failed(Frame, frozen=True, array_like=True, gc=False):
+    """Engine or agent → coordinator: the request ended with an error."""
+
+    request: Number
+    code: Word
+    """Machine-readable reason."""
+    message: ErrorText

@@ -1,0 +1,194 @@
+"""Frames of the link between node and coordinator: greeting, heartbeat, certificates, and files on request."""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from wire.bounds import (
+    MAX_ITEMS,
+    MAX_MODELS,
+    Blob,
+    Difference,
+    ErrorText,
+    Natural,
+    Number,
+    Seconds,
+    Size,
+    Text,
+    Word,
+)
+from wire.frames.frame import Frame
+from wire.report import (
+    Enforcement,
+    EngineState,
+    Hardware,
+    Memory,
+    Model,
+    Sharing,
+    SystemMemory,
+)
+from wire.video import VideoState
+
+
+class Hello(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator: first frame of a link."""
+
+    protocol: Natural
+    node: Word
+    name: Word
+    instance: Word
+    """Random id of this run of the agent."""
+    machine: Word
+    version: Word
+    hardware: Hardware
+    takeover: bool = False
+    """Whether this link replaces the link of the same instance without ending its requests."""
+    generation: Number = 0
+    """Highest generation that the node has received in Welcome. A coordinator with a lower one is outdated."""
+    seal: Blob = b""
+    """Seal of that generation."""
+
+
+class MemberQuery(Frame, frozen=True, array_like=True, gc=False):
+    """Command on a member → coordinator, in place of Hello: request a path of the API.
+
+    The coordinator sends JSON in Answers and closes the connection. The link of the node is not affected.
+    """
+
+    protocol: Natural
+    node: Word
+    machine: Word
+    path: Text
+
+
+class Welcome(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: the link is accepted."""
+
+    epoch: Number
+    """Grows with every start of the coordinator."""
+    cluster: Word
+    cluster_name: Word
+    time: Seconds
+    """Unix time of the coordinator."""
+    version: Word
+    addresses: Annotated[tuple[Word, ...], Meta(max_length=MAX_ITEMS)] = ()
+    """Addresses of the coordinator for later connections."""
+    generation: Number = 0
+    """Grows with every restore of a backup."""
+    seal: Blob = b""
+    """Signature of the generation by the CA."""
+
+
+class Denied(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: the link or the request is refused."""
+
+    reason: Text
+    message: ErrorText
+    final: bool = False
+    """Whether a retry has the same result until a person acts."""
+    retry_after: Seconds = 0.0
+
+
+class Report(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator: heartbeat with the state of the node."""
+
+    sequence: Number
+    """Number of the report."""
+    memory: Memory
+    engine: EngineState
+    models: Annotated[tuple[Model, ...], Meta(max_length=MAX_MODELS)] = ()
+    acked_seq: Number = 0
+    """Highest `seq` of a Generate that `memory.reserved` counts."""
+    draining: bool = False
+    """Whether the node accepts no new requests; also true while `sharing.paused`, for older coordinators."""
+    ping: Number = 0
+    """Nonce of the newest Ping."""
+    system: SystemMemory = SystemMemory()
+    enforcement: Enforcement = Enforcement()
+    video: VideoState = VideoState()
+    sharing: Sharing = Sharing()
+
+
+class Goodbye(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator: last frame of a link."""
+
+    reason: Text
+    """`stopping`, `asleep` or `leave`."""
+
+
+class Ping(Frame, frozen=True, array_like=True, gc=False):
+    """Both directions: request a sign of life. The answer is the next Report, or a Pong of the engine."""
+
+    nonce: Number
+
+
+class Pong(Frame, frozen=True, array_like=True, gc=False):
+    """Engine → agent: its second thread is alive."""
+
+    nonce: Number
+    busy: Seconds = 0.0
+    """Seconds since the native call in progress began."""
+    expected: Seconds = 0.0
+    """Expected seconds of that call."""
+
+
+class RenewCertificate(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator: request a new certificate; sent after two thirds of the validity."""
+
+    csr: Blob
+    """Certificate request in DER."""
+
+
+class CertificateRenewed(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: the new certificate. The node opens a second link with it."""
+
+    certificate: Blob
+    """Certificate in DER."""
+
+
+class FetchRequest(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: request a window of a file or of measurements.
+
+    Long answers are requested in windows. A slow reader then neither delays other readers nor fills memory.
+    """
+
+    ask: Number
+    what: Text
+    """`logs`, `metrics` or `artifact:LEASE/NAME`."""
+    offset: Difference = 0
+    """First byte; a negative offset counts from the end."""
+    limit: Size = 0
+    """Maximum bytes of the window."""
+
+
+class FetchChunk(Frame, frozen=True, array_like=True, gc=False):
+    """Node → coordinator: part of an answer."""
+
+    ask: Number
+    payload: Blob
+    last: bool = False
+    error: ErrorText = ""
+    next: Size = 0
+    """Offset of the next window; 0 after the last."""
+    end: Size = 0
+    """Offset behind this window. A reader that follows a log continues there."""
+
+
+class Fragment(Frame, frozen=True, array_like=True, gc=False):
+    """Both directions: a piece of a long frame. Only the codec uses it."""
+
+    message: Number
+    payload: bytes
+    last: bool = False
+
+
+class PauseNode(Frame, frozen=True, array_like=True, gc=False):
+    """Coordinator → node: accept no new requests for a time.
+
+    `sharing` of the next report has the result. The frame is sent only to nodes that report `sharing`.
+    """
+
+    seconds: Seconds | None
+    """Duration; None until a person resumes the node, 0 to resume now."""
+    by: Text = ""
+    """Name of the person or key."""
