@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from wire.refusals import GRAMMAR_FAILED, MemoryNumbers, Refused
+from wire.refusals import FailureCode, MemoryNumbers, Refused
 
 Header = tuple[bytes, bytes]
 
@@ -23,14 +23,14 @@ _TYPES: dict[int, str] = {
     429: "rate_limit_error",
 }
 _FAILED: dict[str, int] = {
-    "node_lost": 502,
-    "engine_crashed": 500,
-    "shutting_down": 503,
-    "slow_client": 408,
-    "order_timeout": 504,
-    "link_lost": 502,
-    "node_stopping": 503,
-    GRAMMAR_FAILED: 400,
+    FailureCode.NODE_LOST: 502,
+    FailureCode.ENGINE_CRASHED: 500,
+    FailureCode.SHUTTING_DOWN: 503,
+    FailureCode.SLOW_CLIENT: 408,
+    FailureCode.COMMAND_TIMEOUT: 504,
+    FailureCode.LINK_LOST: 502,
+    FailureCode.NODE_STOPPING: 503,
+    FailureCode.GRAMMAR_FAILED: 400,
 }
 """Status of a failure by its code, 500 for any other code; used only when nothing was sent yet."""
 

@@ -285,7 +285,9 @@ def test_every_frame_has_one_tag_and_no_tag_is_used_twice():
     }
     assert set(TAGS.values()) == kinds
     assert len(TAGS) == len(kinds)
-    source = re.search(r"^TAGS.*?^}", (ROOT / "wire" / "frames" / "registry.py").read_text(), flags=re.MULTILINE | re.DOTALL)
+    source = re.search(
+        r"^TAGS.*?^}", (ROOT / "wire" / "frames" / "registry.py").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     assert source
     written = re.findall(r"(\d+): \w+", source[0])
     assert len(written) == len(set(written)) == len(TAGS)

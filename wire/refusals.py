@@ -9,8 +9,28 @@ from enum import StrEnum
 from wire.bounds import ErrorText, Estimate, Seconds, Word
 from wire.report import WireStruct
 
-GRAMMAR_FAILED = "grammar_failed"
-"""Code of a `Failed` for a grammar that no answer can satisfy. The client has to change the grammar."""
+
+class FailureCode(StrEnum):
+    """Machine-readable cause for which a request that had begun ended without its answer."""
+
+    ENGINE_CRASHED = "engine_crashed"
+    """The engine died in the forward of this request."""
+    ENGINE_LOST = "engine_lost"
+    """The engine died while it had this request, but not in its forward."""
+    ENGINE_ERROR = "engine_error"
+    NODE_STOPPING = "node_stopping"
+    LINK_LOST = "link_lost"
+    """The request was sent over the older of two links of its node."""
+    NODE_LOST = "node_lost"
+    MEMORY_PRESSURE = "memory_pressure"
+    """The engine was over its cap, and ended the request to reduce its memory."""
+    GRAMMAR_FAILED = "grammar_failed"
+    """No answer can satisfy the grammar. The client has to change it."""
+    ANSWER_TOO_LONG = "answer_too_long"
+    CANCELLED = "cancelled"
+    SLOW_CLIENT = "slow_client"
+    COMMAND_TIMEOUT = "order_timeout"
+    SHUTTING_DOWN = "shutting_down"
 
 
 class RefusalCode(StrEnum):

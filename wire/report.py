@@ -26,6 +26,8 @@ from wire.bounds import (
 )
 from wire.units import MIB
 
+CACHE_STEP_TOKENS = 256
+"""Tokens by which the KV caches of mlx-lm grow (`KVCache.step`)."""
 MAX_WASTE_BYTES = 256 * MIB
 """Bytes of padding below which a second batch does not pay, unless memory is short."""
 

@@ -25,6 +25,7 @@ from router.settings import RouterSettings
 from wire.capacity.arithmetic import occupied
 from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationParams, Message, Refusal
 from wire.identity import NodeId
+from wire.refusals import FailureCode
 from wire.report import Memory
 
 MAX_TRIES = 5
@@ -165,7 +166,7 @@ class PeerRouter:
             begun = request in self._begun
             turn, _, tries, refused = self._leave(request)
             if begun or tries >= MAX_TRIES:
-                self._pool.ended(turn.id, RequestFailure("node_lost", reason))
+                self._pool.ended(turn.id, RequestFailure(FailureCode.NODE_LOST, reason))
             else:
                 self._try(turn, tries + 1, refused | {node})
 

@@ -23,6 +23,7 @@ from coordinator.simulation.scenario import ModelSpec, NodeSpec
 from coordinator.simulation.simulated_kv import SimulatedRow, SimulatedRows
 from coordinator.simulation.workload import ConversationTurn
 from wire.capacity.arithmetic import (
+    KV_GROWTH_TOKENS,
     Fits,
     can_ever_fit,
     current,
@@ -39,7 +40,6 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import CacheState, EngineCounters, EngineState, Memory, Model
 from wire.units import parse_size
 
-KV_GROWTH_TOKENS = 64
 PREFILL_STEPS = 1.6
 """Duration of a prefill chunk while rows decode, in decode steps."""
 CACHE_SHARE = 0.15

@@ -44,7 +44,7 @@ from node.agent.identity import (
     new_csr,
     remember,
 )
-from node.engine_process.supervisor import STOPPED, Supervisor
+from node.engine_process.supervisor import Supervisor
 from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of
@@ -88,7 +88,7 @@ from wire.frames import (
 )
 from wire.histogram import GateMeasures, NodeMeasures
 from wire.identity import PROTOCOL
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import Enforcement, Hardware, Memory, Model, Sharing, SystemMemory
 from wire.video import VideoState
 
@@ -284,7 +284,7 @@ class Agent:
                 log.warning("link lost", reason=reason, cancelled=len(link.requests))
         elif self._link is not None:
             for request in link.requests:
-                self._link.send(Failed(request, "link_lost", "the older of two links to the node was lost"))
+                self._link.send(Failed(request, FailureCode.LINK_LOST, "the older of two links to the node was lost"))
         self._woken.set()
 
     def fall_asleep(self, said: Callable[[], None]) -> None:
@@ -634,7 +634,7 @@ class Agent:
         for link in tuple(self._links):
             for request in tuple(link.requests):
                 self._to_engine(Cancel(request))
-                link.send(Failed(request, STOPPED, why))
+                link.send(Failed(request, FailureCode.NODE_STOPPING, why))
                 self._end(link, request)
 
     # -- questions ---------------------------------------------------------------

@@ -40,7 +40,7 @@ from node.engine.models.model_manager import FilesChangedError, LoadSucceeded, M
 from node.engine.models.profile import MemoryProfileStore
 from node.engine.models.profile_sweep import SweepQueue
 from node.engine.models.profiler import ForwardPeak, Profiler
-from node.engine.process.interface import CallRecording, NativeCall, NativeCallKind, Work
+from node.engine.process.interface import MAX_CANCELLED_REMEMBERED, CallRecording, NativeCall, NativeCallKind, Work
 from node.engine.requests import preflight
 from node.engine.requests.prepared import PreparedRequest
 from node.engine.requests.preparer import RequestPreparer
@@ -92,8 +92,6 @@ from wire.units import show_size
 PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
-MAX_CANCELLED_REMEMBERED = 1024
-"""Number of cancelled requests that are remembered until their `Generate` arrives."""
 MAX_VIOLATIONS_LOGGED = 10
 """Violations of the invariants in one line of the log."""
 LOAD_STEP_EXPECTED_SECONDS = 10.0

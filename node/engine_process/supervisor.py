@@ -83,13 +83,10 @@ from wire.frames import (
     StopEngine,
     UnloadModel,
 )
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import EngineState
 from wire.units import MIB, show_size
 
-CRASHED = "engine_crashed"
-LOST = "engine_lost"
-STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
 MAX_UNSENT_BYTES = 64 * MIB
 """Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
@@ -786,7 +783,13 @@ class Supervisor:
         if live:
             log.warning("requests lost", requests=sorted(live)[:MAX_REQUESTS_LOGGED], count=len(live), guilty=guilty)
         for request in sorted(live):
-            code = STOPPED if self._stopping.is_set() else CRASHED if request == guilty else LOST
+            code = (
+                FailureCode.NODE_STOPPING
+                if self._stopping.is_set()
+                else FailureCode.ENGINE_CRASHED
+                if request == guilty
+                else FailureCode.ENGINE_LOST
+            )
             self._say(Failed(request, code, cause), request)
 
     def _say(self, frame: Frame, request: int) -> None:

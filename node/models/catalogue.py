@@ -29,7 +29,7 @@ import structlog
 from node.engine.models.model_descriptor import ModelDescriptor
 from node.settings import ModelSettings
 from wire.identity import valid_model
-from wire.report import KvParameters, TransientModel
+from wire.report import CACHE_STEP_TOKENS, KvParameters, TransientModel
 
 MODEL, PACKAGE = "config.json", "model_index.json"
 """Files that identify a model and a diffusers package."""
@@ -43,7 +43,6 @@ SCAN_VALID_SECONDS = 2.0
 """Seconds for which a scan is not repeated because of an unknown name."""
 SCAN_INTERVAL_SECONDS = 30.0
 """Seconds between two scans of an idle node."""
-CACHE_STEP_TOKENS = 256
 DEFAULT_CONTEXT = 4096
 EMBEDDED = Path(__file__).with_name("macpool-tiny")
 SAMPLE_BYTES = 4096

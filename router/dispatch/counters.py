@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from wire.histogram import Histogram
 from wire.identity import NodeId
-from wire.refusals import RefusalCode
+from wire.refusals import FailureCode, RefusalCode
 
 TTFT_BOUNDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1, 1.5, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 320)
 ITL_BOUNDS = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -31,16 +31,16 @@ FAILED = "failed"
 OUTCOMES = frozenset(
     {
         "ok",
-        "cancelled",
-        "slow_client",
-        "node_lost",
-        "engine_crashed",
-        "engine_lost",
-        "node_stopping",
-        "link_lost",
-        "shutting_down",
-        "answer_too_long",
-        "memory_pressure",
+        FailureCode.CANCELLED,
+        FailureCode.SLOW_CLIENT,
+        FailureCode.NODE_LOST,
+        FailureCode.ENGINE_CRASHED,
+        FailureCode.ENGINE_LOST,
+        FailureCode.NODE_STOPPING,
+        FailureCode.LINK_LOST,
+        FailureCode.SHUTTING_DOWN,
+        FailureCode.ANSWER_TOO_LONG,
+        FailureCode.MEMORY_PRESSURE,
         FAILED,
         *(code.value for code in RefusalCode),
     }

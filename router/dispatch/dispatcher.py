@@ -79,13 +79,13 @@ from router.placement.place import (
     unavailable_reason,
 )
 from router.placement.prefix_affinity import PrefixAffinity, PrefixHashChain, chain_of
-from router.placement.recovery import STOPS, LossKind, is_fault, loss_kind, may_recover, resume_after_seconds
+from router.placement.recovery import LossKind, is_fault, loss_kind, may_recover, resume_after_seconds
 from router.placement.reservations import ReservationLedger, SwapTurn
 from router.settings import RouterSettings
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Admitted, Cancel, Deltas, Failed, Finished, Frame, Generate, Message, Refusal
 from wire.identity import NodeId
-from wire.refusals import FINAL, RefusalCode, Refused
+from wire.refusals import FINAL, FailureCode, RefusalCode, Refused
 from wire.report import Model
 
 MIN_AFFINITY_BYTES = 1024
@@ -262,12 +262,14 @@ class Dispatcher:
             self._end(ticket, RequestFailure(frame.code, frame.message))
             return
         if fall is LossKind.NODE:
-            if frame.code == STOPS:
+            if frame.code == FailureCode.NODE_STOPPING:
                 ticket.lost.add(node)
-            self._fell(ticket, fall, RequestFailure("node_lost", f"{ticket.node_name} let go of it: {frame.message}"))
+            self._fell(
+                ticket, fall, RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} let go of it: {frame.message}")
+            )
             return
         ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room
-        code = frame.code if fall is LossKind.MEMORY else "engine_crashed"
+        code = frame.code if fall is LossKind.MEMORY else FailureCode.ENGINE_CRASHED
         self._fell(ticket, fall, RequestFailure(code, frame.message))
 
     def node_gone(self, node: NodeId, reason: str) -> None:
@@ -278,9 +280,9 @@ class Dispatcher:
         for ticket in self._on(node):
             self.counters.nodes_lost += 1
             name = ticket.node_name
-            self.on_trouble(ticket, "node_lost")
+            self.on_trouble(ticket, FailureCode.NODE_LOST)
             ticket.lost.add(node)
-            why = RequestFailure("node_lost", f"{name} was lost while it answered ({reason}): send it again")
+            why = RequestFailure(FailureCode.NODE_LOST, f"{name} was lost while it answered ({reason}): send it again")
             self._fell(ticket, LossKind.NODE, why)
 
     def forget(self, node: NodeId) -> None:
@@ -441,7 +443,7 @@ class Dispatcher:
             ticket.chain = chain = self._chain(job)
             ticket.warm = self.affinity.shares(chain)
         if self._closing:
-            self._end(ticket, RequestFailure("shutting_down", STOPPING))
+            self._end(ticket, RequestFailure(FailureCode.SHUTTING_DOWN, STOPPING))
         elif isinstance(charged := self.quotas.admit(job.key, job.demand, ticket.arrived), Refused):
             ticket.rates = self.quotas.rates(job.key, ticket.arrived)
             self._end(ticket, charged)
@@ -565,7 +567,7 @@ class Dispatcher:
         for ticket in list(self._open.values()):
             if ticket.outcome is None:
                 self._cancel(ticket)
-                self._end(ticket, RequestFailure("shutting_down", message))
+                self._end(ticket, RequestFailure(FailureCode.SHUTTING_DOWN, message))
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -1090,7 +1092,8 @@ class Dispatcher:
         elif ticket.held > MAX_ANSWER_CHARS:
             self._cancel(ticket)
             self._end(
-                ticket, RequestFailure("answer_too_long", f"the answer is longer than {MAX_ANSWER_CHARS} characters")
+                ticket,
+                RequestFailure(FailureCode.ANSWER_TOO_LONG, f"the answer is longer than {MAX_ANSWER_CHARS} characters"),
             )
 
     def _stuck(self, ticket: StreamingRequest) -> None:

@@ -39,8 +39,8 @@ import msgspec
 from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import Candidate, unavailable_reason
-from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import ReservationLedger, SwapTurn
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.capacity.fairness import WeightedKey
 from wire.identity import NodeId
 from wire.refusals import RefusalCode

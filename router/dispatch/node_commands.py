@@ -26,7 +26,7 @@ from wire.frames import (
     UnloadModel,
 )
 from wire.identity import NodeId
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 
 MAX_OPEN_COMMANDS = 64
 """Maximum open commands about models, and maximum open counts."""
@@ -34,7 +34,7 @@ MAX_COUNTS_PER_KEY = 16
 """Maximum open counts of one API key: the rest is for other keys."""
 COMMAND_TIMEOUT_SECONDS = 3600.0
 """Timeout in seconds: half a terabyte from a slow disk. The node's agent detects a hanging engine long before."""
-_DIED = frozenset({"engine_crashed", "engine_lost"})
+_DIED = frozenset({FailureCode.ENGINE_CRASHED, FailureCode.ENGINE_LOST})
 
 Ended = Finished | Refused | RequestFailure
 Kind = type[LoadModel] | type[UnloadModel] | type[ProfileModel]
@@ -97,7 +97,7 @@ class NodeCommands:
 
     async def _carried(self, frame: Frame, number: int, node: NodeId, name: str, model: str, key: str = "") -> Ended:
         if self._closed:
-            return RequestFailure("shutting_down", self._closed)
+            return RequestFailure(FailureCode.SHUTTING_DOWN, self._closed)
         order = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
         same = sum((one.kind is CountTokens) == (order.kind is CountTokens) for one in self._open.values())
         if same >= MAX_OPEN_COMMANDS:
@@ -115,7 +115,8 @@ class NodeCommands:
                 ended = await order.ended
         except TimeoutError:
             return RequestFailure(
-                "order_timeout", f"{name} has said nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}"
+                FailureCode.COMMAND_TIMEOUT,
+                f"{name} has said nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}",
             )
         else:
             return ended
@@ -138,17 +139,19 @@ class NodeCommands:
             died = frame.code in _DIED
             what = f"the engine of {order.name} died" if died else f"{order.name} failed"
             order.end(
-                RequestFailure("engine_crashed" if died else frame.code, f"{what} {order.doing}: {frame.message}")
+                RequestFailure(
+                    FailureCode.ENGINE_CRASHED if died else frame.code, f"{what} {order.doing}: {frame.message}"
+                )
             )
 
     def node_gone(self, node: NodeId, reason: str) -> None:
         """End the commands of a lost node."""
         for order in self._open.values():
             if order.node == node:
-                order.end(RequestFailure("node_lost", f"{order.name} was lost {order.doing} ({reason})"))
+                order.end(RequestFailure(FailureCode.NODE_LOST, f"{order.name} was lost {order.doing} ({reason})"))
 
     def shutdown(self, message: str) -> None:
         """End all commands and accept no more."""
         self._closed = message
         for order in self._open.values():
-            order.end(RequestFailure("shutting_down", message))
+            order.end(RequestFailure(FailureCode.SHUTTING_DOWN, message))

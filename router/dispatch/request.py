@@ -19,7 +19,7 @@ from router.placement.recovery import MAX_KNOWN_TOKENS
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Channel, Delta, Finished, GenerationParams, Logprob, Message
 from wire.identity import NodeId
-from wire.refusals import Refused
+from wire.refusals import FailureCode, Refused
 
 MAX_STEPS = 64
 """Maximum recorded steps of a request."""
@@ -79,8 +79,8 @@ class RequestFailure(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Finished | Refused | RequestFailure
 SWAP = "waiting for a model swap"
-CANCELLED = RequestFailure("cancelled", "nobody waits for this any more")
-SLOW = RequestFailure("slow_client", "the client did not read its stream")
+CANCELLED = RequestFailure(FailureCode.CANCELLED, "nobody waits for this any more")
+SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")
 
 
 class ActiveRequest:

@@ -51,9 +51,9 @@ import msgspec
 
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from router.placement.prefix_affinity import NOWHERE
-from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import NodeReservations, ReservationLedger
 from wire.capacity.arithmetic import (
+    KV_GROWTH_TOKENS,
     Fits,
     alone_bytes,
     can_ever_fit,

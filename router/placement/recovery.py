@@ -14,7 +14,7 @@ beginning, on any model of that name.
 
 from enum import Enum
 
-from wire.refusals import GRAMMAR_FAILED
+from wire.refusals import FailureCode, RefusalCode
 
 MAX_CRASHES = 2
 """Number of engine crashes that ends a request."""
@@ -24,15 +24,7 @@ MIN_SILENCE_SECONDS, MAX_SILENCE_SECONDS = 3.0, 10.0
 """Minimum and maximum seconds of silence after which a stream is resumed elsewhere."""
 MAX_KNOWN_TOKENS = 1_000_000
 """Maximum remembered tokens of an answer without a limit."""
-KV_GROWTH_TOKENS = 64
-"""Tokens reserved beyond the known tokens, for an answer that outgrew the usual length."""
-
-CRASHED = "engine_crashed"
-LOST = "engine_lost"
-"""Failure code of requests that were on an engine when it died, but not in the forward."""
-STOPS, LINK_LOST = "node_stopping", "link_lost"
-"""Failure codes of requests that were on a node when it stopped, and of requests sent over an older link."""
-MEMORY_FAILURES = ("no_headroom", "memory_pressure")
+MEMORY_FAILURES = (RefusalCode.NO_ROOM.value, FailureCode.MEMORY_PRESSURE)
 """Failure codes of requests that a node gave up to keep its other requests and the machine running."""
 
 
@@ -46,10 +38,10 @@ class LossKind(Enum):
 
 
 _FALLS = {
-    CRASHED: LossKind.FORWARD,
-    LOST: LossKind.ENGINE,
-    STOPS: LossKind.NODE,
-    LINK_LOST: LossKind.NODE,
+    FailureCode.ENGINE_CRASHED: LossKind.FORWARD,
+    FailureCode.ENGINE_LOST: LossKind.ENGINE,
+    FailureCode.NODE_STOPPING: LossKind.NODE,
+    FailureCode.LINK_LOST: LossKind.NODE,
     **dict.fromkeys(MEMORY_FAILURES, LossKind.MEMORY),
 }
 
@@ -61,7 +53,7 @@ def loss_kind(code: str) -> LossKind | None:
 
 def is_fault(code: str) -> bool:
     """Return whether a failure code is a fault of the engine: an impossible grammar is a fault of the client."""
-    return code != GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
+    return code != FailureCode.GRAMMAR_FAILED and loss_kind(code) not in (LossKind.NODE, LossKind.MEMORY)
 
 
 def may_recover(fall: LossKind, losses: int, crashes: int) -> bool:

@@ -14,7 +14,7 @@ from tests.support.loopback_cluster import LoopbackNode
 from tests.support.text_engine import Driver
 from tests.support.whole_pool import Served, answers, status
 from wire.frames import Failed, Finished, Generate, GenerationParams, GrammarSpec
-from wire.refusals import GRAMMAR_FAILED
+from wire.refusals import FailureCode
 
 NESTED = "(((a{1,100}){1,100}){1,100})"
 """A grammar that compiles within the limits of its process and fails during generation."""
@@ -28,7 +28,7 @@ def test_nested_counts_end_their_own_request_as_the_clients_fault():
     )
     end = driver.end(number)
     assert isinstance(end, Failed)
-    assert (end.code, "make it smaller" in end.message) == (GRAMMAR_FAILED, True), end
+    assert (end.code, "make it smaller" in end.message) == (FailureCode.GRAMMAR_FAILED, True), end
     assert driver.engine.report(0.0).counts.failures == 0, "the engine has done nothing wrong"
     assert isinstance(driver.end(beside), Finished)
 
@@ -55,7 +55,9 @@ def ask(served: Served, path: str, body: dict[str, object]) -> bytes:
         asked = sent[-1]
         if body.get("stream"):
             served.call(lambda: served.cluster.say(node, whole_pool.word(asked)))
-        served.call(lambda: served.cluster.say(node, Failed(asked.request, GRAMMAR_FAILED, "the grammar failed")))
+        served.call(
+            lambda: served.cluster.say(node, Failed(asked.request, FailureCode.GRAMMAR_FAILED, "the grammar failed"))
+        )
         return answers(dialed)[0]
 
 

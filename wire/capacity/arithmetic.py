@@ -45,6 +45,8 @@ MIN_PROFILED_MARGIN_SHARE = 0.02
 WASTE_SHARE = 0.25
 WASTE_CAP_SHARE = 0.01
 """Share of the cap that padding of a batch may take, up to `MAX_WASTE_BYTES`."""
+KV_GROWTH_TOKENS = 64
+"""Tokens by which the memory of a row grows when its answer exceeds the expected length."""
 DEFAULT_ROW_TOKENS = 2048
 """Tokens of a row in `max_batch`."""
 MAX_LOGITS_BYTES = 16 * MIB

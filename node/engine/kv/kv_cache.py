@@ -10,11 +10,7 @@ from typing import Any, Protocol, cast
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from wire.report import KvParameters
-
-CACHE_STEP_TOKENS = 256
-"""Tokens by which mlx-lm's caches grow (`KVCache.step`)."""
-
+from wire.report import CACHE_STEP_TOKENS, KvParameters
 
 evaluate = cast("Callable[..., None]", mx.eval)
 """`mx.eval`, with a type."""

@@ -20,7 +20,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.models.profiler import Ask, MemoryProbe, Profiler
 from node.engine.process.interface import NativeCallKind
 from wire.frames import Failed, Finished, Frame, Refusal
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import Model
 
 EXPECTED_STEP_SECONDS = 10.0
@@ -167,7 +167,9 @@ class SweepQueue:
         except Exception as error:
             log.exception("sweep", model=sweep.resident.name)
             self._close(sweep)
-            self._ends.append(Failed(sweep.number, "engine_error", f"measuring broke: {type(error).__name__}: {error}"))
+            self._ends.append(
+                Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring broke: {type(error).__name__}: {error}")
+            )
         finally:
             self._stepping = False
 

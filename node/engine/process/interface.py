@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from node.settings import NodeSettings
 
 
+FLUSH_INTERVAL_SECONDS = 0.5
+"""Seconds for which tokens of a request without streaming are gathered."""
+MAX_CANCELLED_REMEMBERED = 1024
+"""Number of cancelled requests that are remembered until their `Generate` arrives."""
 ROUTES: Final = ("chat", "completions")
 """Routes that every kind serves, and that its gate therefore guards."""
 

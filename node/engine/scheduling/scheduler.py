@@ -44,7 +44,7 @@ from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from node.engine.memory.gated_forward import GatedForwards
 from node.engine.models.loaded_model import FIRST_PREFILL_TOKENS_PER_SECOND, LoadedModel, forward
-from node.engine.process.interface import NativeCallKind
+from node.engine.process.interface import FLUSH_INTERVAL_SECONDS, NativeCallKind
 from node.engine.requests.sequence import Row, Sequence
 from node.engine.scheduling.chunk_policy import budget, chunk_sizes, next_prefill, shared_budget
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, NextToken, PendingRows
@@ -53,7 +53,7 @@ from node.engine.scheduling.packed_prefill import PackedPrefill
 from node.engine.scheduling.prefill import Prefill, by_batch, by_past, guard_of
 from node.engine.scheduling.prefix_cache import PrefixCacheManager
 from node.engine.text.logprobs import logprob_of
-from wire.capacity.arithmetic import row_bytes
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, row_bytes
 from wire.capacity.fairness import (
     PrefillFairness,
     RunningRequest,
@@ -63,12 +63,8 @@ from wire.capacity.fairness import (
     service_order,
 )
 from wire.frames import Delta, Failed, Finished, Frame, Refusal, Timings, delta_frames
-from wire.refusals import GRAMMAR_FAILED, RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 
-KV_GROWTH_TOKENS = 64
-"""Tokens by which a commitment is extended when an answer exceeds the expected length."""
-FLUSH_INTERVAL_SECONDS = 0.5
-"""Seconds for which tokens of a request without streaming are gathered."""
 MAX_REBUILDS = 1
 """Rebuilds of a row before its request fails."""
 OUTLIER_FACTOR = 4
@@ -194,7 +190,7 @@ class Scheduler:
         if newest is None:
             return False
         self._forwards.sheds += 1
-        self._end(newest, refused, "memory_pressure")
+        self._end(newest, refused, FailureCode.MEMORY_PRESSURE)
         return True
 
     def next_step_at(self, now: float) -> float | None:
@@ -449,7 +445,7 @@ class Scheduler:
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._reuse.invalidate(prefill.resident.name)
-            self.fail(sequence, "engine_error", f"its prompt could not be processed: {text_of(error)}")
+            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its prompt could not be processed: {text_of(error)}")
             return
         over = self._forwards.over() if refused is None else None
         if refused is not None:
@@ -679,7 +675,7 @@ class Scheduler:
             self._read(row, token)
         except Exception as error:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
-            self.fail(sequence, "engine_error", f"its text could not be read: {type(error).__name__}")
+            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its text could not be read: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
             self._out.deltas += row.drain_deltas()
@@ -732,7 +728,7 @@ class Scheduler:
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MAX_REBUILDS:
-                self.fail(row.sequence, "engine_error", f"the engine failed twice on it: {text_of(error)}")
+                self.fail(row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on it: {text_of(error)}")
             else:
                 self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.token_ids()))
         release_free_memory()
@@ -881,7 +877,7 @@ class Scheduler:
         if sequence.number not in self._live:
             return
         self._release(sequence)
-        self._forwards.failures += code != GRAMMAR_FAILED
+        self._forwards.failures += code != FailureCode.GRAMMAR_FAILED
         self._out.ends.append(Failed(sequence.number, code, message))
 
 
@@ -914,8 +910,11 @@ def _ends_next(row: Row) -> bool:
 def _failing(error: Exception) -> tuple[str, str]:
     """Return the code and the message for a row's exception: its grammar, which the client sent, or its sampling."""
     if isinstance(error, GrammarFailed):
-        return GRAMMAR_FAILED, f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler"
-    return "engine_error", f"its sampling failed: {text_of(error)}"
+        return (
+            FailureCode.GRAMMAR_FAILED,
+            f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler",
+        )
+    return FailureCode.ENGINE_ERROR, f"its sampling failed: {text_of(error)}"
 
 
 def text_of(error: Exception) -> str:

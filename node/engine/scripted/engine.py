@@ -20,14 +20,20 @@ from dataclasses import dataclass, field
 
 from node.engine.kv.commitments import Commitment, CommitmentLedger
 from node.engine.memory.gate import GateSite, MemoryGate, MlxCounters
-from node.engine.process.interface import CallRecording, NativeCall, Work
+from node.engine.process.interface import (
+    FLUSH_INTERVAL_SECONDS,
+    MAX_CANCELLED_REMEMBERED,
+    CallRecording,
+    NativeCall,
+    Work,
+)
 from node.engine.requests import preflight
 from node.engine.requests.preflight import RequestShape
 from node.engine.scripted import answers
 from node.engine.text.stop_strings import StopStrings
 from node.memory.reading import MemoryReading, RecentPeak
 from node.settings import NodeSettings, ScriptedSettings
-from wire.capacity.arithmetic import shed
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, shed
 from wire.capacity.fairness import WaitingRequest, service_order
 from wire.frames import (
     Admitted,
@@ -51,16 +57,10 @@ from wire.frames import (
     UnloadModel,
     delta_frames,
 )
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import EngineCounters, KvParameters, Memory, MemoryLevel, Model
 from wire.units import GIB, parse_size
 
-KV_GROWTH_TOKENS = 64
-"""Tokens by which a commitment is extended when an answer exceeds the expected length."""
-FLUSH_INTERVAL_SECONDS = 0.5
-"""Seconds for which tokens of a request without streaming are gathered."""
-MAX_CANCELLED_REMEMBERED = 1024
-"""Number of cancelled requests that are remembered until their `Generate` arrives."""
 MAX_LATE_SECONDS = 1.0
 """Delay in seconds after which missed steps are not made up for, because the machine slept."""
 PREFILL_SPEED = 100_000.0
@@ -346,7 +346,7 @@ class ScriptedEngine:
         self._recent = RecentPeak().with_reading(self._active(), now)
         self._sheds += 1
         if delivered:
-            return [Failed(newest.number, "memory_pressure", refused.message)]
+            return [Failed(newest.number, FailureCode.MEMORY_PRESSURE, refused.message)]
         return [Refusal(newest.number, refused, newest.shape.prompt)]
 
     # prefill and decode

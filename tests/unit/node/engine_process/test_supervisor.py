@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from node.engine_process.supervisor import CRASHED, LOST, MAX_UNSENT_BYTES, STOPPED, Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import MAX_UNSENT_BYTES, Supervisor, SupervisorTimeouts
 from node.settings import NodeSettings, resolve
 from tests import models
 from tests.support.processes import until
@@ -34,7 +34,7 @@ from wire.frames import (
     Refusal,
     UnloadModel,
 )
-from wire.refusals import RefusalCode
+from wire.refusals import FailureCode, RefusalCode
 from wire.units import GIB, MIB
 
 LIMITS = MemoryLimits(96 * GIB, 96 * GIB, 2 * GIB, "metal")
@@ -208,7 +208,7 @@ async def test_a_crash_fails_what_was_open_says_why_and_the_next_request_is_serv
     await one.until(lambda: any(isinstance(frame, Deltas) for frame, _ in one.frames))
     one.supervisor.send(encode(Cancel(2)), Cancel, 2)
     one.generate(3, "boom")
-    for number, code in {1: LOST, 3: CRASHED}.items():
+    for number, code in {1: FailureCode.ENGINE_LOST, 3: FailureCode.ENGINE_CRASHED}.items():
         end = await one.end(number)
         assert isinstance(end, Failed)
         assert end.code == code, "only what was in the forward is blamed"
@@ -274,7 +274,7 @@ async def test_stopping_ends_the_child_and_what_was_open_and_leaves_nothing(agen
     assert not psutil.pid_exists(pid)
     end = await one.end(1)
     assert isinstance(end, Failed)
-    assert end.code == STOPPED
+    assert end.code == FailureCode.NODE_STOPPING
     assert one.supervisor.pid is None
     assert set(psutil.Process().children()) <= others
     assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -605,7 +605,13 @@ async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("doing", "code"), [("PREFILL", CRASHED), ("JOIN", CRASHED), ("LOAD", CRASHED), ("DECODE", LOST)]
+    ("doing", "code"),
+    [
+        ("PREFILL", FailureCode.ENGINE_CRASHED),
+        ("JOIN", FailureCode.ENGINE_CRASHED),
+        ("LOAD", FailureCode.ENGINE_CRASHED),
+        ("DECODE", FailureCode.ENGINE_LOST),
+    ],
 )
 async def test_only_the_request_in_the_forward_is_blamed(
     agent: Callable[..., Agent], tmp_path: Path, doing: str, code: str
@@ -616,7 +622,7 @@ async def test_only_the_request_in_the_forward_is_blamed(
     one.generate(1)
     one.generate(2, doing)
     ends = [await one.end(number) for number in (1, 2)]
-    assert [end.code for end in ends if isinstance(end, Failed)] == [LOST, code]
+    assert [end.code for end in ends if isinstance(end, Failed)] == [FailureCode.ENGINE_LOST, code]
     assert all(f"it was in the {doing.lower()} of scripted-1" in end.message for end in ends if isinstance(end, Failed))
 
 
@@ -628,7 +634,7 @@ async def test_an_engine_that_dies_outside_of_any_call_blames_nobody(agent: Call
     one.generate(1)
     end = await one.end(1)
     assert isinstance(end, Failed)
-    assert (end.code, end.message) == (LOST, "the engine process ended with exit code 3")
+    assert (end.code, end.message) == (FailureCode.ENGINE_LOST, "the engine process ended with exit code 3")
 
 
 @pytest.mark.slow

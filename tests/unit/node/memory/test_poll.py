@@ -15,7 +15,7 @@ import pytest
 import structlog
 from msgspec.structs import replace
 
-from node.engine_process.supervisor import COMMAND, LOST, Supervisor, SupervisorTimeouts
+from node.engine_process.supervisor import COMMAND, Supervisor, SupervisorTimeouts
 from node.memory.enforcer import EnforcerState
 from node.memory.limits import Limiter
 from node.memory.poll import WARNING_INTERVAL_SECONDS, MemoryPoll, margin_in_force
@@ -40,7 +40,7 @@ from wire.frames import (
     Message,
     Refusal,
 )
-from wire.refusals import RefusalCode
+from wire.refusals import FailureCode, RefusalCode
 from wire.report import Hardware, Memory, MemoryLevel
 from wire.units import GIB, MIB
 
@@ -54,7 +54,7 @@ class SeenPoll(MemoryPoll):
 
     looked: Callable[[], None]
 
-    def look(self) -> None:
+    def poll_once(self) -> None:
         try:
             super().poll_once()
         finally:
@@ -281,7 +281,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     end = await node.end(1)
     assert time.monotonic() - begun < 3.0
     assert isinstance(end, Failed)
-    assert end.code == LOST
+    assert end.code == FailureCode.ENGINE_LOST
     assert "over its cap: " in end.message
     assert "on two readings, and it did not answer" in end.message
     assert node.poll.state.kills == 1
@@ -330,7 +330,7 @@ async def test_an_engine_over_its_cap_may_end_the_call_that_it_is_in(
     node.machine.container = phys // 2
     end = await node.end(1)
     assert isinstance(end, Failed)
-    assert (node.poll.state.kills, end.code) == (kills, LOST if kills else "memory_pressure")
+    assert (node.poll.state.kills, end.code) == (kills, FailureCode.ENGINE_LOST if kills else "memory_pressure")
 
 
 @pytest.mark.slow

@@ -24,11 +24,10 @@ from router.placement.place import (
     prefill_wait,
     retry_after,
 )
-from router.placement.recovery import KV_GROWTH_TOKENS
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from router.placement.vectorized import VectorIndex
 from tests.support.loopback_cluster import a_memory, a_model
-from wire.capacity.arithmetic import UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused
 from wire.report import BatchGroup, EngineState, Memory, Model, Sharing

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from router.dispatch.request import ActiveRequest, BufferedRequest, RequestFailure, StreamingRequest
 from router.placement.recovery import (
-    KV_GROWTH_TOKENS,
     MAX_LOSSES,
     MAX_SILENCE_SECONDS,
     MIN_SILENCE_SECONDS,
@@ -21,6 +20,7 @@ from router.placement.recovery import (
 )
 from tests.support.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal
 from wire.identity import NodeId
 from wire.refusals import MemoryNumbers, RefusalCode, Refused

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
-from node.engine.kv.kv_cache import CACHE_STEP_TOKENS, LayerCache, grow_cache, grow_caches, room_of
+from node.engine.kv.kv_cache import LayerCache, grow_cache, grow_caches, room_of
+from wire.report import CACHE_STEP_TOKENS
 
 HEADS, WIDTH = 2, 4
 

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from node.engine.memory.gate import GateSite
 from node.engine.process.crash_recorder import CrashRecorder
-from node.engine.scripted.engine import KV_GROWTH_TOKENS, MAX_CANCELLED_REMEMBERED, ScriptedEngine
+from node.engine.process.interface import MAX_CANCELLED_REMEMBERED
+from node.engine.scripted.engine import ScriptedEngine
 from node.settings import ScriptedSettings
 from wire.capacity import arithmetic
-from wire.capacity.arithmetic import UNREADABLE
+from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE
 from wire.capacity.fairness import WeightedKey
 from wire.codec import encode
 from wire.frames import (
