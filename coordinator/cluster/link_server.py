@@ -402,8 +402,13 @@ class LinkServer:
         task.add_done_callback(done)
 
     def admit_connection(self, connection: Connection) -> bool:
-        """Count a connection. Return False and abort it if the limits for peers without a certificate are exceeded."""
+        """Count a connection. Return False and abort it if it is one stranger too many.
+
+        A stranger has no certificate. A node with a certificate is never limited here.
+        """
         self._strangers.add(connection)
+        if connection.peer is not None:
+            return True
         addresses = [stranger.address for stranger in self._strangers if stranger.peer is None]
         here = addresses.count(connection.address)
         if len(addresses) > MAX_STRANGERS or here > MAX_STRANGERS // 4:

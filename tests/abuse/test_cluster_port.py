@@ -17,7 +17,7 @@ import pytest
 
 from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cli.commands import nodes as verbs
-from coordinator.cluster import registry
+from coordinator.cluster import link_server, registry
 from coordinator.cluster.link_server import MAX_STRANGERS
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.tls.cluster_ca import ClusterCa
@@ -123,6 +123,16 @@ async def test_a_crowd_of_strangers_keeps_no_node_out(tmp_path: Path) -> None:
         assert ends == ["too_slow"] * (MAX_STRANGERS // 4)
         await asyncio.wait_for(_enrolling(port), 30)
         late.send(a_report(1))
+
+
+async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_server, "MAX_STRANGERS", -1)
+    assert await (await port.dial()).ended() == []
+    line = await port.link(port.member("known"))
+    line.send(a_report(1))
+    await port.until(lambda: "known" in [node.name for node in port.application.registry.view().nodes])
 
 
 async def _idle(port: Port) -> Line | None:

@@ -51,7 +51,7 @@ class LarkBuilder:
     def rule(self, body: str, name: str = "part") -> str:
         """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
-        if len(self.rules) > MAX_RULES:
+        if key not in self.rules and len(self.rules) >= MAX_RULES:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many parameters together, or too much within them")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
