@@ -130,7 +130,7 @@ def execute(self, statement, values):
     if "INSERT" in statement and "keys" in statement and "boom" in values:
         raise SystemExit(3)
     return plain(self, statement, values)
-plain, store.Store._execute = store.Store._execute, execute
+plain, store.Database._execute = store.Database._execute, execute
 from coordinator.cli import main
 main()
 """
