@@ -56,7 +56,7 @@ def test_what_is_refused_says_the_next_step(tmp_path: Path) -> None:
     assert run("restore", file, "--replace", *plain)[0] == 0
     file.write_bytes(file.read_bytes()[:-5])
     code, _, said = run("restore", file, "--state", tmp_path / "two")
-    assert (code, "cut off" in said) == (6, True)
+    assert (code, "truncated" in said) == (6, True)
 
 
 @pytest.mark.parametrize("content", ["", "\n"])
