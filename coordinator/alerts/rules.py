@@ -96,7 +96,7 @@ RULES = (
         And(Comparison(_metric("gate_armed"), "==", 0), Comparison(_metric("gate_guard"), "==", 1)),
         30,
         "the gate of {node} is not armed: it refuses every request",
-        "`cluster node show NAME` shows what is missing: its limits, or a readable footprint",
+        "`cluster node show NAME` shows the cause: missing limits, or an unreadable footprint",
     ),
     AlertRule(
         "GuardOff",
@@ -127,7 +127,7 @@ RULES = (
         ),
         10,
         "the engine of {node} is over its cap, and the enforcer has not brought it below",
-        "unload a model there (`cluster model unload MODEL --node NAME`); check what else uses memory in that process",
+        "unload a model there (`cluster model unload MODEL --node NAME`); other code there may use memory",
     ),
     AlertRule(
         "StaleSensor",
@@ -219,7 +219,7 @@ RULES = (
         And(Comparison(_metric("router_queue_depth"), ">", 0), Comparison(_rise("router_attempts", 60), "==", 0)),
         30,
         "requests are queued, and for 60 s none was sent to a node",
-        "`cluster place MODEL` shows what each node lacks; unload a model or add a Mac",
+        "`cluster place MODEL` shows the refusal of each node; unload a model or add a Mac",
     ),
     AlertRule(
         "NoHeadroomAnywhere",

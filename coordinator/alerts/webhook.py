@@ -1,14 +1,14 @@
 """Webhook for conditions: sends a POST with JSON at each begin and end, with bounded retries.
 
-Rules
-- HTTPS to any address except link-local ones, which serve the secrets of cloud machines.
-- Plain HTTP to loopback only.
-- No user names and no unusual characters in the URL, because two parsers could read them differently.
-- The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
-  Redirects are not followed.
-- The path of a webhook is often its password: only the host is logged. A message contains only the condition.
-- The receiver may be slow: one message at a time, `MAX_RETRIES` attempts each, at most `MAX_QUEUED_MESSAGES` queued
-  messages. Beyond that the oldest is discarded.
+HTTPS is allowed to any address except link-local ones, which serve the secrets of cloud machines. Plain HTTP is allowed
+to loopback only. The URL has no user name and no unusual characters, because two parsers could read them differently.
+
+The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
+Redirects are not followed. The path of a webhook is often its password: only the host is logged. A message contains
+only the condition.
+
+The receiver may be slow: one message is sent at a time, with `MAX_RETRIES` attempts. At most `MAX_QUEUED_MESSAGES` are
+queued. Beyond that the oldest is discarded.
 """
 
 import asyncio

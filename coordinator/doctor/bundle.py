@@ -26,7 +26,7 @@ from host.redaction import HIDDEN, hide, redact
 MAX_LOG_BYTES = 512 * 1024
 """Bytes read from the end of each log."""
 MAX_LINES = 2000
-LEFT_OUT = "[left out]"
+LEFT_OUT = "[omitted]"
 OURS = ("coordinator", "node", "router", "host", "wire")
 KEPT = frozenset(
     {

@@ -227,7 +227,7 @@ def certificates(here: HostProbe) -> Finding:
 
 
 def _until(end: float, now: float) -> str:
-    return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "is over"
+    return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "has expired"
 
 
 def _lives(here: HostProbe) -> dict[str, float]:

@@ -311,7 +311,7 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     assert abs(float(found.numbers["coordinator"] or 0) - (end - time.time())) < 5
     assert float(found.numbers["authority"] or 0) > 300 * DAY
     date = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}"
-    assert f"coordinator {'is over' if result == 'fail' else f'until {date}'}" in found.text
+    assert f"coordinator {'has expired' if result == 'fail' else f'until {date}'}" in found.text
     assert ("coordinator has expired: check the clock" in found.fix) is (result == "fail")
     assert ("two thirds of their validity" in found.fix) is (result == "warn")
 
@@ -327,7 +327,7 @@ def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_p
         "coordinator": 20,
     }
     found = checks.certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
-    assert (found.result, "node is over" in found.text) == ("fail", True)
+    assert (found.result, "node has expired" in found.text) == ("fail", True)
 
 
 def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
@@ -342,7 +342,7 @@ def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
         ("warn", {"node": 1}),
         ("ok", {"node": 14 * DAY}),
     ]
-    assert found[0].text == "node is over"
+    assert found[0].text == "node has expired"
     assert checks.certificates(pretended(tmp_path)).result == "not here", "an identity that cannot be read has none"
 
 
