@@ -1,6 +1,6 @@
 """Evaluates the alert rules inside the coordinator and notifies listeners when a condition begins or ends.
 
-It needs neither Prometheus nor Grafana. It uses the newest reports of nodes and sends them no requests.
+The evaluation needs neither Prometheus nor Grafana. It uses the newest reports and sends nodes no requests.
 """
 
 import asyncio

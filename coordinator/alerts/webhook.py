@@ -1,14 +1,14 @@
 """Webhook for conditions: sends a POST with JSON at each begin and end, with bounded retries.
 
-Rules
-- HTTPS to any address but link-local ones, which serve the secrets of cloud machines. Plain HTTP to loopback only.
-- No user names and no unusual characters in the URL, because two parsers could read them differently.
-- The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
-  Redirects are not followed.
-- The path of a webhook is often its password: only the host is logged. A message contains only the condition.
-- The receiver may be slow: one message at a time, `MAX_RETRIES` attempts each, at most `MAX_QUEUED_MESSAGES` queued
-messages. Beyond it
-  the oldest is discarded.
+HTTPS is allowed to any address except link-local ones, which serve the secrets of cloud machines. Plain HTTP is allowed
+to loopback only. The URL has no user name and no unusual characters, because two parsers could read them differently.
+
+The host name is resolved once per attempt. Every address must be allowed, and the connection uses a checked address.
+Redirects are not followed. The path of a webhook is often its password: only the host is logged. A message contains
+only the condition.
+
+The receiver may be slow: one message is sent at a time, with `MAX_RETRIES` attempts. At most `MAX_QUEUED_MESSAGES` are
+queued. Beyond that the oldest is discarded.
 """
 
 import asyncio
@@ -80,17 +80,17 @@ class WebhookAddress:
 def parse(url: str) -> WebhookAddress:
     """Parse the setting. Raise `WebhookError` if the URL is invalid or not allowed."""
     if not _PLAIN.fullmatch(url):
-        raise WebhookError("alerts.webhook_url has characters that no URL has")
+        raise WebhookError("alerts.webhook_url contains characters that are not valid in a URL")
     try:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        raise WebhookError("alerts.webhook_url is no URL") from None
+        raise WebhookError("alerts.webhook_url is not a valid URL") from None
     host = parts.hostname
     if parts.scheme not in ("https", "http") or not host or "@" in parts.netloc:
-        raise WebhookError("alerts.webhook_url is https://HOST/PATH, without user names")
+        raise WebhookError("alerts.webhook_url must have the form https://HOST/PATH, without a user name")
     if parts.scheme == "http" and not _literal_loopback(host):
-        raise WebhookError("alerts.webhook_url is HTTPS, or plain HTTP to 127.0.0.1: what is told is nobody else's")
+        raise WebhookError("alerts.webhook_url must be HTTPS: plain HTTP is allowed to 127.0.0.1 only")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return WebhookAddress(parts.scheme == "https", host, port or (443 if parts.scheme == "https" else 80), path)
 
@@ -113,9 +113,9 @@ def resolve_allowed(address: WebhookAddress, found: Sequence[str]) -> str:
     for text in found:
         for one in possible_destinations(text.partition("%")[0]):
             if is_forbidden(one):
-                raise WebhookError(f"{address.host} is at {one}, to which nothing is sent")
+                raise WebhookError(f"{address.host} resolves to {one}, which is forbidden")
             if not address.tls and not one.is_loopback:
-                raise WebhookError(f"{address.host} is at {one}, which is not this machine")
+                raise WebhookError(f"{address.host} resolves to {one}, which is not this machine")
     if not found:
         raise WebhookError(f"{address.host} has no address")
     return found[0]
@@ -163,7 +163,7 @@ def post(address: WebhookAddress, body: bytes, find: Resolve = resolve, trust: s
         connection.request("POST", address.path, body, headers)
         return connection.getresponse().status
     except http.client.HTTPException as error:
-        raise OSError(f"its answer is no HTTP: {type(error).__name__}") from None
+        raise OSError(f"the answer is not HTTP: {type(error).__name__}") from None
     finally:
         line.close()
 

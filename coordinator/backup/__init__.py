@@ -1,1 +1,1 @@
-"""Keeping a cluster: backups, restoring them, and which of two coordinators is the one that counts."""
+"""Backup and restore of a cluster, and the fence that stops a superseded coordinator."""

@@ -29,7 +29,7 @@ NEEDED = frozenset({DATABASE, "pepper", "authority/authority.pem"})
 
 
 class ArchiveError(Exception):
-    """This is no backup that can be used; the text says why and what to do."""
+    """The backup cannot be used. The text has the reason and the next step."""
 
 
 class ArchiveMember(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -85,7 +85,9 @@ def read_manifest(source: ReadableStream) -> Manifest:
     try:
         number = msgspec.json.decode(encoded, type=_Numbered).format
         if number > FORMAT:
-            raise ArchiveError(f"it was made by a newer macpool (format {number}, we know {FORMAT}): update macpool")
+            raise ArchiveError(
+                f"it was made by a newer macpool (format {number}, this one reads {FORMAT}): update macpool"
+            )
         manifest = msgspec.json.decode(encoded, type=Manifest)
     except msgspec.MsgspecError as error:
         raise ArchiveError(f"its manifest cannot be read ({error}): use another copy of the file") from None
@@ -101,13 +103,13 @@ def _check(manifest: Manifest) -> None:
     names = [member.name for member in manifest.members]
     wrong = next((name for name in names if NAMES.fullmatch(name) is None), None)
     if wrong is not None:
-        raise ArchiveError(f"it holds {wrong[:100]!r}, which no backup of ours has: it is not used")
+        raise ArchiveError(f"it contains {wrong[:100]!r}, which does not belong in a backup")
     if len(set(names)) < len(names) or not set(names) >= NEEDED or any(one.size < 0 for one in manifest.members):
-        raise ArchiveError("its manifest names a file twice, or lacks one that every backup has: it is not used")
+        raise ArchiveError("its manifest lists a file twice, or lacks a required file")
 
 
 def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
-    """Yield a member's bytes; ArchiveError at the end where they are not those that the manifest names."""
+    """Yield a member's bytes. Raise `ArchiveError` at the end if they differ from the manifest."""
     digest, left = hashlib.sha256(), member.size
     while left:
         piece = read_exactly(source, min(CHUNK_BYTES, left))
@@ -121,7 +123,7 @@ def contents(source: ReadableStream, member: ArchiveMember) -> Iterator[bytes]:
 def check_end(source: ReadableStream) -> None:
     """Check that no data follows the last member."""
     if source.read(1):
-        raise ArchiveError("something follows its last member: it is not used")
+        raise ArchiveError("it has data after its last member: use another copy of the file")
 
 
 def read_exactly(source: ReadableStream, size: int) -> bytes:
@@ -130,7 +132,7 @@ def read_exactly(source: ReadableStream, size: int) -> bytes:
     while piece := source.read(size - len(data)):
         data += piece
     if len(data) < size:
-        raise ArchiveError("it ends too early: it was cut off; use another copy of the file")
+        raise ArchiveError("it is truncated: use another copy of the file")
     return data
 
 

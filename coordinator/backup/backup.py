@@ -41,7 +41,7 @@ from host.settings_loader import from_tree
 
 
 class BackupError(Exception):
-    """No backup could be made; the text says why and what to do."""
+    """The backup failed. The text has the reason and the next step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +55,14 @@ class BackupResult:
 
 
 def back_up(state: Path, file: Path, *, artifacts: bool = False, passphrase: bytes | None = None) -> BackupResult:
-    """Write the cluster in a state folder into one private file, in place of an older backup of that name.
+    """Write the cluster of a state folder into one private file. Replace an older backup with that name.
 
-    BackupError when there is no cluster, when it cannot be read or written, or when `file` is something else."""
+    Raise `BackupError` if there is no cluster, it cannot be read or written, or `file` is not a backup.
+    """
     if not (state / DATABASE).exists() or not (state / "authority" / "authority.pem").exists():
-        raise BackupError(f"there is no cluster in {state}: a backup is made where its coordinator is")
+        raise BackupError(f"there is no cluster in {state}: make the backup on the coordinator's machine")
     if is_unsettled(state):
-        raise BackupError(f"a restore was broken off in {state}: `cluster up` there finishes it, then back up")
+        raise BackupError(f"a restore in {state} was interrupted: run `cluster up` to finish it, then back up")
     _check_target(file)
     try:
         with tempfile.TemporaryDirectory(prefix=".backup-", dir=state) as folder:
@@ -85,11 +86,11 @@ def _check_target(file: Path) -> None:
         with file.open("rb") as there:
             begins = there.read(len(FAMILY))
     if not begins.startswith((FAMILY, encryption.FAMILY)):
-        raise BackupError(f"{file} is there and is no backup: it is not replaced; choose another name")
+        raise BackupError(f"{file} exists and is not a backup: choose another name")
 
 
 def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], Manifest]:
-    """Copy the databases, and describe all that belongs to the backup, in its order."""
+    """Copy the databases, and describe all members of the backup in their order."""
     schemas = {name: _copy(state / name, folder / name) for name in (DATABASE, VIDEOS) if (state / name).exists()}
     named = [(name, folder / name) for name in schemas]
     named += [(name, state / name) for name in ("config.toml", "pepper") if (state / name).exists()]
@@ -97,7 +98,7 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
     named += list(_artifacts(state)) if artifacts else []
     for name, path in named:
         if NAMES.fullmatch(name) is None or path.is_symlink() or not path.is_file():
-            raise BackupError(f"{path} is not a file of ours: move it away, then back up")
+            raise BackupError(f"{path} is not a file of macpool: move it away, then back up")
     members = [ArchiveMember(name, *_measure(path)) for name, path in named]
     cluster, name, epoch, generation = _meta(folder / DATABASE)
     if ClusterCa(state / "authority", time.time).cluster != cluster:
@@ -119,7 +120,7 @@ def _gather(state: Path, folder: Path, *, artifacts: bool) -> tuple[list[Path], 
 
 
 def _copy(database: Path, copy: Path) -> int:
-    """Copy a database that may be in use; give its schema."""
+    """Copy a database that may be in use. Return its schema version."""
     os.close(os.open(copy, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
     with (
         closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=10)) as source,
@@ -151,7 +152,7 @@ def _measure(path: Path) -> tuple[int, str]:
 
 
 def _outside(config: Path) -> tuple[str, ...]:
-    """Name the files that the settings point to."""
+    """Return the files that the settings name."""
     try:
         flat = from_tree(tomllib.loads(config.read_text())) if config.exists() else {}
     except (OSError, tomllib.TOMLDecodeError):
@@ -183,7 +184,7 @@ def _write(file: Path, members: list[Path], manifest: Manifest, passphrase: byte
 
 
 class _Writer:
-    """A plain file or a sealed one."""
+    """Plain or encrypted file."""
 
     def __init__(self, out: BinaryIO, passphrase: bytes | None) -> None:
         self._sealer = EncryptingWriter(out, passphrase) if passphrase is not None else None
@@ -204,7 +205,7 @@ def _pour(source: BinaryIO, writer: _Writer, member: ArchiveMember) -> None:
         digest.update(piece)
         size += len(piece)
     if (size, digest.hexdigest()) != (member.size, member.sha256):
-        raise BackupError(f"{member.name} changed while it was read: back up again")
+        raise BackupError(f"{member.name} changed during the backup: back up again")
 
 
 def _sync(folder: Path) -> None:

@@ -23,7 +23,7 @@ _COST, _BLOCK, _LANES = 2**17, 8, 1
 
 
 class EncryptionError(Exception):
-    """The file cannot be opened with this passphrase, or is not whole."""
+    """The file cannot be decrypted with this passphrase, or is incomplete."""
 
 
 def _cipher(passphrase: bytes, salt: bytes) -> ChaCha20Poly1305:
@@ -46,7 +46,7 @@ class EncryptingWriter:
         file.write(self._head)
 
     def write(self, data: bytes) -> int:
-        """Seal some bytes; give how many."""
+        """Encrypt bytes and return their number."""
         self._waiting += data
         while len(self._waiting) > CHUNK_BYTES:
             self._seal(bytes(self._waiting[:CHUNK_BYTES]), last=False)
@@ -54,7 +54,7 @@ class EncryptingWriter:
         return len(data)
 
     def finish(self) -> None:
-        """Seal the end."""
+        """Encrypt and write the last piece."""
         self._seal(bytes(self._waiting), last=True)
 
     def _seal(self, piece: bytes, *, last: bool) -> None:
@@ -63,7 +63,7 @@ class EncryptingWriter:
 
 
 class DecryptingReader:
-    """Decrypting reader of a `EncryptingWriter`'s output.
+    """Decrypting reader of an `EncryptingWriter`'s output.
 
     `file` is positioned behind `MAGIC`. Raise `EncryptionError` on a modified file.
     """
@@ -71,7 +71,7 @@ class DecryptingReader:
     def __init__(self, file: BinaryIO, passphrase: bytes) -> None:
         salt = file.read(SALT_BYTES)
         if len(salt) < SALT_BYTES:
-            raise EncryptionError("it ends within its first bytes: it was cut off")
+            raise EncryptionError("it is truncated within its first bytes: use another copy of the file")
         self._file, self._head = file, MAGIC + salt
         self._cipher = _cipher(passphrase, salt)
         self._next = file.read(CHUNK_BYTES + TAG_BYTES)
@@ -97,7 +97,11 @@ class DecryptingReader:
         try:
             piece = self._cipher.decrypt(_nonce(self._number, last=last), sealed, self._head)
         except (InvalidTag, ValueError):
-            why = "the passphrase is wrong, or it is damaged" if not self._number else "it is damaged or cut off"
+            why = (
+                "the passphrase is wrong, or it is damaged"
+                if not self._number
+                else "it is damaged or truncated: use another copy of the file"
+            )
             raise EncryptionError(why) from None
         self._number += 1
         self._ended = last

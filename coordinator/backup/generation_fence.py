@@ -18,7 +18,7 @@ MARK_FILE = "superseded.json"
 
 
 class SupersededError(Exception):
-    """Another coordinator serves this cluster now; the text says since when and what to do."""
+    """Another coordinator serves this cluster now. The text has the next steps."""
 
 
 class SupersededMark(msgspec.Struct, frozen=True):
@@ -32,7 +32,7 @@ class SupersededMark(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class GenerationFence:
-    """One coordinator's view of it: the authority that signs, and its own generation."""
+    """Fence of one coordinator: the authority that signs, and the coordinator's generation."""
 
     authority: ClusterCa
     generation: int
@@ -59,9 +59,9 @@ def record_superseded(state: Path, mark: SupersededMark) -> None:
 
 def moved_message(mark: SupersededMark, state: Path) -> str:
     """Return the message that the cluster has moved, with the next steps."""
-    by = f" (node {mark.node} said so)" if mark.node else ""
+    by = f" (reported by node {mark.node})" if mark.node else ""
     return (
-        f"this cluster moved on: a backup of it was restored elsewhere, and that coordinator counts now{by}. Remove "
+        f"this cluster has moved: a backup of it was restored elsewhere, and that coordinator is valid now{by}. Remove "
         f"{state} if this machine is not needed for it; to move the cluster back here, make a backup there and "
         "`cluster restore FILE --replace` it here"
     )

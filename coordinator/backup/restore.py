@@ -59,7 +59,7 @@ class PassphraseNeeded(RestoreError):
 
 @dataclass(frozen=True, slots=True)
 class ExistingState:
-    """The cluster that a folder holds: its id (empty: it cannot be read) and epoch."""
+    """Cluster in a folder: its id (empty: it cannot be read) and epoch."""
 
     cluster: str
     epoch: int
@@ -89,7 +89,7 @@ class Restored:
 
 
 def inspect_backup(file: Path, passphrase: bytes | None = None) -> Manifest:
-    """Read a whole backup without changing anything; RestoreError when it could not be restored."""
+    """Read a whole backup without any change. Raise `RestoreError` if it cannot be restored."""
     try:
         with file.open("rb") as opened:
             source = _opened(file, opened, passphrase)
@@ -124,7 +124,7 @@ def restore(file: Path, state: Path, now: float, *, passphrase: bytes | None = N
     except (ArchiveError, EncryptionError) as error:
         raise RestoreError(f"{file}: {error}") from None
     except (StoreError, AuthorityError, sqlite3.Error) as error:
-        raise RestoreError(f"what {file} holds cannot be used: {error}") from None
+        raise RestoreError(f"{file} cannot be restored: {error}") from None
     finally:
         discard_staging(state)
         lock.release()
@@ -137,12 +137,12 @@ def _opened(file: Path, opened: BinaryIO, passphrase: bytes | None) -> ReadableS
         return opened
     if begins.startswith(encryption.MAGIC):
         if passphrase is None:
-            raise PassphraseNeeded(f"{file} is encrypted: give its passphrase, or --passphrase-file FILE")
+            raise PassphraseNeeded(f"{file} is encrypted: enter its passphrase, or use --passphrase-file FILE")
         opened.seek(len(encryption.MAGIC))
         return _EncryptedContent(opened, passphrase)
     if begins.startswith((FAMILY, encryption.FAMILY)):
         raise RestoreError(f"{file} was made by a newer macpool: update macpool")
-    raise RestoreError(f"{file} is no backup of macpool, or was cut off at its begin")
+    raise RestoreError(f"{file} is not a macpool backup, or its beginning is missing")
 
 
 class _EncryptedContent:
@@ -161,7 +161,7 @@ def _fitting(manifest: Manifest) -> Manifest:
         known = len(SCHEMAS.get(name, ()))
         if schema > known:
             raise ArchiveError(
-                f"its {name} was written by a newer macpool (schema {schema}, we know {known}; it was made by "
+                f"its {name} was written by a newer macpool (schema {schema}, this one reads {known}; it was made by "
                 f"{manifest.macpool}): update macpool"
             )
     return manifest
@@ -194,7 +194,7 @@ def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) 
         _stage(staged, member.name, contents(source, member))
     check_end(source)
     if cluster_in(staged / "authority" / "authority.pem") != manifest.cluster:
-        raise ArchiveError("its authority is that of another cluster: it is not used")
+        raise ArchiveError("its authority belongs to another cluster")
     generation = max(manifest.generation + 1, int(now))
     counts = _examine(staged, manifest, generation)
     plan, config = _plan(state, staged, manifest, there, now)
@@ -206,18 +206,18 @@ def _restore(source: ReadableStream, state: Path, now: float, *, replace: bool) 
 def _occupied(state: Path, manifest: Manifest, there: ExistingState) -> str:
     if there.cluster and there.cluster != manifest.cluster:
         return (
-            f"{state} holds another cluster ({there.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
-            "choose another --state, or say --replace; what is there would be kept beside it"
+            f"{state} has another cluster ({there.cluster}), the backup is of {manifest.name} ({manifest.cluster}): "
+            "choose another --state, or use --replace, which renames and keeps the existing files"
         )
     return (
-        f"{state} holds this cluster already, after {there.epoch} starts; the backup was made after {manifest.epoch}. "
-        "What was done since would be undone: keys and nodes that were revoked since would be good again. Say "
-        "--replace if that is meant; what is there would be kept beside it"
+        f"{state} has this cluster already, after {there.epoch} starts; the backup was made after {manifest.epoch}. "
+        "A restore undoes later changes: keys and nodes that were revoked since then become valid again. To restore "
+        "anyway, use --replace, which renames and keeps the existing files"
     )
 
 
 def _stage(staged: Path, name: str, pieces: Iterable[bytes]) -> None:
-    """Write one file below `staged`, private and on the disk."""
+    """Write one private file below `staged` and sync it to disk."""
     path = staged / name
     for folder in reversed(path.relative_to(staged).parents):
         private_folder(staged / folder)
@@ -234,7 +234,7 @@ def _examine(staged: Path, manifest: Manifest, generation: int) -> RestoredCount
     with closing(open_database(staged / DATABASE, MIGRATIONS)) as connection:
         (cluster,) = connection.execute("SELECT cluster FROM meta").fetchone()
         if cluster != manifest.cluster:
-            raise ArchiveError(f"its {DATABASE} is of another cluster than its authority: it is not used")
+            raise ArchiveError(f"its {DATABASE} and its authority belong to different clusters")
         connection.execute("UPDATE meta SET generation = ?, epoch = epoch + ?", (generation, RESERVED_EPOCHS))
         members, keys, tokens = (
             connection.execute(f"SELECT COUNT(*) FROM {what}").fetchone()[0]  # noqa: S608  our own words

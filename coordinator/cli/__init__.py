@@ -44,20 +44,20 @@ SECTIONS = {
         ),
         "config": (
             "coordinator.cli.commands.config:config",
-            "Show the settings with their origins; check a file of them.",
+            "Show the settings with their origins, or check a settings file.",
         ),
     },
     "Clients": {
-        "login": ("coordinator.cli.commands.login:login", "Keep URL, key and authority of a coordinator elsewhere."),
-        "logout": ("coordinator.cli.commands.login:logout", "Forget what `login` kept."),
+        "login": ("coordinator.cli.commands.login:login", "Store URL, key and authority of a remote coordinator."),
+        "logout": ("coordinator.cli.commands.login:logout", "Delete the stored login."),
         "env": ("coordinator.cli.commands.use:env", "Print the variables that point clients at this pool."),
         "trust-ca": ("coordinator.cli.commands.trust_ca:trust_ca", "Trust the pool's HTTPS endpoint on this machine."),
     },
     "Requests": {
         "explain": ("coordinator.cli.commands.use:explain", "Show where a request went, and why."),
         "place": ("coordinator.cli.commands.use:place", "Show where a request would go, with every node's numbers."),
-        "replay": ("coordinator.cli.commands.use:replay", "Decide recorded requests by another policy."),
-        "simulate": ("coordinator.simulation.command:simulate", "Run a modelled pool in virtual time."),
+        "replay": ("coordinator.cli.commands.use:replay", "Repeat recorded placement decisions with another policy."),
+        "simulate": ("coordinator.simulation.command:simulate", "Simulate a pool in virtual time."),
     },
     "Operation": {
         "logs": ("coordinator.cli.commands.logs_and_top:logs", "Print the log of the coordinator or of a node."),
@@ -68,15 +68,15 @@ SECTIONS = {
         ),
         "metrics-config": (
             "coordinator.cli.commands.logs_and_top:metrics_config",
-            "Write what Prometheus needs to scrape this pool.",
+            "Write the configuration with which Prometheus scrapes this pool.",
         ),
-        "backup": ("coordinator.cli.commands.backup:backup", "Write the whole cluster into one file."),
-        "restore": ("coordinator.cli.commands.backup:restore", "Restore a backup, here or on another machine."),
+        "backup": ("coordinator.cli.commands.backup:backup", "Write a backup of the cluster into one file."),
+        "restore": ("coordinator.cli.commands.backup:restore", "Restore a backup on this machine."),
         "version": ("coordinator.cli.commands.use:version", "Print versions."),
         "completion": ("coordinator.cli.commands.use:completion", "Print the completion script for a shell."),
     },
 }
-"""Section of the help → verb → where it is implemented, and its line (so that nothing is imported to print it)."""
+"""Section of the help → verb → implementation and summary. The help is printed without an import of the verb."""
 COMMANDS = {name: command for section in SECTIONS.values() for name, command in section.items()}
 NAMES = ("cluster", "macpool")
 """Names of the command: graphviz has a `cluster` of its own on many machines."""
@@ -161,12 +161,13 @@ def _print_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None
 def cluster() -> None:
     """Macpool: the Macs of a household or a lab as one OpenAI-compatible endpoint.
 
-    Begin with `cluster up` on one machine and `cluster join` on the others. The command has a second name, `macpool`.
+    Run `cluster up` on one machine and `cluster join` on each other machine. The command has a second name, `macpool`.
 
     \b
-    Exit codes: 0 ok, 1 failed, 2 usage, 3 coordinator not reached, 4 key or token refused, 5 not found,
-    6 refused by policy or memory, 7 timed out, 8 other protocol version, 9 CA pin mismatch (do not retry: another
-    machine may be in between), 10 blocked by macOS local network privacy, 130 interrupted.
+    Exit codes: 0 ok, 1 failed, 2 usage, 3 coordinator not reached, 4 key or token refused, 5 not found.
+    Also: 6 refused by policy or memory, 7 timed out, 8 other protocol version, 130 interrupted.
+    Exit code 9: CA pin mismatch. Do not retry, because another machine may intercept the connection.
+    Exit code 10: blocked by macOS local network privacy.
     """
 
 

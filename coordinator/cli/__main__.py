@@ -1,4 +1,4 @@
-"""`python -m coordinator.cli` is `cluster`."""
+"""Entry point of `python -m coordinator.cli`, the same as `cluster`."""
 
 from coordinator.cli import main
 

@@ -46,7 +46,7 @@ class CommandGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find a verb. Raise a usage error with the nearest verb, or with the new command for an old spelling."""
+        """Return a verb. Raise a usage error with the nearest verb, or with the new command for an old spelling."""
         word = args[0] if args else ""
         if word and not word.startswith("-") and self.get_command(ctx, word) is None:
             if ctx.parent is None:
@@ -59,7 +59,7 @@ class CommandGroup(click.Group):
 
 
 def nearest(word: str, verbs: Sequence[str]) -> str | None:
-    """Return the verb that was probably meant, None where none is near."""
+    """Return the verb that was probably meant; None if none is similar."""
     meant = SYNONYMS.get(word)
     if meant == "remove" and "revoke" in verbs:
         meant = "revoke"
@@ -93,15 +93,15 @@ def print_error(error: click.ClickException) -> None:
 
 
 def confirm(question: str, *, yes: bool) -> None:
-    """Ask before something that cannot be taken back; UsageError where there is no terminal to ask on."""
+    """Ask before an irreversible action. Raise a usage error if there is no terminal to ask on."""
     if yes:
         return
     if not sys.stdin.isatty():
-        raise click.UsageError(f"{question} Nothing was done: there is no terminal to ask on, add --yes")
+        raise click.UsageError(f"{question} Nothing was changed: there is no terminal to ask on, add --yes")
     if not click.confirm(question, err=True):
-        raise click.ClickException("nothing was done")
+        raise click.ClickException("nothing was changed")
 
 
 def yes_option(command: click.decorators.FC) -> click.decorators.FC:
-    """Add --yes to a command that asks."""
-    return click.option("-y", "--yes", is_flag=True, help="Do not ask.")(command)
+    """Add --yes to a command with a confirmation."""
+    return click.option("-y", "--yes", is_flag=True, help="Do not ask for confirmation.")(command)

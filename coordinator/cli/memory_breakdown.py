@@ -11,7 +11,7 @@ ALARMING = frozenset({OFF, NO_MARGIN})
 
 
 def ago(seconds: float | None) -> str:
-    """Write how long ago something was."""
+    """Format an age."""
     if seconds is None:
         return "-"
     for unit, size in (("d", 86400), ("h", 3600), ("m", 60)):
@@ -38,9 +38,9 @@ def breaker_of(node: dict[str, Any], now: float | None = None) -> str:
     if found["state"] == "closed":
         return ""
     left = max(0, found["until"] - (time.time() if now is None else now))
-    then = {"open": f"for {left:.0f} s more, then one is tried", "probing": "but one that is being tried"}
-    said = then.get(found["state"], "but the next, which is tried")
-    return f"its engine keeps failing, so it gets no requests {said}; last: {found['why'] or 'unknown'}"
+    then = {"open": f"for {left:.0f} s, then one request is tried", "probing": "except the one that is being tried"}
+    said = then.get(found["state"], "except the next, which is tried")
+    return f"its engine keeps failing: the node gets no requests {said}; last failure: {found['why'] or 'unknown'}"
 
 
 def arithmetic(node: dict[str, Any]) -> list[str]:
@@ -66,15 +66,15 @@ def arithmetic(node: dict[str, Any]) -> list[str]:
         )
     }
     return [
-        f"cap       {size['cap']}, decided by {node['cap_bound_by'] or '-'}, tier {node['tier'] or '-'}",
-        f"ceiling   {size['ceiling']}, decided by {node['bound_by'] or '-'}; leases {size['leases']}",
+        f"cap       {size['cap']}, limited by {node['cap_bound_by'] or '-'}, tier {node['tier'] or '-'}",
+        f"ceiling   {size['ceiling']}, limited by {node['bound_by'] or '-'}; leases {size['leases']}",
         f"remedy    {node['remedy'] or '-'}",
         f"current   {size['current']} = highest of phys {size['phys']}, active {size['active']}, recent "
         f"{size['recent']}; {node['source'] or 'no source'}, {node['age']:.1f} s old",
         f"headroom  {size['headroom']} = ceiling {size['ceiling']} − margin {size['margin']} − current "
         f"{size['current']} − reserved {size['reserved']}",
         f"guard     {guard_of(node)}; level {held['level'].replace('_', ' ')}; "
-        f"engine from outside {show_size(held['phys'])}, at most {show_size(held['highest'])} ever",
+        f"engine seen by the agent {show_size(held['phys'])}, highest {show_size(held['highest'])}",
         f"mlx       base {size['base']}, free buffers {size['cache']}, peak {size['peak']}; "
         f"last reserve {size['reserve']}; wired {show_size(node['engine']['wired'])}",
         f"system    available {show_size(system['available'])}, pressure {system['pressure'] or 'unknown'}, video "

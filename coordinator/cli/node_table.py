@@ -1,4 +1,4 @@
-"""Nodes as rows of a table: seven columns that fit 80 letters, all of them with `-o wide`, and the live view's bars."""
+"""Nodes as table rows: seven columns for 80 characters, all with `-o wide`, and the bars of the live view."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
 
 
 def state_of(node: dict[str, Any]) -> str:
-    """Return a node's state with everything about it that needs a person."""
+    """Return a node's state with all facts that need a person."""
     words = [node["state"]]
     if node["state"] in ("lost", "suspect") and node["heard_seconds"] is not None:
         words[0] += f" {ago(node['heard_seconds'])}"
@@ -83,7 +83,7 @@ def state_of(node: dict[str, Any]) -> str:
 
 
 def memory_of(node: dict[str, Any]) -> str:
-    """Return current of ceiling in GiB; `-` where they are unknown or outdated."""
+    """Return current of ceiling in GiB; `-` if they are unknown or outdated."""
     if node["state"] in SILENT or node["current"] is None or not node["ceiling"]:
         return "-"
     return f"{node['current'] / GIB:.1f}/{show_size(node['ceiling'])}"
@@ -101,14 +101,14 @@ def video_of(video: dict[str, Any] | None) -> str:
         return "-"
     lent = [lease for lease in video["leases"] if lease["size"]]
     if lent:
-        return ", ".join(f"lends {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
+        return ", ".join(f"leases {show_size(one['size'])}, {one['phase']} {one['progress']} %" for one in lent)
     if not video["allowed"]:
         return "not allowed"
     return "ready" if video["ready"] and video["ray"] else "not ready"
 
 
 def headroom_of(node: dict[str, Any]) -> str:
-    """Return a node's headroom; `-` where it is outdated."""
+    """Return a node's headroom; `-` if it is outdated."""
     return "-" if node["state"] in SILENT else show_size(node["headroom"])
 
 

@@ -1,4 +1,4 @@
-"""The access verbs without a running coordinator: the same administration, on the database under its lock."""
+"""Access commands without a running coordinator: the same operations, on the locked database."""
 
 import time
 from typing import Any
@@ -25,7 +25,7 @@ def run_offline(session: ApiSession, method: str, path: str, body: dict[str, Any
     if not (session.state / "cluster.db").exists():
         if member_of(session.state) is not None:
             raise CommandError(UNREACHABLE, session.no_coordinator())
-        raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: make one with `cluster up`")
+        raise CommandError(NOT_FOUND, f"there is no cluster in {session.state}: create one with `cluster up`")
     try:
         store = Database(session.state)
     except StoreError as error:
@@ -63,7 +63,7 @@ def _do(admin: AccessAdmin, method: str, path: str, body: dict[str, Any]) -> dic
 
 
 def _change(admin: AccessAdmin, key: str, what: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Change one thing about a key."""
+    """Change one property of a key."""
     match what:
         case "limits":
             known = admin.limit_key(key, _limits(body))

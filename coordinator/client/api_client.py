@@ -32,7 +32,7 @@ def default_state() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorAddress:
-    """A coordinator as this command reaches it. `authority` (PEM) is empty where the system's authorities are meant."""
+    """Coordinator that a command uses. `authority` (PEM) is empty if the system's authorities apply."""
 
     url: str
     """Base URL without a path."""
@@ -41,16 +41,16 @@ class CoordinatorAddress:
 
 
 def base_url(text: str) -> str:
-    """Return the base URL of a coordinator, without path. UsageError when the text is no URL of one."""
+    """Return the base URL of a coordinator, without path. Raise a usage error if the text is not such a URL."""
     parts = urlsplit(text if "//" in text else f"https://{text}")
     if parts.scheme in ("macpool", "cluster"):
-        raise click.UsageError(f"{text} is where nodes connect; the URL of the API is the `endpoint` of `cluster up`")
+        raise click.UsageError(f"{text} is the address for nodes; the URL of the API is the `endpoint` of `cluster up`")
     try:
         port = parts.port
     except ValueError:
         port = -1
     if parts.scheme not in ("http", "https") or not parts.hostname or port == -1:
-        raise click.UsageError(f"{text!r} is no URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
+        raise click.UsageError(f"{text!r} is not the URL of a coordinator: write http://HOST:PORT or https://HOST:PORT")
     host = f"[{parts.hostname}]" if ":" in parts.hostname else parts.hostname
     return f"{parts.scheme}://{host}" + ("" if port is None else f":{port}")
 
@@ -108,14 +108,14 @@ class ApiSession:
         raise CommandError(UNREACHABLE, self.no_coordinator())
 
     def no_coordinator(self) -> str:
-        """Return what to say where no coordinator is known here: where it is, or how to start one."""
+        """Return the message if no coordinator is known here: its location, or how to start one."""
         from coordinator.client.member_client import host_of, member_of
 
         member = member_of(self.state)
         if member is not None:
             host = host_of(member)
             return (
-                f"this Mac is a node, its coordinator runs on {host}: type this command there, or here after `cluster "
+                f"this Mac is a node, its coordinator runs on {host}: run this command there, or here after `cluster "
                 f"login https://{host}:8080` (the `endpoint` of `cluster up`); `cluster status`, `nodes`, `models` and "
                 "`top` need no login here"
             )
@@ -125,7 +125,7 @@ class ApiSession:
         )
 
     def target(self) -> tuple[str, str]:
-        """Return base URL (no path) and key. Problem when neither the state folder nor the options name them."""
+        """Return base URL (no path) and key. Raise `CommandError` if neither state folder nor options have them."""
         reached = self.reached()
         return reached.url, reached.key
 
@@ -144,8 +144,8 @@ class ApiSession:
                 return str(kept["key"])
             raise CommandError(
                 DENIED,
-                "--url needs --key-file (or MACPOOL_KEY_FILE): a file that holds an admin key; "
-                "`cluster login URL` keeps both",
+                "--url needs --key-file (or MACPOOL_KEY_FILE): a file with an admin key; "
+                "`cluster login URL` stores both",
             )
         try:
             return self.key_file.read_text().strip()
@@ -212,9 +212,7 @@ def send(
     except OSError as error:
         raise CommandError(*connection_error(base, error)) from None
     except http.client.HTTPException:
-        raise CommandError(
-            UNREACHABLE, f"{base} answers, but not as HTTP: is it the `endpoint` of `cluster up`?"
-        ) from None
+        raise CommandError(UNREACHABLE, f"{base} does not answer as HTTP: use the `endpoint` of `cluster up`") from None
 
 
 def connection_error(base: str, error: OSError) -> tuple[int, str]:
@@ -227,14 +225,14 @@ def connection_error(base: str, error: OSError) -> tuple[int, str]:
         )
     if "certificate verify failed" in str(error):
         return PIN, (
-            f"the certificate of {base} is not trusted by this machine: `cluster trust-ca {base}` shows the authority "
-            "behind it, and trusts it where its fingerprint is that of the coordinator"
+            f"the certificate of {base} is not trusted by this machine: run `cluster trust-ca {base}` and compare the "
+            "fingerprint with that of the coordinator"
         )
     return UNREACHABLE, f"{base} cannot be reached: {error.strerror or error}"
 
 
 def raise_for(status: int, raw: bytes) -> NoReturn:
-    """Turn an error body into a `CommandError`."""
+    """Convert an error body to a `CommandError`."""
     try:
         error = json.loads(raw)["error"]
         message = str(error["message"]) + _numbers(error.get("memory"))
@@ -263,7 +261,7 @@ def _numbers(memory: dict[str, Any] | None) -> str:
 
 
 def options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add --state, --url, --key-file and -o to a command. Its first argument becomes a `ApiSession`."""
+    """Add --state, --url, --key-file and -o to a command. Its first argument becomes an `ApiSession`."""
     return _with_session(command, ("text", "json"))
 
 
@@ -294,7 +292,7 @@ def _with_session(command: Callable[..., None], forms: tuple[str, ...]) -> Calla
 
 
 MAX_UNFOLDED_COLUMN = 10
-"""Letters up to which a column is never folded."""
+"""Width in characters up to which a column is never folded."""
 UNLIMITED_COLUMNS = 10_000
 """Line width in characters for a file or a pipe, where lines do not wrap."""
 

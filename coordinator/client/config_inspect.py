@@ -23,11 +23,11 @@ ANSWER_TIMEOUT_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SettingsReport:
-    """Every setting in force as rows (key, value, origin, description), and everything that is wrong."""
+    """Every active setting as a row (key, value, origin, description), and all faults."""
 
     rows: tuple[dict[str, Any], ...]
     wrong: tuple[Any, ...]
-    """Wrong of coordinator.state.config_file."""
+    """Faults as `coordinator.state.config_file.ConfigFault`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def _coordinator(session: ApiSession) -> list[dict[str, Any]] | None:
         rows = session.call("GET", "/api/v1/settings", timeout=ANSWER_TIMEOUT_SECONDS)["settings"]
     except (CommandError, OSError, ValueError, KeyError):
         return None
-    return list(rows_shown(rows))  # once more: an older coordinator shows all
+    return list(rows_shown(rows))  # redact again: an older coordinator returns secrets
 
 
 def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ def _drift(state: Path, ours: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def inspect_settings(
     state: Path, file: Path, environ: Mapping[str, str], pairs: Sequence[str], node: Mapping[str, Any] | None = None
 ) -> SettingsReport:
-    """Read all settings of both halves as a start would; `node` is the node's half where it was read already."""
+    """Read all settings of coordinator and node as a start would. `node`: the node's settings if already read."""
     from coordinator.state.config_file import ConfigFault, located, rows_shown, syntax
     from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
     from host.settings_loader import (

@@ -9,7 +9,7 @@ UNREACHABLE, DENIED, NOT_FOUND, REFUSED, TIMED_OUT, PROTOCOL, PIN, BLOCKED = 3, 
 
 
 class CommandError(click.ClickException):
-    """A failure with its exit code and, in its text, the next step."""
+    """Failure of a command: exit code, and a text with the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(harmless(message))

@@ -21,7 +21,7 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """The node of a state folder, as far as a query needs it."""
+    """Data of a state folder's node for queries."""
 
     folder: Path
     cluster: str
@@ -66,7 +66,7 @@ def query(member: MemberIdentity, path: str) -> dict[str, Any]:
             failures.append(f"{address} ({error.strerror or error})")
     tried = ", ".join(failures) or "no address is known"
     raise CommandError(
-        UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; is `cluster up` running there?"
+        UNREACHABLE, f"the coordinator of this node cannot be reached: {tried}; check that `cluster up` runs there"
     )
 
 
@@ -89,7 +89,7 @@ def _answer(link: ssl.SSLSocket, address: str) -> bytes:
         try:
             frames = [decode(tag, body) for tag, body in splitter.feed(data)]
         except WireError as error:
-            raise CommandError(PROTOCOL, f"{address} answers in another protocol: {error}") from None
+            raise CommandError(PROTOCOL, f"{address} uses another protocol: {error}") from None
         for frame in frames:
             if isinstance(frame, Denied):
                 raise CommandError(DENIED, frame.message)
@@ -99,8 +99,8 @@ def _answer(link: ssl.SSLSocket, address: str) -> bytes:
                     return bytes(found)
     raise CommandError(
         PROTOCOL,
-        f"the coordinator at {address} answers no queries of nodes: it runs an older macpool; "
-        "update it, or type the command there",
+        f"the coordinator at {address} does not answer queries of nodes: it runs an older macpool; "
+        "update it, or run the command there",
     )
 
 

@@ -24,9 +24,9 @@ from host.private_files import write_private
 from host.redaction import HIDDEN, hide, redact
 
 MAX_LOG_BYTES = 512 * 1024
-"""Bytes of each log's end that are looked through."""
+"""Bytes read from the end of each log."""
 MAX_LINES = 2000
-LEFT_OUT = "[left out]"
+LEFT_OUT = "[omitted]"
 OURS = ("coordinator", "node", "router", "host", "wire")
 KEPT = frozenset(
     {
@@ -58,10 +58,10 @@ _NAMED = re.compile(r"""\blog\.(?:debug|info|warning|error|exception|critical)\(
 _FRAME = re.compile(r"[\w.<>-]+\.py:\d+ [\w.<>]+")
 _KIND = re.compile(r"[A-Za-z_][\w.]{0,60}(?: from [A-Za-z_]\w{0,60})?")
 _CONSOLE = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) \[(\w+)\s*\] ([a-z][a-z0-9' -]{1,48}?)\s*(?:\w+=.*)?$")
-README = """What this archive holds: findings.json (what `cluster doctor` found), versions.json, settings.json (with
-origins), conditions.json and nodes.json (as the coordinator told them, where it could be asked), and logs/ (events with
-numbers; texts that people or models wrote are left out). It holds no key, no token, no certificate's key, no prompt and
-no answer. Look through it before you send it: names of machines and models are in it.
+README = """Contents of this archive: findings.json (findings of `cluster doctor`), versions.json, settings.json (with
+origins), conditions.json and nodes.json (from the coordinator, if it answered), and logs/ (events with numbers; texts
+by people or models are omitted). The archive contains no API key, no token, no private key, no prompt and no answer.
+Review it before you send it: it contains names of machines and models.
 """
 
 
@@ -107,7 +107,7 @@ def _allowed(name: str, value: object) -> object:
 
 
 def _where(exception: str) -> str:
-    """Keep an exception's type and the functions that it went through."""
+    """Return an exception's type and the functions of its traceback."""
     first, *rest = exception.splitlines() or [""]
     kind = first.partition(":")[0]
     frames = [line for line in rest if _FRAME.fullmatch(line)]
@@ -152,7 +152,7 @@ def newest(file: Path) -> list[str]:
 
 
 def clean(value: object, home: str) -> Any:
-    """Hide possible secrets anywhere in a value, and the home folder's name in paths."""
+    """Redact possible secrets anywhere in a value, and the home folder's name in paths."""
     if isinstance(value, str):
         return hide(value.replace(home, "~") if len(home) > 1 else value)
     if isinstance(value, Mapping):

@@ -28,22 +28,22 @@ class Finding:
 
 
 def ok(text: str, **numbers: float | str | None) -> Finding:
-    """All is well."""
+    """Return a finding without a fault."""
     return Finding("ok", text, "", numbers)
 
 
 def warn(text: str, fix: str, **numbers: float | str | None) -> Finding:
-    """It works, and something should be done."""
+    """Return a finding about something that works but needs attention."""
     return Finding("warn", text, fix, numbers)
 
 
 def fail(text: str, fix: str, **numbers: float | str | None) -> Finding:
-    """It does not work."""
+    """Return a finding about something that does not work."""
     return Finding("fail", text, fix, numbers)
 
 
 def not_here(why: str) -> Finding:
-    """The question has no answer on this machine."""
+    """Return a finding for a check that does not apply to this machine."""
     return Finding("not here", why)
 
 

@@ -42,7 +42,7 @@ class ToolOutput:
 Ask = Callable[[tuple[str, ...], float], ToolOutput | None]
 """Runs a tool with a timeout in seconds. Returns None if the tool is missing or did not end."""
 Dial = Callable[[str, int], int]
-"""Connects to a host and port and hangs up: 0, or the errno."""
+"""Connects to a host and port, then disconnects. Returns 0 or the errno."""
 
 
 def run_tool(command: tuple[str, ...], seconds: float) -> ToolOutput | None:
@@ -91,7 +91,7 @@ class Lazy(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class HostProbe:
-    """This machine, or a pretended one."""
+    """This machine, or a simulated one."""
 
     session: ApiSession
     platform: str = sys.platform
@@ -101,7 +101,7 @@ class HostProbe:
     root: Path = Path("/")
     power: Callable[[], PowerState] = read_power
     seconds: float = 4.5
-    """Longest time for everything."""
+    """Time limit for all checks, in seconds."""
     examined: Lazy[dict[str, Any] | None] = field(init=False)
     device: Lazy[dict[str, Any] | None] = field(init=False)
     version: Lazy["CoordinatorAnswer"] = field(init=False)

@@ -15,11 +15,11 @@ from coordinator.doctor.finding import Finding, fail, not_here, ok, warn
 from coordinator.doctor.host_probe import HostProbe
 from wire.units import GIB, MIB, show_size
 
-NO_SUPPLY = "this system does not tell what feeds it"
+NO_SUPPLY = "this system does not report its power source"
 ONLY_MACOS = "only on macOS"
 FIREWALL = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 MIN_MODEL_DISK_BYTES = 20 * GIB
-"""Room on a disk of models below which the next download may fail."""
+"""Free bytes on a disk of models below which the next download may fail."""
 MIN_STATE_DISK_BYTES = GIB
 MIN_OPEN_FILES = 1024
 MAX_PANIC_AGE_DAYS = 30
@@ -32,15 +32,15 @@ def system(here: HostProbe) -> Finding:
         return ok(f"{platform.system()} {platform.release()}, {platform.machine()}")
     version, build = macos.version_in(here.run_tool("/usr/bin/sw_vers"))
     if not version:
-        return warn("the version of macOS cannot be read", "look whether `sw_vers` answers")
+        return warn("the version of macOS cannot be read", "check that `sw_vers` works")
     text = f"macOS {version} ({build})"
     if int(version.split(".")[0]) < macos.MIN_MACOS_VERSION:
-        return fail(text, f"nodes need macOS {macos.MIN_MACOS_VERSION} or newer: update it", version=version)
+        return fail(text, f"nodes need macOS {macos.MIN_MACOS_VERSION} or newer: update macOS", version=version)
     return ok(text, version=version)
 
 
 def python(here: HostProbe) -> Finding:
-    """The interpreter: native, supported, and one that no update takes away."""
+    """Check the interpreter: native, supported, and not the one that an Xcode update replaces."""
     text = f"Python {platform.python_version()}, {platform.machine()}"
     if here.mac and platform.machine() != "arm64":
         translated = here.run_tool("/usr/sbin/sysctl", "-n", "sysctl.proc_translated").strip() == "1"
@@ -65,14 +65,14 @@ def mlx(here: HostProbe) -> Finding:
     told = here.device()
     if told is None:
         return warn(
-            "MLX did not answer in time", "run `python -m node.engine.process.device_info`, and look what it waits for"
+            "MLX did not answer in time", "run `python -m node.engine.process.device_info` and check where it hangs"
         )
     if not told["installed"]:
         if not here.has_node:
-            return not_here("MLX is not installed, and this machine is no node")
+            return not_here("MLX is not installed, and this machine is not a node")
         return fail("MLX is not installed", "install the extra: `uv tool install 'macpool[node]'`")
     if told["error"]:
-        return fail(f"MLX cannot be loaded: {told['error']}", "install it anew: `uv tool install --reinstall macpool`")
+        return fail(f"MLX cannot be loaded: {told['error']}", "reinstall it: `uv tool install --reinstall macpool`")
     text = f"MLX {told['version']} on {told['device']}"
     if here.mac and not told["metal"]:
         return fail(f"{text}: no Metal", "Metal is missing in virtual machines and before the first login: log in once")
@@ -85,9 +85,7 @@ def wired_limit(here: HostProbe) -> Finding:
         return not_here(ONLY_MACOS)
     told = here.examined()
     if told is None:
-        return warn(
-            "the memory cannot be read", "run `python -m node.inspect.report --state STATE`, and look what it says"
-        )
+        return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
     memory = told["memory"]
     text = here.run_tool("/usr/sbin/sysctl", "-n", "iogpu.wired_limit_mb").strip()
     now, safe = int(text) * MIB if text.isdecimal() else None, int(memory["safe"])
@@ -97,44 +95,42 @@ def wired_limit(here: HostProbe) -> Finding:
         f"--wired-limit-mb {safe // MIB}` keeps it)"
     )
     if now is None:
-        return warn("iogpu.wired_limit_mb cannot be read", "look for its name with `sysctl -a | grep wired_limit`")
+        return warn("iogpu.wired_limit_mb cannot be read", "find its name with `sysctl -a | grep wired_limit`")
     if now > safe:
         return fail(
-            f"iogpu.wired_limit_mb is {now // MIB}, above the {safe // MIB} that leave the system room",
+            f"iogpu.wired_limit_mb is {now // MIB} MB, above the {safe // MIB} MB that leave room for the system",
             f"lower it, or this Mac may panic: {keep}",
             now=now,
             safe=safe,
         )
     said = f"set to {now // MIB} MB" if now else "the system's default"
     if memory["metal"] is not None:
-        source = "as the device reports" if memory["metal_reported"] else "a guess until an engine reports it"
+        source = "as the device reports" if memory["metal_reported"] else "estimated until an engine reports it"
         said += f", {show_size(memory['metal'])}, {source}"
     if memory.get("bound_by") == "metal":
         return warn(
-            f"Metal's limit ({said}) decides the cap of {show_size(memory['cap'])}",
-            f"if the memory is for models alone: {keep}",
+            f"Metal's limit ({said}) determines the cap of {show_size(memory['cap'])}",
+            f"if this Mac only runs models: {keep}",
             now=now,
             safe=safe,
             cap=memory["cap"],
         )
-    return ok(f"Metal's limit is {said}; highest safe figure {safe // MIB} MB", now=now, safe=safe)
+    return ok(f"Metal's limit is {said}; highest safe value {safe // MIB} MB", now=now, safe=safe)
 
 
 def memory(here: HostProbe) -> Finding:
     """Check RAM, cap, and the term that limits the cap."""
     told = here.examined()
     if told is None:
-        return warn(
-            "the memory cannot be read", "run `python -m node.inspect.report --state STATE`, and look what it says"
-        )
+        return warn("the memory cannot be read", "run `python -m node.inspect.report --state STATE` and read its error")
     found = told["memory"]
     if found["error"]:
         return fail(found["error"], "change it in config.toml; `cluster config check` names the line")
     text = (
-        f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} ({found['bound_by']} decides), "
+        f"RAM {show_size(found['total'])}, cap {show_size(found['cap'])} (limited by {found['bound_by']}), "
         f"margin {show_size(found['margin'])}"
     )
-    text += ", another one for a model that was measured" if found.get("margin_measured") else ""
+    text += "; a measured model has its own margin" if found.get("margin_measured") else ""
     numbers = {"total": found["total"], "cap": found["cap"], "margin": found["margin"]}
     if found["guard"] == "off":
         return warn(f"{text}; the guard is off", 'no request is refused for memory: set memory.guard = "on"', **numbers)
@@ -156,10 +152,10 @@ def disk(here: HostProbe) -> Finding:
     numbers = {"free": min((free for _, free, _ in known), default=None)}
     if short:
         worst = min(short, key=lambda one: one[1])
-        fix = f"make room on the disk of {_short(worst[0])}, or name another folder in models.folders"
+        fix = f"free space on the disk of {_short(worst[0])}, or set another folder in models.folders"
         made = fail if worst[0] == here.state else warn
         return made(text, fix, **numbers)
-    return ok(text or "no folder is there yet", **numbers)
+    return ok(text or "there is no folder yet", **numbers)
 
 
 def _room(folder: Path) -> int | None:
@@ -191,16 +187,16 @@ def files(here: HostProbe) -> Finding:
     foreign = [path for path in (here.state, *secrets) if path.lstat().st_uid != os.geteuid()]
     if foreign and os.geteuid():
         return fail(
-            f"{_short(foreign[0])} belongs to somebody else", f"give it back: sudo chown -R $(id -un) '{here.state}'"
+            f"{_short(foreign[0])} belongs to another user", f"change its owner: sudo chown -R $(id -un) '{here.state}'"
         )
     if wrong:
         names = ", ".join(_short(path) for path in wrong[:3])
         return fail(
-            f"others may read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
+            f"other users can read {names}" + (f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""),
             f"chmod -R go-rwx '{here.state}'",
             open=len(wrong),
         )
-    return ok(f"{len(secrets)} files with secrets, none that others could read", secrets=len(secrets))
+    return ok(f"{len(secrets)} files with secrets, none readable by other users", secrets=len(secrets))
 
 
 def _secrets(state: Path) -> Iterator[Path]:
@@ -229,22 +225,27 @@ def firewall(here: HostProbe) -> Finding:
         return not_here(ONLY_MACOS)
     on = macos.firewall_in(here.run_tool(FIREWALL, "--getglobalstate"))
     if on is None:
-        return warn("the application firewall cannot be read", f"look at `{FIREWALL} --getglobalstate`")
+        return warn("the application firewall cannot be read", f"check `{FIREWALL} --getglobalstate`")
     if not on:
         return ok("the application firewall is off")
     program = os.path.realpath(sys.executable)
     allow = f"sudo {FIREWALL} --add '{program}' --unblockapp '{program}' (again after each update of Python)"
     if macos.blocks_all_in(here.run_tool(FIREWALL, "--getblockall")):
-        return fail("the application firewall lets nothing in", f"sudo {FIREWALL} --setblockall off, then {allow}")
+        return fail(
+            "the application firewall blocks all incoming connections",
+            f"sudo {FIREWALL} --setblockall off, then {allow}",
+        )
     blocked = macos.blocked_in(here.run_tool(FIREWALL, "--listapps"), program)
     if blocked:
         return fail(f"the application firewall blocks {program}", allow)
     if blocked is None and here.has_cluster:
-        return warn("the application firewall is on and does not know this Python: a service cannot ask", allow)
+        return warn(
+            "the application firewall is on and has no entry for this Python: a service cannot prompt for one", allow
+        )
     return ok(
-        "the application firewall is on and lets us listen"
+        "the application firewall is on and permits this Python"
         if blocked is False
-        else "the application firewall is on; a node only dials, so it needs nothing"
+        else "the application firewall is on; a node only makes outgoing connections and needs no entry"
     )
 
 
@@ -254,25 +255,25 @@ def sleep(here: HostProbe) -> Finding:
         return not_here(ONLY_MACOS)
     found = macos.power_settings_in(here.run_tool("/usr/bin/pmset", "-g"))
     if "sleep" not in found:
-        return warn("the sleep settings cannot be read", "look at `pmset -g`")
+        return warn("the sleep settings cannot be read", "check `pmset -g`")
     text = ", ".join(f"{name} {found[name]}" for name in ("sleep", "womp", "autorestart", "powernap") if name in found)
     if here.power().battery is not None:
-        return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and asks it again at wake", **found)
+        return ok(f"{text}; a laptop may sleep: the pool shows it as asleep and uses it again after wake", **found)
     wanted = [
         f"{name} {value}"
         for name, value in (("sleep", 0), ("womp", 1), ("autorestart", 1))
         if name in found and found[name] != value
     ]
     if wanted:
-        return warn(text, f"for a Mac that serves alone: sudo pmset -a {' '.join(wanted)}", **found)
+        return warn(text, f"for a dedicated Mac: sudo pmset -a {' '.join(wanted)}", **found)
     return ok(text, **found)
 
 
 def power(here: HostProbe) -> Finding:
-    """Mains, battery and lid."""
+    """Check mains power, battery and lid."""
     now = here.power()
     if now.plugged is None:
-        return warn("the power supply cannot be read", "look at `pmset -g batt`") if here.mac else not_here(NO_SUPPLY)
+        return warn("the power supply cannot be read", "check `pmset -g batt`") if here.mac else not_here(NO_SUPPLY)
     text = ("on mains" if now.plugged else "on battery") + ("" if now.battery is None else f", {now.battery:.0f} %")
     if not here.mac:
         return ok(text, battery=now.battery)
@@ -280,28 +281,30 @@ def power(here: HostProbe) -> Finding:
     text += ", lid closed" if lid else ""
     if not now.plugged or lid:
         return warn(
-            text, "plug it in and open the lid (or connect a display): it sleeps otherwise", battery=now.battery
+            text,
+            "connect power and open the lid (or connect a display): otherwise this Mac sleeps",
+            battery=now.battery,
         )
     return ok(text, battery=now.battery)
 
 
 def filevault(here: HostProbe) -> Finding:
-    """A Mac that waits for its disk's password runs no service."""
+    """Check FileVault, because a Mac that waits for the disk's password runs no service."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     on = macos.filevault_in(here.run_tool("/usr/bin/fdesetup", "status"))
     if on is None:
-        return warn("FileVault cannot be read", "look at `fdesetup status`")
+        return warn("FileVault cannot be read", "check `fdesetup status`")
     if on:
         return warn(
             "FileVault is on: after a power cut this Mac waits for a password, and no service runs until then",
-            "`sudo fdesetup authrestart` for a planned restart; turn it off where nobody is near",
+            "`sudo fdesetup authrestart` for a planned restart; turn FileVault off on an unattended Mac",
         )
-    return ok("FileVault is off: services start without a person")
+    return ok("FileVault is off: services start without a password")
 
 
 def panics(here: HostProbe) -> Finding:
-    """Reports of kernel panics, the newest of them by name, and whether it is one of the GPU's memory."""
+    """Check for reports of kernel panics. Name the newest, and whether the GPU's memory caused it."""
     if not here.mac:
         return not_here(ONLY_MACOS)
     folder = here.root / "Library" / "Logs" / "DiagnosticReports"
@@ -312,7 +315,7 @@ def panics(here: HostProbe) -> Finding:
             if time.time() - at < MAX_PANIC_AGE_DAYS * 86400:
                 reports.append((at, one.name, one.read_text(errors="replace")[:200_000]))
     except OSError as error:
-        return warn(f"the reports of panics cannot be read: {error.strerror}", f"look into {folder} with sudo")
+        return warn(f"the panic reports cannot be read: {error.strerror}", f"list {folder} with sudo")
     if not reports:
         return ok(f"no kernel panic in {MAX_PANIC_AGE_DAYS} days", panics=0, of_gpu=0)
     ours = [one for one in reports if macos.panic_in(one[2])[1]]
@@ -323,7 +326,7 @@ def panics(here: HostProbe) -> Finding:
     if ours:
         return fail(
             f"kernel panics of the GPU's memory in {MAX_PANIC_AGE_DAYS} days: {len(ours)}, the newest {what}",
-            'set memory.wire = "off"; if it comes again, lower memory.cap; update macOS',
+            'set memory.wire = "off"; if it happens again, lower memory.cap; update macOS',
             **numbers,
         )
     return warn(
@@ -348,22 +351,22 @@ def started_from(here: HostProbe) -> Finding:
 
 
 def open_files(here: HostProbe) -> Finding:
-    """How many files and connections a process may have."""
+    """Check how many files and connections a process may open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = hard if hard != resource.RLIM_INFINITY else 1 << 20
     if most < MIN_OPEN_FILES:
         return warn(
-            f"{most} open files at most", "each client takes one: raise the hard limit (`ulimit -Hn`)", most=most
+            f"the limit is {most} open files", "each client needs one: raise the hard limit (`ulimit -Hn`)", most=most
         )
-    return ok(f"{soft} open files, up to {most} when asked for", most=most)
+    return ok(f"{soft} open files, can be raised to {most}", most=most)
 
 
 def proxy(here: HostProbe) -> Finding:
-    """Proxies of the environment: programs of the local network must not go through one."""
+    """Check for proxies in the environment, because requests to the local network must not use one."""
     found = here.variables(*PROXIES)
     if found and not here.variables("NO_PROXY"):
         return warn(
             f"{', '.join(found)} is set",
-            "clients of the pool would ask it: set NO_PROXY=*, or name the pool's host there",
+            "clients would send requests for the pool to the proxy: set NO_PROXY=*, or add the pool's host to NO_PROXY",
         )
     return ok(f"{', '.join(found)} is set, with NO_PROXY" if found else "no proxy is set")

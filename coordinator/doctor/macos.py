@@ -21,18 +21,18 @@ GPU_PANICS = r"IOGPU|completeMemory\(\)|prepare count underflow|\b(?:un)?wired?\
 
 
 def version_in(listing: str) -> tuple[str, str]:
-    """Read `sw_vers`: version and build, empty when not there."""
+    """Parse `sw_vers`: version and build; empty if missing."""
     found = dict(re.findall(r"^(ProductVersion|BuildVersion):\s*(\S+)", listing, re.MULTILINE))
     return found.get("ProductVersion", ""), found.get("BuildVersion", "")
 
 
 def power_settings_in(listing: str) -> dict[str, int]:
-    """Read `pmset -g`: the settings in force, minutes and switches by name."""
+    """Parse `pmset -g`: the active settings, minutes and switches by name."""
     return {name: int(value) for name, value in re.findall(r"^ ?(\w+)\s+(\d+)\b", listing, re.MULTILINE)}
 
 
 def firewall_in(listing: str) -> bool | None:
-    """Read `socketfilterfw --getglobalstate`: whether the application firewall is on."""
+    """Parse `socketfilterfw --getglobalstate`: whether the application firewall is on."""
     found = re.search(r"State = (\d)", listing)
     return None if found is None else found[1] != "0"
 
@@ -46,7 +46,7 @@ def blocks_all_in(listing: str) -> bool | None:
 
 
 def blocked_in(listing: str, program: str) -> bool | None:
-    """Read `socketfilterfw --listapps`: whether a program is blocked; None when it is not in the list."""
+    """Parse `socketfilterfw --listapps`: whether a program is blocked; None if it is not in the list."""
     lines = listing.splitlines()
     for line, after in pairwise(lines):
         if program in line:
@@ -55,7 +55,7 @@ def blocked_in(listing: str, program: str) -> bool | None:
 
 
 def filevault_in(listing: str) -> bool | None:
-    """Read `fdesetup status`."""
+    """Parse `fdesetup status`."""
     found = re.search(r"FileVault is (On|Off)", listing)
     return None if found is None else found[1] == "On"
 
@@ -67,7 +67,7 @@ def lid_in(listing: str) -> bool | None:
 
 
 def gateway_in(listing: str) -> str | None:
-    """Read `route -n get default`."""
+    """Parse `route -n get default`."""
     found = re.search(r"gateway:\s+(\S+)", listing)
     return None if found is None else found[1]
 

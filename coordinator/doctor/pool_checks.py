@@ -19,13 +19,13 @@ from coordinator.doctor.host_probe import HostProbe
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL
 
 GROUP = ("224.0.0.251", 5353)
-"""Where Bonjour talks."""
+"""Multicast group and port of Bonjour."""
 MULTICAST_TIMEOUT_SECONDS = 1.0
 SKEW_WARN_SECONDS, SKEW_FAIL_SECONDS = 5.0, 600.0
 DAY_SECONDS = 86400.0
 EXPIRES_SOON_SECONDS = 14 * DAY_SECONDS
 MAX_TAIL_BYTES = 256 * 1024
-NO_CLUSTER = "this machine is in no cluster: `cluster up` makes one, `cluster join` joins one"
+NO_CLUSTER = "this machine is in no cluster: `cluster up` creates one, `cluster join` joins one"
 
 
 def settings(here: HostProbe) -> Finding:
@@ -34,7 +34,7 @@ def settings(here: HostProbe) -> Finding:
 
     told = here.examined()
     if told is None:
-        return warn("the node's part did not answer in time", "run `cluster config check`")
+        return warn("the node's inspection did not answer in time", "run `cluster config check`")
     try:
         found = inspect_settings(here.state, here.state / "config.toml", here.environ, (), told)
     except CommandError as error:
@@ -44,19 +44,19 @@ def settings(here: HostProbe) -> Finding:
     text = f"{changed} settings are not the default" if changed else "every setting has its default"
     if now.given:
         flags = ", ".join(sorted(str(row["key"]) for row in now.given))
-        text += f"; what runs was given {flags} by flags or its environment"
+        text += f"; the running processes have {flags} from flags or their environment"
     if found.wrong:
         return fail(
             "; ".join(one.told() for one in found.wrong[:3]),
-            "correct it: `cluster config check` lists all",
+            "correct it: `cluster config check` lists all errors",
             wrong=len(found.wrong),
         )
     if now.drift:
         one, more = now.drift[0], len(now.drift) - 1
-        differs = f"config.toml says {one['key']} = {one['now']}, what runs uses {one['running']}"
+        differs = f"config.toml has {one['key']} = {one['now']}, the running process uses {one['running']}"
         return warn(
             f"{text}; {differs}" + (f" (and {more} more)" if more else ""),
-            "a file is read at the start: `cluster service restart`, or end and start it again",
+            "settings are read at the start: run `cluster service restart`, or stop and start it",
             changed=changed,
             drift=len(now.drift),
         )
@@ -72,7 +72,7 @@ def coordinator(here: HostProbe) -> Finding:
     if not here.has_node:
         return not_here(NO_CLUSTER)
     if told is None:
-        return warn("the node's part did not answer in time", "run `python -m node.inspect.report --state STATE`")
+        return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if told["identity_error"]:
         return fail(told["identity_error"], "join again with a token: `cluster join URL --token-file FILE`")
     return link_finding(dialled)
@@ -80,40 +80,40 @@ def coordinator(here: HostProbe) -> Finding:
 
 def _endpoint(here: HostProbe) -> Finding:
     if not here.session.running:
-        return fail(f"the coordinator of {here.state} does not run", "`cluster up`, or `cluster service restart`")
+        return fail(f"the coordinator of {here.state} is not running", "`cluster up`, or `cluster service restart`")
     began = time.monotonic()
     answer = here.version()
     took = time.monotonic() - began
     if answer.value is not None:
         return ok(f"the coordinator answers, version {answer.value['version']}", seconds=round(took, 4))
     if answer.code == PIN:
-        return Finding("fail", answer.problem, "never go on before the fingerprints are equal", intercepted=True)
+        return Finding("fail", answer.problem, "do not continue until the fingerprints are equal", intercepted=True)
     step = {
-        UNREACHABLE: "is it up, and is its address still the same? `cluster up`, or `cluster service restart`",
-        4: "the key is wrong, or has not the scope: `cluster key create NAME --scope admin` there",
+        UNREACHABLE: "check that it runs and that its address is the same: `cluster up`, or `cluster service restart`",
+        4: "the key is wrong or lacks the scope: run `cluster key create NAME --scope admin` there",
     }
-    return fail(answer.problem, step.get(answer.code, "look at its log: `cluster logs`, or STATE/logs/coordinator.log"))
+    return fail(answer.problem, step.get(answer.code, "check its log: `cluster logs`, or STATE/logs/coordinator.log"))
 
 
 def link_finding(dialled: Sequence[dict[str, Any]]) -> Finding:
-    """Judge the answers at the addresses that a node remembers."""
-    text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is remembered"
+    """Evaluate the answers at the addresses that a node stored."""
+    text = "; ".join(f"{one['address']}: {_said(one)}" for one in dialled) or "no address is stored"
     numbers = {one["address"]: one["seconds"] for one in dialled}
     if any(one["proven"] for one in dialled):
         return Finding("ok", text, "", numbers)
     if any(one["proven"] is False for one in dialled):
         return Finding(
             "fail",
-            f"{text}; who answers is not the coordinator that this node joined",
-            "another cluster has that address now, or somebody is in between: look at the coordinator, "
-            "then `cluster join HOST:8081`",
+            f"{text}; the process that answers is not the coordinator that this node joined",
+            "another cluster has that address now, or a machine intercepts the connection: check the coordinator, "
+            "then run `cluster join HOST:8081`",
             numbers,
             intercepted=True,
         )
     return Finding(
         "fail",
         text,
-        "is the coordinator up? After a change of its address: `cluster join HOST:8081`, which needs no token",
+        "check that the coordinator runs; if its address changed, run `cluster join HOST:8081` (needs no token)",
         numbers,
     )
 
@@ -126,9 +126,9 @@ def _said(one: dict[str, Any]) -> str:
 
 
 def local_network(here: HostProbe) -> Finding:
-    """macOS's local network privacy, which looks like a network that is down."""
+    """Check macOS's local network privacy, whose block resembles a network fault."""
     if not here.mac:
-        return not_here("only macOS keeps programs from the local network")
+        return not_here("only macOS blocks programs from the local network")
     gateway = macos.gateway_in(here.run_tool("/sbin/route", "-n", "get", "default"))
     told = here.examined() if here.has_node else None
     others = (
@@ -149,7 +149,7 @@ def local_network(here: HostProbe) -> Finding:
     if not others:
         return not_here(f"gateway: {_reached(reach.gateway)}; no other machine of the local network is known")
     if not any(macos.answers(code) for _, code in others):
-        return warn(text, "nobody answers: look at cable, Wi-Fi, and whether the access point keeps clients apart")
+        return warn(text, "no machine answers: check the cable, Wi-Fi, and whether the access point isolates clients")
     return ok(text)
 
 
@@ -169,7 +169,7 @@ def bonjour(here: HostProbe) -> Finding:
         + (b"\x08_macpool\x04_tcp\x05local\x00\x00\x0c\x00\x01")
     )
     step = (
-        "nothing needs Bonjour: join with an address, `cluster join HOST:8081 --token-file FILE`. To have it, "
+        "Bonjour is optional: join with an address, `cluster join HOST:8081 --token-file FILE`. To enable it, "
         "allow multicast (UDP 5353) in firewall and access point"
     )
     try:
@@ -187,9 +187,7 @@ def bonjour(here: HostProbe) -> Finding:
         if here.mac and error.errno == macos.NO_ROUTE:
             return warn("multicast is blocked (errno 65)", f"see the check local-network; {step}")
         return warn(f"multicast does not work: {error.strerror or error}", step)
-    return (
-        ok("a question to Bonjour's group comes back") if heard else warn("a question to Bonjour's group is lost", step)
-    )
+    return ok("a query to Bonjour's group returns") if heard else warn("a query to Bonjour's group is lost", step)
 
 
 def _heard(line: socket.socket, question: bytes) -> bool:
@@ -204,7 +202,7 @@ def _heard(line: socket.socket, question: bytes) -> bool:
 
 
 def certificates(here: HostProbe) -> Finding:
-    """How long the certificates live that this machine holds, and the one that the coordinator showed."""
+    """Check the expiry of this machine's certificates and of the one that the coordinator presented."""
     lives = _lives(here)
     if not lives:
         return not_here(NO_CLUSTER)
@@ -215,25 +213,25 @@ def certificates(here: HostProbe) -> Finding:
     if over:
         return fail(
             f"{text}",
-            f"{over[0]} is over: look at the clock; if that is right, restart the coordinator, and "
+            f"{over[0]} has expired: check the clock; if it is right, restart the coordinator, and "
             "join the node again with a token",
             **numbers,
         )
     if min(lives.values()) < now + EXPIRES_SOON_SECONDS:
         return warn(
             text,
-            "they renew themselves at two thirds of their life: look at the log for why not, and at the clock",
+            "certificates are renewed after two thirds of their validity: check the log for the cause, and the clock",
             **numbers,
         )
     return ok(text, **numbers)
 
 
 def _until(end: float, now: float) -> str:
-    return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "is over"
+    return f"until {datetime.fromtimestamp(end, UTC):%Y-%m-%d}" if end > now else "has expired"
 
 
 def _lives(here: HostProbe) -> dict[str, float]:
-    """Return the expiry of every certificate by its owner, in Unix seconds."""
+    """Return the expiry of every certificate by the name of its holder, in Unix seconds."""
     found: dict[str, float] = {}
     if here.has_cluster:
         import ssl
@@ -261,14 +259,14 @@ def clock(here: HostProbe) -> Finding:
     else:
         skew, where = _last_skew(here.state / "logs" / "node.log"), "the last link"
     if skew is None:
-        return not_here("no coordinator told its time; name one with --url")
-    text = f"{skew:+.1f} s beside {where}"
+        return not_here("no coordinator reported its time; name one with --url")
+    text = f"{skew:+.1f} s compared with {where}"
     if abs(skew) > SKEW_FAIL_SECONDS:
         return fail(
             text, "set the clock: certificates and tokens depend on it (System Settings > Date & Time)", skew=skew
         )
     if abs(skew) > SKEW_WARN_SECONDS:
-        return warn(text, "let the clock be set by the network (System Settings > Date & Time)", skew=skew)
+        return warn(text, "set the clock automatically (System Settings > Date & Time)", skew=skew)
     return ok(text, skew=skew)
 
 
@@ -292,7 +290,7 @@ def _last_skew(log: Path) -> float | None:
 
 
 def protocol(here: HostProbe) -> Finding:
-    """Versions on both sides of the links."""
+    """Check the versions of the coordinator and of this machine."""
     from importlib.metadata import version
 
     ours = version("macpool")
@@ -300,15 +298,15 @@ def protocol(here: HostProbe) -> Finding:
         return not_here(f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)")
     theirs, nodes = here.version(), here.nodes()
     if theirs.value is None:
-        return not_here(f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not say")
+        return not_here(f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version")
     versions = {node["name"]: node["version"] for node in (nodes.value or {}).get("nodes", []) if node["version"]}
     others = sorted({theirs.value["version"], *versions.values()} - {ours})
     text = f"macpool {ours} here, {theirs.value['version']} at the coordinator, protocol {PROTOCOL}"
     if others:
         return warn(
             f"{text}; elsewhere {', '.join(others)}",
-            f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by "
-            "side: bring the others up to date, the coordinator first",
+            f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work "
+            "together: update the older machines, the coordinator first",
             nodes=len(versions),
         )
     return ok(text, nodes=len(versions))
@@ -320,20 +318,22 @@ def identity(here: HostProbe) -> Finding:
         return not_here("this machine has not joined as a node")
     told = here.examined()
     if told is None:
-        return warn("the node's part did not answer in time", "run `python -m node.inspect.report --state STATE`")
+        return warn("the node's inspection did not answer in time", "run `python -m node.inspect.report --state STATE`")
     if told["identity_error"]:
-        return fail(told["identity_error"], "remove the copied folder STATE/node, and join with a token of its own")
+        return fail(
+            told["identity_error"], "remove the copied folder STATE/node, and join this machine with a new token"
+        )
     known = told["identity"]
     return ok(f"{known['name']} ({known['node']}) of cluster {known['cluster']}")
 
 
 def video(here: HostProbe) -> Finding:
-    """Check that the ports of this Mac's Ray are free, where video is offered."""
+    """Check that the ports of this Mac's Ray are free, if video is enabled."""
     from importlib.metadata import PackageNotFoundError, version
 
     told = here.examined()
     if told is None or not told["video"]["enabled"]:
-        return not_here("video is not enabled here" if told else "the node's part did not answer in time")
+        return not_here("video is not enabled here" if told else "the node's inspection did not answer in time")
     try:
         ray = version("ray")
     except PackageNotFoundError:
@@ -344,8 +344,8 @@ def video(here: HostProbe) -> Finding:
     text = f"Ray {ray}, ports {first} to {first + 59}"
     if taken and not ours.exists():
         return fail(
-            f"{text}: {len(taken)} of them are taken, the first is {taken[0]}",
-            "end what listens there, or move ours: worker.ray_ports",
+            f"{text}: {len(taken)} of them are in use, the first is {taken[0]}",
+            "stop the program that listens there, or set other ports in worker.ray_ports",
             taken=len(taken),
         )
     return ok(f"{text}, {len(taken)} in use" if taken else f"{text}, all free", taken=len(taken))
@@ -362,7 +362,7 @@ def _taken(port: int) -> bool:
 
 
 def log_errors(here: HostProbe) -> Finding:
-    """Errors in the logs of the last hour."""
+    """Check the logs of the last hour for errors."""
     folder = here.state / "logs"
     if not folder.is_dir():
         return not_here("there are no logs yet")

@@ -30,26 +30,26 @@ CHECKS = (
     Check("mlx", "MLX and its device", machine_checks.mlx),
     Check("memory", "RAM, cap and margin", machine_checks.memory),
     Check("wired-limit", "Metal's wired limit", machine_checks.wired_limit),
-    Check("disk", "Room on the disks", machine_checks.disk),
-    Check("files", "Who may read the secrets", machine_checks.files),
+    Check("disk", "Free disk space", machine_checks.disk),
+    Check("files", "Permissions of the secrets", machine_checks.files),
     Check("open-files", "Files and connections", machine_checks.open_files),
     Check("settings", "The settings", pool_checks.settings),
-    Check("coordinator", "The coordinator answers", pool_checks.coordinator),
+    Check("coordinator", "Coordinator reachable", pool_checks.coordinator),
     Check("local-network", "Local network privacy", pool_checks.local_network),
     Check("bonjour", "Multicast, on UDP 5353", pool_checks.bonjour),
     Check("firewall", "The application firewall", machine_checks.firewall),
-    Check("certificates", "Lives of the certificates", pool_checks.certificates),
+    Check("certificates", "Expiry of the certificates", pool_checks.certificates),
     Check("clock", "The clock", pool_checks.clock),
     Check("protocol", "Versions and protocol", pool_checks.protocol),
     Check("identity", "The node's identity", pool_checks.identity),
     Check("service", "The service", service_checks.service),
-    Check("started-from", "Who macOS holds responsible", machine_checks.started_from),
+    Check("started-from", "Responsible program for macOS", machine_checks.started_from),
     Check("sleep", "Sleep settings", machine_checks.sleep),
-    Check("power", "Mains, battery, lid", machine_checks.power),
+    Check("power", "Power, battery, lid", machine_checks.power),
     Check("filevault", "FileVault", machine_checks.filevault),
     Check("panics", "Kernel panics", machine_checks.panics),
     Check("video", "Ray's ports", pool_checks.video),
-    Check("proxy", "Proxies of the environment", machine_checks.proxy),
+    Check("proxy", "Proxies in the environment", machine_checks.proxy),
     Check("errors", "Errors in the logs", pool_checks.log_errors),
 )
 """Every check, in the order in which it is printed."""
@@ -89,7 +89,7 @@ def examine(here: HostProbe, checks: Sequence[Check] = CHECKS) -> Iterator[Check
 
 
 class _Running:
-    """One check in a thread of its own."""
+    """One check in its own thread."""
 
     def __init__(self, check: Check, here: HostProbe) -> None:
         self._check = check
@@ -114,5 +114,5 @@ class _Running:
         """Wait at most `seconds` for its end; below 0, do not wait."""
         if self._done.wait(seconds):
             return self._examined[0]
-        late = warn("it did not end in time", "try again; if it stays so, something of the system hangs")
+        late = warn("the check did not end in time", "run it again; if this repeats, a system tool or disk hangs")
         return CheckResult(self._check, late, time.monotonic() - self._began)

@@ -17,16 +17,16 @@ def service(here: HostProbe, manager: ServiceHost | None = None) -> Finding:
     try:
         found = existing(host, host.unit)
         if not found.text:
-            return not_here("no service is installed: `sudo cluster service install` starts it with the machine")
+            return not_here("no service is installed: `sudo cluster service install` starts macpool at each boot")
         standing = host.state()
     except ServiceError as error:
-        return warn(str(error), "`cluster service status` tells more")
+        return warn(str(error), "`cluster service status` has details")
     if found.program and not os.access(found.program[0], os.X_OK):
-        return fail(f"the service's Python is gone: {found.program[0]}", REPAIR)
+        return fail(f"the service's Python is missing: {found.program[0]}", REPAIR)
     kind = str((parse_own_job(found.text.encode()) or {}).get("ProcessType")) if host.mac else ""
     if host.mac and kind != "Interactive":
         return warn(f"ProcessType is {kind}: macOS throttles the service's CPU and disk", REPAIR)
     if not standing.running:
-        ended = f", its last end: {standing.last_exit}" if standing.last_exit else ""
-        return fail(f"the service is installed and does not run{ended}", f"`cluster service logs` says why; {REPAIR}")
+        ended = f", last exit: {standing.last_exit}" if standing.last_exit else ""
+        return fail(f"the service is installed but not running{ended}", f"`cluster service logs` shows why; {REPAIR}")
     return ok(f"the service runs as {found.user}, process {standing.pid}", pid=standing.pid)

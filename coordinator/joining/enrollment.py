@@ -8,9 +8,9 @@
 The peer is a stranger: it may send 16 KiB in total, has 5 s, and its connections are rate-limited. None of its claims
 is trusted before its token or code is verified. After that, only its key, a valid name and its machine id are trusted.
 
-A machine id is not secret, and cannot take over a member. A request with the machine id of a member is refused, with
-two exceptions: the key of that member signed the request, or a person approved its code, shown as a replacement. After
-`cluster node remove`, the machine enrols as a new node.
+A machine id is not secret, and knowledge of it does not replace a member. A request with the machine id of a member is
+refused. There are two exceptions: the key of that member signed the request, or a person approved its code, shown as a
+replacement. After `cluster node remove`, the machine enrols as a new node.
 
 The caller feeds bytes and sends the returned frames. It calls `poll` at `deadline` and whenever `wake` fires, and
 `withdraw` when the connection ends. It flushes the store before it sends `Enrolled`, because a used token must stay
@@ -84,8 +84,8 @@ class EnrollmentServer:
         monotonic seconds."""
         wait = self._limit.wait(address, now)
         if wait > 0:
-            log.warning("enrolment refused", address=address, why="too often")
-            return Denied("too_often", "this address asks too often: wait a little", retry_after=wait)
+            log.warning("enrolment refused", address=address, why="too many attempts")
+            return Denied("too_often", "too many attempts from this address: wait a minute", retry_after=wait)
         return EnrollmentConnection(self._cluster, address, now)
 
 
@@ -127,7 +127,7 @@ class EnrollmentConnection:
         try:
             for tag, body in self._splitter.feed(data):
                 if TAGS.get(tag) not in ENROLLMENT:
-                    return answers + self._deny("no_certificate", "only enrolment is possible without a certificate")
+                    return answers + self._deny("no_certificate", "a peer without a certificate can only enrol")
                 answers += self.receive(decode(tag, body), now)
                 if self.closed:
                     break
@@ -147,7 +147,7 @@ class EnrollmentConnection:
             case Enroll() if self._stage is _Stage.ASKED:
                 return self._enrol(frame, now)
             case _:
-                return self._deny("unexpected", f"{type(frame).__name__} does not belong here")
+                return self._deny("unexpected", f"{type(frame).__name__} is not valid during enrolment")
 
     def poll(self, now: float) -> list[Frame]:
         """Return the frames that follow from a deadline or a person's decision."""
@@ -162,13 +162,13 @@ class EnrollmentConnection:
         if decision is ApprovalDecision.REJECTED:
             return self._deny("rejected", "a person rejected this machine on the coordinator", final=True)
         if self._ticket and self._ticket.gave_way:
-            message = "too many machines of this address wait for an approval: try again later, or use a token"
+            message = "too many machines at this address wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=APPROVAL_TIMEOUT_SECONDS)
         if now < self.deadline:
             return []
         if self._ticket:
             return self._deny(
-                "approval_expired", f"nobody approved the code within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
+                "approval_expired", f"the code was not approved within {APPROVAL_TIMEOUT_SECONDS:g} seconds: join again"
             )
         return self._deny("too_slow", f"enrolment takes at most {CONNECTION_TIMEOUT_SECONDS:g} seconds")
 
@@ -190,9 +190,11 @@ class EnrollmentConnection:
 
     def _enrol(self, frame: Enroll, now: float) -> list[Frame]:
         if not valid_name(frame.name):
-            return self._deny("bad_name", "a name has 1 to 63 letters, digits, spaces, dots, dashes", final=True)
+            return self._deny(
+                "bad_name", "a name must have 1 to 63 letters, digits, spaces, dots or dashes", final=True
+            )
         if not valid_id(frame.machine):
-            return self._deny("bad_machine", "a machine id has 1 to 64 letters, digits, dashes", final=True)
+            return self._deny("bad_machine", "a machine id must have 1 to 64 letters, digits or dashes", final=True)
         return self._with_token(frame) if frame.token else self._with_code(frame, now)
 
     def _with_token(self, frame: Enroll) -> list[Frame]:
@@ -232,7 +234,7 @@ class EnrollmentConnection:
             return self._deny(
                 "machine_taken",
                 f"the machine id of this Mac is that of {before.name}, which is linked now from {address}: if two "
-                "nodes run on this Mac, stop the other one; if the disk was cloned, give this Mac an id of its own "
+                "nodes run on this Mac, stop the other one; if the disk was cloned, give this Mac its own id "
                 "with `--set node.machine=NAME`",
                 final=True,
             )
@@ -249,7 +251,7 @@ class EnrollmentConnection:
             return self._deny("token_needed", "neither a token nor a commitment was sent", final=True)
         opened = commitment(frame.opening, frame.csr)
         if len(frame.opening) < NONCE_BYTES or not hmac.compare_digest(opened, self._commitment):
-            return self._deny("commitment_broken", "nonce and request are not those that were committed to", final=True)
+            return self._deny("commitment_broken", "nonce and request do not match the commitment", final=True)
         try:
             public_key_of(frame.csr)
         except CertificateRequestError as error:
@@ -268,7 +270,7 @@ class EnrollmentConnection:
         if not isinstance(ticket, ApprovalRequest):
             message = "too many machines wait for an approval: try again later, or use a token"
             return self._deny("approvals_full", message, retry_after=ticket)
-        log.info("approval awaited", name=frame.name, address=self._address)
+        log.info("waiting for approval", name=frame.name, address=self._address)
         ticket.wake = lambda: self.wake()
         self._asked, self._ticket, self._stage, self.deadline = frame, ticket, _Stage.PENDING, waiting.expires
         return [EnrollPending(APPROVAL_TIMEOUT_SECONDS)]

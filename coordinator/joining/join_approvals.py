@@ -1,13 +1,13 @@
 """Queue of nodes without a token that wait for a person to compare the codes on both screens.
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
-codes appear within `APPROVAL_TIMEOUT_SECONDS`. A man in the middle would need about a million codes to meet a
-wanted one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is
+codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a
+waiting one. Two waiting nodes never share a code. After three wrong codes, decisions are locked for a minute. `now` is
 monotonic seconds.
 
-One address cannot exclude another: it has a small part of both limits. If the queue is full and a node arrives from an
-address with fewer requests, the oldest request of the address with the most is removed. A machine with a token does not
-wait here.
+One address cannot exclude another, because each address has a small part of both limits. The queue may be full when a
+node arrives from an address with fewer requests. Then the oldest request of the address with the most is removed. A
+machine with a token does not wait here.
 """
 
 from collections import Counter, deque
@@ -24,7 +24,7 @@ MAX_WAITING = 16
 MAX_WAITING_PER_ADDRESS = 4
 """Most waiting requests of one address."""
 MAX_NEW_CODES = 256
-"""Most new codes within `APPROVAL_TIMEOUT_SECONDS`: the chance that one of them is a wanted code is 1 in 4,000."""
+"""Most new codes within `APPROVAL_TIMEOUT_SECONDS`: the chance that one of them is a waiting code is 1 in 4,000."""
 MAX_NEW_CODES_PER_ADDRESS = 8
 """Most new codes of one address within `APPROVAL_TIMEOUT_SECONDS`."""
 MAX_WRONG_CODES = 3

@@ -18,7 +18,7 @@ from wire.identity import JoinToken, new_token, request_mac, token_key
 log = structlog.get_logger()
 
 DEFAULT_TOKEN_SECONDS = 3600.0
-"""Default life of a token, in seconds."""
+"""Default lifetime of a token, in seconds."""
 EXPIRED_KEPT_SECONDS = 7 * 24 * 3600.0
 """Seconds for which an expired token stays listed, to answer a late redeemer with `token_expired`."""
 
@@ -43,10 +43,10 @@ class Redemption(StrEnum):
 
 
 MESSAGES = {
-    Redemption.UNKNOWN: "this token is not known here, or it was revoked: make one with `cluster token create`",
-    Redemption.WRONG: "the token's secret is not the right one: copy the whole token again",
-    Redemption.EXPIRED: "the token has expired: make a new one with `cluster token create`",
-    Redemption.USED: "the token was used already: make a new one with `cluster token create`",
+    Redemption.UNKNOWN: "the token is unknown here or was revoked: create one with `cluster token create`",
+    Redemption.WRONG: "the token's secret is wrong: copy the whole token again",
+    Redemption.EXPIRED: "the token has expired: create a new one with `cluster token create`",
+    Redemption.USED: "the token was used already: create a new one with `cluster token create`",
 }
 
 

@@ -1,1 +1,1 @@
-"""Macpool as a service of the system: units for launchd and systemd, written, loaded, looked at and taken away."""
+"""Macpool as a system service: installs, checks and removes the units of launchd and systemd."""

@@ -25,7 +25,7 @@ from coordinator.service.plan import (
 
 FOLDER = "Library/LaunchDaemons"
 LOGS = "/Library/Logs/macpool"
-"""On the volume that macOS starts from: launchd opens no log on another one."""
+"""Must be on the startup volume, because launchd opens no log on another volume."""
 DOMAIN = "system"
 NOT_FOUND = frozenset({113, 3, 36})
 """Exit codes of launchctl for a job that is not loaded."""
@@ -95,7 +95,7 @@ def faults(content: bytes) -> list[str]:
     """Return the faults that launchd would refuse or silently ignore: unknown keys, wrong types, unexpandable paths."""
     made = _read(content)
     if made is None:
-        return ["no property list with a dictionary"]
+        return ["not a property list with a dictionary"]
     found: list[str] = []
     for key, value in made.items():
         kind = KINDS.get(key)
@@ -107,7 +107,7 @@ def faults(content: bytes) -> list[str]:
 
 
 def _read(content: bytes) -> dict[str, Any] | None:
-    """Read a property list; None when it is none, or no dictionary."""
+    """Parse a property list. Return None if the data is not a property list with a dictionary."""
     try:
         made: object = plistlib.loads(content)
     except Exception:  # a damaged file causes arbitrary parser errors, such as expat's or IndexError
@@ -123,9 +123,9 @@ def _deeper(made: dict[str, Any]) -> list[str]:
         *(made[key] for key in ("WorkingDirectory", "StandardOutPath", "StandardErrorPath") if key in made),
     ]
     found += [f"{path!r} is not absolute" for path in paths if not str(path).startswith("/")]
-    found += [f"{one!r} is no string" for one in program if not isinstance(one, str)]
+    found += [f"{one!r} is not a string" for one in program if not isinstance(one, str)]
     variables = made.get("EnvironmentVariables", {})
-    found += [f"{name} is no string" for name, value in variables.items() if not isinstance(value, str)]
+    found += [f"{name} is not a string" for name, value in variables.items() if not isinstance(value, str)]
     found += [f"{name} would not be expanded" for name, value in variables.items() if str(value).startswith(("~", "$"))]
     if made.get("ProcessType", "Standard") not in TYPES:
         found.append(f"there is no ProcessType {made['ProcessType']}")
@@ -142,7 +142,7 @@ def parse_own_job(content: bytes) -> dict[str, Any] | None:
 
 
 def parse_state(code: int, listing: str) -> ServiceState:
-    """Read `launchctl print system/LABEL`."""
+    """Parse `launchctl print system/LABEL`."""
     if code != 0:
         return ServiceState()
     found = dict(

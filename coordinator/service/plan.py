@@ -19,7 +19,7 @@ Role = Literal["coordinator", "node"]
 
 @dataclass(frozen=True, slots=True)
 class ServicePlan:
-    """One service. Paths are absolute; `arguments` go to `cluster up` or `join`; `wired_limit_mb` 0: left as it is."""
+    """One service. Paths are absolute; `arguments` go to `cluster up` or `join`; `wired_limit_mb` 0: not changed."""
 
     role: Role
     python: str
@@ -67,14 +67,14 @@ def refused_arguments(arguments: tuple[str, ...]) -> str | None:
     for one in arguments:
         name = one.partition("=")[0]
         if name in ("--token", "--token-file", "--state"):
-            return f"{name} cannot be given to a service: " + (
-                "use the option of `service install` itself"
+            return f"{name} cannot be passed to a service: " + (
+                "use the option of `cluster service install`"
                 if name == "--state"
-                else "everybody could read it; join once by hand, `cluster join URL --token-file FILE`, then install "
-                "the service"
+                else "every user of this machine could read it; join once by hand "
+                "(`cluster join URL --token-file FILE`), then install the service"
             )
         if any(not letter.isprintable() for letter in one):
-            return "an argument holds a character that cannot be printed"
+            return "an argument contains an unprintable character"
     return None
 
 
@@ -82,7 +82,7 @@ def clamp_wired_limit(wanted: int, safe_bytes: int) -> str | None:
     """Return why a wired limit in MiB is not allowed; None if it leaves the system its reserve."""
     safe = safe_bytes >> 20
     if safe <= 0:
-        return "the RAM of this machine cannot be read, so no wired limit is known to be safe"
+        return "the RAM of this machine cannot be read: no wired limit is known to be safe"
     if wanted > safe:
-        return f"{wanted} MB would leave the system too little: at most {safe} MB on this machine, or it may panic"
+        return f"{wanted} MB leaves too little memory for the system, which may panic: use at most {safe} MB"
     return None

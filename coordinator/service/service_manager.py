@@ -1,7 +1,6 @@
-"""The system's own manager of services behind one small face: launchctl on macOS, systemctl on Linux.
+"""Common interface to the system's service manager: launchctl on macOS, systemctl on Linux.
 
-Tools are named by their whole path, because this runs as root. A `ServiceHost` of the tests has other tools and another
-root.
+Tools have absolute paths, because this code runs as root. In tests, a `ServiceHost` has other tools and another root.
 """
 
 import os
@@ -26,7 +25,7 @@ TOOLS = {
 
 
 class ServiceError(Exception):
-    """Something of the service cannot be done; an exit code, and a text that says why and what to do."""
+    """An operation on the service failed: exit code, and a text with the reason and the next step."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -35,7 +34,7 @@ class ServiceError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServiceHost:
-    """This system, or a pretended one below another root."""
+    """This system, or a simulated one below another root."""
 
     platform: str = sys.platform
     root: Path = Path("/")
@@ -81,16 +80,16 @@ class ServiceHost:
             )
         except FileNotFoundError:
             raise ServiceError(
-                1, f"this system has no {command[0]}: `--dry-run` prints the unit, for another manager of services"
+                1, f"this system has no {command[0]}: `--dry-run` prints the unit for use with another service manager"
             ) from None
         except subprocess.TimeoutExpired:
-            raise ServiceError(7, f"{' '.join(command)} has not ended within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
+            raise ServiceError(7, f"{' '.join(command)} did not end within {TOOL_TIMEOUT_SECONDS:.0f} s") from None
 
     def call_checked(self, tool: str, *arguments: str) -> None:
         """Run a tool. Raise `ServiceError` with its message if it fails."""
         done = self.call(tool, *arguments)
         if done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or "it said nothing")[:500]
+            said = (done.stderr.strip() or done.stdout.strip() or "no message")[:500]
             raise ServiceError(
                 1, f"{tool} {' '.join(arguments)} failed with {done.returncode}: {said}{_hint(done.returncode)}"
             )
@@ -98,7 +97,7 @@ class ServiceHost:
     # -- commands to the manager -------------------------------------------------------------------
 
     def state(self) -> ServiceState:
-        """Ask how the service is."""
+        """Return the state of the service."""
         if self.mac:
             done = self.call("launchctl", "print", f"{launchd.DOMAIN}/{LABEL}")
             return launchd.parse_state(done.returncode, done.stdout)
@@ -125,14 +124,14 @@ class ServiceHost:
             self.call_checked("systemctl", "disable", "--now", UNIT)
 
     def restart(self) -> None:
-        """End it as a stop does, and start it again."""
+        """Stop the service gracefully and start it again."""
         if self.mac:
             self.call_checked("launchctl", "kickstart", "-k", f"{launchd.DOMAIN}/{LABEL}")
         else:
             self.call_checked("systemctl", "restart", UNIT)
 
     def reload_manager(self) -> None:
-        """Make the manager notice that the unit's file is gone."""
+        """Reload the manager after the removal of the unit's file."""
         if not self.mac:
             self.call_checked("systemctl", "daemon-reload")
 
@@ -140,7 +139,7 @@ class ServiceHost:
 def _hint(code: int) -> str:
     """Explain launchctl's numbers, which its texts do not."""
     hints = {
-        5: " (often: the job is loaded already, or its file is not root's alone)",
+        5: " (often: the job is loaded already, or users other than root can write its file)",
         125: " (this domain cannot be reached from here: use sudo)",
     }
     return hints.get(code, "")
@@ -153,5 +152,5 @@ def account(user: str) -> tuple[int, int, str]:
     except KeyError:
         raise ServiceError(5, f"there is no user {user!r} on this machine") from None
     if found.pw_uid == 0:
-        raise ServiceError(6, "a service of root could do anything to this machine: name another user with --user")
+        raise ServiceError(6, "the service does not run as root: name another user with --user")
     return found.pw_uid, found.pw_gid, found.pw_dir

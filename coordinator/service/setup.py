@@ -2,14 +2,14 @@
 
 A service consists of the unit's file, the unit loaded by the manager, and the running program. Each may be missing or
 old after a crash, an update or manual changes. `install` checks all three and does the remaining steps; it is safe to
-run again. Invariants:
-- A foreign file is never overwritten or removed, nor a unit of another user or another state folder, because that would
-  remove another person's pool.
-- The state folder must belong to the user who runs the service.
-- A unit that does not start is removed, and the earlier unit is restored.
-- A unit that is written but not loaded has a marker file next to it. After an interrupted install, the next one
-  finishes the work although file and process look correct.
-- Data is never removed: `uninstall` names its location.
+run again.
+
+A foreign file is never overwritten or removed. Nor is a unit of another user or another state folder, because it serves
+another pool. The state folder must belong to the user who runs the service.
+
+A unit that does not start is removed, and the earlier unit is restored. A unit that is written but not loaded has a
+marker file next to it. The next install then finishes an interrupted one, although file and process look correct.
+Data is never removed: `uninstall` prints its location.
 """
 
 import os
@@ -45,7 +45,7 @@ def existing(host: ServiceHost, file: Path) -> ExistingUnit:
         facts = file.lstat()
     except FileNotFoundError:
         return ExistingUnit()
-    foreign = f"{file} is not ours: look at it, and move it away if nobody needs it"
+    foreign = f"{file} is not a file of macpool: check it, and move it away if it is not needed"
     if stat.S_ISLNK(facts.st_mode) or not stat.S_ISREG(facts.st_mode) or facts.st_uid not in (0, os.geteuid()):
         raise ServiceError(6, foreign)
     try:
@@ -73,7 +73,7 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
         raise ServiceError(
             6,
             f"{state} belongs to user {state.stat().st_uid}, and the service would run as "
-            f"{plan.user} ({uid}): give its owner with --user, or another --state",
+            f"{plan.user} ({uid}): name that user with --user, or another folder with --state",
         )
     found = existing(host, host.unit)
     if found.text and found.user != plan.user:
@@ -86,7 +86,7 @@ def check(host: ServiceHost, plan: ServicePlan) -> ExistingUnit:
         raise ServiceError(
             6,
             f"{host.logs} belongs to user {host.logs.stat().st_uid}, and {plan.user} would write "
-            f"there: `sudo chown -R {plan.user} {host.logs}` gives it over",
+            f"there: run `sudo chown -R {plan.user} {host.logs}`",
         )
     if found.text and not _serves(host, found, plan.state):
         raise ServiceError(
@@ -122,7 +122,7 @@ def install(
         done.append(f"{'renewed' if before.text else 'wrote'} {host.unit}")
     if host.mac and standing.loaded:
         host.unload()
-        done.append("unloaded what was loaded before")
+        done.append("unloaded the earlier unit")
     try:
         host.load()
         standing = wait(host, seconds)
@@ -144,7 +144,7 @@ def wait(host: ServiceHost, seconds: float) -> ServiceState:
         elif now - since >= min(STEADY_SECONDS, seconds / 4):
             return standing
         pause.wait(POLL_INTERVAL_SECONDS)
-    ended = f"; it ended last with {standing.last_exit}" if (standing := host.state()).last_exit else ""
+    ended = f"; its last exit: {standing.last_exit}" if (standing := host.state()).last_exit else ""
     raise ServiceError(7, f"the service does not stay up within {seconds:.0f} s{ended}")
 
 
@@ -177,7 +177,7 @@ def _folders(host: ServiceHost, plan: ServicePlan) -> list[str]:
             folder.mkdir(mode=0o700, parents=True)
             if os.geteuid() == 0:
                 os.chown(folder, uid, gid)
-            done.append(f"made {folder}")
+            done.append(f"created {folder}")
     return done
 
 
@@ -203,7 +203,7 @@ def _beside(file: Path, what: str) -> Path:
 def _lint(host: ServiceHost, text: str) -> None:
     wrong = launchd.faults(text.encode()) if host.mac else []
     if wrong:
-        raise ServiceError(1, f"the unit would not be taken: {'; '.join(wrong)}")
+        raise ServiceError(1, f"the unit is not valid: {'; '.join(wrong)}")
 
 
 def _write(host: ServiceHost, file: Path, text: str) -> None:

@@ -17,7 +17,7 @@ from coordinator.service.plan import (
 )
 
 FOLDER = "etc/systemd/system"
-NOTICE = "# Written by `cluster service install`; change it by running that again."
+NOTICE = "# Written by `cluster service install`. Run it again to change this file."
 SHOWN = ("LoadState", "ActiveState", "SubState", "MainPID", "Result", "ExecMainStatus", "UnitFileState", "NRestarts")
 FINAL = "2 6 8 9"
 """Exit codes after which a new start would end the same way: wrong settings, another coordinator or another cluster,

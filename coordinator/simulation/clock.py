@@ -10,11 +10,11 @@ from collections.abc import Callable
 
 
 class Deadlock(RuntimeError):
-    """Nothing is left that could ever happen, and the simulation has not ended: a bug of a model or of the router."""
+    """No event is scheduled, but the simulation has not ended: a bug of a model or of the router."""
 
 
 class _Leap(selectors.SelectSelector):
-    """Waits by telling how long it would have waited. No socket is ever ready here."""
+    """Selector that reports each wait to the clock instead of waiting. No socket is ever ready."""
 
     def __init__(self, leap: Callable[[float], None]) -> None:
         super().__init__()
@@ -22,13 +22,13 @@ class _Leap(selectors.SelectSelector):
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise Deadlock("nothing is left that could happen")
+            raise Deadlock("no event is scheduled")
         self._leap(timeout)
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Begins at 0 seconds."""
+    """Start the virtual time at 0 s."""
 
     def __init__(self) -> None:
         self._seconds = 0.0

@@ -105,7 +105,7 @@ class SimulatedPool:
         self.scenario = scenario
         self.loop = loop
         self._log = log
-        self._random = Random(f"pool {seed}")  # noqa: S311  the same draw every time is what is wanted
+        self._random = Random(f"pool {seed}")  # noqa: S311  the draws must be reproducible
         self._talks = deque(talks)
         self._turns: dict[str, ConversationTurn] = {}
         self._rest: dict[str, list[ConversationTurn]] = {}
@@ -168,7 +168,7 @@ class SimulatedPool:
     # frames
 
     def send(self, node: NodeId, frame: Frame) -> bool:
-        """Send to a node; False when it has no link."""
+        """Send a frame to a node. Return False if it has no link."""
         member = self.members[node]
         if not member.link:
             return False
@@ -284,7 +284,9 @@ class SimulatedPool:
             self._rest[turn.id] = rest
         fits = any(machine.ever(turn) for machine in self.machines.values())
         self.fates[turn.id] = RequestOutcome(turn, self.loop.time(), fits)
-        self.log_line(f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} tokens, {turn.output} to come")
+        self.log_line(
+            f"{turn.id} of {turn.key} for {turn.model}: {turn.prompt} prompt tokens, {turn.output} to generate"
+        )
         if self.contender is not None:
             self.contender.submit(turn)
 
@@ -354,7 +356,7 @@ class SimulatedPool:
         node = NodeId(event.node)
         machine = self.machines.get(node)
         if machine is None or node in self._silent:
-            self.log_line(f"{node} is away: it cannot be that it {event.does}")
+            self.log_line(f"{node} is down or silent: event {event.does} ignored")
             return
         self.log_line(f"{node} {event.does} for {event.seconds:g} s")
         if event.does == "lease":
@@ -390,18 +392,18 @@ class SimulatedPool:
         self._lives[node] += 1
         self.machines[node] = self._machine(node, loads=False)
         self._connect(node)
-        self.log_line(f"{node} is back, with nothing loaded")
+        self.log_line(f"{node} is back, without loaded models")
 
     def _speaks(self, node: NodeId) -> None:
         held = self._silent.pop(node)
         if self.members[node].link:
             for upward, frame in held:
                 self._travel(self._up if upward else self._down, node, frame)
-            self.log_line(f"{node} is heard again")
+            self.log_line(f"{node} reports again")
             return
         self.machines[node].forget()
         self._connect(node)
-        self.log_line(f"{node} links anew")
+        self.log_line(f"{node} reconnects")
 
     # the run
 
@@ -429,8 +431,8 @@ class SimulatedPool:
         except TimeoutError:
             for request_id, fate in self.fates.items():
                 if fate.outcome is None:
-                    fate.outcome = RequestFailure("never_ended", "it has not ended")
-                    self.log_line(f"{request_id} has never ended")
+                    fate.outcome = RequestFailure("never_ended", "the request has not ended")
+                    self.log_line(f"{request_id} did not end")
         for machine in self.machines.values():
             self._retire(machine)
         contender.close()

@@ -1,4 +1,4 @@
-"""A pool in virtual time: what would the Macs of a scenario do, under which policy?"""
+"""`cluster simulate`: runs a scenario in virtual time under each policy."""
 
 import json
 import math
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("scenario")
-@click.option("--policy", "policies", multiple=True, help="Only this policy; may be given several times.")
-@click.option("--seed", type=int, help="Draw other requests; the scenario's own seed unless given.")
+@click.option("--policy", "policies", multiple=True, help="Only this policy; may be repeated.")
+@click.option("--seed", type=int, help="Seed for the drawn requests; default: that of the scenario.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--log", is_flag=True, help="Print everything that happens under one policy instead of the table.")
+@click.option("--log", is_flag=True, help="Print the events under one policy instead of the table.")
 def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json: bool, log: bool) -> None:
-    """Run a SCENARIO in virtual time under every policy and print the results beside those of an optimal policy.
+    """Run a SCENARIO in virtual time under every policy and compare the results with a clairvoyant policy.
 
     SCENARIO is household, lab, or a TOML file (docs/simulation.md). No process is started and no pool is used.
     """
@@ -42,7 +42,7 @@ def simulate(scenario: str, policies: tuple[str, ...], seed: int | None, as_json
     if as_json:
         click.echo(json.dumps({"schema": 1, "scenario": scenario, "seed": seed, "rows": [_plain(row) for row in rows]}))
         return
-    click.echo(f"{story.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit somewhere; seed {seed}\n")
+    click.echo(f"{story.about}\n{rows[0].requests} requests, {rows[0].fit} of them fit on some node; seed {seed}\n")
     click.echo(table(rows))
 
 

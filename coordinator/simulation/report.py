@@ -44,7 +44,7 @@ class RunStatistics:
 
 
 def figures_of(policy: str, pool: SimulatedPool, until: float) -> RunStatistics:
-    """Sum up a run."""
+    """Return the statistics of a run."""
     fates = [fate for fate in pool.fates.values() if fate.fits]
     ttft = sorted(math.inf if fate.first is None or not fate.served else fate.first - fate.arrived for fate in fates)
     whole = sorted(fate.ended - fate.arrived if fate.served and fate.ended is not None else math.inf for fate in fates)
@@ -118,20 +118,20 @@ _COLUMNS = (
     "p95",
     "p99",
     "x p95",
-    "WHOLE p50",
+    "E2E p50",
     "p95",
     "REFUSED",
-    "1st TRY",
+    "1st REFUSED",
     "FAILED",
     "WAIT p95",
     "LOADS",
-    "GAVE WAY",
+    "PREEMPTED",
     "JAIN",
 )
 
 
 def table(rows: Sequence[RunStatistics]) -> str:
-    """Write the table: times in seconds, `x p95` as a multiple of the clairvoyant's."""
+    """Render the table: times in seconds, `x p95` as a multiple of the clairvoyant's."""
     lines = [_COLUMNS, *(_cells(row) for row in rows)]
     widths = [max(len(line[place]) for line in lines) for place in range(len(_COLUMNS))]
     return "\n".join(

@@ -1,8 +1,8 @@
 """Routers of a simulation: the dispatcher under any policy, rules of peer projects, and a clairvoyant router.
 
 `production` is the unchanged dispatcher with queue and ledger. The policy under test orders the nodes that the memory
-filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It asks the first node of its
-rule, and after a refusal another, at most `MAX_TRIES` in total, with the pauses of sglang-router.
+filter leaves. `PeerRouter` models a common router: no filter, no reservations, no queue. It sends a request to the
+first node of its rule, and after a refusal to another, with the pauses of sglang-router. It tries `MAX_TRIES` nodes.
 
 The clairvoyant router knows every answer's length and every node's exact state without delay. It sends a request at
 once to the node with room for the complete request and the soonest first token, by the node's own forecast. If no node
@@ -60,7 +60,7 @@ class ProductionRouter:
             slow_client_seconds=1e6,
         )
         numbers = itertools.count(1)
-        random = Random(f"draw {seed}")  # noqa: S311  the same draw every time is what is wanted
+        random = Random(f"draw {seed}")  # noqa: S311  the draws must be reproducible
         self.dispatcher = Dispatcher(
             self._send,
             settings,
@@ -126,7 +126,7 @@ class PeerRouter:
         self._pool = pool
         self._policy = policy
         self._sample = sample
-        self._random = Random(f"peer {seed}")  # noqa: S311  the same draw every time is what is wanted
+        self._random = Random(f"peer {seed}")  # noqa: S311  the draws must be reproducible
         self._view = ClusterView()
         self._numbers = itertools.count(1)
         self._live: dict[int, tuple[ConversationTurn, NodeId, int, frozenset[NodeId]]] = {}
@@ -189,7 +189,7 @@ class PeerRouter:
         if self._sample and len(fresh) > self._sample:
             fresh = self._random.sample(fresh, self._sample)
         if not fresh:
-            self._pool.ended(turn.id, RequestFailure("no_node", "no node is here"))
+            self._pool.ended(turn.id, RequestFailure("no_node", "there is no node"))
             return
         demand = demand_of(turn)
         draw = self._random.random

@@ -25,8 +25,10 @@ def shipped() -> dict[str, str]:
 
 
 def load(name: str) -> tuple[Scenario, Path]:
-    """Read a scenario by its name or from a file; give it and the folder where its traces are. ScenarioError when it is
-    neither, or not one that can be simulated."""
+    """Read a scenario by its name or from a file. Return it and the folder of its traces.
+
+    Raise `ScenarioError` if it is neither, or cannot be simulated.
+    """
     known = shipped()
     if name in known:
         return read(known[name]), Path()
@@ -56,7 +58,7 @@ def policies_of(scenario: Scenario, chosen: Sequence[str]) -> list[str]:
 def play(
     scenario: Scenario, policy: str, seed: int, folder: Path, log: Callable[[str], None] | None = None
 ) -> tuple[RunStatistics, SimulatedPool]:
-    """Play a scenario once, in virtual time."""
+    """Run a scenario once, in virtual time."""
     loop = VirtualLoop()
     try:
         pool = SimulatedPool(scenario, draw(scenario, seed, folder), loop, seed, log)

@@ -26,7 +26,7 @@ Name = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9][A-Za-z0-9.-]{0,40}\Z")]
 
 
 class ScenarioError(ValueError):
-    """The file cannot be simulated; the text says where and why."""
+    """The file cannot be simulated. The text has location and reason."""
 
 
 class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -34,8 +34,11 @@ class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class ModelSpec(_Table, frozen=True):
-    """A model. `active`: billions of parameters that a token meets, by which speeds are scaled; `usual`: the output
-    tokens that nodes tell the router to expect."""
+    """A model.
+
+    `active`: billions of active parameters per token, which scale the speeds. `usual`: the output tokens that nodes
+    report to the router as expected.
+    """
 
     name: Name
     weights: str
@@ -67,7 +70,7 @@ class NodeSpec(_Table, frozen=True):
 
 
 class Lengths(_Table, frozen=True):
-    """A lognormal: half are above `median`; `sigma` is that of the logarithm; cut at `least` and `most`."""
+    """Lognormal distribution: half are above `median`; `sigma` is that of the logarithm; cut at `least` and `most`."""
 
     median: Positive
     sigma: NotNegative = 1.0
@@ -145,11 +148,11 @@ class Scenario(_Table, frozen=True):
 
 
 def read(text: str) -> Scenario:
-    """Read and check a scenario. ScenarioError says where and why it cannot be."""
+    """Parse and validate a scenario. Raise `ScenarioError` with location and reason."""
     try:
         scenario = msgspec.convert(tomllib.loads(text), Scenario)
     except tomllib.TOMLDecodeError as error:
-        raise ScenarioError(f"this is not TOML: {error}") from None
+        raise ScenarioError(f"the file is not valid TOML: {error}") from None
     except msgspec.ValidationError as error:
         raise ScenarioError(str(error)) from None
     _check(scenario)
@@ -161,7 +164,7 @@ def _check(scenario: Scenario) -> None:
     _once("node", names)
     _once("model", [model.name for model in scenario.models])
     if len(names) > MAX_NODES:
-        raise ScenarioError(f"{len(names)} nodes are more than the {MAX_NODES} that can be simulated")
+        raise ScenarioError(f"the scenario has {len(names)} nodes, the maximum is {MAX_NODES}")
     known = {model.name for model in scenario.models}
     for model in scenario.models:
         _size(f"models.{model.name}.weights", model.weights)
@@ -181,7 +184,7 @@ def _once(what: str, names: Iterable[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
-            raise ScenarioError(f"the {what} {name} is there twice")
+            raise ScenarioError(f"the {what} {name} occurs twice")
         seen.add(name)
 
 
@@ -200,7 +203,7 @@ def _check_load(where: str, load: LoadSpec, known: Collection[str]) -> None:
         raise ScenarioError(f"{where}: there is no model {load.model!r}, only {', '.join(sorted(known))}")
     paces = [load.rate > 0, load.share > 0, bool(load.trace)]
     if sum(paces) != 1:
-        raise ScenarioError(f"{where}: {sum(paces)} of rate, share and trace are given, it must be exactly one")
+        raise ScenarioError(f"{where}: {sum(paces)} of rate, share and trace are given, exactly one is needed")
     for name, lengths in (("prompt", load.prompt), ("output", load.output), ("think", load.think)):
         if lengths.least > lengths.most:
             raise ScenarioError(f"{where}: {name} has least {lengths.least:g} above most {lengths.most:g}")

@@ -68,7 +68,7 @@ class SimulatedRows:
         return sum(batch.written(self.kv, steps) for batch in self._batches)
 
     def add(self, row: SimulatedRow) -> None:
-        """Promise: the row joins the batch where it adds least, or begins one."""
+        """Reserve a row in the batch where it adds the fewest bytes, or in a new batch."""
         open_ = [batch for batch in self._batches if joinable(batch.promised(), row.promised, self.kv)]
         best = min(open_, key=lambda one: join_bytes((one.promised(),), row.promised, self.kv), default=None)
         if best is None:
@@ -88,7 +88,7 @@ class SimulatedRows:
         self._groups = None
 
     def extend(self, row: SimulatedRow, more: int) -> None:
-        """Promise `more` tokens to a row."""
+        """Reserve `more` tokens for a row."""
         row.promised += more
         self._groups = None
 

@@ -153,7 +153,7 @@ class SimulatedNode:
         )
         return SimulatedModel(spec, model, SimulatedRows(model.kv), speed, loaded)
 
-    # frames of the router
+    # frames from the router
 
     def take(self, frame: Frame) -> None:
         """Handle a frame of the router."""
@@ -348,7 +348,7 @@ class SimulatedNode:
     # time
 
     def _advance(self) -> None:
-        """Move along the straight lines to this moment."""
+        """Advance all linear progress to this moment."""
         now = self._loop.time()
         seconds, self._at = now - self._at, now
         if seconds <= 0:
@@ -488,7 +488,7 @@ class SimulatedNode:
             self._say(Deltas((Delta(sequence.request, 0, tuple(range(new)), pieces),)))
 
     def _reached(self, sequence: SimulatedSequence) -> None:
-        """A row wrote all that it will, or must ask for more."""
+        """Handle a row at the end of its answer or of its reservation."""
         turn = sequence.turn
         if sequence.produced(self._steps) >= turn.output - _EPSILON:
             self._tell(sequence)

@@ -18,7 +18,7 @@ from coordinator.simulation.scenario import Lengths, LoadSpec, Scenario, Scenari
 
 BYTES_PER_TOKEN = 4.0
 TOKEN_BYTES_SIGMA = 0.08
-"""Sigma of the logarithm of the bytes that a token of a prompt has: the router estimates, the node counts."""
+"""Sigma of the logarithm of the bytes per prompt token. The router estimates them, the node counts tokens."""
 MAX_REQUESTS = 500_000
 
 
@@ -63,12 +63,12 @@ def draw(scenario: Scenario, seed: int, folder: Path) -> list[SimulatedConversat
     """
     talks: list[SimulatedConversation] = []
     for number, load in enumerate(scenario.load):
-        random = Random(f"{seed} {number}")  # noqa: S311  the same draw every time is what is wanted
+        random = Random(f"{seed} {number}")  # noqa: S311  the draws must be reproducible
         made = _traced(scenario, load, folder, random) if load.trace else _drawn(scenario, load, random)
         for talk in made:
             talks.append(talk)
             if len(talks) > MAX_REQUESTS:
-                raise ScenarioError(f"load {number + 1}: this is more than {MAX_REQUESTS} conversations")
+                raise ScenarioError(f"load {number + 1}: more than {MAX_REQUESTS} conversations")
     talks.sort(key=lambda talk: talk.at)
     for number, talk in enumerate(talks):
         _name(talk, f"r{number}")
@@ -112,7 +112,7 @@ def _mean(lengths: Lengths) -> float:
 
 
 def length(lengths: Lengths, random: Random) -> float:
-    """Draw one."""
+    """Draw one value."""
     drawn = random.lognormvariate(math.log(lengths.median), lengths.sigma)
     return min(lengths.most, max(lengths.least, drawn))
 

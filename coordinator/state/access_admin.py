@@ -17,7 +17,7 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits
 from router.admission.usage import UsageCounter, UsageTotals
 
 LOCAL = "local"
-"""Name of the key of the state folder's owner. It is valid as long as the coordinator runs, and is not listed."""
+"""Name of the key of the state folder's owner. The key is valid while the coordinator runs, and is not listed."""
 
 USAGE_DAYS = 400
 """Days for which usage is kept."""
@@ -71,7 +71,7 @@ class AccessAdmin:
         for row in self.store.keys.values():
             if row.id != apart_from and name.casefold() in (row.name.casefold(), row.id.casefold()):
                 raise NameTakenError(
-                    f"there is a key named {row.name} already ({row.id}): take another name, or revoke that one first"
+                    f"a key named {row.name} exists already ({row.id}): use another name, or revoke that key first"
                 )
 
     def create_key(

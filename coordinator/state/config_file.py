@@ -80,9 +80,7 @@ def line_of(key: str, lines: Mapping[str, int]) -> int:
 def syntax(origin: str, message: str) -> ConfigFault:
     """Convert the parser's error into a `ConfigFault`."""
     found = _SYNTAX.search(message)
-    return ConfigFault(
-        origin, int(found[1]) if found else 0, "", f"this is no TOML: {_SYNTAX.sub('', message).strip()}"
-    )
+    return ConfigFault(origin, int(found[1]) if found else 0, "", f"not valid TOML: {_SYNTAX.sub('', message).strip()}")
 
 
 def located(origin: str, faults: Sequence[InvalidSetting], text: str = "") -> list[ConfigFault]:

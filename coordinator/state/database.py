@@ -170,7 +170,7 @@ class StateLock:
             os.close(self._file)
             raise StateLockedError(
                 f"the state folder {folder} is in use by process {owner or 'unknown'}: "
-                "talk to the running coordinator, or stop it first"
+                "use the running coordinator, or stop it first"
             ) from None
         os.ftruncate(self._file, 0)
         os.pwrite(self._file, f"{os.getpid()}\n".encode(), 0)
@@ -197,7 +197,7 @@ class Database:
             raise StoreError(f"{folder / 'cluster.db'} cannot be used: {error}; restore a backup") from None
         except OSError as error:
             self._lock.release()
-            raise StoreError(f"a restore was broken off in {folder} and cannot be finished: {error}") from None
+            raise StoreError(f"an interrupted restore in {folder} cannot be finished: {error}") from None
         except StoreError:
             self._lock.release()
             raise

@@ -212,9 +212,7 @@ def public_key_of(csr: bytes) -> ec.EllipticCurvePublicKey:
     Raise `CertificateRequestError` if the request is too long, malformed, not for P-256, or not signed by its own key.
     """
     if len(csr) > MAX_REQUEST_BYTES:
-        raise CertificateRequestError(
-            f"the certificate request has {len(csr)} bytes, at most {MAX_REQUEST_BYTES} are read"
-        )
+        raise CertificateRequestError(f"the certificate request has {len(csr)} bytes, the limit is {MAX_REQUEST_BYTES}")
     try:
         request = x509.load_der_x509_csr(csr)
         key = request.public_key()
@@ -297,7 +295,7 @@ def read_pair(path: Path) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
     except (OSError, ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise AuthorityError(f"{path} cannot be read ({error}): restore it from a backup") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
-        raise AuthorityError(f"{path} holds a key and a certificate that do not belong together: restore a backup")
+        raise AuthorityError(f"the key and the certificate in {path} do not match: restore them from a backup")
     return key, certificate
 
 

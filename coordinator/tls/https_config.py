@@ -48,8 +48,8 @@ def check_http(http: HttpSettings, listen: str) -> None:
         from_files(Path(http.tls_cert_file).expanduser(), Path(http.tls_key_file or http.tls_cert_file).expanduser())
     if http.anonymous and not is_loopback(listen):
         raise AuthorityError(
-            f"http.anonymous is for this machine alone, but {listen} can be reached from others: listen on 127.0.0.1, "
-            "or make keys"
+            f"http.anonymous is for loopback only, but other machines can reach {listen}: listen on 127.0.0.1, "
+            "or create API keys"
         )
 
 

@@ -283,7 +283,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     notes = page.get_by_role("status").get_by_role("listitem").all_inner_texts()
     assert notes == [
         "silent has been silent for 5.00 s: it gets no new requests",
-        "lost is lost: look at its power and network",
+        "lost is lost: check its power and network",
         "breaks gets no requests: signal 6",
     ]
 

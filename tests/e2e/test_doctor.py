@@ -39,14 +39,14 @@ def test_every_state_that_a_machine_of_the_pool_can_be_in(tmp_path: Path):
         assert away["clock"]["result"] == "ok"
         assert "node" in away["certificates"]["numbers"]
         assert node.popen.poll() is None, "a look at the link does not end it"
-        assert "what runs was given engine.kind, node.machine, node.name by flags" in away["settings"]["text"]
+        assert "the running processes have engine.kind, node.machine, node.name from flags" in away["settings"]["text"]
         (tmp_path / "one" / "config.toml").write_text("[memory]\nmargin = '3GiB'\n")
         shown = made.run("config", "show", "--running", "--changed", "--state", str(tmp_path / "one")).stdout
         assert "node.machine" in shown
         assert "3GiB" not in shown, "what runs does not know of it yet"
         changed = doctor(tmp_path / "one", 0)["settings"]
         assert changed["result"] == "warn"
-        assert "config.toml says memory.margin = 3GiB, what runs uses auto" in changed["text"]
+        assert "config.toml has memory.margin = 3GiB, the running process uses auto" in changed["text"]
         copy = tmp_path / "copy"
         shutil.copytree(tmp_path / "one" / "node" / "identity", copy / "node" / "identity")
         for name in ("running.json", "lock"):

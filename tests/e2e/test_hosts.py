@@ -297,11 +297,11 @@ def test_the_coordinator_moves_to_another_host_and_the_old_one_is_left_behind(la
     assert lab.newest is not None
     assert lab.newest.stop() == 0
     assert old.popen.wait(40) == 6, "a node that looked for its coordinator has met the old one"
-    assert "this cluster moved on" in old.log.read_text()
+    assert "this cluster has moved" in old.log.read_text()
     command = [*lab.hosts[1].enter(), *CLI, "up", "--state", str(lab.pool.folder / "coordinator"), "--no-local-node"]
     again = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=40)
     assert again.returncode == 6
-    assert "this cluster moved on" in again.stderr
+    assert "this cluster has moved" in again.stderr
     lab.up_on(4)
     lab.both_serve(60)
     assert all(node.popen.poll() is None for node in lab.pool.nodes.values())

@@ -67,9 +67,9 @@ def test_a_node_is_paused_under_load_and_nobody_notices(cluster_pool: Pool, thre
     listen = pool.facts["cluster_url"].removeprefix("macpool://")
     pool.coordinator.kill()
     alone = pool.run("resume", "--state", str(pool.folder / "studio"))
-    assert "takes work again" in alone.stdout
+    assert "accepts requests again" in alone.stdout
     paused = pool.run("pause", "2h", "--state", str(pool.folder / "mini"))
-    assert "takes nothing new" in paused.stdout, paused.stderr
+    assert "accepts no new requests" in paused.stdout, paused.stderr
     pool.up("router.queue_timeout_seconds=2", cluster_listen=listen)
     until(lambda: pool.node("mini")["state"] == "paused", what="mini paused while nobody coordinated")
     until(lambda: pool.serves("studio"), what="studio serves again")

@@ -106,7 +106,7 @@ def test_nodes_list_holds_the_arithmetic(cluster_pool: Pool) -> None:
     assert inspected["system_memory"]["available"] > 0
     shown = cluster_pool.run("node", "show", "studio", "--state", str(cluster_pool.state)).stdout
     for line in (
-        "cap       64.0 GiB, decided by setting, tier custom",
+        "cap       64.0 GiB, limited by setting, tier custom",
         "headroom  ",
         "guard     armed; level ok",
         "remedy    raise memory.cap",
@@ -145,7 +145,7 @@ def test_a_node_whose_engine_keeps_dying_says_that_it_gets_nothing_why_and_until
     assert node["breaker"]["until"] > time.time() - 1
     table = cluster_pool.run("nodes", "--state", str(cluster_pool.state)).stdout
     assert re.search("(ready|restarting|starting), failing", table)
-    assert "frail: its engine keeps failing, so it gets no requests" in table
+    assert "frail: its engine keeps failing: the node gets no requests" in table
     assert "breaker " in cluster_pool.run("node", "show", "frail", "--state", str(cluster_pool.state)).stdout
     answer = api.with_options(timeout=60).chat.completions.create(model="scripted-1", messages=MESSAGES)
     assert answer.choices[0].finish_reason, "it waits for its turn, and is the probe"
@@ -821,4 +821,4 @@ def test_programs_on_this_machine_need_no_key_where_it_was_said(cluster_pool: Po
         str(cluster_pool.folder / "other"),
     )
     assert refused.returncode == 2
-    assert "can be reached from others" in refused.stderr
+    assert "other machines can reach" in refused.stderr

@@ -195,7 +195,7 @@ def test_a_pool_is_upgraded_in_turns(cluster_pool: Pool, threads: ThreadPoolExec
         ("studio", True, 1),
         ("mini", True, 1),
     ]
-    assert "WHAT TO DO" in pool.run("version", "--cluster", "--state", str(pool.state)).stdout
+    assert "NEXT STEP" in pool.run("version", "--cluster", "--state", str(pool.state)).stdout
 
 
 def restart_the_coordinator(pool: Pool, load: Load, long: Future[str]) -> None:

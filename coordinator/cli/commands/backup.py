@@ -1,4 +1,4 @@
-"""`cluster backup` and `cluster restore`: on the coordinator's machine, through no API, for the file is the cluster."""
+"""`cluster backup` and `cluster restore`: local only and without an API, because a backup file controls the cluster."""
 
 import sys
 import time
@@ -34,10 +34,10 @@ OUTPUT = click.option("-o", "--output", type=click.Choice(["text", "json"]), def
 def backup(
     file: Path, artifacts: bool, encrypt: bool, passphrase_file: Path | None, state: Path | None, output: str
 ) -> None:
-    """Write the whole cluster into FILE: its authority, members, keys' digests, settings, video jobs.
+    """Write a backup of the cluster into FILE: authority, members, digests of keys, settings, video jobs.
 
-    The coordinator may run meanwhile. FILE (0600) is written whole or not at all, in place of an older backup. Whoever
-    can read it has the cluster: encrypt it, or keep it like a key.
+    The coordinator may run meanwhile. FILE (mode 0600) is written completely or not at all, and replaces an older
+    backup. A person who can read FILE controls the cluster: encrypt it, or protect it like a key.
     """
     from coordinator.backup.backup import BackupError, back_up
 
@@ -61,12 +61,14 @@ def backup(
         f"{made.file}: cluster {told['name']} ({told['cluster']}), {told['files']} files, {show_size(made.size)}"
     )
     if not artifacts and (folder / "videos").exists():
-        click.echo("finished videos are not in it: --artifacts takes them along")
+        click.echo("finished videos are not included: use --artifacts to include them")
     for path in made.manifest.outside:
-        click.echo(f"{path} is named by the settings and not in it: keep it, too")
+        click.echo(f"{path} is named in the settings but not included: back it up separately")
     if not made.encrypted:
         click.secho(
-            "it is not encrypted and holds the cluster's key: whoever reads it has the cluster", fg="yellow", err=True
+            "the file is not encrypted and contains the cluster's key: protect it, or use --encrypt",
+            fg="yellow",
+            err=True,
         )
 
 
@@ -80,10 +82,10 @@ def backup(
 def restore(
     file: Path, check: bool, replace: bool, passphrase_file: Path | None, state: Path | None, output: str
 ) -> None:
-    """Put the cluster of a backup FILE into the state folder of this machine, which then is its coordinator's.
+    """Restore the cluster of a backup FILE into the state folder. This machine then is its coordinator.
 
-    All of it or nothing, and only what is whole. Its nodes follow it by themselves; a coordinator that they have left
-    ends when it meets one of them again.
+    The backup is verified first and restored completely or not at all. The nodes connect to the restored coordinator.
+    The former coordinator stops when one of its nodes connects to it again.
     """
     from coordinator.backup.restore import RestoreError
     from coordinator.backup.restore import inspect_backup as look_at
@@ -123,13 +125,13 @@ def _print_restored(folder: Path, done: "Restored") -> None:
     click.echo(f"cluster {manifest.name} ({manifest.cluster}), as of {format_minute(manifest.made)}, is in {folder}:")
     click.echo(f"{counts.members} members, {counts.keys} keys, {counts.tokens} join tokens, {counts.jobs} video jobs")
     if done.config == "config.toml.restored":
-        click.echo(f"settings: this machine's config.toml stays; the backup's is beside it as {done.config}")
+        click.echo(f"settings: this machine's config.toml was kept; the backup's is next to it as {done.config}")
     if done.aside is not None:
-        click.echo(f"what was there is in {done.aside}: remove it when it is not needed any more")
+        click.echo(f"the former files are in {done.aside}: delete them when they are no longer needed")
     for path in manifest.outside:
-        click.echo(f"the settings name {path}, which is not in the backup: copy it here")
-    click.echo("next: stop the coordinator of the other machine, if it runs, and start this one: `cluster up`")
-    click.echo("      its nodes find it by the addresses they know and by Bonjour, and trust it as before")
+        click.echo(f"{path} is named in the settings but not in the backup: copy it here")
+    click.echo("next: stop the coordinator on the other machine, if it runs, and start this one: `cluster up`")
+    click.echo("      the nodes find it by their stored addresses and by Bonjour, and trust it as before")
 
 
 def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
@@ -137,7 +139,7 @@ def _print_checked(file: Path, told: dict[str, Any], output: str) -> None:
         _print_json({"schema": 1, "file": str(file), "whole": True, **told})
         return
     click.echo(
-        f"{file} is whole: cluster {told['name']} ({told['cluster']}), made {format_minute(told['made'])} by macpool "
+        f"{file} is valid: cluster {told['name']} ({told['cluster']}), made {format_minute(told['made'])} by macpool "
         f"{told['macpool']}, {told['files']} files"
     )
 
@@ -181,7 +183,7 @@ def _passphrase(file: Path, passphrase_file: Path | None) -> bytes | None:
 
 def _asked(*, twice: bool) -> bytes:
     if not sys.stdin.isatty():
-        raise CommandError(2, "a passphrase is asked for on a terminal only: name a file with --passphrase-file")
+        raise CommandError(2, "there is no terminal to ask for the passphrase: use --passphrase-file FILE")
     found = click.prompt("Passphrase", hide_input=True, confirmation_prompt=twice, err=True)
     return _usable(str(found).encode())
 

@@ -23,20 +23,23 @@ def config() -> None:
 @config.command()
 @click.argument("prefix", required=False, default="")
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
-@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="As a start would be given it.")
+@click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting, as for `cluster up`.")
 @click.option("--changed", is_flag=True, help="Show only settings that differ from the default.")
-@click.option("--running", is_flag=True, help="What the coordinator and the node that run here use, with their flags.")
+@click.option("--running", is_flag=True, help="Show the settings in use by the coordinator and the node that run here.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def show(prefix: str, state: Path | None, pairs: tuple[str, ...], changed: bool, running: bool, output: str) -> None:
     """Show every setting that a start would use now.
 
-    Each has its value and where that comes from; PREFIX narrows them down. Origins are default, the file, environment
-    and --set. Addresses that could hold a secret are shown without it.
-    Exit code 2 when a setting is wrong: a start would be refused; 3 with --running when nothing runs here.
+    Each setting has its value and origin: default, the file, environment or --set. PREFIX limits the output. Secrets in
+    URLs are hidden.
+
+    Exit codes: 2 a setting is wrong and a start would fail; 3 with --running, no process runs here.
     """
     folder = state or default_state()
     if running and pairs:
-        raise click.UsageError("--running and --set exclude each other: what runs was given its flags at its start")
+        raise click.UsageError(
+            "--running and --set exclude each other: running processes have the flags of their start"
+        )
     found = _in_force(folder) if running else inspect_settings(folder, folder / "config.toml", os.environ, pairs)
     rows = [row for row in found.rows if row["key"].startswith(prefix) and not (changed and row["origin"] == "default")]
     if prefix and not [row for row in found.rows if row["key"].startswith(prefix)]:
@@ -72,7 +75,7 @@ def check(file: Path | None, state: Path | None, output: str) -> None:
     _refuse(found.wrong)
     if output == "text":
         changed = sum(row["origin"] != "default" for row in found.rows)
-        click.echo(f"{place}: nothing is wrong, {changed} settings are not the default")
+        click.echo(f"{place}: valid, {changed} settings are not the default")
 
 
 def _refuse(wrong: Sequence[Any]) -> None:
@@ -94,6 +97,6 @@ def _in_force(folder: Path) -> SettingsReport:
     )
     if not found.who:
         raise CommandError(
-            UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or leave out --running"
+            UNREACHABLE, f"neither a coordinator nor a node runs in {folder}: start one, or omit --running"
         )
     return SettingsReport(found.rows, ())

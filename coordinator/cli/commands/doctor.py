@@ -21,10 +21,12 @@ LOGS = ("coordinator.log", "node.log", "engine.log", "ray.log", "service.log")
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="The same as -o json.")
 @click.option("--strict", is_flag=True, help="Exit code 1 when there are warnings.")
-@click.option("--all", "everything", is_flag=True, help="Print also the checks that do not apply to this machine.")
+@click.option("--all", "everything", is_flag=True, help="Also print the checks that do not apply to this machine.")
 @click.option("--bundle", type=click.Path(path_type=Path, dir_okay=False), help="Write a redacted tar.gz for a report.")
-@click.option("--seconds", type=click.FloatRange(1, 600), default=4.5, show_default=True, help="Longest time for all.")
-@click.option("--list", "only_list", is_flag=True, help="List the checks and run none.")
+@click.option(
+    "--seconds", type=click.FloatRange(1, 600), default=4.5, show_default=True, help="Time limit for all checks."
+)
+@click.option("--list", "only_list", is_flag=True, help="List the checks without running them.")
 @options
 def doctor(
     session: ApiSession,
@@ -35,15 +37,16 @@ def doctor(
     seconds: float,
     only_list: bool,
 ) -> None:
-    """Look for what is wrong with this machine and its place in the pool, and say what to do about it.
+    """Check this machine and its connection to the pool, and print the next step for each fault.
 
-    It needs no coordinator, changes nothing and takes less than five seconds (a machine that is very busy needs
-    more: --seconds). Every check has a lasting id, and says ok, warn, fail, or why the question has no answer here.
-    Exit codes: 0 nothing failed, 1 warnings (with --strict), 6 something failed, 9 the coordinator is not the one that
-    was joined, 10 macOS blocks the local network.
+    The command needs no coordinator, changes nothing and takes less than 5 s. On a busy machine, raise the limit with
+    --seconds. Every check has a stable id and a result: ok, warn, fail, or the reason why it does not apply here.
 
-    The bundle holds versions, settings, findings, conditions, the nodes' reports and the events of the logs; no key, no
-    token, and nothing that anybody wrote to a model.
+    Exit codes: 0 no check failed, 1 warnings (with --strict), 6 a check failed, 9 the coordinator is not that of
+    this node, 10 macOS blocks the local network.
+
+    The bundle contains versions, settings, findings, conditions, node reports and log events. It contains no key, no
+    token, no prompt and no answer.
     """
     from coordinator.doctor.finding import exit_code
     from coordinator.doctor.host_probe import HostProbe
@@ -70,10 +73,10 @@ def doctor(
         more = "" if everything else " (--all prints them)"
         click.echo(
             f"{counts['fail']} failed, {counts['warn']} warnings, {counts['ok']} ok, {counts['not here']} that "
-            f"have no answer here{more}"
+            f"do not apply here{more}"
         )
     if written and not as_json:
-        click.echo(f"the bundle is in {written}: look through it before you send it")
+        click.echo(f"the bundle is in {written}: review it before you send it")
     sys.exit(code)
 
 

@@ -22,7 +22,9 @@ CLUSTER_PORT = 8081
 @click.argument("url", required=False)
 @click.option("--token-file", type=click.File(), help="File with the join token; `-` reads it from standard input.")
 @click.option("--token", hidden=True)
-@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
+@click.option(
+    "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; created if missing."
+)
 @click.option("--name", help="Name of this machine in the pool.")
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models; may be repeated.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
@@ -44,15 +46,15 @@ def join(
     """
     if token is not None:
         raise click.UsageError(
-            "--token would show the token to everybody who lists the processes of this machine; write "
-            "`echo TOKEN | cluster join URL --token-file -`, or name a file that holds it"
+            "--token would show the token in the list of processes; use "
+            "`echo TOKEN | cluster join URL --token-file -`, or a file that contains it"
         )
     if url and url.partition("://")[0] in ("http", "https"):
         host = urlsplit(url).hostname or "HOST"
         raise click.UsageError(
-            f"{url} is the endpoint of programs; machines join at the cluster port: write `cluster join "
+            f"{url} is the endpoint for clients; machines join at the cluster port: run `cluster join "
             f"macpool://{host}:{CLUSTER_PORT} --token-file FILE`. `cluster token create` on the coordinator prints the "
-            "whole line, with a token"
+            "complete command, with a token"
         )
     secret = token_file.readline() if token_file else ""
     arguments = ["--state", str(state or default_state()), "--output", output]
@@ -79,20 +81,22 @@ def _become_node(arguments: list[str], secret: str) -> NoReturn:
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder of the node.")
-@click.option("--force", is_flag=True, help="Leave also when the coordinator is not reached.")
+@click.option("--force", is_flag=True, help="Leave even if the coordinator cannot be reached.")
 @yes_option
 def leave(state: Path | None, force: bool, yes: bool) -> None:
     """Leave the cluster: end running requests, revoke this machine's certificate and delete it."""
     folder = state or default_state()
     if not (folder / "node" / "identity" / "identity.json").exists():
         raise CommandError(NOT_FOUND, f"there is no node in {folder}")
-    confirm("Take this machine out of its cluster? It needs a new token or code to join again.", yes=yes)
+    confirm("Remove this machine from its cluster? It needs a new token or code to join again.", yes=yes)
     process = _running(folder / "node" / "lock")
     if process is None:
         _become_node(["--state", str(folder), "--leave", *(["--force"] if force else [])], "")
     os.kill(process, signal.SIGUSR1)
     if not _wait(folder / "node" / "lock", LEAVE_TIMEOUT_SECONDS):
-        raise CommandError(TIMED_OUT, f"the node (process {process}) has not left within {LEAVE_TIMEOUT_SECONDS:.0f} s")
+        raise CommandError(
+            TIMED_OUT, f"the node (process {process}) did not leave within {LEAVE_TIMEOUT_SECONDS:.0f} s"
+        )
     click.echo("left the cluster")
 
 

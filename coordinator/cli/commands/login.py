@@ -17,37 +17,40 @@ from coordinator.client.errors import DENIED, REFUSED, UNREACHABLE, CommandError
     "--key-file",
     envvar="MACPOOL_KEY_FILE",
     type=click.Path(path_type=Path),
-    help="File with an API key; `-` reads it from standard input; asked for without it.",
+    help="File with an API key; `-` reads it from standard input. Without it, the command asks for the key.",
 )
-@click.option("--fingerprint", help="Of the authority, from the output of `cluster up`; asked about without it.")
-@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder to keep it in.")
+@click.option(
+    "--fingerprint",
+    help="Fingerprint of the authority, from the output of `cluster up`. Without it, the command asks you to compare.",
+)
+@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder for the login.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def login(url: str, key_file: Path | None, fingerprint: str | None, state: Path | None, output: str) -> None:
-    """Keep URL, key and authority of the coordinator at URL for later commands, in STATE/login.json (mode 0600).
+    """Store URL, key and authority of the coordinator at URL for later commands, in STATE/login.json (mode 0600).
 
     Later commands without --url use it, unless a coordinator runs in the state folder. A key of the scope `admin`
-    allows every command, `metrics` those that only read, `infer` allows `chat`. The key is never an argument.
+    allows every command, `metrics` the read-only commands, `infer` allows `chat`. The key is never an argument.
     """
     folder, base = state or default_state(), base_url(url)
     if (folder / "run.json").exists():
         raise CommandError(
             REFUSED,
-            f"a coordinator runs in {folder}, and the commands use that one: `cluster login` is for "
-            "other machines, or for another --state",
+            f"a coordinator runs in {folder}, and commands use it: run `cluster login` on "
+            "another machine, or with another --state",
         )
     reached = CoordinatorAddress(base, _key(key_file), _authority(base, fingerprint))
     _check(reached)
     _keep(folder, reached)
     answer = {"schema": 1, "url": base, "file": str(folder / LOGIN_FILE)}
     ApiSession(folder, None, None, output).show(
-        answer, lambda _: click.echo(f"logged in to {base}; `cluster status` asks it, `cluster logout` forgets it")
+        answer, lambda _: click.echo(f"logged in to {base}; commands use it until `cluster logout`")
     )
 
 
 @click.command()
 @click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder.")
 def logout(state: Path | None) -> None:
-    """Forget the coordinator that `cluster login` kept. The key itself stays valid: `cluster key revoke` ends it."""
+    """Delete the login that `cluster login` stored. The key stays valid until `cluster key revoke`."""
     file = (state or default_state()) / LOGIN_FILE
     if not file.exists():
         click.echo("not logged in")
@@ -61,7 +64,7 @@ def _authority(base: str, fingerprint: str | None) -> str:
     if base.startswith("https://"):
         return confirmed_authority(base, fingerprint)
     if fingerprint is not None:
-        raise click.UsageError(f"{base} is no HTTPS endpoint: it has no authority with a fingerprint")
+        raise click.UsageError(f"{base} is not an HTTPS endpoint and has no authority: omit --fingerprint")
     return ""
 
 
@@ -69,7 +72,7 @@ def _key(file: Path | None) -> str:
     if file is None and sys.stdin.isatty():
         text = str(click.prompt("API key", hide_input=True, err=True))
     elif file is None:
-        raise click.UsageError("there is no terminal to ask for the key: name a file with --key-file, `-` for a pipe")
+        raise click.UsageError("there is no terminal to ask for the key: use --key-file FILE, or `-` for a pipe")
     else:
         try:
             text = sys.stdin.readline() if str(file) == "-" else file.read_text()
@@ -77,7 +80,9 @@ def _key(file: Path | None) -> str:
             raise CommandError(DENIED, f"{file} cannot be read: {error.strerror}") from None
     key = text.strip()
     if not key.startswith("mp_") or not key.isascii() or any(letter.isspace() for letter in key):
-        raise CommandError(DENIED, "that is no API key: a key begins with mp_; `cluster key create NAME` makes one")
+        raise CommandError(
+            DENIED, "that is not an API key: a key begins with mp_; `cluster key create NAME` creates one"
+        )
     return key
 
 
@@ -85,10 +90,10 @@ def _check(reached: CoordinatorAddress) -> None:
     """Check that the coordinator accepts the key. Raise `CommandError` if it does not, or does not answer."""
     status = send(reached, "GET", "/v1/models", timeout=10.0).status
     if status == 401:
-        raise CommandError(DENIED, f"{reached.url} refuses this key: is it revoked, expired, or of another pool?")
+        raise CommandError(DENIED, f"{reached.url} refuses this key: it may be revoked, expired, or of another pool")
     if status not in (200, 403):  # 403: the key is known, its scope is another
         raise CommandError(
-            UNREACHABLE, f"{reached.url} answers with status {status}: is it the endpoint of a coordinator?"
+            UNREACHABLE, f"{reached.url} answers with status {status}: check that it is the endpoint of a coordinator"
         )
 
 

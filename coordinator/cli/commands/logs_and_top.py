@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 FOLLOW_TIMEOUT_SECONDS = 86400.0
 """Seconds of silence after which a follower stops."""
 BAR_COLUMNS, NARROW_BAR_COLUMNS = 24, 8
-"""Letters of a node's bar on a wide screen, and on one of 80 letters."""
+"""Characters of a node's bar on a wide screen, and on one of 80 characters."""
 WIDE_SCREEN_COLUMNS = 132
-"""Letters from which the live view has all its columns."""
+"""Screen width in characters from which the live view has all its columns."""
 
 
 def print_log(session: ApiSession, response: HTTPResponse) -> None:
@@ -59,18 +59,18 @@ def log_line(line: str) -> str:
 
 @click.command()
 @click.argument("node", required=False)
-@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they arrive.")
 @click.option(
     "--bytes",
     "size",
     type=click.IntRange(1, 2**30),
     default=65536,
     show_default=True,
-    help="Most bytes of the log's end.",
+    help="Maximum number of bytes from the end of the log.",
 )
 @options
 def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None:
-    """Print the newest whole lines of a NODE's log, fetched over its link; without NODE, of the coordinator's own.
+    """Print the newest lines of a NODE's log, fetched over its link; without NODE, of the coordinator's log.
 
     `-o json` prints the lines as they are in the file.
     """
@@ -80,8 +80,8 @@ def logs(session: ApiSession, node: str | None, follow: bool, size: int) -> None
 
 
 @click.command()
-@click.option("-f", "--follow", is_flag=True, help="Print new events as they come.")
-@click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="How many of the newest.")
+@click.option("-f", "--follow", is_flag=True, help="Print new events as they arrive.")
+@click.option("--last", type=click.IntRange(0, 500), default=50, show_default=True, help="Number of newest events.")
 @options
 def events(session: ApiSession, follow: bool, last: int) -> None:
     """Print the events of the pool: nodes, conditions, joins. With -o json, one event per line."""
@@ -100,7 +100,7 @@ def _events(response: HTTPResponse) -> Iterator[dict[str, Any]]:
 
 
 def _line(event: dict[str, Any]) -> str:
-    """Write an event for a person, safe to print."""
+    """Render an event for a person, without control characters."""
     known = ("timestamp", "level", "logger", "event")
     when, level, _, what = (str(event.get(name, "")) for name in known)
     rest = "  ".join(f"{name}={value}" for name, value in event.items() if name not in known)
@@ -119,9 +119,9 @@ def _local(when: str) -> str:
 
 
 @click.command()
-@click.option("--once", is_flag=True, help="Print one picture.")
+@click.option("--once", is_flag=True, help="Print the view once and exit.")
 @click.option(
-    "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two pictures."
+    "--every", type=click.FloatRange(0.2, 60), default=1.0, show_default=True, help="Seconds between two updates."
 )
 @options
 def top(session: ApiSession, once: bool, every: float) -> None:
@@ -202,17 +202,19 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
 
 @click.command("metrics-config")
 @click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Where; STATE/prometheus unless given."
+    "--folder", type=click.Path(path_type=Path, file_okay=False), help="Target folder; default STATE/prometheus."
 )
-@click.option("--host", help="Name or address at which Prometheus reaches the coordinator; the endpoint's by default.")
-@click.option("--renew", is_flag=True, help="Make a new token, and revoke the one there is.")
+@click.option(
+    "--host", help="Name or address at which Prometheus reaches the coordinator; default: that of the endpoint."
+)
+@click.option("--renew", is_flag=True, help="Create a new token and revoke the existing one.")
 @options
 def metrics_config(session: ApiSession, folder: Path | None, host: str | None, renew: bool) -> None:
-    """Write what Prometheus needs to scrape this pool, and print its configuration.
+    """Write the files with which Prometheus scrapes this pool, and print the configuration.
 
-    A folder with prometheus.yml, rules.yml, the scrape token (a key of the scope `metrics`, mode 0600), and the
-    authority of the endpoint where that is our own. They name each other without a path: the folder can be moved, or
-    mounted into a container.
+    The folder has prometheus.yml, rules.yml and the scrape token (a key of the scope `metrics`, mode 0600). If the
+    endpoint has its own authority, the folder has its certificate. The files refer to each other without a path: the
+    folder can be moved, or mounted into a container.
     """
     from coordinator.alerts.rules import rules_file
     from coordinator.metrics.prometheus import configuration

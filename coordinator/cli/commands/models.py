@@ -46,7 +46,7 @@ def show_model(session: ApiSession, name: str) -> None:
     found = [one for one in answer["models"] if one["name"].casefold() == name.casefold()]
     if not found:
         known = ", ".join(one["name"] for one in answer["models"]) or "none"
-        raise CommandError(NOT_FOUND, f"no node has a model {name}; models: {known}")
+        raise CommandError(NOT_FOUND, f"no node has the model {name}; models: {known}")
     session.show({"schema": 1, "model": found[0]}, lambda one: print_models({"models": [one["model"]]}, wide=True))
 
 
@@ -90,7 +90,7 @@ def _holders(model: dict[str, Any]) -> int:
 
 
 def _conflict(model: dict[str, Any]) -> str:
-    """Write which nodes hold which model under one name, and the next step."""
+    """Print which nodes have which model under one name, and the next step."""
     holders: dict[str, list[str]] = {}
     for node in model["nodes"]:
         if not node["cause"] and node["state"] != "left":
@@ -115,8 +115,8 @@ def _measured(found: dict[str, Any]) -> str:
     """Format the measured memory of a model."""
     sizes = {name: show_size(found[name]) for name in ("kv_per_token", "transient", "residual")}
     return (
-        f"rows of up to {found['max_context']} tokens, {found['max_batch']} usual ones at once; "
-        f"{sizes['kv_per_token']} a token, {sizes['transient']} for a forward, residual {sizes['residual']}"
+        f"rows of up to {found['max_context']} tokens, {found['max_batch']} typical rows at once; "
+        f"{sizes['kv_per_token']} per token, {sizes['transient']} per forward pass, residual {sizes['residual']}"
     )
 
 
@@ -133,10 +133,10 @@ def model_label(name: str, row: dict[str, Any]) -> str:
 
 @model.command()
 @click.argument("model")
-@click.option("--node", help="On this node; without it, on the one that can hold it and answers first.")
+@click.option("--node", help="Load on this node; default: the node with enough memory that would answer first.")
 @options
 def load(session: ApiSession, model: str, node: str | None) -> None:
-    """Load a model into the memory of a node, and wait until it is there. Ctrl-C ends the wait, not the load."""
+    """Load a model into the memory of a node and wait for it. Ctrl-C ends the wait, not the load."""
     with spinner(f"loading {model}"):
         answer = session.call("POST", "/api/v1/models/load", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_load)
@@ -152,7 +152,7 @@ def _print_load(answer: dict[str, Any]) -> None:
 
 @model.command()
 @click.argument("model")
-@click.option("--node", help="On this node only; without it, wherever it is loaded.")
+@click.option("--node", help="Only on this node; default: all nodes where it is loaded.")
 @options
 def unload(session: ApiSession, model: str, node: str | None) -> None:
     """Unload a model and free its memory. Refused while requests use it. The next request loads it again."""
@@ -168,12 +168,12 @@ def _print_unload(answer: dict[str, Any]) -> None:
 
 @model.command()
 @click.argument("model")
-@click.option("--node", help="On this node only; without it, wherever it is loaded, or where it would be.")
+@click.option("--node", help="Only on this node; default: where it is loaded, else where it would be loaded.")
 @options
 def profile(session: ApiSession, model: str, node: str | None) -> None:
     """Measure the memory that a model needs on a node, up to the longest prompt that fits, and keep the result.
 
-    It takes up to ten minutes and uses free memory only; requests run more slowly meanwhile. Ctrl-C ends it."""
+    The measurement takes up to 10 minutes and uses free memory only; requests are slower meanwhile. Ctrl-C ends it."""
     with spinner(f"measuring {model}"):
         answer = session.call("POST", "/api/v1/models/profile", {"model": model, "node": node}, LOAD_TIMEOUT_SECONDS)
     session.show(answer, _print_profile)

@@ -18,7 +18,7 @@ from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
 MAX_MODELS_SHOWN = 6
-"""Models that `status` names."""
+"""Number of models that `status` prints."""
 
 
 @click.command()
@@ -91,7 +91,7 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
 @click.argument("node")
 @options
 def show_node(session: ApiSession, node: str) -> None:
-    """Show everything that is known of one node, its memory as the sum that its gate makes now."""
+    """Show all facts about one node, with the memory terms of its gate."""
     session.show(
         session.call("GET", f"/api/v1/nodes/{quote(node, safe='')}"), lambda answer: print_node(answer["node"])
     )
@@ -178,7 +178,7 @@ def uncordon(session: ApiSession, node: str) -> None:
 @click.argument("node")
 @options
 def allow_video(session: ApiSession, node: str) -> None:
-    """Allow a node to make videos; it then starts Ray where it has a video package."""
+    """Allow a node to make videos. If the node has a video package, it starts Ray."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/allow-video"),
         lambda _: click.echo(f"{node} may make videos"),
@@ -189,7 +189,7 @@ def allow_video(session: ApiSession, node: str) -> None:
 @click.argument("node")
 @options
 def deny_video(session: ApiSession, node: str) -> None:
-    """Stop placing videos on a node; one that it makes now is finished."""
+    """Stop placing videos on a node. A running video job is finished."""
     session.show(
         session.call("POST", f"/api/v1/nodes/{quote(node, safe='')}/deny-video"),
         lambda _: click.echo(f"{node} makes no new videos"),
@@ -198,10 +198,10 @@ def deny_video(session: ApiSession, node: str) -> None:
 
 @node.command()
 @click.argument("node")
-@click.option("--wait", type=Duration(), help="Wait until it has no requests, so long at most (30s, 5m).")
+@click.option("--wait", type=Duration(), help="Longest wait until the node has no requests (30s, 5m).")
 @options
 def drain(session: ApiSession, node: str, wait: float | None) -> None:
-    """Cordon a node and move its running requests to other nodes; clients see a pause at most.
+    """Cordon a node and move its running requests to other nodes. Clients see at most a short pause.
 
     The node stays cordoned until `cluster node uncordon`. Exit code 6: no other node has room for the remaining
     requests, and they end where they are.
@@ -215,8 +215,8 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
     if answer["left"]:
         raise CommandError(
             REFUSED,
-            f"{node} is cordoned, {answer['left']} requests are still there: nobody else has room; "
-            "wait with --wait, or let them end",
+            f"{node} is cordoned, {answer['left']} requests are still running: no other node has room; "
+            "use --wait, or let them end",
         )
     if not session.json:
         click.echo(f"{node} is empty and cordoned")
@@ -227,10 +227,12 @@ def drain(session: ApiSession, node: str, wait: float | None) -> None:
 @click.argument("labels", nargs=-1)
 @options
 def label(session: ApiSession, node: str, labels: tuple[str, ...]) -> None:
-    """Set the LABELS of a node, replacing all others. API keys can be limited to labels."""
+    """Replace the LABELS of a node. API keys can be limited to labels."""
     wrong = next((one for one in labels if not LABEL.fullmatch(one)), None)
     if wrong is not None:
-        raise click.UsageError(f"{wrong!r} is no label: 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large")
+        raise click.UsageError(
+            f"{wrong!r} is not a valid label: use 1 to 63 letters, digits, `.`, `-`, `_`, `=`, as in gpu=large"
+        )
     answer = session.call("PUT", f"/api/v1/nodes/{quote(node, safe='')}/labels", {"labels": list(labels)})
     session.show(answer, lambda made: click.echo(f"{node}: {', '.join(made['labels']) or 'no labels'}"))
 
@@ -257,11 +259,11 @@ def remove(session: ApiSession, node: str, yes: bool) -> None:
     type=click.IntRange(1, 2**30),
     default=65536,
     show_default=True,
-    help="Most bytes of the log's end.",
+    help="Maximum number of bytes from the end of the log.",
 )
 @options
 def logs(session: ApiSession, node: str, size: int) -> None:
-    """Print the newest whole lines of a node's log, fetched over its link."""
+    """Print the newest lines of a node's log, fetched over its link."""
     from coordinator.cli.commands.logs_and_top import print_log
 
     print_log(session, session.request("GET", f"/api/v1/nodes/{quote(node, safe='')}/logs?bytes={size}"))
@@ -283,4 +285,4 @@ def approve(session: ApiSession, code: str | None, reject: bool) -> None:
         )
         return
     answer = session.call("DELETE" if reject else "POST", f"/api/v1/joins/{quote(code, safe='')}")
-    session.show(answer, lambda made: click.echo(f"{made['name']} {'turned away' if reject else 'joined'}"))
+    session.show(answer, lambda made: click.echo(f"{made['name']} {'rejected' if reject else 'joined'}"))

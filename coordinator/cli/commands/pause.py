@@ -20,13 +20,15 @@ from host.pause_file import PauseFile, PauseRecord
 def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
     """Stop work on a Mac for DURATION (30m, 2h, 1d) and free its memory.
 
-    \b
-    cluster pause 2h           this Mac, also while its node is stopped
-    cluster pause              this Mac, until `cluster resume`
-    cluster pause studio 2h    another Mac, through the coordinator
+    Examples:
 
-    Running requests continue on other Macs, or have `sharing.grace_seconds` to end here. Then the models are unloaded.
-    The pause stays over restarts.
+    \b
+    cluster pause 2h           this Mac, even with its node stopped
+    cluster pause              this Mac, until `cluster resume`
+    cluster pause studio 2h    another Mac, by name.
+
+    Running requests continue on other Macs, or have `sharing.grace_seconds` to end on this Mac. Then the models are
+    unloaded. The pause persists across restarts.
     """
     name, seconds = _read(node, duration)
     if name is None:
@@ -40,10 +42,10 @@ def pause(session: ApiSession, node: str | None, duration: str | None) -> None:
 @click.argument("node", required=False)
 @options
 def resume(session: ApiSession, node: str | None) -> None:
-    """End a Mac's pause: this one's, or another's by name. Its own rule, `sharing.when`, holds again."""
+    """End the pause of this Mac, or of another Mac by name. The setting `sharing.when` applies again."""
     if node is None:
         there = _file(session.state).remove()
-        text = "this Mac takes work again within a second, unless sharing.when says otherwise"
+        text = "this Mac accepts requests again within 1 s, if sharing.when permits"
         answer = {"schema": 1, "paused": False, "was_paused": there}
         session.show(answer, lambda told: click.echo(text if told["was_paused"] else "this Mac was not paused"))
         return
@@ -60,7 +62,7 @@ def describe_sharing(sharing: dict[str, Any]) -> str:
 
 
 def _left(told: dict[str, Any]) -> str:
-    return f"; {told['in_flight']} requests are still there and end or move soon" if told["in_flight"] else ""
+    return f"; {told['in_flight']} requests still run, and move or end soon" if told["in_flight"] else ""
 
 
 def _read(node: str | None, duration: str | None) -> tuple[str | None, float | None]:
@@ -88,8 +90,7 @@ def _pause_here(session: ApiSession, seconds: float | None) -> None:
     session.show(
         {"schema": 1, "paused": True, "until": until},
         lambda _: click.echo(
-            f"this Mac takes nothing new from the next second on, {end}; what runs here moves or ends, then its "
-            "memory is back"
+            f"this Mac accepts no new requests, {end}; running requests move or end, then the models are unloaded"
         ),
     )
 
@@ -98,6 +99,6 @@ def _file(state: Path) -> PauseFile:
     folder = state / "node"
     if not (folder / "identity" / "identity.json").exists():
         raise CommandError(
-            NOT_FOUND, f"there is no node in {state}: name another (`cluster pause NODE 2h`), or join with this machine"
+            NOT_FOUND, f"there is no node in {state}: name a node (`cluster pause NODE 2h`), or join this machine first"
         )
     return PauseFile(folder)

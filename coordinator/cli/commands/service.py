@@ -1,4 +1,4 @@
-"""`cluster service`: this machine's part of the pool as a service that starts with the machine."""
+"""`cluster service`: runs this machine's part of the pool as a system service."""
 
 import json
 import os
@@ -22,16 +22,18 @@ INSTALLED_NOT_RUNNING = 1
 
 @click.group(cls=CommandGroup)
 def service() -> None:
-    """Run this machine's part of the pool as a service of the system, from its start on.
+    """Run this machine's part of the pool as a system service that starts at boot.
 
-    On macOS it is a LaunchDaemon, on Linux a unit of systemd; both run as an ordinary user.
+    The service is a LaunchDaemon on macOS and a systemd unit on Linux. Both run as an ordinary user.
     """
 
 
 @service.command(context_settings={"ignore_unknown_options": False})
-@click.option("--user", help="User that runs it, by default the one who called sudo. Never root.")
-@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; that user's own.")
-@click.option("--coordinator", is_flag=True, help="Make a cluster here at the first start, where none is yet.")
+@click.option("--user", help="User that runs the service, not root; default: the user who called sudo.")
+@click.option(
+    "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; default: that of the user."
+)
+@click.option("--coordinator", is_flag=True, help="Create a cluster here at the first start if there is none.")
 @click.option("--wired-limit-mb", type=click.IntRange(1), help="macOS: set Metal's wired limit at each start.")
 @click.option("--dry-run", is_flag=True, help="Print the files that would be written; change nothing.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
@@ -49,9 +51,11 @@ def install(
 ) -> None:
     """Install the service, or repair it. Running it again changes nothing.
 
-    It runs `cluster up` where a cluster was created and `cluster join` where a node has joined, so join once by hand
-    first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`. Exit codes: 4 not root, 6 files
-    of another program are in the way, 7 the service does not stay up (the previous state is restored).
+    The service runs `cluster up` if a cluster was created here, and `cluster join` if a node has joined. Join once by
+    hand first. ARGUMENTS after `--` are passed on, as in `cluster service install -- --lan`.
+
+    Exit codes: 4 not root, 6 files of another program are in the way, 7 the service does not stay up (the previous
+    state is restored).
     """
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import install as carry_out
@@ -61,7 +65,7 @@ def install(
     if dry_run:
         _preview(host, plan, output)
         return
-    with _refusals(), spinner("installing the service, and waiting until it stays up"):
+    with _refusals(), spinner("installing and starting the service"):
         done, standing = carry_out(host, plan)
     answer = {
         "schema": 1,
@@ -77,7 +81,7 @@ def install(
         return
     for one in done or [f"nothing to do: the service runs, process {standing.pid}"]:
         click.echo(one)
-    click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` looks at it")
+    click.echo(f"it runs as {plan.user} with the state folder {plan.state}; `cluster service status` shows its state")
 
 
 def _plan(
@@ -100,8 +104,8 @@ def _plan(
     if role == "node" and not (folder / "node" / "identity" / "identity.json").exists():
         raise CommandError(
             NOT_FOUND,
-            f"no node has joined from {folder}, and no cluster was made there: join once by hand "
-            "(`cluster join URL --token-file FILE`, Ctrl-C), or make one with --coordinator",
+            f"{folder} has neither a joined node nor a cluster: join once by hand "
+            "(`cluster join URL --token-file FILE`, Ctrl-C), or create a cluster with --coordinator",
         )
     _understood(role, arguments)
     if wired:
@@ -163,7 +167,7 @@ def _preview(host: "ServiceHost", plan: "ServicePlan", output: str) -> None:
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 @click.pass_context
 def uninstall(ctx: click.Context, output: str) -> None:
-    """Stop the service and remove it; cluster, node, models and logs stay, and it says where."""
+    """Stop the service and remove it. Cluster, node, models and logs are kept, and their folders are printed."""
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing
     from coordinator.service.setup import uninstall as take_away
@@ -215,13 +219,13 @@ def status(ctx: click.Context, output: str) -> None:
 
 def _told(answer: dict[str, Any]) -> str:
     if not answer["installed"]:
-        rest = ", though its unit is gone: `cluster service install` repairs that" if answer["loaded"] else ""
+        rest = ", but its unit is missing: `cluster service install` repairs that" if answer["loaded"] else ""
         return f"not installed{rest}"
     if answer["running"]:
         state = f"running, process {answer['pid']}"
     else:
         state = "loaded, not running" if answer["loaded"] else "not loaded: `cluster service install` repairs that"
-    ended = f"\nlast end  {answer['last_exit']}" if answer["last_exit"] else ""
+    ended = f"\nlast exit {answer['last_exit']}" if answer["last_exit"] else ""
     return (
         f"service   {state}\nunit      {answer['unit']}\nuser      {answer['user']}\nstate     {answer['state']}{ended}"
     )
@@ -230,7 +234,7 @@ def _told(answer: dict[str, Any]) -> str:
 @service.command()
 @click.pass_context
 def restart(ctx: click.Context) -> None:
-    """End the service as a stop does (requests may end), and start it again."""
+    """Stop the service gracefully (running requests may end), and start it again."""
     from coordinator.service.service_manager import ServiceHost
     from coordinator.service.setup import existing, wait
 
@@ -244,9 +248,9 @@ def restart(ctx: click.Context) -> None:
 
 
 @service.command()
-@click.option("-f", "--follow", is_flag=True, help="Print new lines as they come.")
+@click.option("-f", "--follow", is_flag=True, help="Print new lines as they arrive.")
 @click.option(
-    "--lines", type=click.IntRange(1, 100_000), default=200, show_default=True, help="How many of the newest."
+    "--lines", type=click.IntRange(1, 100_000), default=200, show_default=True, help="Number of newest lines."
 )
 @click.pass_context
 def logs(ctx: click.Context, follow: bool, lines: int) -> None:

@@ -13,7 +13,7 @@ from coordinator.client.errors import NOT_FOUND, CommandError
 
 
 def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Ask the running coordinator; without one, do the same on its database under its lock."""
+    """Call the running coordinator. Without one, run the same operation on its database under its lock."""
     if session.running:
         return session.call(method, path, body)
     from coordinator.cli.offline import run_offline as offline
@@ -22,12 +22,12 @@ def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | Non
 
 
 def format_minute(seconds: float | None) -> str:
-    """Write a time stamp for a person."""
+    """Format a time stamp for a person."""
     return "never" if seconds is None else datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
 def format_second(seconds: float) -> str:
-    """Write a time stamp for a person, to the second."""
+    """Format a time stamp for a person, to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
 
 
@@ -37,7 +37,7 @@ class Duration(click.ParamType[float]):
     name = "duration"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Read one; a click usage error otherwise."""
+        """Parse a duration. Raise a usage error if it is not one."""
         if isinstance(value, float):
             return value
         unit = {"s": 1, "m": 60, "h": 3600, "d": 86400}.get(str(value)[-1:])
@@ -56,7 +56,7 @@ class Day(click.ParamType[str]):
     name = "day"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        """Return the day as it was written; a usage error when it is none."""
+        """Return the day as written. Raise a usage error if it is not a day."""
         try:
             return date.fromisoformat(str(value)).isoformat()
         except ValueError:
@@ -92,7 +92,7 @@ def token() -> None:
     show_default=True,
     help="Number of machines that may use it.",
 )
-@click.option("--name", default="", help="A name for the list.")
+@click.option("--name", default="", help="Name in `cluster token list`.")
 @options
 def token_create(session: ApiSession, ttl: float, uses: int, name: str) -> None:
     """Create a join token. It works once, for one hour, unless --uses or --ttl is given."""
@@ -160,23 +160,23 @@ def limits(command: Callable[..., None]) -> Callable[..., None]:
     for option in reversed(
         (
             click.option(
-                "--model", "models", multiple=True, help="Only this model or pattern (`qwen*`); again for more."
+                "--model", "models", multiple=True, help="Allow only this model or pattern (`qwen*`); may be repeated."
             ),
-            click.option("--label", "labels", multiple=True, help="Only nodes with this label; again for more."),
-            click.option("--requests-per-minute", type=click.IntRange(1), help="Most requests in a minute."),
+            click.option("--label", "labels", multiple=True, help="Use only nodes with this label; may be repeated."),
+            click.option("--requests-per-minute", type=click.IntRange(1), help="Maximum requests per minute."),
             click.option(
-                "--tokens-per-minute", type=click.IntRange(1), help="Most tokens in a minute, prompts included."
+                "--tokens-per-minute", type=click.IntRange(1), help="Maximum tokens per minute, prompts included."
             ),
-            click.option("--concurrency", type=click.IntRange(1), help="Most requests at once."),
+            click.option("--concurrency", type=click.IntRange(1), help="Maximum concurrent requests."),
             click.option(
                 "--waiting",
                 type=click.IntRange(0),
-                help="Most queued requests; by default a quarter of all, more while no other key waits.",
+                help="Maximum queued requests; default: a quarter of the queue, more while no other key waits.",
             ),
             click.option(
                 "--priority",
                 type=click.Choice(["low", "normal", "high"]),
-                help="Its share of queue and decode slots beside other keys: 1, 4 (normal) or 16.",
+                help="Weight of the key for queue and decode slots: 1, 4 (normal) or 16.",
             ),
         )
     ):
@@ -266,12 +266,12 @@ CLEARABLE = ("models", "labels", "requests_per_minute", "tokens_per_minute", "co
 )
 @options
 def key_limit(session: ApiSession, key_: str, cleared: tuple[str, ...], **given: Any) -> None:
-    """Change the named limits of a key, at once; the others stay. Prints the limits before and after."""
+    """Change the given limits of a key at once and print the limits before and after. Other limits stay."""
     row, changes = find(session, "key", key_), limits_of(given)
     names = set(CLEARABLE) if "all" in cleared else {name.replace("-", "_") for name in cleared}
     both = sorted(names & set(changes)) if "all" not in cleared else []
     if both:
-        raise click.UsageError(f"{both[0].replace('_', '-')} is given and cleared at once: which of the two?")
+        raise click.UsageError(f"{both[0].replace('_', '-')} is both given and cleared: use one of the two")
     if not names and not changes:
         raise click.UsageError(f"name a limit to change, or --clear one; {_title(row)} has: {_told(row['limits'])}")
     kept = {name: value for name, value in row["limits"].items() if name not in names}
@@ -325,7 +325,7 @@ def key_rotate(session: ApiSession, key_: str, yes: bool) -> None:
 
 @key.command("usage")
 @click.argument("key_", metavar="[KEY]", required=False)
-@click.option("--since", type=Day(), metavar="DAY", help="Only from this day on (UTC, 2026-01-31).")
+@click.option("--since", type=Day(), metavar="DAY", help="Show usage since this day (UTC, 2026-01-31).")
 @options
 def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
     """Show how many requests and tokens each key used, by model."""
@@ -343,7 +343,7 @@ def key_usage(session: ApiSession, key_: str | None, since: str | None) -> None:
 
 
 @click.command()
-@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="How many.")
+@click.option("--last", type=click.IntRange(1), default=50, show_default=True, help="Number of newest entries.")
 @options
 def audit(session: ApiSession, last: int) -> None:
     """Print the audit log: time, key, address and action for joins, keys, tokens, nodes and models."""

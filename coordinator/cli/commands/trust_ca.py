@@ -1,4 +1,4 @@
-"""`cluster trust-ca`: let this machine's programs trust the pool's HTTPS endpoint."""
+"""`cluster trust-ca`: makes this machine's programs trust the pool's HTTPS endpoint."""
 
 import hashlib
 import http.client
@@ -22,23 +22,26 @@ SYSTEM_STORE = Path("/usr/local/share/ca-certificates")
 BUNDLES = ("/etc/ssl/certs/ca-certificates.crt", "/etc/ssl/cert.pem", "/etc/pki/tls/certs/ca-bundle.crt")
 """Files with the system's trusted authorities, for programs that do not use the system's trust store."""
 MAX_CERTIFICATE_BYTES = 16_384
-"""Bytes of an authority's certificate that are read from a stranger."""
+"""Maximum bytes of an authority's certificate that are read from an untrusted endpoint."""
 
 
 @click.command("trust-ca")
 @click.argument("endpoint", metavar="[URL]", required=False)
-@click.option("--fingerprint", help="What it must be, from the output of `cluster up`; without it you are asked.")
-@click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM), trust nothing.")
-@click.option("--remove", is_flag=True, help="Trust it no longer.")
+@click.option(
+    "--fingerprint",
+    help="Expected fingerprint, from the output of `cluster up`. Without it, the command asks you to compare.",
+)
+@click.option("--print", "only_print", is_flag=True, help="Print the certificate (PEM) without trusting it.")
+@click.option("--remove", is_flag=True, help="Remove the trust.")
 @options
 def trust_ca(
     session: ApiSession, endpoint: str | None, fingerprint: str | None, only_print: bool, remove: bool
 ) -> None:
     """Trust the authority behind the endpoint at URL, so that this machine's programs can use HTTPS there.
 
-    It is an authority that can vouch for `.local` names, `localhost`, the names of `http.allowed_hosts`, and addresses.
-    Run it on every machine where a client runs. Programs that bring their own list of authorities (Python, Node, Bun)
-    need the variables that `cluster env` prints from then on.
+    The authority can certify `.local` names, `localhost`, the names of `http.allowed_hosts`, and addresses. Run the
+    command on every machine with a client. Programs with their own list of authorities (Python, Node, Bun) also need
+    the variables that `cluster env` prints.
     """
     base = base_url(endpoint) if endpoint else session.target()[0]
     pem = fetch(base)
@@ -62,9 +65,9 @@ def trust_ca(
 
 
 def _print(answer: dict[str, Any]) -> None:
-    click.echo("trusted by this machine" if answer["trusted"] else "trusted no longer")
+    click.echo("trusted by this machine" if answer["trusted"] else "no longer trusted")
     if answer["trusted"]:
-        click.echo('variables for programs with a list of authorities of their own: eval "$(cluster env)"')
+        click.echo('variables for programs with their own list of authorities: eval "$(cluster env)"')
 
 
 def confirmed_authority(base: str, fingerprint: str | None) -> str:
@@ -85,16 +88,15 @@ def confirmed_authority(base: str, fingerprint: str | None) -> str:
 
 
 def confirm_fingerprint(base: str, fingerprint: str, pem: str) -> None:
-    """Ask whether an authority's fingerprint is the one that the coordinator shows. Problem when it is not."""
-    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can vouch for {_scope(pem)}"
+    """Ask whether an authority's fingerprint is the one that the coordinator shows. Raise `CommandError` if not."""
+    text = f"the authority of {base} has the fingerprint\n  {fingerprint}\nand can certify {_scope(pem)}"
     click.echo(text, err=True)
     if not sys.stdin.isatty():
         raise click.UsageError(
-            "there is no terminal to ask whether that is right: compare it with the line of "
-            "`cluster up`, then add --fingerprint"
+            "there is no terminal to confirm it: compare it with the output of `cluster up`, then add --fingerprint"
         )
     if not click.confirm("Does the coordinator's `cluster up` show the same?", err=True):
-        raise CommandError(PIN, "nothing was trusted: another machine may be in between")
+        raise CommandError(PIN, "nothing was trusted: another machine may intercept the connection")
 
 
 def fetch(base: str) -> str:
@@ -117,7 +119,7 @@ def fetch(base: str) -> str:
     finally:
         connection.close()
     if response.status != 200:
-        raise CommandError(NOT_FOUND, f"{base} uses a certificate that was given to it: it has no authority of its own")
+        raise CommandError(NOT_FOUND, f"{base} uses given certificate files: it has no authority of its own")
     return text
 
 
@@ -137,11 +139,11 @@ def check(pem: str, base: str, wanted: str | None) -> str:
         raise CommandError(
             PIN,
             f"the authority of {base} has the fingerprint {found}, not {wanted}: do not trust it, "
-            "somebody may be in between",
+            "another machine may intercept the connection",
         )
     if not all(_names(certificate) or [""]):  # an empty name permits all
         raise CommandError(
-            PIN, f"the authority of {base} could vouch for any site: it is not one of ours, do not trust it"
+            PIN, f"the authority of {base} can certify any site: it is not an authority of macpool, do not trust it"
         )
     return found
 
@@ -178,8 +180,10 @@ def bundle_of(state: Path, pem: str) -> str | None:
 
 
 def trusted(state: Path, base: str | None) -> tuple[str, str] | None:
-    """Return the URL and the bundle of the endpoint that this machine trusted last, or of the one at `base`; None
-    where it trusts none."""
+    """Return the URL and the bundle of the endpoint that this machine trusted last, or of the one at `base`.
+
+    Return None if this machine trusts none.
+    """
     kept = sorted((state / "trusted").glob("*.url"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in kept:
         url = file.read_text().strip()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from coordinator.state.settings import CoordinatorSettings
     from host.settings_loader import ResolvedSettings
 
-ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses that mean "everybody"
+ALL_INTERFACES = frozenset({"0.0.0.0", "::"})  # noqa: S104  the addresses of all interfaces
 
 
 class ListenAddress(click.ParamType[tuple[str, int]]):
@@ -29,7 +29,7 @@ class ListenAddress(click.ParamType[tuple[str, int]]):
     name = "host:port"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, int]:
-        """Read one; a click usage error otherwise."""
+        """Parse an address. Raise a usage error if it is not one."""
         if isinstance(value, tuple):
             return value  # pyright: ignore[reportUnknownVariableType]  a default that was converted before
         host, colon, port = str(value).rpartition(":")
@@ -39,7 +39,9 @@ class ListenAddress(click.ParamType[tuple[str, int]]):
 
 
 @click.command()
-@click.option("--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; made if missing.")
+@click.option(
+    "--state", envvar="MACPOOL_STATE", type=click.Path(path_type=Path), help="State folder; created if missing."
+)
 @click.option("--listen", type=ListenAddress(), help="Where clients connect.  [default: 127.0.0.1:8080]")
 @click.option("--lan", is_flag=True, help="Serve the local network: HTTPS, with API keys.")
 @click.option(
@@ -52,7 +54,7 @@ class ListenAddress(click.ParamType[tuple[str, int]]):
 @click.option(
     "--local-node/--no-local-node",
     default=None,
-    help="Run a node on this machine. The default, unless that node has left the cluster.",
+    help="Run a node on this machine (default, unless the node has left the cluster).",
 )
 @click.option("--models", multiple=True, type=click.Path(path_type=Path), help="A folder of models for the local node.")
 @click.option("--set", "pairs", multiple=True, metavar="KEY=VALUE", help="A setting; see docs/settings.md.")
@@ -69,15 +71,15 @@ def up(
 ) -> None:
     """Start the coordinator, and a node on this machine, until Ctrl-C.
 
-    The first start makes the cluster: its certificate authority, its id and the first API key, which is shown once.
+    The first start creates the cluster: its certificate authority, its id and the first API key, which is shown once.
     """
     if lan and listen is not None:
         raise click.UsageError(
-            "--lan and --listen exclude each other: --lan is --listen 0.0.0.0:8080 (name another port so)"
+            "--lan and --listen exclude each other: --lan means --listen 0.0.0.0:8080 (for another port, use --listen)"
         )
     listen = listen or (("0.0.0.0", 8080) if lan else ("127.0.0.1", 8080))  # noqa: S104
     if local_node is False and models:
-        raise click.UsageError("--models is for the node on this machine, which --no-local-node leaves out")
+        raise click.UsageError("--models is for the node on this machine, which --no-local-node omits")
 
     from coordinator.run import RunOptions
     from coordinator.state.config_file import rows_shown
@@ -87,7 +89,7 @@ def up(
     resolved = _resolved(folder, pairs)
     forwarded = _for_the_node(pairs)
     if forwarded and local_node is False:
-        raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node leaves out")
+        raise CommandError(2, f"--set {forwarded[0]} is for the node on this machine, which --no-local-node omits")
     with_node = _wants_node(folder, local_node)
     if with_node:
         _check_node(folder, models, pairs)
@@ -109,8 +111,8 @@ def up(
                 click.echo("this Mac's own node has left the cluster; --local-node lets it join again")
             if facts["local_node_ready"] is False:
                 click.secho(
-                    f"this Mac's own node does not answer yet: `cluster nodes` shows its state, "
-                    f"{folder / 'logs' / 'node.log'} why",
+                    f"this Mac's own node does not answer yet: see its state in `cluster nodes` and the cause in "
+                    f"{folder / 'logs' / 'node.log'}",
                     fg="yellow",
                 )
 
@@ -123,7 +125,7 @@ def up(
 
 
 def _wants_node(folder: Path, given: bool | None) -> bool:
-    """Return whether to start the node of this machine: as given, else unless it has left."""
+    """Return whether to start the node of this machine: as given; by default, unless the node has left."""
     from host.left_marker import forget_left, has_left
 
     if given:
@@ -132,8 +134,10 @@ def _wants_node(folder: Path, given: bool | None) -> bool:
 
 
 def _check_node(folder: Path, models: tuple[Path, ...], pairs: tuple[str, ...]) -> None:
-    """Check the node of this machine before anything is created. Problem when it could not start, or is of another
-    cluster."""
+    """Check the node of this machine before anything is created.
+
+    Raise `CommandError` if the node could not start, or belongs to another cluster.
+    """
     from coordinator.client.config_inspect import inspect_settings
     from coordinator.cluster.local_node import LocalNodeElsewhereError, check_node
 
@@ -179,7 +183,7 @@ def _for_the_node(pairs: tuple[str, ...]) -> list[str]:
 
 
 def _run(options: "RunOptions", ready: Callable[[dict[str, Any]], None]) -> None:
-    """Run until a signal; Problem when it cannot start."""
+    """Run until a signal. Raise `CommandError` if a part cannot start."""
     import uvloop
 
     from coordinator.backup.generation_fence import SupersededError
@@ -219,14 +223,14 @@ def _welcome(facts: dict[str, Any], listen: tuple[str, int]) -> None:
         click.echo(f"          {scheme}://{socket.gethostname().partition('.')[0]}.local:{port}/v1")
         if not facts["tls"]:
             click.secho(
-                "          open to the local network without TLS: every request needs an API key, but whoever can "
-                "listen on this network can read it",
+                "          open to the local network without TLS: every request needs an API key, but other machines "
+                "on this network can read it",
                 fg="red",
             )
     if facts["trust"]:
-        click.echo(f"trust it  {facts['trust']}  (once on every machine whose programs use it)")
+        click.echo(f"trust it  {facts['trust']}  (once on every machine with a client)")
     if "api_key" in facts:
-        click.echo(f"API key   {facts['api_key']}  (shown only now)")
+        click.echo(f"API key   {facts['api_key']}  (shown only once)")
     click.echo(f"add a Mac {facts['join']}")
     click.echo("Ctrl-C stops it")
     sys.stdout.flush()

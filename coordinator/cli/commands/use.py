@@ -20,21 +20,23 @@ from wire.units import show_size
 
 RETRY_SECONDS = 1.0
 EMBEDDED_MODEL = "macpool-tiny"
-"""The model that is in the package."""
+"""Model in the package."""
 TOY_NOTE = (
-    f"({EMBEDDED_MODEL} is a toy that knows a few answers by heart. For a real model: `cluster up --models FOLDER`, or "
+    f"({EMBEDDED_MODEL} is a demo with a few fixed answers. For a real model: `cluster up --models FOLDER`, or "
     "download one into the Hugging Face cache)"
 )
-"""Between two questions whether a node is ready."""
+"""Seconds between two checks whether a node is ready."""
 
 
 @click.command()
 @click.argument("model")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of the prompt.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1), default=1000, show_default=True, help="Length of the prompt in tokens."
+)
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of the answer.")
 @options
 def place(session: ApiSession, model: str, prompt_tokens: int, max_tokens: int | None) -> None:
-    """Show where a request would go now: every node's arithmetic, and why not. Nothing is sent or reserved."""
+    """Show where a request would go now, with every node's numbers or refusal. Nothing is sent or reserved."""
     body = {"model": model, "prompt_tokens": prompt_tokens, "max_tokens": max_tokens}
     answer = session.call("POST", "/api/v1/place", body)
     session.show(answer, _print_placement)
@@ -60,10 +62,10 @@ def _print_placement(answer: dict[str, Any]) -> None:
 
 
 @click.command("open")
-@click.option("--print", "only_print", is_flag=True, help="Print the link and start no browser.")
+@click.option("--print", "only_print", is_flag=True, help="Print the link without opening a browser.")
 @options
 def open_page(session: ApiSession, only_print: bool) -> None:
-    """Open the pool's page in a browser, by a link that works once and for two minutes."""
+    """Open the pool's page in a browser. The link works once, for 2 minutes."""
     answer = session.call("POST", "/api/v1/page/links", {})
     session.show(answer, lambda made: click.echo(made["url"]))
     if not only_print and sys.stdout.isatty():
@@ -72,11 +74,13 @@ def open_page(session: ApiSession, only_print: bool) -> None:
 
 @click.command()
 @click.argument("request_id", metavar="[ID]", required=False)
-@click.option("--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Without an ID: how many.")
-@click.option("--export", type=click.File("wb"), help="Write all kept decisions into a file, for `cluster replay`.")
+@click.option(
+    "--last", type=click.IntRange(1, 1000), default=20, show_default=True, help="Number of requests, without an ID."
+)
+@click.option("--export", type=click.File("wb"), help="Write all recorded decisions into a file, for `cluster replay`.")
 @options
 def explain(session: ApiSession, request_id: str | None, last: int, export: BinaryIO | None) -> None:
-    """Show the way of a request: placement, steps and end. Without ID, list the newest requests."""
+    """Show placement, steps and end of a request. Without ID, list the newest requests."""
     if export is not None:
         response = session.request("GET", "/api/v1/decisions", timeout=120)
         if response.status >= 400:
@@ -117,7 +121,7 @@ def _print_story(answer: dict[str, Any]) -> None:
         _print_steps(one["steps"])
     for one in answer["requests"]:
         took = f"{one['outcome']} after {one['seconds']:.3f} s"
-        click.echo(f"{one['request_id']}  {one['model'] or 'no model was read'}, key {one['key']}: {took}")
+        click.echo(f"{one['request_id']}  {one['model'] or 'no model'}, key {one['key']}: {took}")
         if one["message"]:
             click.echo(f"  {one['message']}")
         if one["ignored"]:
@@ -127,8 +131,8 @@ def _print_story(answer: dict[str, Any]) -> None:
             times = "  ".join(f"{name} {seconds:.3f} s" for name, seconds in one["timings"].items())
             click.echo(f"  on the node: {times}")
         click.echo(
-            f"  tokens: {one['prompt_tokens']} of prompt ({one['cached_tokens']} cached), "
-            f"{one['completion_tokens']} of answer"
+            f"  tokens: {one['prompt_tokens']} prompt ({one['cached_tokens']} cached), "
+            f"{one['completion_tokens']} generated"
         )
     for one in answer["decisions"]:
         click.echo(f"\ndecided {one['seconds_ago']:.1f} s ago among {one['nodes']} nodes: {one['refused'] or 'placed'}")
@@ -142,10 +146,10 @@ def _print_steps(steps: list[dict[str, Any]]) -> None:
 
 @click.command()
 @click.argument("file", type=click.File("rb"))
-@click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Who decides again.")
+@click.option("--policy", type=click.Choice(["balanced", "most_headroom"]), required=True, help="Placement policy.")
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def replay(file: BinaryIO, policy: str, output: str) -> None:
-    """Repeat the decisions of a FILE (`cluster explain --export FILE`) by another policy and show the differences."""
+    """Repeat the decisions of a FILE (`cluster explain --export FILE`) with another policy and show the differences."""
     from random import Random
 
     import msgspec
@@ -165,8 +169,8 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
         click.echo(json.dumps({"schema": 1, "policy": policy, **msgspec.to_builtins(found)}))
         return
     click.echo(
-        f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same by {policy}, "
-        f"{len(found.instead)} not; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s by "
+        f"{found.decisions} decisions, {found.refused} of them refusals: {found.same} the same with {policy}, "
+        f"{len(found.instead)} different; expected wait {found.waits[0]:.3f} s as decided, {found.waits[1]:.3f} s with "
         f"{policy}"
     )
     if found.instead:
@@ -175,18 +179,18 @@ def replay(file: BinaryIO, policy: str, output: str) -> None:
 
 @click.command()
 @click.argument("prompt", nargs=-1)
-@click.option("--model", help="Which model; the first one served unless given.")
-@click.option("--max-tokens", type=click.IntRange(1), help="Most tokens of the answer.")
+@click.option("--model", help="Model; default: the first one served.")
+@click.option("--max-tokens", type=click.IntRange(1), help="Maximum tokens of the answer.")
 @click.option(
     "--wait",
     type=click.FloatRange(0, 3600),
     default=60.0,
     show_default=True,
-    help="Longest wait, in seconds, for a node that starts.",
+    help="Longest wait for a starting node, in seconds.",
 )
 @options
 def chat(session: ApiSession, prompt: tuple[str, ...], model: str | None, max_tokens: int | None, wait: float) -> None:
-    """Send a prompt to a model and print the answer; without PROMPT it is read from standard input."""
+    """Send a prompt to a model and print the answer. Without PROMPT, read the prompt from standard input."""
     if not prompt and sys.stdin.isatty():
         raise click.UsageError("write a PROMPT, or pipe one in")
     text = " ".join(prompt) or sys.stdin.read()
@@ -209,7 +213,8 @@ def _answer(
 ) -> tuple[http.client.HTTPResponse, str]:
     """Return the answer to a chat and the name of its model, asking again until a node is ready.
 
-    Problem when no node is ready by `until`."""
+    Raise `CommandError` if no node is ready by `until`.
+    """
     body: dict[str, Any] = {"messages": [{"role": "user", "content": text}], "stream": not session.json}
     if max_tokens is not None:
         body["max_tokens"] = max_tokens
@@ -221,8 +226,8 @@ def _answer(
             if not (model or served):
                 raise CommandError(
                     REFUSED,
-                    "no node serves a model: `cluster nodes` shows each node's state, "
-                    "`cluster models` which models there are",
+                    "no node serves a model: see each node's state in `cluster nodes`, "
+                    "and the models in `cluster models`",
                 )
             name = model or served[0]
             response = session.request("POST", "/v1/chat/completions", {"model": name, **body}, 600)
@@ -247,18 +252,20 @@ def _pieces(response: http.client.HTTPResponse) -> Iterator[str]:
 
 KEY_VARIABLES = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "OLLAMA_API_KEY")
 BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS")
-"""Where OpenSSL, Python and Rust, where Python's `requests`, and where Node, Bun and Electron look for authorities."""
+"""Variables with a file of authorities: OpenSSL, Python and Rust; `requests`; Node, Bun and Electron."""
 
 
 @click.command()
-@click.option("--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Whose syntax.")
+@click.option(
+    "--shell", type=click.Choice(["sh", "fish"]), default="sh", show_default=True, help="Syntax of this shell."
+)
 @options
 def env(session: ApiSession, shell: str) -> None:
     """Print the variables that point the clients of OpenAI, Anthropic and Ollama at this pool: `eval "$(cluster env)"`.
 
-    Works on the coordinator's machine, with --url, and wherever `cluster trust-ca` was run. The key is the one of
-    --key-file; without it a line says how to create one. The variables with the file of the pool's authority are
-    printed where this machine trusts it.
+    The command works on the coordinator's machine, with --url, and on a machine with `cluster trust-ca`. The key is
+    that of --key-file; without it, a comment shows how to create one. If this machine trusts the pool's authority, the
+    output includes the variables with its file.
     """
     base, bundle, untrusted = _endpoint(session)
     key = session.key_file.read_text().strip() if session.key_file else None
@@ -283,12 +290,14 @@ def env(session: ApiSession, shell: str) -> None:
             "`cluster key create NAME`"
         )
     if untrusted:
-        click.echo("# the certificate: `cluster trust-ca` once on each machine; then this names its file, too")
+        click.echo("# the certificate: run `cluster trust-ca` once on each machine, then this command prints its file")
 
 
 def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
-    """Return the URL of the endpoint, the file with its authority, and whether it has an authority that this machine
-    does not trust yet. Without a coordinator here and without --url it is the endpoint that was trusted last."""
+    """Return the URL of the endpoint, the file with its authority, and whether this machine must still trust it.
+
+    Without a coordinator here and without --url, use the endpoint that was trusted last.
+    """
     from coordinator.cli.commands.trust_ca import bundle_of, trusted
 
     known = None
@@ -308,9 +317,10 @@ def _endpoint(session: ApiSession) -> tuple[str, str | None, bool]:
 @click.option("--cluster", "whole", is_flag=True, help="Print the versions of the coordinator and of every node.")
 @options
 def version(session: ApiSession, whole: bool) -> None:
-    """Print versions; with --cluster what every member runs, its protocol, and what to do.
+    """Print versions. With --cluster, print version, protocol and next step of every member.
 
-    Exit code 8 where a member cannot take part because of its protocol."""
+    Exit code 8 if the protocol of a member is not supported.
+    """
     from importlib.metadata import version as installed
 
     from wire import identity
@@ -350,14 +360,14 @@ def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, An
 
 
 def _print_version(answer: dict[str, Any]) -> None:
-    click.echo(f"macpool {answer['version']}, protocol {answer['protocol']} (speaks from {answer['oldest']})")
+    click.echo(f"macpool {answer['version']}, protocol {answer['protocol']} (supports {answer['oldest']} and newer)")
     if "coordinator" in answer:
         rows = [("coordinator", "", answer["coordinator"], str(answer["coordinator_protocol"]), "")]
         rows += [
             (one["name"], one["state"], one["version"] or "-", str(one["protocol"] or "-"), one["advice"] or "ok")
             for one in answer["members"]
         ]
-        table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "WHAT TO DO"), rows)
+        table(("MEMBER", "STATE", "VERSION", "PROTOCOL", "NEXT STEP"), rows)
 
 
 @click.command()

@@ -22,7 +22,7 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 
 
 @video.command()
-@click.option("--model", help="Which model; may be left out where the pool has only one for videos.")
+@click.option("--model", help="Model; optional if the pool has only one for videos.")
 @click.option("--sizes", default=MATRIX, show_default=True, help="Sizes to measure.")
 @click.option("--steps", type=click.IntRange(1), default=2, show_default=True, help="Denoising steps of each clip.")
 @click.option("--frames", type=click.IntRange(1), default=17, show_default=True, help="Frames of each clip.")
@@ -30,8 +30,8 @@ MATRIX = "384x224,640x368,832x480,1280x720"
 def calibrate(session: ApiSession, model: str | None, sizes: str, steps: int, frames: int) -> None:
     """Make a clip of each size and record its peak memory.
 
-    A peak above the prediction moves the prediction up, for this model, engine and quantization. Runs as long as the
-    clips take, and waits for its turn behind other videos.
+    A peak above the prediction raises the prediction for this model, engine and quantization. The command runs until
+    all clips are made, and waits in the queue behind other videos.
     """
     matrix = measured_sizes(sizes)
     rows = calibration(session, only_model(session, model), matrix, steps, frames)
@@ -51,7 +51,7 @@ def _print(answer: dict[str, Any]) -> None:
     for one in answer["profiles"]:
         click.echo(
             f"{one['package']}, engine {one['engine']}, {one['bits'] or 16} bits: base {show_size(one['base'])}, "
-            f"{show_size(one['slope'])} a token, margin {show_size(one['margin'])}; {one['measured']} jobs measured"
+            f"{show_size(one['slope'])} per token, margin {show_size(one['margin'])}; {one['measured']} jobs measured"
         )
 
 
@@ -60,21 +60,23 @@ def _print(answer: dict[str, Any]) -> None:
 @click.option(
     "--wheelhouse",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Take all packages from this folder and ask no index.",
+    help="Install all packages from this folder, without an index.",
 )
 @click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="Output format.")
 def install(state: Path | None, wheelhouse: Path | None, output: str) -> None:
-    """Make the environment that videos are made in, on this machine: some gigabytes, locked by hash.
+    """Install the video environment on this machine: several GB, locked by hash.
 
-    A node that runs here offers video within half a minute, if it has a video package. Nothing is done where the
-    environment is there already.
+    A node that runs here offers video within 30 s, if it has a video package. If the environment is already installed,
+    the command changes nothing.
     """
     command = [sys.executable, "-P", "-m", "node.video.environment", "--folder", str(_folder(state or default_state()))]
     command += ["--wheelhouse", str(wheelhouse)] if wheelhouse else []
     with spinner("installing the video environment"):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CommandError(1, done.stderr.strip().removeprefix("error: ") or f"it ended with {done.returncode}")
+        raise CommandError(
+            1, done.stderr.strip().removeprefix("error: ") or f"the installation ended with exit code {done.returncode}"
+        )
     made = json.loads(done.stdout)
     click.echo(json.dumps(made) if output == "json" else f"the video engine {made['engine']} is installed")
 

@@ -19,7 +19,7 @@ from coordinator.client.terminal_text import harmless, raw_output
 from wire.units import show_size
 
 POLL_INTERVAL_SECONDS = 1.0
-"""Between two looks at a video that is waited for."""
+"""Seconds between two queries of a video's state."""
 CHUNK_BYTES = 1024 * 1024
 DEFAULT_PROMPT = "a calm sea under a clear sky"
 
@@ -30,7 +30,7 @@ def video() -> None:
 
 
 @video.command("list")
-@click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="How many.")
+@click.option("--last", type=click.IntRange(1, 100), default=20, show_default=True, help="Number of newest videos.")
 @options
 def list_videos(session: ApiSession, last: int) -> None:
     """List the newest videos."""
@@ -78,19 +78,19 @@ def _print_one(one: dict[str, Any]) -> None:
 
 @video.command()
 @click.argument("prompt", nargs=-1, required=True)
-@click.option("--model", help="Which model; may be left out where the pool has only one for videos.")
+@click.option("--model", help="Model; optional if the pool has only one for videos.")
 @click.option("--size", help="WIDTHxHEIGHT in pixels.")
 @click.option("--seconds", type=int, help="Length.")
-@click.option("--frames", type=int, help="Length in frames, instead of seconds.")
-@click.option("--fps", type=int, help="Frames a second.")
+@click.option("--frames", type=int, help="Length in frames instead of seconds.")
+@click.option("--fps", type=int, help="Frames per second.")
 @click.option("--steps", type=int, help="Denoising steps.")
 @click.option("--seed", type=int, help="The same seed makes the same clip.")
-@click.option("--negative-prompt", help="What should not be seen.")
-@click.option("--wait", "waits", is_flag=True, help="Wait until it is made.")
-@click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip there.")
+@click.option("--negative-prompt", help="Negative prompt: content to avoid.")
+@click.option("--wait", "waits", is_flag=True, help="Wait until the video is complete.")
+@click.option("--output-file", type=click.Path(path_type=Path), help="Wait, and write the clip into this file.")
 @options
 def create(session: ApiSession, prompt: tuple[str, ...], waits: bool, output_file: Path | None, **fields: Any) -> None:
-    """Ask for a video of PROMPT."""
+    """Create a video from PROMPT."""
     body = {name: value for name, value in fields.items() if value is not None}
     body["model"] = only_model(session, body.get("model"))
     made = session.call("POST", "/v1/videos", {"prompt": " ".join(prompt), **body})
@@ -115,12 +115,12 @@ def cancel(session: ApiSession, video: str) -> None:
 
 @video.command()
 @click.argument("video")
-@click.option("--timeout", type=Duration(), help="Wait no longer than this (30s, 2h).")
+@click.option("--timeout", type=Duration(), help="Longest wait (30s, 2h).")
 @options
 def wait(session: ApiSession, video: str, timeout: float | None) -> None:
-    """Wait until a video is made, with its progress on a terminal.
+    """Wait until a video is complete, and show its progress on a terminal.
 
-    Exit code 6 when it fails, 7 when it takes longer.
+    Exit codes: 6 the video failed, 7 timeout.
     """
     made = _wait(session, video, timeout)
     session.show({"schema": 1, **made}, lambda one: click.echo(f"{one['id']} {one['status']}"))
@@ -129,8 +129,8 @@ def wait(session: ApiSession, video: str, timeout: float | None) -> None:
 
 @video.command()
 @click.argument("video")
-@click.option("--output-file", type=click.Path(path_type=Path), help="Where to; VIDEO.mp4 or .webp unless given.")
-@click.option("--thumbnail", is_flag=True, help="Its picture instead.")
+@click.option("--output-file", type=click.Path(path_type=Path), help="Target file; default VIDEO.mp4 or VIDEO.webp.")
+@click.option("--thumbnail", is_flag=True, help="Write the thumbnail instead.")
 @options
 def get(session: ApiSession, video: str, output_file: Path | None, thumbnail: bool) -> None:
     """Write a finished video into a file."""
@@ -156,7 +156,7 @@ def _download(session: ApiSession, video: str, file: Path, variant: str) -> int:
                 target.write(piece)
                 size += len(piece)
         if size != promised:
-            raise CommandError(1, f"only {size} of {promised} bytes came: try again")
+            raise CommandError(1, f"only {size} of {promised} bytes arrived: try again")
         beside.replace(file)
     except OSError as error:
         raise CommandError(1, f"{file} cannot be written: {error.strerror or error}") from None
@@ -194,7 +194,7 @@ class ProgressOutput(Protocol):
 
 
 class ProgressLines:
-    """Prints one line a phase, for a file or a pipe."""
+    """Prints one line for each phase, to a file or a pipe."""
 
     def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show progress and phase."""
@@ -204,7 +204,7 @@ class ProgressLines:
 
 
 class NoProgress:
-    """Nothing: the answer is for a program."""
+    """Prints no progress, because the answer is for a program."""
 
     def show_progress(self, progress: int, phase: str, told: str) -> str:
         """Show nothing."""
@@ -212,7 +212,7 @@ class NoProgress:
 
 
 class ProgressBar:
-    """A bar on a terminal."""
+    """Progress bar on a terminal."""
 
     def __init__(self, progress: Any) -> None:
         self._progress = progress
@@ -243,7 +243,7 @@ def _progress(session: ApiSession) -> Generator[ProgressOutput]:
 @video.command("leases")
 @options
 def list_leases(session: ApiSession) -> None:
-    """List the memory that is lent now: by which node, to which video, and what its worker takes of it."""
+    """List the leases: node, video, size, and the memory that the video worker uses."""
     session.show(session.call("GET", "/api/v1/leases"), _print_leases)
 
 
@@ -258,7 +258,7 @@ def _print_leases(answer: dict[str, Any]) -> None:
             show_size(one["footprint"]),
             show_size(one["peak"]),
             format_minute(one["since"]),
-            "being given back" if one["orphan"] else "",
+            "being returned" if one["orphan"] else "",
         )
         for one in answer["leases"]
     ]
@@ -266,10 +266,10 @@ def _print_leases(answer: dict[str, Any]) -> None:
 
 
 def measured_sizes(text: str) -> list[str]:
-    """Read the sizes of a matrix: `384x224,832x480`."""
+    """Parse a list of sizes: `384x224,832x480`."""
     sizes = [size.strip() for size in text.split(",") if size.strip()]
     if not sizes or not all(part.isdecimal() for size in sizes for part in size.split("x", 1)):
-        raise click.UsageError(f"{text!r} is no list of sizes: write 384x224,832x480")
+        raise click.UsageError(f"{text!r} is not a list of sizes: write 384x224,832x480")
     return sizes
 
 
@@ -305,7 +305,7 @@ def known_models(session: ApiSession) -> dict[str, Any]:
     if not answer["models"]:
         raise CommandError(
             NOT_FOUND,
-            "no node has a model for videos: put one into a folder of models on a Mac, run "
+            "no node has a model for videos: add one to a folder of models on a Mac, run "
             "`cluster video install` there, and allow it with `cluster node allow-video NAME`",
         )
     return answer

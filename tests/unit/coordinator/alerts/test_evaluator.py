@@ -113,7 +113,7 @@ def test_a_row_has_every_field_of_its_condition():
     }
     assert Condition(NAMED["CutOff"], frozenset(), 0.0).row()["node"] is None
     conflict = Condition(NAMED["ModelConflict"], frozenset({("model", "tiny")}), 0.0)
-    assert "under the name tiny:" in conflict.summary
+    assert "with the name tiny:" in conflict.summary
 
 
 def test_the_log_warns_of_the_begin_and_informs_of_the_end():

@@ -351,7 +351,7 @@ def test_what_answers_no_http_is_a_failure():
 
         thread = threading.Thread(target=speak)
         thread.start()
-        with pytest.raises(OSError, match="no HTTP"):
+        with pytest.raises(OSError, match="is not HTTP"):
             post(WebhookAddress(False, "127.0.0.1", server.getsockname()[1], "/"), b"{}")
         thread.join()
 

@@ -60,7 +60,7 @@ def head(tree: object) -> bytes:
     ("data", "words"),
     [
         ((MAX_MANIFEST_BYTES + 1).to_bytes(4, "big"), f"would have {MAX_MANIFEST_BYTES + 1} bytes"),
-        (MAX_MANIFEST_BYTES.to_bytes(4, "big") + b"{}", "ends too early"),
+        (MAX_MANIFEST_BYTES.to_bytes(4, "big") + b"{}", "it is truncated"),
         (header_of(MADE)[:-1] + b"x", "its manifest is damaged"),
         (head({"format": 2, "other": 1}), "made by a newer macpool"),
         (head({"format": 1, "other": 1}), "its manifest cannot be read"),
@@ -73,12 +73,16 @@ def test_a_manifest_that_cannot_be_used_says_why(data: bytes, words: str) -> Non
 
 def changes() -> Iterator[tuple[str, Manifest, str]]:
     first, *others = MEMBERS
-    lacks = "names a file twice, or lacks one"
+    lacks = "lists a file twice, or lacks a required file"
     yield "twice", msgspec.structs.replace(MADE, members=(*MEMBERS, first)), lacks
     yield "lacks", msgspec.structs.replace(MADE, members=tuple(others)), lacks
     yield "below nothing", msgspec.structs.replace(MADE, members=(ArchiveMember(first.name, -1, "00"), *others)), lacks
     foreign = ArchiveMember("lock", 1, "00")
-    yield "foreign", msgspec.structs.replace(MADE, members=(*MEMBERS, foreign)), "holds 'lock', which no backup"
+    yield (
+        "foreign",
+        msgspec.structs.replace(MADE, members=(*MEMBERS, foreign)),
+        "contains 'lock', which does not belong",
+    )
 
 
 @pytest.mark.parametrize(("manifest", "words"), [pytest.param(*one[1:], id=one[0]) for one in changes()])
@@ -105,7 +109,7 @@ def test_so_many_bytes_are_read_as_are_wanted_or_the_file_was_cut_off() -> None:
     source = Slow(b"0123456789")
     assert (read_exactly(source, 7), read_exactly(source, 0), read_exactly(source, 3)) == (b"0123456", b"", b"789")
     check_end(source)
-    with pytest.raises(ArchiveError, match="ends too early"):
+    with pytest.raises(ArchiveError, match="it is truncated"):
         read_exactly(Slow(b"0123456789"), 11)
-    with pytest.raises(ArchiveError, match="something follows its last member"):
+    with pytest.raises(ArchiveError, match="it has data after its last member"):
         check_end(io.BytesIO(b"x"))

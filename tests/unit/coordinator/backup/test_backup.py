@@ -230,7 +230,7 @@ def _head(tree: dict[str, Any]) -> bytes:
 def test_no_name_leads_out_of_the_folder(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
     evil = {"name": name, "size": 4, "sha256": hashlib.sha256(b"evil").hexdigest()}
     file = forged(home[0], lambda tree: tree["members"].append(evil), b"evil")
-    with pytest.raises(RestoreError, match="which no backup of ours has"):
+    with pytest.raises(RestoreError, match="which does not belong in a backup"):
         restore(file, tmp_path / "other", NOW)
     assert not list(tmp_path.glob("**/evil*"))
 
@@ -242,10 +242,10 @@ def test_no_name_leads_out_of_the_folder(home: tuple[Path, str], tmp_path: Path,
         (lambda tree: tree["schemas"].update({"cluster.db": 99}), "schema 99"),
         (lambda tree: tree.update(cluster="c-other"), "another cluster"),
         (lambda tree: tree["members"].append(tree["members"][0]), "twice"),
-        (lambda tree: tree["members"].pop(), "follows its last member"),
+        (lambda tree: tree["members"].pop(), "data after its last member"),
         (lambda tree: tree["members"][0].update(size=-1), "twice, or lacks"),
         (lambda tree: tree["members"][0].update(sha256="0" * 64), "is damaged"),
-        (lambda tree: tree["members"][0].update(size=2**62), "cut off"),
+        (lambda tree: tree["members"][0].update(size=2**62), "it is truncated"),
         (lambda tree: tree.pop("epoch"), "cannot be read"),
         (lambda tree: tree.update(members=[]), "lacks"),
     ],
@@ -272,7 +272,7 @@ def test_nothing_but_a_backup_is_written_over(home: tuple[Path, str], tmp_path: 
     link = tmp_path / "link"
     link.symlink_to(precious)
     for target in (precious, link, tmp_path):
-        with pytest.raises(BackupError, match=r"is no backup: it is not replaced|cannot be written"):
+        with pytest.raises(BackupError, match=r"is not a backup: choose another name|cannot be written"):
             back_up(home[0], target)
     assert precious.read_text() == "all of it"
     with pytest.raises(BackupError, match="no cluster"):
@@ -307,10 +307,10 @@ def test_only_a_coordinator_of_the_cluster_can_say_that_it_moved_on(home: tuple[
     fence.check(home[0])
     record_superseded(home[0], SupersededMark(6, authority.seal(6), "studio", NOW))
     assert (home[0] / MARK_FILE).stat().st_mode & 0o777 == 0o600
-    with pytest.raises(SupersededError, match=r"counts now \(node studio said so\)\. Remove"):
+    with pytest.raises(SupersededError, match=r"is valid now \(reported by node studio\)\. Remove"):
         fence.check(home[0])
     record_superseded(home[0], SupersededMark(6, authority.seal(6)))
-    with pytest.raises(SupersededError, match=r"counts now\. Remove"):
+    with pytest.raises(SupersededError, match=r"is valid now\. Remove"):
         fence.check(home[0])
     GenerationFence(authority, 6).check(home[0])
     record_superseded(home[0], SupersededMark(9, b"forged"))
@@ -519,7 +519,7 @@ def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Pa
     staged = home[0] / RESTORING
     staged.mkdir()
     (staged / "commit.json").write_text("{}")
-    with pytest.raises(BackupError, match="`cluster up` there finishes it, then back up"):
+    with pytest.raises(BackupError, match="was interrupted: run `cluster up` to finish it, then back up"):
         back_up(home[0], tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
@@ -527,7 +527,7 @@ def test_a_broken_off_restore_is_finished_before_a_backup_is_made(home: tuple[Pa
 @pytest.mark.parametrize("name", ["authority/evil.PEM.pem", "videos/video_abc/.hidden.mp4"])
 def test_a_file_that_is_not_ours_is_named_and_not_taken(home: tuple[Path, str], tmp_path: Path, name: str) -> None:
     (home[0] / name).write_bytes(b"x")
-    with pytest.raises(BackupError, match="is not a file of ours: move it away, then back up"):
+    with pytest.raises(BackupError, match="is not a file of macpool: move it away, then back up"):
         back_up(home[0], tmp_path / "b", artifacts=True)
     assert not (tmp_path / "b").exists()
     assert not list(home[0].glob(".backup-*"))
@@ -550,7 +550,7 @@ def test_a_link_or_a_folder_in_the_place_of_a_file_is_named(home: tuple[Path, st
         (tmp_path / "b-of-somebody").touch()
     else:
         place.mkdir()
-    with pytest.raises(BackupError, match=f"{place} is not a file of ours"):
+    with pytest.raises(BackupError, match=f"{place} is not a file of macpool"):
         back_up(home[0], tmp_path / "b")
 
 

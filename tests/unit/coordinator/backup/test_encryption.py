@@ -49,10 +49,10 @@ def test_no_more_is_read_than_is_wanted_and_what_is_wrong_says_where() -> None:
     spoiled[33 + CHUNK_BYTES + 20] ^= 1
     damaged = DecryptingReader(io.BytesIO(bytes(spoiled)[17:]), b"p")
     assert damaged.read(CHUNK_BYTES) == data[:CHUNK_BYTES]
-    with pytest.raises(EncryptionError, match=r"^it is damaged or cut off$"):
+    with pytest.raises(EncryptionError, match=r"^it is damaged or truncated: use another copy of the file$"):
         damaged.read(1)
     with pytest.raises(EncryptionError, match=r"^the passphrase is wrong, or it is damaged$"):
         DecryptingReader(io.BytesIO(made[17:]), b"q").read(1)
-    with pytest.raises(EncryptionError, match="ends within its first bytes"):
+    with pytest.raises(EncryptionError, match="is truncated within its first bytes"):
         DecryptingReader(io.BytesIO(made[17:32]), b"p")
     assert EncryptingWriter(io.BytesIO(), b"p").write(b"abc") == 3

@@ -46,8 +46,8 @@ def rebuilt(file: Path, name: str, content: bytes) -> Path:
     [
         (b"macpool backup 2\n", "newer macpool: update"),
         (b"macpool sealed 2\n", "newer macpool: update"),
-        (b"#!/bin/sh\n", "is no backup of macpool"),
-        (b"", "is no backup of macpool"),
+        (b"#!/bin/sh\n", "is not a macpool backup"),
+        (b"", "is not a macpool backup"),
     ],
 )
 def test_a_file_that_is_no_backup_of_ours_says_what_it_is(tmp_path: Path, content: bytes, words: str) -> None:
@@ -75,9 +75,9 @@ def test_members_that_do_not_belong_together_are_not_used(saved: Path, tmp_path:
         opened.seek(len(MAGIC))
         theirs = {one.name: opened.read(one.size) for one in read_manifest(opened).members}
     for name, content, words in (
-        ("cluster.db", b"garbage" * 1000, "holds cannot be used: "),
-        ("cluster.db", theirs["cluster.db"], "its cluster.db is of another cluster than its authority"),
-        ("authority/authority.pem", theirs["authority/authority.pem"], "its authority is that of another cluster"),
+        ("cluster.db", b"garbage" * 1000, "cannot be restored: "),
+        ("cluster.db", theirs["cluster.db"], "its cluster.db and its authority belong to different clusters"),
+        ("authority/authority.pem", theirs["authority/authority.pem"], "its authority belongs to another cluster"),
     ):
         with pytest.raises(RestoreError, match=words):
             restore(rebuilt(saved, name, content), tmp_path / "state", NOW)
@@ -93,7 +93,7 @@ def test_half_of_a_cluster_is_one_that_is_present(saved: Path, tmp_path: Path) -
     assert existing_cluster(tmp_path / "without-database") == ExistingState(name, 0)
     shutil.rmtree(state / "authority")
     assert existing_cluster(state) == ExistingState("", 1)
-    with pytest.raises(RestoreError, match="holds this cluster already, after 1 starts"):
+    with pytest.raises(RestoreError, match="has this cluster already, after 1 starts"):
         restore(saved, state, NOW)
 
 
@@ -133,7 +133,7 @@ def test_a_restore_that_breaks_off_at_any_rename_is_finished_or_taken_back(
         if renames % 2:
             finish_swap(state)
         else:
-            with pytest.raises(RestoreError, match="holds"):
+            with pytest.raises(RestoreError, match=r"has (this|another) cluster"):
                 restore(saved, state, NOW)
         found = shows(state)[0]
         assert found in (old, new)

@@ -143,7 +143,7 @@ def test_a_key_is_renamed_expires_and_gets_a_new_secret(run: Callable[..., Resul
     run("key", "create", "other")
     assert run("key", "rename", "laptop", "desk").output == f"laptop ({made['id']}) is now desk\n"
     taken = run("key", "rename", "desk", "other")
-    assert (taken.exit_code, "take another name" in taken.output) == (6, True)
+    assert (taken.exit_code, "use another name" in taken.output) == (6, True)
     assert "expires" in run("key", "expire", "desk", "30d").output
     assert "never" not in run("key", "show", "desk").output
     run("key", "expire", "desk", "--never")
@@ -203,7 +203,7 @@ def test_a_question_takes_yes_or_no(monkeypatch: pytest.MonkeyPatch, answer: str
     if done:
         shape.confirm("Sure?", yes=False)
     else:
-        with pytest.raises(click.ClickException, match="nothing was done"):
+        with pytest.raises(click.ClickException, match="nothing was changed"):
             shape.confirm("Sure?", yes=False)
 
 

@@ -63,12 +63,12 @@ def node(**changes: Any) -> dict[str, Any]:
 
 def test_the_sum_is_shown_term_by_term_with_what_decides_and_what_to_do():
     assert arithmetic(node()) == [
-        "cap       96.0 GiB, decided by metal, tier balanced",
-        "ceiling   90.0 GiB, decided by leases; leases 6.0 GiB",
+        "cap       96.0 GiB, limited by metal, tier balanced",
+        "ceiling   90.0 GiB, limited by leases; leases 6.0 GiB",
         "remedy    wait for the video job",
         "current   60.0 GiB = highest of phys 58.0 GiB, active 57.0 GiB, recent 60.0 GiB; phys_footprint, 0.2 s old",
         "headroom  14.0 GiB = ceiling 90.0 GiB − margin 12.0 GiB − current 60.0 GiB − reserved 4.0 GiB",
-        "guard     armed; level over soft; engine from outside 59.0 GiB, at most 70.0 GiB ever",
+        "guard     armed; level over soft; engine seen by the agent 59.0 GiB, highest 70.0 GiB",
         "mlx       base 300.0 MiB, free buffers 256.0 MiB, peak 61.0 GiB; last reserve 256.0 MiB; wired 54.0 GiB",
         "system    available 31.0 GiB, pressure warn, video worker 5.0 GiB; vm_statistics64, 0.5 s old",
         "counts    10 checks, 4 refusals, 2 sheds, 1 evictions, 2 times over the cap, 1 engine kills, 3 restarts",

@@ -74,7 +74,7 @@ def test_nothing_is_wrong_with_a_mac_that_is_well(tmp_path: Path, monkeypatch: p
             "fail",
             "--unblockapp",
         ),
-        ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)"}, "ok", "a node only dials"),
+        ("firewall", {f"{FIREWALL} --getglobalstate": "(State = 1)"}, "ok", "a node only makes outgoing connections"),
     ],
 )
 def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, result: str, says: str):
@@ -91,7 +91,7 @@ def test_one_thing_is_wrong_with_a_mac(tmp_path: Path, check: str, tools: dict, 
         ("darwin", PowerState(), "warn", "pmset -g batt"),
         ("linux", PowerState(True), "ok", "on mains"),
         ("linux", PowerState(False, 20.0), "ok", "on battery, 20 %"),
-        ("linux", PowerState(), "not here", "does not tell"),
+        ("linux", PowerState(), "not here", "does not report its power source"),
     ],
 )
 def test_the_power_supply(tmp_path: Path, platform: str, power: PowerState, result: str, says: str):
@@ -108,7 +108,7 @@ def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Pat
     memory = {**MEMORY, "bound_by": "metal"}
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory=memory))
     assert found.result == "warn"
-    assert "(the system's default, 96.0 GiB, as the device reports) decides the cap" in found.text
+    assert "(the system's default, 96.0 GiB, as the device reports) determines the cap" in found.text
     assert "sudo sysctl iogpu.wired_limit_mb=122880" in found.fix
     assert "sudo cluster service install --wired-limit-mb 122880" in found.fix
     assert found.numbers["safe"] == 120 * GIB
@@ -116,14 +116,14 @@ def test_a_limit_that_decides_the_cap_is_told_with_the_safe_figure(tmp_path: Pat
 
 def test_a_limit_that_no_engine_has_reported_is_told_as_a_guess(tmp_path: Path):
     found = BY_ID["wired-limit"].run(pretended(tmp_path, memory={**MEMORY, "metal_reported": False}))
-    assert "the system's default, 96.0 GiB, a guess until an engine reports it;" in found.text
+    assert "the system's default, 96.0 GiB, estimated until an engine reports it;" in found.text
 
 
 def test_a_firewall_that_does_not_know_us_matters_where_somebody_connects_to_us(tmp_path: Path):
     (tmp_path / "cluster.db").touch()
     found = BY_ID["firewall"].run(pretended(tmp_path, {f"{FIREWALL} --getglobalstate": "(State = 1)"}))
     assert found.result == "warn"
-    assert "a service cannot ask" in found.text
+    assert "a service cannot prompt for one" in found.text
 
 
 def test_local_network_privacy_is_not_a_network_that_is_down(tmp_path: Path):
@@ -320,9 +320,12 @@ def test_settings_that_the_file_changed_since_the_start_are_told(tmp_path: Path)
     ]
     given = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": []}))
     assert given.result == "ok"
-    assert given.text == "1 settings are not the default; what runs was given memory.cap by flags or its environment"
+    assert (
+        given.text
+        == "1 settings are not the default; the running processes have memory.cap from flags or their environment"
+    )
     drift = [{"key": "sharing.when", "running": "always", "now": "idle"}]
     found = BY_ID["settings"].run(pretended(tmp_path, running={"settings": rows, "drift": drift}))
     assert found.result == "warn"
-    assert "config.toml says sharing.when = idle, what runs uses always" in found.text
+    assert "config.toml has sharing.when = idle, the running process uses always" in found.text
     assert "service restart" in found.fix

@@ -59,7 +59,7 @@ def joined(state: Path) -> None:
     ("version", "expected"),
     [
         ("14.0", ("ok", "macOS 14.0 (X)", "")),
-        ("13.7", ("fail", "macOS 13.7 (X)", "nodes need macOS 14 or newer: update it")),
+        ("13.7", ("fail", "macOS 13.7 (X)", "nodes need macOS 14 or newer: update macOS")),
         ("26.1", ("ok", "macOS 26.1 (X)", "")),
     ],
 )
@@ -137,7 +137,7 @@ def memory(**changes: Any) -> dict[str, Any]:
 
 def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
     found = checks.memory(pretended(tmp_path))
-    assert seen(found) == ("ok", "RAM 128.0 GiB, cap 96.0 GiB (static decides), margin 10.0 GiB", "")
+    assert seen(found) == ("ok", "RAM 128.0 GiB, cap 96.0 GiB (limited by static), margin 10.0 GiB", "")
     assert found.numbers == {"total": 128 * GIB, "cap": 96 * GIB, "margin": 10 * GIB}
 
 
@@ -150,7 +150,7 @@ def test_memory_names_ram_cap_margin_and_the_term_that_decides(tmp_path: Path):
             {"error": "memory.cap is no size"},
             ("fail", "memory.cap is no size", "change it in config.toml; `cluster config check` names the line"),
         ),
-        ({"margin_measured": True}, ("ok", ", another one for a model that was measured", "")),
+        ({"margin_measured": True}, ("ok", "; a measured model has its own margin", "")),
     ],
 )
 def test_memory_that_is_not_as_it_should_be(tmp_path: Path, changes: dict[str, Any], expected: tuple[str, str, str]):
@@ -164,10 +164,10 @@ def test_the_wired_limit_is_at_most_the_safe_one(tmp_path: Path, megabytes: int,
     assert found.result == result
     assert found.numbers == {"now": megabytes * MIB, "safe": 120 * GIB}
     if result == "fail":
-        assert found.text == "iogpu.wired_limit_mb is 122881, above the 122880 that leave the system room"
+        assert found.text == "iogpu.wired_limit_mb is 122881 MB, above the 122880 MB that leave room for the system"
         assert "sudo sysctl iogpu.wired_limit_mb=122880, then restart the node" in found.fix
     else:
-        assert found.text.endswith("highest safe figure 122880 MB")
+        assert found.text.endswith("highest safe value 122880 MB")
         assert ("set to 122880 MB" in found.text) is (megabytes > 0)
 
 
@@ -205,7 +205,7 @@ def test_disks_have_room_for_models_and_for_the_state(
     assert "free for /models/not-made-yet" in found.text
     short = "/models/not-made-yet" if result == "warn" else str(tmp_path)
     assert found.fix == (
-        "" if result == "ok" else f"make room on the disk of {short}, or name another folder in models.folders"
+        "" if result == "ok" else f"free space on the disk of {short}, or set another folder in models.folders"
     )
 
 
@@ -223,7 +223,7 @@ def test_every_secret_is_its_owners_alone(tmp_path: Path, name: str, mode: int, 
     found = checks.files(pretended(tmp_path))
     assert found.result == result
     if result == "ok":
-        assert (found.text, found.numbers) == ("1 files with secrets, none that others could read", {"secrets": 1})
+        assert (found.text, found.numbers) == ("1 files with secrets, none readable by other users", {"secrets": 1})
     else:
         assert (name in found.text, found.fix) == (True, f"chmod -R go-rwx '{tmp_path}'")
 
@@ -271,10 +271,16 @@ def test_open_files_are_at_least_1024(
     [
         ("(Block incoming connections)", False, True, "fail", f"the application firewall blocks {PROGRAM}"),
         ("(Block incoming connections)", False, False, "fail", f"the application firewall blocks {PROGRAM}"),
-        ("(Allow incoming connections)", False, True, "ok", "the application firewall is on and lets us listen"),
-        ("(Allow incoming connections)", True, True, "fail", "the application firewall lets nothing in"),
-        (None, False, True, "warn", "the application firewall is on and does not know this Python"),
-        (None, False, False, "ok", "the application firewall is on; a node only dials"),
+        ("(Allow incoming connections)", False, True, "ok", "the application firewall is on and permits this Python"),
+        (
+            "(Allow incoming connections)",
+            True,
+            True,
+            "fail",
+            "the application firewall blocks all incoming connections",
+        ),
+        (None, False, True, "warn", "the application firewall is on and has no entry for this Python"),
+        (None, False, False, "ok", "the application firewall is on; a node only makes outgoing connections"),
     ],
 )
 def test_the_firewall_lets_a_coordinator_listen(
@@ -315,9 +321,9 @@ def test_a_desktop_never_sleeps_wakes_by_network_and_restarts(
     found = checks.sleep(pretended(tmp_path, {"/usr/bin/pmset -g": listing}))
     assert found.result == result
     if steps is None:
-        assert (found.text, found.fix) == ("the sleep settings cannot be read", "look at `pmset -g`")
+        assert (found.text, found.fix) == ("the sleep settings cannot be read", "check `pmset -g`")
     elif steps:
-        assert found.fix == f"for a Mac that serves alone: sudo pmset -a {steps}"
+        assert found.fix == f"for a dedicated Mac: sudo pmset -a {steps}"
     else:
         assert (found.text, found.fix) == ("sleep 0, womp 1, autorestart 1", "")
 
@@ -328,7 +334,7 @@ def test_a_closed_lid_is_a_warning(tmp_path: Path):
     closed = pretended(tmp_path, {tool: '"AppleClamshellState" = Yes'}, power=power)
     found = checks.power(closed)
     assert seen(found)[:2] == ("warn", "on mains, 80 %, lid closed")
-    assert (found.fix[:10], found.numbers) == ("plug it in", {"battery": 80.0})
+    assert (found.fix[:13], found.numbers) == ("connect power", {"battery": 80.0})
     opened = checks.power(pretended(tmp_path, {tool: '"AppleClamshellState" = No'}, power=power))
     assert seen(opened) == ("ok", "on mains, 80 %", "")
 
@@ -337,10 +343,10 @@ def test_filevault_off_on_and_unreadable(tmp_path: Path):
     tool = "/usr/bin/fdesetup status"
     found = [checks.filevault(pretended(tmp_path, {tool: text})) for text in ("FileVault is Off.", "FileVault is On.")]
     assert [one.result for one in found] == ["ok", "warn"]
-    assert found[0].text == "FileVault is off: services start without a person"
+    assert found[0].text == "FileVault is off: services start without a password"
     assert "fdesetup authrestart" in found[1].fix
     found = [checks.filevault(pretended(tmp_path, {tool: None}))]
-    assert seen(found[0]) == ("warn", "FileVault cannot be read", "look at `fdesetup status`")
+    assert seen(found[0]) == ("warn", "FileVault cannot be read", "check `fdesetup status`")
 
 
 @pytest.mark.parametrize(
@@ -390,20 +396,20 @@ def test_a_device_that_tells_no_limit_has_none(tmp_path: Path):
 
 def test_a_limit_of_metal_that_is_not_known_is_left_out(tmp_path: Path):
     found = checks.wired_limit(pretended(tmp_path, memory=memory(metal=None)))
-    assert seen(found) == ("ok", "Metal's limit is the system's default; highest safe figure 122880 MB", "")
+    assert seen(found) == ("ok", "Metal's limit is the system's default; highest safe value 122880 MB", "")
 
 
 def test_the_fullest_disk_is_the_one_to_make_room_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({"/models": 5 * GIB, "/more": 3 * GIB, str(tmp_path): 50 * GIB}))
     found = checks.disk(pretended(tmp_path, folders=["/models", "/more"]))
     assert found.text == f"5.0 GiB free for /models, 3.0 GiB free for /more, 50.0 GiB free for {tmp_path}"
-    assert found.fix.startswith("make room on the disk of /more,")
+    assert found.fix.startswith("free space on the disk of /more,")
 
 
 def test_disks_that_nobody_tells_of_are_no_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("os.statvfs", Disk({}))
     found = checks.disk(silent(pretended(tmp_path)))
-    assert (seen(found), found.numbers) == (("ok", "no folder is there yet", ""), {"free": None})
+    assert (seen(found), found.numbers) == (("ok", "there is no folder yet", ""), {"free": None})
 
 
 @pytest.mark.parametrize(("home", "shown"), [("parent", "~/state"), ("/", "whole"), ("state", "whole")])
@@ -418,7 +424,7 @@ def test_secrets_of_another_user_are_a_failure_and_none_to_root(tmp_path: Path, 
     (tmp_path / "pepper").touch(mode=0o600)
     here, owner = pretended(tmp_path), tmp_path.stat().st_uid
     monkeypatch.setattr("os.geteuid", lambda: owner + 4242)
-    expected = f"{tmp_path} belongs to somebody else", f"give it back: sudo chown -R $(id -un) '{tmp_path}'"
+    expected = f"{tmp_path} belongs to another user", f"change its owner: sudo chown -R $(id -un) '{tmp_path}'"
     assert seen(checks.files(here)) == ("fail", *expected)
     if owner == 0:
         os.chown(tmp_path / "pepper", 4242, -1)

@@ -96,7 +96,7 @@ def test_a_key_that_is_refused_is_a_failure_with_the_verb_that_makes_one(tmp_pat
 def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
     (tmp_path / "cluster.db").touch()
     found = checks.coordinator(pretended(tmp_path))
-    expected = f"the coordinator of {tmp_path} does not run", "`cluster up`, or `cluster service restart`"
+    expected = f"the coordinator of {tmp_path} is not running", "`cluster up`, or `cluster service restart`"
     assert seen(found) == ("fail", *expected)
 
 
@@ -114,10 +114,10 @@ def test_a_coordinator_that_does_not_run_names_its_state_folder(tmp_path: Path):
         (
             [{**PEER, "proven": False, "error": "self-signed"}],
             "fail",
-            "192.168.1.20:8081: self-signed; who answers is not the coordinator that this node joined",
+            "192.168.1.20:8081: self-signed; the process that answers is not the coordinator that this node joined",
             True,
         ),
-        ([], "fail", "no address is remembered", False),
+        ([], "fail", "no address is stored", False),
     ],
 )
 def test_a_node_reports_who_answers_at_each_address(
@@ -159,10 +159,13 @@ def test_a_nodes_part_that_does_not_answer_is_a_warning_with_the_command_to_run(
     joined(tmp_path)
     found = {check: check(silent(pretended(tmp_path))) for check in (checks.coordinator, checks.identity)}
     examine = "run `python -m node.inspect.report --state STATE`"
-    assert {seen(one) for one in found.values()} == {("warn", "the node's part did not answer in time", examine)}
+    assert {seen(one) for one in found.values()} == {("warn", "the node's inspection did not answer in time", examine)}
     found_settings = seen(checks.settings(silent(pretended(tmp_path))))
-    assert found_settings == ("warn", "the node's part did not answer in time", "run `cluster config check`")
-    assert seen(checks.video(silent(pretended(tmp_path))))[:2] == ("not here", "the node's part did not answer in time")
+    assert found_settings == ("warn", "the node's inspection did not answer in time", "run `cluster config check`")
+    assert seen(checks.video(silent(pretended(tmp_path))))[:2] == (
+        "not here",
+        "the node's inspection did not answer in time",
+    )
     assert seen(checks.video(pretended(tmp_path)))[:2] == ("not here", "video is not enabled here")
 
 
@@ -274,10 +277,10 @@ def test_bonjour_hears_its_own_question_or_says_what_to_do(tmp_path: Path, monke
     heard = checks.bonjour(pretended(tmp_path))
     assert heard.result in ("ok", "warn")
     if heard.result == "ok":
-        assert heard.text == "a question to Bonjour's group comes back"
+        assert heard.text == "a query to Bonjour's group returns"
         monkeypatch.setattr(checks, "MULTICAST_TIMEOUT_SECONDS", -1.0)
         lost = checks.bonjour(pretended(tmp_path))
-        assert (lost.result, lost.text) == ("warn", "a question to Bonjour's group is lost")
+        assert (lost.result, lost.text) == ("warn", "a query to Bonjour's group is lost")
         assert "cluster join HOST:8081 --token-file FILE" in lost.fix
     monkeypatch.setattr(checks, "GROUP", ("127.0.0.1", free_port(socket.SOCK_DGRAM)))
     found = checks.bonjour(pretended(tmp_path))
@@ -308,9 +311,9 @@ def test_certificates_that_end_within_14_days_are_a_warning_and_ended_ones_a_fai
     assert abs(float(found.numbers["coordinator"] or 0) - (end - time.time())) < 5
     assert float(found.numbers["authority"] or 0) > 300 * DAY
     date = f"{datetime.fromtimestamp(end, UTC):%Y-%m-%d}"
-    assert f"coordinator {'is over' if result == 'fail' else f'until {date}'}" in found.text
-    assert ("coordinator is over: look at the clock" in found.fix) is (result == "fail")
-    assert ("two thirds of their life" in found.fix) is (result == "warn")
+    assert f"coordinator {'has expired' if result == 'fail' else f'until {date}'}" in found.text
+    assert ("coordinator has expired: check the clock" in found.fix) is (result == "fail")
+    assert ("two thirds of their validity" in found.fix) is (result == "warn")
 
 
 def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_path: Path):
@@ -324,7 +327,7 @@ def test_a_node_counts_its_own_certificate_and_the_shortest_that_was_shown(tmp_p
         "coordinator": 20,
     }
     found = checks.certificates(pretended(tmp_path, identity={"expires": now - 1}, dialled=shown))
-    assert (found.result, "node is over" in found.text) == ("fail", True)
+    assert (found.result, "node has expired" in found.text) == ("fail", True)
 
 
 def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
@@ -339,7 +342,7 @@ def test_a_certificate_is_over_at_its_last_second_and_soon_14_days_before(
         ("warn", {"node": 1}),
         ("ok", {"node": 14 * DAY}),
     ]
-    assert found[0].text == "node is over"
+    assert found[0].text == "node has expired"
     assert checks.certificates(pretended(tmp_path)).result == "not here", "an identity that cannot be read has none"
 
 
@@ -351,7 +354,7 @@ def test_the_clock_is_compared_with_the_coordinators(tmp_path: Path, answering: 
     found = checks.clock(pretended(tmp_path))
     assert found.result == result
     assert abs(float(found.numbers["skew"] or 0) - skew) < 1.0
-    assert found.text == f"{float(found.numbers['skew'] or 0):+.1f} s beside the coordinator's endpoint"
+    assert found.text == f"{float(found.numbers['skew'] or 0):+.1f} s compared with the coordinator's endpoint"
     assert ("Date & Time" in found.fix) is (result != "ok")
 
 
@@ -362,7 +365,7 @@ def test_the_clock_of_the_last_link_is_the_newest_in_the_log(tmp_path: Path, ske
     (tmp_path / "logs" / "node.log").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = checks.clock(pretended(tmp_path))
     assert (found.result, found.numbers) == (result, {"skew": skew})
-    assert found.text == f"{skew:+.1f} s beside the last link"
+    assert found.text == f"{skew:+.1f} s compared with the last link"
 
 
 def test_a_clock_that_nobody_told_is_not_here(tmp_path: Path, answering: Answering, monkeypatch: pytest.MonkeyPatch):
@@ -392,7 +395,7 @@ def test_versions_without_a_coordinator_or_its_nodes_are_those_that_are_known(tm
     answering.answers["/api/v1/version"] = {"version": ours}
     assert checks.protocol(pretended(tmp_path)).numbers == {"nodes": 0}
     answering.answers.clear()
-    text = f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not say"
+    text = f"macpool {ours}, protocol {PROTOCOL}; the coordinator did not report its version"
     assert seen(checks.protocol(pretended(tmp_path)))[:2] == ("not here", text)
     text = f"macpool {ours}, protocol {PROTOCOL}; no coordinator to compare with (--url names one)"
     assert seen(checks.protocol(pretended(tmp_path / "elsewhere")))[:2] == ("not here", text)
@@ -408,7 +411,7 @@ def test_versions_that_differ_are_named(tmp_path: Path, answering: Answering):
     answering.answers["/api/v1/nodes"] = {"nodes": nodes}
     found = checks.protocol(pretended(tmp_path))
     assert (found.result, found.text, found.numbers) == ("warn", f"{expected}; elsewhere 0.0.1", {"nodes": 2})
-    assert f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work side by side" in found.fix
+    assert f"protocols {OLDEST_PROTOCOL} to {PROTOCOL} work together" in found.fix
     answering.answers |= {"/api/v1/version": {"version": "9.9.9"}, "/api/v1/nodes": {"nodes": []}}
     found = checks.protocol(pretended(tmp_path))
     assert (found.result, found.text.endswith("elsewhere 9.9.9")) == ("warn", True)
@@ -440,7 +443,7 @@ def test_settings_that_differ_from_what_runs_are_counted(tmp_path: Path, differi
     drift = [{"key": f"node.x{number}", "running": "a", "now": "b"} for number in range(differing)]
     found = checks.settings(pretended(tmp_path, running={"settings": [], "drift": drift}))
     assert (found.result, found.numbers["drift"]) == ("warn", differing)
-    assert found.text.endswith(f"config.toml says node.x0 = b, what runs uses a{more}")
+    assert found.text.endswith(f"config.toml has node.x0 = b, the running process uses a{more}")
 
 
 def test_logs_that_there_are_not_have_no_errors(tmp_path: Path):

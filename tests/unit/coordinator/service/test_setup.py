@@ -178,7 +178,7 @@ def test_a_unit_of_somebody_else_is_not_removed(tmp_path: Path, platform: str):
     host = manager(tmp_path, platform)
     host.unit.parent.mkdir(parents=True)
     host.unit.write_text("somebody's")
-    with pytest.raises(ServiceError, match="is not ours"):
+    with pytest.raises(ServiceError, match="is not a file of macpool"):
         uninstall(host)
     assert host.unit.read_text() == "somebody's"
 
@@ -268,7 +268,7 @@ def test_the_life_of_a_service(tmp_path: Path, platform: str):
     [
         (["--user", "root"], 6, "name another user"),
         (["--user", "no-such-user"], 5, "there is no user"),
-        (["--coordinator", "--", "--token", "x"], 2, "everybody could read it"),
+        (["--coordinator", "--", "--token", "x"], 2, "every user of this machine could read it"),
         (["--coordinator", "--", "--no-such-option"], 2, "No such option"),
         (["--coordinator", "--wired-limit-mb", "100"], 2, "is for macOS"),
     ],
@@ -295,6 +295,6 @@ def test_the_doctor_looks_at_all_of_a_service(tmp_path: Path):
     host.unit.write_text(host.text(wanted).replace("Interactive", "Standard"))
     assert "throttles" in service(here, host).text
     host.unit.write_text(host.text(wanted).replace("/bin/sh", "/opt/gone/python"))
-    assert "is gone" in service(here, host).text
+    assert "is missing" in service(here, host).text
     host.unit.write_text("somebody's")
     assert service(here, host).result == "warn"

@@ -51,7 +51,7 @@ def test_our_own_jobs_have_no_fault():
         ({"Umask": True}, "Umask has the wrong type"),
         ({"StandardOutPath": "~/log"}, "'~/log' is not absolute"),
         ({"EnvironmentVariables": {"HOME": "~"}}, "HOME would not be expanded"),
-        ({"EnvironmentVariables": {"N": 1}}, "N is no string"),
+        ({"EnvironmentVariables": {"N": 1}}, "N is not a string"),
         ({"ProgramArguments": ["python", "-m", "x"]}, "'python' is not absolute"),
         ({"ProcessType": "Fast"}, "there is no ProcessType Fast"),
     ],

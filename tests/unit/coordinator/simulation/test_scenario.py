@@ -40,7 +40,7 @@ def test_a_scenario_is_read():
     [
         ("seconds = 10", "seconds = 0", r"`float` > 0.*\$\.seconds"),
         ("seconds = 10", "secnds = 10", "secnds"),
-        ("about", "about = [", "not TOML"),
+        ("about", "about = [", "not valid TOML"),
         ('chip = "M4"', 'chip = "M9"', "node mini: chip 'M9' is not one of M1, "),
         ('memory = "24GiB"', 'memory = "lots"', "node mini: memory: 'lots' is not a size"),
         ('loaded = ["chat"]', 'loaded = ["cat"]', "node mini: there is no model 'cat', only chat"),
@@ -64,7 +64,7 @@ def test_what_cannot_be_simulated_is_told_with_its_place(old: str, new: str, wor
 
 def test_names_are_there_once():
     nodes = GOOD[GOOD.index("[[nodes]]") : GOOD.index("[[load]]")]
-    with pytest.raises(ScenarioError, match="node mini-1 is there twice"):
+    with pytest.raises(ScenarioError, match="node mini-1 occurs twice"):
         read(GOOD + nodes)
 
 

@@ -116,8 +116,8 @@ def test_check_names_line_key_near_and_meaning(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("text", "code", "says"),
     [
-        ('[cluster]\nname = "lab"\n', 0, "nothing is wrong, 1 settings are not the default"),
-        ("[cluster\n", 2, ":1: this is no TOML"),
+        ('[cluster]\nname = "lab"\n', 0, "valid, 1 settings are not the default"),
+        ("[cluster\n", 2, ":1: not valid TOML"),
         ('[memory]\ncap = "9GiB"\ntier = "safe"\n', 2, "contradicts memory.cap"),
         (None, 5, "there is no file"),
     ],

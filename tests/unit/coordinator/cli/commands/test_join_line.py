@@ -60,5 +60,5 @@ def test_the_endpoint_of_programs_is_refused_with_the_line_to_use(
     assert refused.exit_code == 2
     text = " ".join(refused.output.split())
     assert "cluster join macpool://studio.local:8081 --token-file FILE" in text
-    assert "`cluster token create` on the coordinator prints the whole line" in text
+    assert "`cluster token create` on the coordinator prints the complete command" in text
     assert not started

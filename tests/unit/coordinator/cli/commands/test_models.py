@@ -134,7 +134,9 @@ def test_unload_says_where(server: Server):
 
 
 MEASURED = {"max_context": 5000, "max_batch": 7, "kv_per_token": 2048, "transient": GIB, "residual": 0, "covered": 512}
-TOLD = "rows of up to 5000 tokens, 7 usual ones at once; 2.0 KiB a token, 1.0 GiB for a forward, residual 0.0 MiB"
+TOLD = (
+    "rows of up to 5000 tokens, 7 typical rows at once; 2.0 KiB per token, 1.0 GiB per forward pass, residual 0.0 MiB"
+)
 
 
 def test_profile_says_what_was_found_and_models_shows_it(server: Server):
