@@ -71,7 +71,7 @@ def encode(frame: Frame) -> bytes:
     """
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > MAX_JOINED_BYTES:
-        raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {MAX_JOINED_BYTES}")
+        raise WireError(f"{type(frame).__name__} of {_HEADER.size + len(body)} bytes, the limit is {MAX_JOINED_BYTES}")
     return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
 
 
@@ -91,7 +91,7 @@ def decode(tag: int, body: bytes | memoryview) -> Frame:
     if decoder is None:
         raise WireError(f"unknown frame {tag}")
     if len(body) > _MAX_BODY_OF[tag]:
-        raise WireError(f"{TAGS[tag].__name__} of {len(body)} bytes, the most is {_MAX_BODY_OF[tag]}")
+        raise WireError(f"{TAGS[tag].__name__} of {len(body)} bytes, the limit is {_MAX_BODY_OF[tag]}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

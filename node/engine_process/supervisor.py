@@ -92,7 +92,7 @@ LOST = "engine_lost"
 STOPPED = "node_stopping"
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
 MAX_UNSENT_BYTES = 64 * MIB
-"""Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
+"""Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
 
 EXIT_AFTER_CLOSE_SECONDS = 2.0
 """Seconds that a process may live after its socket has closed."""
@@ -478,7 +478,7 @@ class Supervisor:
         if child is None or child.resting:
             return
         if child.seen or self._wanted or self._settings.models.preload:
-            self.recycle(child, "its memory is its owner's for now, so it was replaced by one that holds nothing")
+            self.recycle(child, "replaced by an engine without models, to free memory for the owner")
         child.resting = True
 
     def wake(self) -> None:
@@ -486,7 +486,7 @@ class Supervisor:
         self._resting = False
         child = self._child
         if child is not None and child.resting and self._settings.models.preload:
-            self.recycle(child, "what is preloaded comes back with another")
+            self.recycle(child, "replaced by an engine that loads the preloaded models")
 
     async def stop(self) -> None:
         """End the child. Open requests end in Failed."""
@@ -531,7 +531,7 @@ class Supervisor:
             )
             self._on_change()
         if self._leaks.count >= MAX_WIRED_LEAKS:
-            self._become("failed", f"it is not started again: {self._leaks.warning()}")
+            self._become("failed", f"the engine is not restarted: {self._leaks.warning()}")
         while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._patience.ping_idle):
             self._leaks.update(self._wired())
 
@@ -577,7 +577,7 @@ class Supervisor:
             return ""
         text = f"; it was in the {last.doing.name.lower()} of {last.model}"
         if self._quarantine.record_crash(last.model, time.monotonic()):
-            text += ", for the second time: the model is kept out for 10 minutes"
+            text += ", for the second time: loading the model is blocked for 10 minutes"
         return text
 
     async def _spawn(self, wired: WiredReadings) -> EngineChild:
@@ -675,7 +675,7 @@ class Supervisor:
     async def _bury(self, child: EngineChild) -> None:
         """Wait for the end of a process whose socket is closed."""
         if not await child.wait_exit(EXIT_AFTER_CLOSE_SECONDS):
-            self._let_go(child, "it closed its socket and went on", ExitTimeouts(0.0, self._patience.leave))
+            self._let_go(child, "it closed its socket without exiting", ExitTimeouts(0.0, self._patience.leave))
             await child.process.wait()
 
     async def _watch(self, child: EngineChild) -> None:
@@ -687,7 +687,7 @@ class Supervisor:
             child.wired.last = self._wired()
             self._leaks.update(child.wired.last)
             if child.pinged is not None and now - child.pinged > patience.silence:
-                self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
+                self._hang(child, f"no answer to a ping for {now - child.pinged:.0f} s")
                 return
             child.ping(now)
             if self._live:
@@ -733,14 +733,14 @@ class Supervisor:
                     phys=show_size(frame.memory.phys),
                     base=show_size(frame.memory.base),
                 )
-                text = f"{show_size(frame.unreturned)} of unloaded models did not come back, so it was replaced"
+                text = f"{show_size(frame.unreturned)} of unloaded models were not freed: the engine was replaced"
                 self.recycle(child, text)
             else:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged, child.pong, child.ponged = None, frame, time.monotonic()
             if not child.asked and self._patience.is_hung(frame.busy, frame.expected):
-                self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
+                self._hang(child, f"one call has taken {frame.busy:.0f} s, expected {frame.expected:.2f} s")
 
     def _spent(self, child: EngineChild, report: EngineReport) -> bool:
         """Return whether only a new process returns this child's memory, and no client would notice the replacement.

@@ -197,9 +197,7 @@ class ModelCatalogue:
         except OSError as error:
             return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
-            return ModelDescriptor(
-                name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300]
-            )
+            return ModelDescriptor(name, folder, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
         if found is not None:
             self._described[folder] = ((name, *state), found)
         return found
@@ -293,12 +291,14 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
     try:
         config = _object((folder / "config.json").read_bytes())
     except ValueError as error:
-        return ModelDescriptor(name, folder, cause=f"its config.json is no JSON object: {error}")
+        return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
     if not is_text(config):
         return None
     if config.get("model_file") is not None:
         return ModelDescriptor(
-            name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run"
+            name,
+            folder,
+            cause=f"it needs code from the model folder ({config['model_file']!r}), which Macpool never runs",
         )
     weights = read_weights(folder, digest)
     missing = unknown(config)
@@ -351,7 +351,7 @@ def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
         return WeightHeaders(
-            cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again"
+            cause=f"{len(missing)} of its weight files are missing, such as {missing[0]}: download the model again"
         )
     if not files:
         return WeightHeaders(cause="it has no model*.safetensors")
@@ -427,15 +427,15 @@ def read_header(file: Path) -> tuple[bytes, int]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
-            raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
+            raise ValueError(f"not a safetensors file: its header claims {length} bytes")
         raw = opened.read(length)
         held = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
-        raise ValueError(f"it is cut off in its header, at {held} bytes")
+        raise ValueError(f"the file ends within its header, at {held} bytes: download it again")
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
     end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
     if 8 + length + end > held:
-        raise ValueError(f"it is cut off: it has {held} bytes of {8 + length + end}, download it again")
+        raise ValueError(f"the file is incomplete: it has {held} of {8 + length + end} bytes: download it again")
     return raw, end
 
 
@@ -444,9 +444,9 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         found: object = json.loads(raw)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("its JSON is nested too deeply") from None
     if not isinstance(found, dict):
-        raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files
+        raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
     return cast("dict[str, Any]", found)
 
 

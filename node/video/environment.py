@@ -109,7 +109,7 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
 
 def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
     """Create a virtual environment in `built` with the packages of the requirement `files`."""
-    run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
+    run([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
         run(
             [
@@ -179,8 +179,8 @@ def run(command: Sequence[str], otherwise: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the environment of this machine and print its folder."""
     parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="where environments are kept")
-    parser.add_argument("--wheelhouse", type=Path, help="take all packages from this folder, and ask nobody")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the environments")
+    parser.add_argument("--wheelhouse", type=Path, help="install all packages from this folder, without the network")
     options = parser.parse_args(arguments)
     try:
         environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())

@@ -140,13 +140,15 @@ def check_generation(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | N
     """Refuse a request of an older generation, and a second lease while one is held."""
     newest = dict(ledger.newest).get(ask.job, 0)
     if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
-        return refuse(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
+        return refuse(
+            ask, SUPERSEDED, f"generation {ask.generation} of {ask.job} is older than generation {newest} on this node"
+        )
     holding = ledger.holding
     if holding is not None:
         return refuse(
             ask,
             HELD,
-            f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
+            f"this node has granted {show_size(holding.size)} to {holding.job}: one lease at a time",
             HELD_RETRY_SECONDS,
         )
     return None
@@ -160,7 +162,9 @@ def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused
     """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
     if not memory.guard:
         return refuse(
-            ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
+            ask,
+            GUARD_OFF,
+            "memory.guard is off on this node, so the limit of a lease cannot be enforced: set memory.guard = on",
         )
     if unready:
         return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)
@@ -168,8 +172,8 @@ def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused
         return refuse(ask, INVALID, f"a lease of {ask.size} bytes")
     if memory.cap and ask.size > most_bytes(memory):
         message = (
-            f"{show_size(ask.size)} never fit here: the cap of {show_size(memory.cap)} leaves "
-            f"{show_size(max(0, most_bytes(memory)))} beside margin and engine"
+            f"{show_size(ask.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
+            f"{show_size(max(0, most_bytes(memory)))} after margin and engine"
         )
         return refuse(ask, NEVER_FITS, message)
     return None

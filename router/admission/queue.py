@@ -117,10 +117,10 @@ class AdmissionQueue(Generic[T]):
             return self._enter(item, key, cost, now, deadline, weight)
         most = self.share(nodes) if share is None else share
         if self.depth(key) >= most and (share is not None or not self._lends(key, nodes, now, deadline)):
-            text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
+            text = f"{self.depth(key)} requests of this API key are queued, which is its share: wait for their answers"
             return Refused(RefusalCode.OVER_SHARE, text, None, self._patience(self.depth(key), now))
         if self._count >= self.limit(nodes):
-            text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
+            text = f"the queue is full with {self._count} requests: retry later, or add a machine (`cluster join`)"
             return Refused(RefusalCode.QUEUE_FULL, text, None, self._patience(self._count, now))
         return self._enter(item, key, cost, now, deadline, weight)
 

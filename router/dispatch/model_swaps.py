@@ -185,10 +185,10 @@ class SwapPlanner:
         node = picture.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
         if node is None or model is None or unavailable_reason(node, now)[0]:
-            return EndTurn(turn, "the node is away")
+            return EndTurn(turn, "the node is unavailable")
         if now - turn.began > self._longest:
             self._came.update({(turn.node, name): now for name in turn.leaving})
-            return EndTurn(turn, f"not free within {self._longest:.0f} s")
+            return EndTurn(turn, f"the models were in use for {self._longest:.0f} s")
         if turn.asked_at is not None:
             if (model.loaded or model.loading) and node.heard_at > turn.asked_at:
                 return EndTurn(turn)

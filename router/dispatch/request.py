@@ -79,12 +79,12 @@ class RequestFailure(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Finished | Refused | RequestFailure
 SWAP = "waiting for a model swap"
-CANCELLED = RequestFailure("cancelled", "nobody waits for this any more")
+CANCELLED = RequestFailure("cancelled", "the client cancelled the request")
 SLOW = RequestFailure("slow_client", "the client did not read its stream")
 
 
 class ActiveRequest:
-    """Base of both kinds of tickets: place, attempts and outcome of a request."""
+    """Base of both kinds of requests: place, attempts and outcome of a request."""
 
     __slots__ = (
         "arrived",

@@ -176,8 +176,8 @@ class RouterApp:
 
     def _no_room(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
-        text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
-        return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
+        text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
+        return Problem(429, "rate_limited", f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0)
 
     # other routes
 

@@ -108,5 +108,5 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     pool.join("studio", "sharing.when=hours", "sharing.hours=00:00-00:01", wait=False)
     until(lambda: pool.node("studio")["state"] in ("paused", "ready"))
     if pool.node("studio")["state"] == "paused":
-        assert "it shares from 00:00-00:01 only" in pool.node("studio")["sharing"]["why"]
+        assert "the Mac shares only within 00:00-00:01" in pool.node("studio")["sharing"]["why"]
         assert pool.cli("resume", "studio")["sharing"]["paused"], "the rule still holds"

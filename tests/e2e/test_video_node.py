@@ -378,7 +378,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.working()
     for words in (("l-1", "0"), ("l-1", "2"), ("l-2", "1")):
         code, said = await attend(node, *words)
-        assert (code, "is not granted here" in said) == (1, True)
+        assert (code, "is not granted on this node" in said) == (1, True)
     code, said = await attend(node, "l-1", "1")
     assert (code, "attends to l-1 already" in said) == (1, True)
     node.ask(generation=1, job=LONG)
@@ -393,7 +393,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.frame(LeaseEnded)
     await node.until(lambda: node.limiter.leases == 0)
     code, said = await attend(node, "l-1", "1")
-    assert (code, "is not granted here" in said) == (1, True), "who comes late finds nothing"
+    assert (code, "is not granted on this node" in said) == (1, True), "who comes late finds nothing"
     node.frames.clear()
     node.ask(generation=0)
     refused = await node.answer()

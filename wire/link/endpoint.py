@@ -275,7 +275,7 @@ class LinkEndpoint:
         if self._paused:
             self._unsent += len(data)
             if self._unsent > MAX_UNSENT_BYTES:
-                self.abort(f"the peer does not read: {self._unsent} bytes wait for it")
+                self.abort(f"the peer does not read: {self._unsent} bytes are unsent")
                 return
         self.transport.write(data)
 

@@ -92,7 +92,7 @@ def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refuse
     return Refused(
         RefusalCode.TOO_LARGE,
         (
-            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
+            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} for tokenization, this node can give "
             f"{show_size(holds)}: shorten the prompt"
         ),
         numbers,

@@ -87,10 +87,12 @@ class TokenizerTrials:
                     if taken > most:
                         return (
                             f"its template or tokenizer took {show_size(taken)} for prompts of 20 kB "
-                            f"({show_size(most)} are allowed): it is not used"
+                            f"(limit {show_size(most)}): it is not used"
                         )
                     if time.monotonic() > deadline:
-                        return f"its template or tokenizer did not end within {TIMEOUT_SECONDS:.0f} s: it is not used"
+                        return (
+                            f"its template or tokenizer did not finish within {TIMEOUT_SECONDS:.0f} s: it is not used"
+                        )
                     try:
                         process.wait(POLL_INTERVAL_SECONDS)
                     except subprocess.TimeoutExpired:

@@ -227,7 +227,7 @@ class LocalRay:
             finally:
                 reading.cancel()
                 await self._driver.stop()
-            return "Ray has ended, its log says more" if ended.done() else ""
+            return "Ray has ended: see its log" if ended.done() else ""
         finally:
             again.cancel()
             await ray_process.end(process, ended)

@@ -106,7 +106,7 @@ class WorkerJob:
                 self.end = EndWorker(code if code in CODES else "generation_failed", message[:1000])
             case {"event": "exit", "code": int(code)}:
                 self.end = self.end or EndWorker(
-                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it was done"
+                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it finished"
                 )
             case _:
                 return
@@ -181,7 +181,7 @@ class WorkerMonitor:
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:
-            return EndWorker(watchdog_policy.NOT_STARTED, f"nobody started a worker within {now - self._granted:.0f} s")
+            return EndWorker(watchdog_policy.NOT_STARTED, f"no worker was started within {now - self._granted:.0f} s")
         return None
 
     def _judge(self, worker: WorkerGroup, now: float) -> EndWorker | None:

@@ -98,7 +98,7 @@ class FieldTable(Generic[B]):
             if name in self.ignored:
                 yield FieldRow(name, "ignored", self.ignored[name])
             elif name in self.neutral:
-                yield FieldRow(name, "refused", self.instead.get(name, "not offered by the models of a cluster"))
+                yield FieldRow(name, "refused", self.instead.get(name, "not supported"))
             else:
                 yield FieldRow(name, "honoured", self.instead.get(name, ""))
 

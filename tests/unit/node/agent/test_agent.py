@@ -453,7 +453,7 @@ async def test_questions_are_answered_by_name(mac: Callable[..., Mac]):
     assert measures.agent_phys > 10 * MIB, "of this process alone, whichever group it is in"
     for number, what in ((5, "secrets"), (6, "artifact:l-1/video.mp4")):
         found, end = await answers(FetchRequest(number, what, 0, 1000))
-        assert (found, end.error) == (b"", f"this node does not know how to answer {what!r}")
+        assert (found, end.error) == (b"", f"this node cannot provide {what!r}")
 
 
 async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Callable[..., Mac]):

@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
     assert f'sharing.when = "{when}"' in found.why
 
 
-BATTERY = SharingState(False, "it runs on battery, and shares only while it is plugged in")
+BATTERY = SharingState(False, "the Mac is on battery and shares only on mains power")
 
 
 @pytest.mark.parametrize(
@@ -164,17 +164,17 @@ BATTERY = SharingState(False, "it runs on battery, and shares only while it is p
         (
             SharingRule(ShareWhen.IDLE, idle=60),
             SharingInputs(idle=59),
-            SharingState(False, "somebody uses it; it shares after 1 min of rest"),
+            SharingState(False, "the Mac is in use and shares after 1 min without input"),
         ),
         (
             SharingRule(ShareWhen.IDLE, idle=59),
             SharingInputs(idle=0),
-            SharingState(False, "somebody uses it; it shares after 59 s of rest"),
+            SharingState(False, "the Mac is in use and shares after 59 s without input"),
         ),
         (
             SharingRule(ShareWhen.IDLE, idle=90),
             SharingInputs(idle=0),
-            SharingState(False, "somebody uses it; it shares after 1.5 min of rest"),
+            SharingState(False, "the Mac is in use and shares after 1.5 min without input"),
         ),
     ],
 )
@@ -215,8 +215,8 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 2], least=0) == [True] * 2
     why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert (
-        why
-        == "its battery is at 42 %, and sharing.min_battery_percent = 50; it shares again from 55 % on, or plugged in"
+        why == "the battery is at 42 %, below sharing.min_battery_percent = 50; "
+        "the Mac shares again from 55 %, or on mains power"
     )
 
 

@@ -353,8 +353,8 @@ async def test_the_deadline_ends_it_honestly():
             await ticket.wait()
     assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
-    assert "was lost while it answered" in ticket.outcome.message
-    assert "nobody could go on with it: needs" in ticket.outcome.message
+    assert "was lost during the answer" in ticket.outcome.message
+    assert "no other node can resume the answer: needs" in ticket.outcome.message
     cluster.settled()
 
 

@@ -474,7 +474,7 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
         "itself",
     ),
-    "a reference to nothing": ("gemma4", schema(a={"$ref": "#/$defs/none"}), "leads nowhere"),
+    "a reference to nothing": ("gemma4", schema(a={"$ref": "#/$defs/none"}), "has no target"),
     "keys by a pattern": ("kimi_k2", schema(a={"type": "object", "patternProperties": {"a": {}}}), "patternProperties"),
     "no object": ("pythonic", {"type": "array"}, "no object"),
 }

@@ -219,7 +219,7 @@ def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver)
     count = len(tokenizer.encode(text, plain=False))
     assert len(tokenizer.encode(text, plain=False, most=count)) == count
     assert len(text) > 2 * count, "its slices are counted"
-    with pytest.raises(TooLong, match=r"have \d+ tokens already"):
+    with pytest.raises(TooLong, match=r"already has \d+ tokens"):
         tokenizer.encode(text, plain=False, most=count // 2)
 
 

@@ -327,7 +327,7 @@ def test_what_can_never_fit_is_told_with_all_numbers():
     refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
     assert refused.code is RefusalCode.TOO_LARGE
     assert refused.message.startswith(
-        "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can hold 31.0 GiB: "
+        "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can give 31.0 GiB: "
     )
     assert refused.numbers is not None
     assert refused.numbers.predicted == int(43.5 * GIB) + 5 * GIB

@@ -139,7 +139,7 @@ def test_a_renderer_in_python_is_given_arguments_as_text(tmp_path: Path):
         ("{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}", "SecurityError"),
         ("{{ raise_exception('x' * 100000) }}", "xxx…"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("", "the chat template gives an empty prompt"),
+        ("", "the chat template rendered an empty prompt"),
         (None, "the model has no chat template"),
     ],
 )
@@ -240,7 +240,7 @@ def test_a_broken_file_is_told_without_its_path(tmp_path: Path, file: str):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path):
-    with pytest.raises(TokenizerError, match="nowhere: there is no such folder"):
+    with pytest.raises(TokenizerError, match="nowhere: the folder does not exist"):
         tokenizer.load(tmp_path / "nowhere")
 
 

@@ -486,7 +486,7 @@ UNUSABLE: list[tuple[bytes, str]] = [
     (b'{"model":"x","metadata":{"\\udfff":1}}', "surrogate"),
     (b'{"model":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "nested too deeply"),
     (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
-    (b'{"seed":' + b"9" * 5000 + b"}", "not usable"),
+    (b'{"seed":' + b"9" * 5000 + b"}", "cannot be used"),
     (b'{"model":"a\nb"}', "not JSON"),
     (b"\xef\xbb\xbf{}", "not JSON"),
 ]
