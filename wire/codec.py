@@ -4,10 +4,10 @@ Each frame type has a decoder for its fields. A peer can therefore send no ext t
 do. A declared length allocates nothing before the bytes have arrived. Every violation raises `WireError`; the
 connection closes with its text as the reason.
 
-Frames above LONGEST_PLAIN are sent as `Fragment`s of at most PIECE bytes, and urgent frames can be sent between two
-fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long frame only
-if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments arrive in
-order, and therefore need no acknowledgement.
+Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
+between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long
+frame only if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments
+arrive in order, and therefore need no acknowledgement.
 """
 
 import struct
@@ -67,7 +67,7 @@ class WireError(Exception):
 def encode(frame: Frame) -> bytes:
     """Encode a frame.
 
-    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above LONGEST_JOINED.
+    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
     """
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > MAX_JOINED_BYTES:

@@ -7,12 +7,10 @@ the engine's process (`node.engine_process.supervisor`), limits and readings (`n
 
 Rules
 - A request belongs to the link that it came on. When that link ends, the agent cancels the request.
-- No frame of a request is sent on another link. The coordinator may therefore place the request on another node without
-  receiving two answers.
-- The end of a link never unloads a model.
-- Of two coordinators of the cluster, the one with the higher generation is valid. After the agent has seen a
-  generation, it leaves every coordinator of a lower one.
-- While the owner has paused the Mac (`node.sharing.policy`), every frame that begins work is refused.
+- No frame of a request is sent on another link. The client gets only one answer.
+- A lost link unloads no model.
+- Of two coordinators of the cluster, the one with the higher generation is valid. Agents leave the other one.
+- A paused Mac (`node.sharing.policy`) accepts no work.
 - A renewed certificate opens a second link that replaces the first. The first is closed when its last request has
   ended.
 """

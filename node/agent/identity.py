@@ -230,7 +230,7 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 
 def new_csr(identity: NodeIdentity) -> bytes:
     """Create the key of the next certificate, store it as `next.key`, and return the request (DER) to send in
-    `Renew`."""
+    `RenewCertificate`."""
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
     return request.csr

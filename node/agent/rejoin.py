@@ -38,7 +38,7 @@ def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity |
     except IdentityError as error:
         if token is None:
             raise
-        log.warning("identity given up", why=str(error))
+        log.warning("identity discarded", why=str(error))
         return None
     if found is not None and token is not None and not _same(found, token):
         raise OtherClusterError(

@@ -287,7 +287,7 @@ class TextEngine:
             self._look_back()
         if self.scheduler.next_step_at(now) is None:
             if broken := self.scheduler.check():
-                log.error("bookkeeping", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
+                log.error("invariants violated", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
             clear_pool()
             self.emergency_reserve.maintain(now)
 
@@ -343,7 +343,10 @@ class TextEngine:
         weights = returns.weights
         if missing := returns.check(memory.phys, memory.base):
             log.warning(
-                "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
+                "memory not returned",
+                bytes=show_size(missing),
+                base=show_size(memory.base),
+                unloaded=show_size(weights),
             )
 
     def _hold(self, limits: MemoryLimits) -> None:

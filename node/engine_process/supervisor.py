@@ -17,8 +17,8 @@ models again.
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
 
-Hung means one of two states. Either the I/O thread answers pings, and the inference thread has been in one turn for
-more than max(10 s, 5 × its expected duration); or no answer at all has come for 30 s. The child ends when this end of
+A child counts as hung in two cases. It answers pings, and the inference thread has been in one call for more than
+max(10 s, 5 × its expected duration). Or it has answered no ping for 30 s. The child ends when this end of
 its socket closes. No process therefore survives the agent, however the agent ends.
 
 A child is ended gracefully. A process that is killed with a large wired model can leave that memory wired until the Mac

@@ -179,7 +179,7 @@ def resolve_cap(
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:
         raise SettingsError(
-            f"setting memory.cap: the RAM of this machine cannot be read, so {setting} cannot be resolved: "
+            f"setting memory.cap: the RAM of this machine cannot be read to resolve {setting}: "
             'set a size such as "24GiB"'
         )
     if setting == "auto":

@@ -9,11 +9,11 @@ Without a pause the rule `sharing.when` decides:
     hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
 Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
-in percent. Below it, the Mac shares again at REGAIN percent more, because a charge that varies around the limit would
-end work repeatedly. On mains power it shares at once.
+in percent. Below it, the Mac shares again at BATTERY_HYSTERESIS_PERCENT more, because a charge that varies around the
+limit would end work repeatedly. On mains power it shares at once.
 
-An unreadable input never means yes: a node whose rule needs a reading that this machine does not give accepts nothing,
-and names the setting to change.
+An unreadable input never permits sharing. If the rule needs a reading that this machine does not have, the node accepts
+no work and names the setting to change.
 
 A node that does not share accepts no new work. The router sees this in the report and migrates the running requests.
 After the grace period the remaining ones end here, and are resumed on a node with room. Then a new engine process

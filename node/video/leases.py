@@ -12,8 +12,8 @@ bytes, and the job never takes memory that the engine holds. The node alone deci
         └─(no worker is started)──────────────┘   └ the worker's processes are verified dead
 
 Rules
-- A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded.
-- The memory is returned on every path, but only after every process of the worker has ended.
+- A node holds one lease at a time. The older of two generations of a job is void.
+- Every path returns the memory, after all processes of the worker have ended.
 - A lease is judged like a request: `size` bytes in addition to all memory in use. `headroom` stays ≥ 0 after the grant.
 - Nothing in use is ended for a lease. With the guard off there is no lease, because no process would watch the rest.
 """
@@ -164,7 +164,7 @@ def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused
         return refuse(
             ask,
             GUARD_OFF,
-            "memory.guard is off on this node, so the limit of a lease cannot be enforced: set memory.guard = on",
+            "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on",
         )
     if unready:
         return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)

@@ -123,10 +123,9 @@ STOPPING = "the coordinator is stopping: retry when it runs again"
 class Dispatcher:
     """Dispatcher of one router.
 
-    - `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    - `numbers` returns the next request number and sequence number.
-    - `draw` returns numbers in [0, 1) for ties.
-    - `policy` overrides the policy of the settings.
+    The function `send` writes a frame to a node's link and returns whether there is a link. It must not call the
+    dispatcher. The function `numbers` returns the next request number and sequence number. The function `draw` returns
+    numbers in [0, 1) for ties. The parameter `policy` overrides the policy of the settings.
     """
 
     def __init__(
@@ -428,7 +427,7 @@ class Dispatcher:
     # client requests
 
     def submit(self, job: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the ticket."""
+        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the request."""
         self._count += 1
         kind = StreamingRequest if job.stream else BufferedRequest
         limits = self.quotas.limits(job.key)
@@ -474,7 +473,7 @@ class Dispatcher:
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: ActiveRequest) -> None:
-        """Close a ticket; if it has not ended, its client is gone and the node gets a cancel."""
+        """Close a request; if it has not ended, its client is gone and the node gets a cancel."""
         if ticket.outcome is None:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)

@@ -1,8 +1,8 @@
 """ASGI app of the router: serves the routes that models answer and passes everything else to the control app.
 
-These routes have no framework and no middleware: a token passes from dispatcher to ticket to one `send`. Keys are
-checked before a body is read, and a body is bounded before it is parsed. A request that leaves in any way closes its
-ticket, which releases its reservation and notifies its node.
+These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
+checked before a body is read, and a body is bounded before it is parsed. Every end of a request
+closes its `ActiveRequest`, which releases the reservation and notifies the node.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). Its
-terms are the KV of the whole prompt and of the expected output for every choice, the transient of a chunk, and the
-weights where the model is not loaded. A node is feasible only if all of this holds.
+Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). It
+contains the KV of the prompt and of the expected output for every choice. It also contains the transient of a chunk,
+and the weights of a model that is not loaded. A node is feasible only if all of this holds.
 
 The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
 with a context that is long enough. The node has not refused this request since its last report.
@@ -656,7 +656,7 @@ def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
-        text = f"the memory of {best.name} cannot be read, so it starts no requests until then: retry"
+        text = f"the memory of {best.name} cannot be read; it starts no requests until then: retry"
         return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "

@@ -328,7 +328,7 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
 
 def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
-    """Return the transient bytes of tokenizing `text` bytes; 0 below READ_FREE.
+    """Return the transient bytes of tokenizing `text` bytes; 0 below UNCHECKED_TOKENIZE_BYTES.
 
     `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
     grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.

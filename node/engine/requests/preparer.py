@@ -103,7 +103,7 @@ class RequestPreparer:
             with self._reading(request.model, request.request):
                 return self._prepared(request)
         except Exception as error:
-            log.exception("door", request=request.request, request_id=request.request_id)
+            log.exception("prepare", request=request.request, request_id=request.request_id)
             return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
     def count(self, asked: CountTokens) -> Finished | Refusal:

@@ -383,7 +383,7 @@ class Scheduler:
         try:
             joined = self._join_together(members, self._together.read(members))
         except Exception as error:
-            log.exception("together", model=resident.name, rows=len(members), error=text_of(error))
+            log.exception("packed prefill", model=resident.name, rows=len(members), error=text_of(error))
             self._reuse.invalidate(resident.name)
             joined = False
         if not joined:

@@ -431,12 +431,12 @@ class MarkCutter:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Split text at markers, as in `Cutter`."""
+        """Split text at markers, as in `MarkerCutter`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """Return held text, as in `Cutter`."""
+        """Return held text, as in `MarkerCutter`."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 
@@ -445,11 +445,11 @@ class PassThrough:
     """Cutter for text without markers."""
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Return the text unsplit, as in `Cutter`."""
+        """Return the text unsplit, as in `MarkerCutter`."""
         return [(MarkerPlace(NORMAL), text)]
 
     def flush(self) -> str:
-        """Return held text, as in `Cutter`: none."""
+        """Return held text, as in `MarkerCutter`: none."""
         return ""
 
 

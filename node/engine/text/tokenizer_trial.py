@@ -116,7 +116,7 @@ class TokenizerTrials:
             part.write_bytes(msgspec.json.encode(list(self._passed)))
             part.replace(self._file)
         except OSError as error:
-            log.warning("trials not kept", error=str(error)[:200])
+            log.warning("tokenizer trials not stored", error=str(error)[:200])
 
 
 def _read(file: Path | None) -> list[str]:
@@ -127,5 +127,5 @@ def _read(file: Path | None) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("trials unreadable", error=str(error)[:200])
+        log.warning("tokenizer trials unreadable", error=str(error)[:200])
         return []

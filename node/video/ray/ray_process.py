@@ -117,7 +117,7 @@ def last_words(said: bytes) -> str:
 async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
     """End the process and the remaining processes of its group.
 
-    The output is read to its end, because the loop does not notice the end of a process with unread output.
+    The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """
     reading = asyncio.create_task(discard(process))
     if process.returncode is None:

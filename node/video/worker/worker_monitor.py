@@ -204,7 +204,7 @@ class WorkerMonitor:
         return end
 
     async def kill(self, end: EndWorker) -> None:
-        """End the worker's process group, and return when no process of it lives."""
+        """End the worker's process group, and return when all of its processes have ended."""
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
@@ -226,7 +226,7 @@ def living(worker: WorkerGroup) -> tuple[int, ...]:
 
 
 async def kill(worker: WorkerGroup, grace: float) -> None:
-    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when no process of it lives."""
+    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when all processes have ended."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while living(worker):
         if time.monotonic() >= deadline:

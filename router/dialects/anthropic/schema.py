@@ -218,7 +218,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation, if its client gave one of at most LONGEST_NAME characters."""
+        """Name of the conversation, if its client gave one of at most MAX_NAME_CHARS characters."""
         found = (self.metadata or {}).get("user_id")
         return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
 

@@ -42,7 +42,7 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     except json.JSONDecodeError as error:
         return invalid(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except RecursionError:
-        return invalid("the JSON of the body is nested too deeply")
+        return invalid("the body has too many levels of nesting")
     except ValueError as error:
         return invalid(f"the body cannot be used: {str(error)[:200]}")
     if not isinstance(found, dict):
@@ -75,7 +75,7 @@ def _too_many(body: bytes, max_values: int) -> Problem | None:
     """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
 
     Strings are found by their quotes, after escaped backslashes and quotes are removed. A text that is not JSON is
-    counted correctly up to its first error, where a parser stops: a backslash outside a string is an error.
+    counted correctly up to its first error, where a parser stops. A backslash outside a string is an error.
     """
     if len(body) <= max_values or (_values(body) <= max_values and body.count(b'"') // 2 <= MAX_TEXTS):
         return None  # even if every comma and bracket stood outside of texts
@@ -97,8 +97,8 @@ def _values(text: bytes) -> int:
 def write(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
-    Return a 400 that names the part if it has more than `longest` bytes, exceeds DEEPEST levels, or holds a non-finite
-    number.
+    Return a 400 that names the part if it has more than `longest` bytes, exceeds MAX_JSON_DEPTH levels, or holds a
+    non-finite number.
     """
     if _too_deep(value):
         return invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)

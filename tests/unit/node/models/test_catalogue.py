@@ -650,7 +650,7 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
         (struct.pack("<Q", 104857601), "not a safetensors file: its header claims 104857601 bytes"),
         (struct.pack("<Q", 104857600), "the file ends within its header, at 8 bytes: download it again"),
         (struct.pack("<Q", 2) + b"[]", "it is not a JSON object"),
-        (struct.pack("<Q", 200_000) + b"[" * 200_000, "its JSON is nested too deeply"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "its JSON has too many levels of nesting"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{words}$".replace("[", r"\[")):
