@@ -292,7 +292,7 @@ class ModelSettings(Section, frozen=True):
 
 
 class WorkerSettings(Section, frozen=True):
-    """Video on this node: memory is lent to a worker, one job at a time. The pool's side of it is `video`."""
+    """Video on this node: memory is leased to a worker for one job at a time. For the coordinator: `video`."""
 
     enabled: Annotated[
         bool,

@@ -7,8 +7,8 @@ the engine's process (`node.engine_process.supervisor`), limits and readings (`n
 
 Rules
 - A request belongs to the link that it came on. When that link ends, the agent cancels the request.
-- No frame of a request is sent on another link. The client gets only one answer.
-- A lost link unloads no model.
+- No frame of a request is sent on another link. Clients get one answer.
+- Lost links unload no model.
 - Of two coordinators of the cluster, the one with the higher generation is valid. Agents leave the other one.
 - A paused Mac (`node.sharing.policy`) accepts no work.
 - A renewed certificate opens a second link that replaces the first. The first is closed when its last request has

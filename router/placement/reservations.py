@@ -4,10 +4,10 @@ Theory. A report shows the memory of a past moment. Between two reports the rout
 reservations since then. Simulated under bursts: 67-99 % of first attempts are refused without this, 0.15 % with it. A
 reservation has three states:
 
-    claim ──► promised ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
-                  └──────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
+    reserve ──► open ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
+                 └───────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
-Promised bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
+Open bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
 Both count in `in_flight`. `Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
 A short later prompt may be committed and acknowledged before a long earlier one.
 

@@ -37,7 +37,7 @@ def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Ref
         (story,) = json.loads(others)["requests"]
         assert story["outcome"] == code
         assert WRITTEN not in others
-        assert "the client's answer has the details" in story["message"]
+        assert "the response to the client has the details" in story["message"]
 
 
 @pytest.mark.parametrize(

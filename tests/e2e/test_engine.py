@@ -267,7 +267,7 @@ def good(client: OpenAI) -> None:
     [
         ("raises", openai.BadRequestError, "template_failed", "no such season"),
         ("says-nothing", openai.BadRequestError, "template_failed", "template"),
-        ("stutters", openai.BadRequestError, "template_failed", "prompt could not be made"),
+        ("stutters", openai.BadRequestError, "template_failed", "prompt could not be rendered"),
         ("mute", openai.InternalServerError, "model_load_failed", "tokenizer"),
         ("cut-off", openai.InternalServerError, "model_load_failed", "the file is incomplete: it has 100000 of"),
         ("unheard-of", openai.InternalServerError, "model_load_failed", "nonesuch"),

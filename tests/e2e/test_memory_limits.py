@@ -78,7 +78,7 @@ def test_a_margin_that_leaves_nothing_is_said_everywhere_with_the_resolved_sizes
     status = cluster_pool.cli("status")
     assert any("memory.margin is as large as the cap of 8.0 GiB" in danger for danger in status["dangers"])
     assert any("raise memory.cap or lower memory.margin" in warning for warning in status["warnings"])
-    assert "leaves nothing of the cap of 8.0 GiB" in cluster_pool.nodes["tight"].log.read_text()
+    assert "is as large as the cap of 8.0 GiB" in cluster_pool.nodes["tight"].log.read_text()
 
 
 def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_pool: Pool) -> None:
@@ -200,6 +200,6 @@ def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster
         "leaky: 40.0 GiB of ended engines stayed wired (this Mac had 23.0 GiB wired before the last one started and has"
     )
     assert any(danger.startswith(said) and "restart this Mac" in danger for danger in status["dangers"])
-    assert any("its engine is failed: it is not started again" in warning for warning in status["warnings"])
+    assert any("its engine is failed: the engine is not restarted" in warning for warning in status["warnings"])
     until(lambda: "WiredLeak" in {one["name"] for one in cluster_pool.get("/api/v1/conditions")["conditions"]})
     assert "wired memory lost" in (cluster_pool.folder / "leaky" / "logs" / "node.log").read_text()

@@ -98,7 +98,7 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     pool.cli("pause", "studio", "1h")
     assert words(short.result()[2]) == 30
     assert "node_stopping" in long.result()[2] or "node_lost" in long.result()[2]
-    assert "takes no work now" in long.result()[2]
+    assert "stopped sharing" in long.result()[2]
     until(lambda: pool.node("studio")["engine"]["recycles"] == 1, what="the memory back")
     pool.cli("resume", "studio")
     until(lambda: pool.serves("studio"))

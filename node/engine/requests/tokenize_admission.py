@@ -10,10 +10,10 @@ A prompt of usual length therefore never waits for a text of megabytes. Each thr
 I/O thread prepares short prompts itself (`RequestPreparer.inline`), because it must answer pings, limits and cancels
 without a wait.
 
-    I/O thread            inference thread              prompt threads
-    not inline: Unread ──► checked, reserved ──────────► tokenize
-                            └ Refusal                      │
-                           admitted, no longer reserved ◄──┘ Read
+    I/O thread                       inference thread              prompt threads
+    not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize
+                                       └ Refusal                      │
+                                      admitted, no longer reserved ◄──┘ TokenizeResult
 """
 
 from collections.abc import Callable

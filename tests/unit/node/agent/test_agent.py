@@ -188,7 +188,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert own is not None
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
-        with pytest.raises(LookupError, match="does not know how to answer 'weather'"):
+        with pytest.raises(LookupError, match="cannot provide 'weather'"):
             await anext(links.fetch(NodeId(node), "weather", 100))
 
 

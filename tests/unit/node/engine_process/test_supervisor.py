@@ -986,7 +986,7 @@ async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engi
     await one.until(lambda: one.supervisor.state.state == "failed")
     assert one.supervisor.pid is None
     assert one.supervisor.state.leaked == 39 * GIB
-    assert one.supervisor.state.cause.startswith("it is not started again: 39.0 GiB of ended engines stayed wired")
+    assert one.supervisor.state.cause.startswith("the engine is not restarted: 39.0 GiB of ended engines stayed wired")
     one.generate(9)
     end = await one.end(9)
     assert isinstance(end, Refusal)

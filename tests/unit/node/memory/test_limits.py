@@ -85,8 +85,8 @@ def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_come
         ({"margin": "0"}, "memory.margin is 0"),
         ({"guard": "off"}, "memory.guard is off"),
         ({"cap": "100GiB", "allow_above_metal_limit": True}, "above the Metal limit"),
-        ({"cap": "8GiB", "margin": "8GiB"}, "leaves nothing of the cap of 8.0 GiB"),
-        ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "8GiB"}, "is as large as the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "9GiB"}, "is as large as the cap of 8.0 GiB"),
     ],
 )
 def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any], words: str):

@@ -233,10 +233,10 @@ def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (tensors(4096)[:-1], "cut off: it has"),
-        (tensors()[:20], "cut off in its header"),
-        (b"", "no safetensors file"),
-        (b"\xff" * 64, "no safetensors file"),
+        (tensors(4096)[:-1], "the file is incomplete: it has"),
+        (tensors()[:20], "the file ends within its header"),
+        (b"", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
         (struct.pack("<Q", 4) + b"{no}", "Expecting"),
     ],
 )
@@ -525,7 +525,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
     model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
     known = library(tmp_path).known()
     assert known["unreadable"].cause == "its files cannot be read: Is a directory"
-    assert known["senseless"].cause == "its files make no sense: IndexError: list index out of range"
+    assert known["senseless"].cause == "its files are invalid: IndexError: list index out of range"
     assert EMBEDDED.name in known, "nothing else can be served"
 
 

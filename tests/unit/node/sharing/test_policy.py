@@ -231,7 +231,7 @@ def test_the_battery_only_narrows_what_the_rule_says() -> None:
     weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
     assert not sharing_state(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
     assert sharing_state(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
-    assert "somebody uses it" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
+    assert "the Mac is in use" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
     assert not sharing_state(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
 
 
@@ -240,7 +240,7 @@ def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_ye
     for plugged in (None, False):
         found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
-        assert "cannot be read here, which sharing.min_battery_percent = 50 needs" in found.why
+        assert "cannot be read, which sharing.min_battery_percent = 50 needs" in found.why
 
 
 def test_what_is_done_once_nothing_is_taken() -> None:

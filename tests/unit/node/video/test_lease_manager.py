@@ -214,7 +214,7 @@ async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: M
     node.ask()
     ended = await node.ended()
     assert ended.code == "start_failed"
-    assert "nobody started a worker within 1 s" in ended.message
+    assert "no worker was started within 1 s" in ended.message
     assert node.limiter.leases == 0
 
 

@@ -528,7 +528,7 @@ async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_w
     for _ in range(3):
         two.submit()
         assert two.last()[0] == A
-        two.say(lambda number: Failed(number, "engine_error", "its prompt could not be processed"))
+        two.say(lambda number: Failed(number, "engine_error", "the prefill of its prompt failed"))
         two.now += 1.5
         two.report()
     waiting = two.submit()

@@ -219,7 +219,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch
         nonlocal asked
         asked += 1
         if asked == 4:
-            raise GrammarFailed("it cannot be followed further: too many states")
+            raise GrammarFailed("the matcher failed: too many states")
         return mask(self)
 
     monkeypatch.setattr(GrammarMatcher, "mask", failing)

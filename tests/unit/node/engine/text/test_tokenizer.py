@@ -191,7 +191,7 @@ def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
 def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
     model = tokenizer.load(folder)
     model.size = 3
-    with pytest.raises(TemplateFailed, match="there are only 3"):
+    with pytest.raises(TemplateFailed, match="the vocabulary has 3"):
         model.prompt(ask())
 
 
@@ -225,7 +225,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path):
     proof = tmp_path / "ran"
     (written / "own.py").write_text(f"open({str(proof)!r}, 'w')\nclass Own: pass\n")
     vocabulary.configure(written, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
-    with pytest.raises(TokenizerError, match=r"^evil: its tokenizer needs code that comes with the model"):
+    with pytest.raises(TokenizerError, match=r"^evil: its tokenizer needs code from the model folder"):
         tokenizer.load(written)
     assert not proof.exists()
 
