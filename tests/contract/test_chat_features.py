@@ -280,7 +280,7 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
     assert (params.temperature, params.top_p, params.seed, params.stop) == (0.7, 0.9, 7, ("x",))
 
 
-# Features that are not offered
+# Features that are not supported
 
 
 @pytest.mark.parametrize(

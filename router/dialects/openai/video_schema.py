@@ -21,7 +21,7 @@ IGNORED: Mapping[str, str] = MappingProxyType({"user": "jobs belong to the API k
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"input_reference": (None, ""), "n": (None, 1, "1")})
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "input_reference": "the models here accept only text",
+        "input_reference": "the models here accept only text, no image",
         "n": "a job generates one clip: create several jobs",
         "model": "optional if the pool has only one video model",
         "seconds": "whole seconds, as a text or a number; default 3; cannot be combined with frames",

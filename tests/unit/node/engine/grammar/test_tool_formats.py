@@ -472,11 +472,11 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a reference that goes round": (
         "qwen3_coder",
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        "itself",
+        "circular",
     ),
     "a reference to nothing": ("gemma4", schema(a={"$ref": "#/$defs/none"}), "has no target"),
     "keys by a pattern": ("kimi_k2", schema(a={"type": "object", "patternProperties": {"a": {}}}), "patternProperties"),
-    "no object": ("pythonic", {"type": "array"}, "no object"),
+    "no object": ("pythonic", {"type": "array"}, "must be an object"),
 }
 
 

@@ -197,7 +197,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
     assert refusal.refused.code is RefusalCode.CONTEXT
-    assert f"takes {context}: shorten the prompt" in refusal.refused.message
+    assert f"is {context}: shorten the prompt" in refusal.refused.message
     assert 0 < sum(counted) <= 8 * context + TOKENIZE_SLICE_CHARS
     assert driver.engine.report(0.0).memory.reserved == 0
 
