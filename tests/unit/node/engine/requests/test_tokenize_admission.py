@@ -333,7 +333,7 @@ MEASURE = textwrap.dedent("""
     from node.settings import ModelSettings
     from wire.frames import Generate, GenerationParams, Message
 
-    library = ModelCatalogue(ModelSettings(folders=(sys.argv[1],), hub=False))
+    library = ModelCatalogue(ModelSettings(folders=(sys.argv[1],), use_huggingface_cache=False))
     library.scan()
 
     def highest():
