@@ -300,7 +300,7 @@ def test_nothing_is_taken_before_the_first_limits():
         ({"model": "gpt"}, RefusalCode.NO_MODEL, "scripted-1, not gpt"),
         ({"max_tokens": 10**12}, RefusalCode.CONTEXT, "1000000000006; the context of scripted-1 is 32768"),
         ({"content": "x " * 32764}, RefusalCode.CONTEXT, "the prompt has 32768 tokens"),
-        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "at most 64"),
+        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "the limit of this node is 64"),
         ({"n": 0}, RefusalCode.INVALID, "at least 1"),
         ({"max_tokens": 0}, RefusalCode.INVALID, "at least 1"),
         ({"max_tokens": -(2**63)}, RefusalCode.INVALID, "at least 1"),
@@ -370,7 +370,7 @@ def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_ther
     end = bench.last(number)
     assert isinstance(end, Failed)
     assert end.code == "no_headroom"
-    assert "outgrew" in end.message
+    assert "became longer than expected" in end.message
     assert len(bench.ids[number, 0]) == 10 + 2 * KV_GROWTH_TOKENS
     assert bench.report().memory.reserved == 0
     assert bench.report().memory.active == 4 * GIB
