@@ -2,7 +2,7 @@
 
 Calls and numbers come from <IOKit/pwr_mgt/IOPMLib.h> and <IOKit/IOMessage.h>. The system asks registered processes
 before an idle sleep, and notifies them before every sleep. It waits up to 30 s for IOAllowPowerChange. This module
-always allows the sleep: after the goodbye was sent, and after ANSWER_SECONDS at the latest.
+always allows the sleep: after the goodbye was sent, and after ANSWER_TIMEOUT_SECONDS at the latest.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """Limit repeated log events, because a flood of events would fill the disk.
 
-An event of a logger about the same subject (node, peer, address, reason) is admitted BURST times in WINDOW seconds. The
-next admitted event has the number of events that were left out. Pure: time is an argument.
+An event of a logger about the same subject (node, peer, address, reason) is admitted BURST_EVENTS times in
+WINDOW_SECONDS. The next admitted event has the number of events that were left out. Pure: time is an argument.
 """
 
 from collections.abc import Mapping

@@ -78,7 +78,7 @@ def log_to_stderr() -> None:
 class _StderrHandler(logging.StreamHandler[Any]):
     """Handler for standard error.
 
-    Under launchd, standard error is a file without rotation. The handler empties it above LONGEST bytes; the journal
+    Under launchd, standard error is a file without rotation. The handler empties it above MAX_LOG_BYTES; the journal
     has the same events. Child processes append to the same file.
     """
 

@@ -49,7 +49,7 @@ def read_battery() -> Battery | None:
 def read_power(
     platform: str = sys.platform, ask: Ask | None = None, battery: Callable[[], Battery | None] = read_battery
 ) -> PowerState:
-    """Read the power state; blocks for at most TOOL_SECONDS. Does not raise."""
+    """Read the power state; blocks for at most TOOL_TIMEOUT_SECONDS. Does not raise."""
     idle = idle_in((ask or _ask)(TOUCHED)) if platform == "darwin" else None
     try:
         found = battery()

@@ -41,7 +41,7 @@ NAMES = frozenset(
     }
 )
 """Names of fields whose values are always hidden."""
-PRIVATE = frozenset({"door", "grammar", "text"})
+PRIVATE = frozenset({"prepare", "grammar", "text"})
 """Events of the engine whose exceptions can quote the text of a client."""
 MAX_MESSAGE_CHARS = 300
 _SHAPES = re.compile(

@@ -53,10 +53,10 @@ class SleepInhibitor:
                 start_new_session=True,
             )
         except OSError as error:
-            log.warning("cannot stay awake", error=error.strerror)
+            log.warning("idle sleep not prevented", error=error.strerror)
             self._command = ()
             return
-        log.info("stays awake")
+        log.info("idle sleep prevented")
 
     def _end(self) -> None:
         child, self._child = self._child, None
@@ -68,4 +68,4 @@ class SleepInhibitor:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-        log.info("may sleep")
+        log.info("idle sleep allowed")

@@ -125,7 +125,7 @@ class SleepWatch:
 
     def _sleeps(self, said: Said) -> None:
         self._told = True
-        log.info("goes to sleep")
+        log.info("system sleep")
         self._on_sleep(said)
 
     def _wakes(self) -> None:

@@ -94,14 +94,14 @@ def _said(options: argparse.Namespace, code: int) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="cluster join", allow_abbrev=False)
     parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--url", help="where the coordinator listens for nodes; Bonjour unless given")
-    parser.add_argument("--token-fd", type=int, help="descriptor from which a join token is read")
+    parser.add_argument("--url", help="address of the coordinator for nodes; default: found by Bonjour")
+    parser.add_argument("--token-fd", type=int, help="file descriptor of the join token")
     parser.add_argument("--models", action="append", default=[], type=Path)
     parser.add_argument("--set", action="append", default=[], dest="pairs")
     parser.add_argument("--output", choices=["text", "json"], default="text")
     parser.add_argument("--lifeline", action="store_true")
     parser.add_argument("--leave", action="store_true", help="leave the cluster instead of serving")
-    parser.add_argument("--force", action="store_true", help="with --leave: tell nobody")
+    parser.add_argument("--force", action="store_true", help="with --leave: leave without notifying the coordinator")
     return parser
 
 
@@ -139,7 +139,7 @@ class _lock:  # noqa: N801  used as a with-statement's word
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise NodeStartError(1, f"a node runs already in {self._file.parent}") from None
+            raise NodeStartError(1, f"a node is already running in {self._file.parent}") from None
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -231,7 +231,7 @@ async def _serve(
         done, _ = await asyncio.wait({run, waiting}, return_when=asyncio.FIRST_COMPLETED, timeout=limit)
         if not done:
             reason, code = "stopping", 3
-            _print_error("the coordinator is not reached to be told: `cluster leave --force` leaves without that")
+            _print_error("the coordinator cannot be reached: run `cluster leave --force` to leave without notifying it")
         hide_warnings()
         if run not in done:
             await studio.lender.stop()
@@ -355,18 +355,19 @@ async def _find() -> str:
     found = await discovery.find(FIND_TIMEOUT_SECONDS)
     if not found:
         raise NodeStartError(
-            3, "no cluster was found by Bonjour: ask for its address and run `cluster join HOST:8081 --token-file FILE`"
+            3,
+            "Bonjour found no cluster: run `cluster join HOST:8081 --token-file FILE` with the coordinator's address",
         )
     if len({one.cluster for one in found}) > 1:
         names = ", ".join(f"{one.name} at {one.candidates[0]}" for one in found if one.candidates)
-        raise NodeStartError(2, f"several clusters are here, say which by address: {names}")
+        raise NodeStartError(2, f"Bonjour found several clusters, choose one by its address: {names}")
     return found[0].candidates[0]
 
 
 def _show_code(code: str, seconds: float) -> None:
     print(
-        f"code {code}: on the coordinator run `cluster approve {code}` within {seconds / 60:.0f} minutes, if it lists "
-        "this machine",
+        f"code {code}: on the coordinator run `cluster approve {code}` within {seconds / 60:.0f} minutes, if the list "
+        "shows this machine",
         file=sys.stderr,
         flush=True,
     )

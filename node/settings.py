@@ -292,7 +292,7 @@ class ModelSettings(Section, frozen=True):
 
 
 class WorkerSettings(Section, frozen=True):
-    """Video on this node: memory is lent to a worker, one job at a time. The pool's side of it is `video`."""
+    """Video on this node: memory is leased to a worker for one job at a time. For the coordinator: `video`."""
 
     enabled: Annotated[
         bool,
@@ -534,15 +534,15 @@ def with_tier(settings: NodeSettings, origins: Mapping[str, str]) -> NodeSetting
     if memory.cap == AUTO:
         if memory.tier == CUSTOM:
             raise SettingsError(
-                f"setting memory.tier ({tier_from or 'value'}): custom needs memory.cap to say how much; set it, or "
+                f"setting memory.tier ({tier_from or 'value'}): custom needs memory.cap: set it, or "
                 "choose safe, balanced or aggressive"
             )
         return settings
     if tier_from is not None and memory.tier in TIERS and memory.tier != CUSTOM:
         raise SettingsError(
             f"setting memory.tier ({tier_from}): {memory.tier} contradicts memory.cap = {memory.cap} "
-            f"({origins.get('memory.cap', 'value')}), because an explicit cap has no reserve: leave memory.tier out or "
-            "set it to custom, or leave memory.cap out"
+            f"({origins.get('memory.cap', 'value')}), because an explicit cap has no reserve: remove memory.tier, "
+            "set it to custom, or remove memory.cap"
         )
     return replace(settings, memory=replace(memory, tier=CUSTOM)) if tier_from is None else settings
 
@@ -578,7 +578,7 @@ def _check_battery(sharing: SharingSettings) -> None:
     if sharing.min_battery_percent and sharing.when == ShareWhen.PLUGGED_IN:
         raise SettingsError(
             f"setting sharing.min_battery_percent: {sharing.min_battery_percent} % contradicts sharing.when = "
-            '"plugged-in", which accepts no work on battery: leave one of them out'
+            '"plugged-in", which accepts no work on battery: remove one of them'
         )
 
 
@@ -591,9 +591,11 @@ def _check_size(key: str, value: object) -> None:
     except ValueError as error:
         raise SettingsError(f"setting {key}: {error}") from None
     if size > MAX_BYTES:
-        raise SettingsError(f"setting {key}: {value} is more than any machine has")
+        raise SettingsError(f"setting {key}: {value} is more than any machine has: lower it")
     if size == 0 and key == "memory.cap":
-        raise SettingsError('setting memory.cap: a cap is never 0; memory.guard = "off" switches the guard off by name')
+        raise SettingsError(
+            'setting memory.cap: the cap cannot be 0: to switch the guard off, set memory.guard = "off"'
+        )
 
 
 def _leaf(settings: NodeSettings, key: str) -> object:

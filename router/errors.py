@@ -141,9 +141,11 @@ def invalid(message: str, param: str | None = None, code: str = "invalid_request
 NO_KEY = Problem(
     401,
     "invalid_api_key",
-    "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; `cluster key create NAME` makes one",
+    "an API key is required: send Authorization: Bearer KEY or x-api-key: KEY; `cluster key create NAME` creates one",
 )
-WRONG_KEY = Problem(401, "invalid_api_key", "this API key is not known here, or it has expired or been revoked")
+WRONG_KEY = Problem(
+    401, "invalid_api_key", "this API key is unknown, expired or revoked: create another with `cluster key create NAME`"
+)
 
 
 def missing_scope(scope: str) -> Problem:
@@ -151,7 +153,7 @@ def missing_scope(scope: str) -> Problem:
     return Problem(
         403,
         "insufficient_scope",
-        f"this API key has no scope {scope!r}: make one with `cluster key create NAME --scope {scope}`",
+        f"this API key has no scope {scope!r}: create one with `cluster key create NAME --scope {scope}`",
     )
 
 
@@ -164,19 +166,21 @@ def not_found(path: str, server: str = "http(s)://HOST:8080") -> Problem:
     before = list(takewhile(_PREFIXES.__contains__, parts))
     meant = "/".join(parts[len(before) :])
     route = _ROUTES.get(meant) or _ROUTES.get(meant.partition("/")[0])
-    text = f"there is nothing at {path[:200]}"
+    text = f"unknown path {path[:200]}"
     if route is None or path == route + meant:
         return Problem(404, "not_found", text)
     # a client that sends /v1/v1/... adds /v1 on its own; a client that sends no /v1 does not
     base = server if route == "/api/" or before.count("v1") > 1 else f"{server}/v1"
-    return Problem(404, "not_found", f"{text}, but at {route}{meant[:80]}: set the client's base URL to {base}")
+    return Problem(404, "not_found", f"{text}, the API is at {route}{meant[:80]}: set the client's base URL to {base}")
 
 
 def wrong_method(method: str, allow: str) -> Problem:
     """Build the 405 with the allowed methods."""
-    return Problem(405, "method_not_allowed", f"{method} is not possible here, only {allow}", allow=allow)
+    return Problem(405, "method_not_allowed", f"{method} is not allowed on this path: use {allow}", allow=allow)
 
 
 def too_long(limit: int) -> Problem:
     """Build the 413 of a body above the limit in bytes."""
-    return Problem(413, "request_too_large", f"the body is larger than {limit} bytes")
+    return Problem(
+        413, "request_too_large", f"the body is larger than {limit} bytes: shorten it, or raise router.max_body_bytes"
+    )

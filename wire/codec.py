@@ -4,10 +4,10 @@ Each frame type has a decoder for its fields. A peer can therefore send no ext t
 do. A declared length allocates nothing before the bytes have arrived. Every violation raises `WireError`; the
 connection closes with its text as the reason.
 
-Frames above LONGEST_PLAIN are sent as `Fragment`s of at most PIECE bytes, and urgent frames can be sent between two
-fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long frame only
-if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments arrive in
-order, and therefore need no acknowledgement.
+Frames above MAX_PLAIN_BYTES are sent as `Fragment`s of at most FRAGMENT_BYTES bytes, and urgent frames can be sent
+between two fragments. The receiver joins fragments up to one limit for all messages in progress. A sender starts a long
+frame only if the frame fits within that limit together with the frames in progress (`link.endpoint.Outbox`). Fragments
+arrive in order, and therefore need no acknowledgement.
 """
 
 import struct
@@ -67,11 +67,11 @@ class WireError(Exception):
 def encode(frame: Frame) -> bytes:
     """Encode a frame.
 
-    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above LONGEST_JOINED.
+    Raises UnicodeEncodeError for a text with a lone surrogate, WireError for a frame above MAX_JOINED_BYTES.
     """
     body = _encoder.encode(frame)
     if _HEADER.size + len(body) > MAX_JOINED_BYTES:
-        raise WireError(f"{type(frame).__name__} of {len(body)} bytes is longer than {MAX_JOINED_BYTES}")
+        raise WireError(f"{type(frame).__name__} of {_HEADER.size + len(body)} bytes, the limit is {MAX_JOINED_BYTES}")
     return _HEADER.pack(len(body) + 1, TAG_OF[type(frame)]) + body
 
 
@@ -91,7 +91,7 @@ def decode(tag: int, body: bytes | memoryview) -> Frame:
     if decoder is None:
         raise WireError(f"unknown frame {tag}")
     if len(body) > _MAX_BODY_OF[tag]:
-        raise WireError(f"{TAGS[tag].__name__} of {len(body)} bytes, the most is {_MAX_BODY_OF[tag]}")
+        raise WireError(f"{TAGS[tag].__name__} of {len(body)} bytes, the limit is {_MAX_BODY_OF[tag]}")
     try:
         return decoder.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, OverflowError) as error:

@@ -104,7 +104,7 @@ def parse_token(text: str) -> JoinToken:
     match = _TOKEN.fullmatch(text.strip())
     if match is None:
         raise ValueError(
-            "this is not a join token: it reads mpj1.<pin>.<id>.<secret> and comes from `cluster token create`"
+            "this is not a join token: one has the form mpj1.<pin>.<id>.<secret>; `cluster token create` creates one"
         )
     return JoinToken(_unbase32(match[1]), match[2], _unbase32(match[3]))
 

@@ -86,7 +86,7 @@ class Memory(WireStruct, frozen=True, array_like=True, gc=False):
     total: Size = 0
     """Memory of the machine."""
     base: Size = 0
-    """Footprint of the engine before any model is loaded. No request can use these bytes."""
+    """Footprint of the engine before any model is loaded. Requests cannot use these bytes."""
     reusable: Size = 0
     """Bytes of `current` that the engine frees before it refuses a request: prefix cache and canary. Set in reports
     only. Placement counts these bytes as free; the gate does not until they are freed."""

@@ -37,9 +37,7 @@ def parse_size(text: str | int, *, whole: int | None = None) -> int:
     if unit != "%":
         return int(float(match[1]) * _FACTOR[unit]) if "." in match[1] else int(match[1]) * _FACTOR[unit]
     if whole is None or float(match[1]) > 100:
-        raise ValueError(
-            f"{text!r}: a percentage must be at most 100 % and is not possible for this setting without a whole"
-        )
+        raise ValueError(f"{text!r}: a percentage must be at most 100 %, and this setting needs a known total")
     return int(whole * float(match[1]) / 100)
 
 

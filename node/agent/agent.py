@@ -7,12 +7,10 @@ the engine's process (`node.engine_process.supervisor`), limits and readings (`n
 
 Rules
 - A request belongs to the link that it came on. When that link ends, the agent cancels the request.
-- No frame of a request is sent on another link. The coordinator may therefore place the request on another node without
-  receiving two answers.
-- The end of a link never unloads a model.
-- Of two coordinators of the cluster, the one with the higher generation is valid. After the agent has seen a
-  generation, it leaves every coordinator of a lower one.
-- While the owner has paused the Mac (`node.sharing.policy`), every frame that begins work is refused.
+- No frame of a request is sent on another link. Clients get one answer.
+- Lost links unload no model.
+- Of two coordinators of the cluster, the one with the higher generation is valid. Agents leave the other one.
+- A paused Mac (`node.sharing.policy`) accepts no work.
 - A renewed certificate opens a second link that replaces the first. The first is closed when its last request has
   ended.
 """
@@ -586,7 +584,7 @@ class Agent:
     def _not_now(self) -> Refused:
         """Return the refusal of a request while this Mac is paused. Every coordinator knows its code."""
         assert self.sharer is not None  # noqa: S101  the sharer caused the refusal
-        text = f"this Mac takes nothing new: {self.sharer.standing.why}"
+        text = f"this Mac accepts no requests: {self.sharer.standing.why}"
         return Refused(RefusalCode.DRAINING, text, None, self.sharer.retry_after(), self._identity.name)
 
     def _resting_models(self) -> tuple[Model, ...]:
@@ -618,7 +616,7 @@ class Agent:
         assert self.supervisor is not None  # noqa: S101  set before the sharer starts
         match act:
             case SharingAction.END_REQUESTS:
-                self._let_go(f"its Mac takes no work now: {standing.why}")
+                self._let_go(f"its Mac stopped sharing: {standing.why}")
             case SharingAction.END_LEASE if self.lender is not None:
                 self.lender.end(standing.why)
             case SharingAction.END_LEASE:
@@ -647,7 +645,7 @@ class Agent:
         elif ask.what.startswith(PREFIX) and self.lender is not None and (made := self.lender.artifact(ask.what)):
             link.send_background(pieces(ask, made))
         else:
-            link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node does not know how to answer {ask.what!r}"))
+            link.send(FetchChunk(ask.ask, b"", last=True, error=f"this node cannot provide {ask.what!r}"))
 
     def _measures(self) -> NodeMeasures:
         report = self.supervisor.report if self.supervisor else None

@@ -54,8 +54,8 @@ class CoordinatorLink(LinkEndpoint):
         """Check that the remote certificate is our coordinator's. Raises NotTheCoordinator otherwise."""
         tls: ssl.SSLObject | None = self.transport.get_extra_info("ssl_object") if self.transport else None
         if tls is None or not proves_coordinator(tls, self._cluster):
-            self.abort("the other end is not our coordinator")
-            raise NotTheCoordinator("the certificate at the other end is not our coordinator's")
+            self.abort("the server is not the coordinator of this cluster")
+            raise NotTheCoordinator("the certificate of the server is not that of this cluster's coordinator")
         self.verified = True
 
 

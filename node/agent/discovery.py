@@ -115,7 +115,7 @@ class _Search:
             task.add_done_callback(self._tasks.discard)
 
     async def wait(self, seconds: float) -> None:
-        """Return after `seconds`, or SETTLE seconds after the first record."""
+        """Return after `seconds`, or SETTLE_SECONDS seconds after the first record."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._first.wait()

@@ -104,7 +104,7 @@ def parse_address(text: str) -> tuple[str, int]:
     match = _ADDRESS.fullmatch(text.strip())
     port = int(match[3] or DEFAULT_PORT) if match else 0
     if match is None or not 0 < port < 65536:
-        raise EnrollError(f"{text!r} is not an address: write host:port, as the coordinator printed it")
+        raise EnrollError(f"{text!r} is not an address: write HOST:PORT, as printed by `cluster up`")
     return match[1] or match[2], port
 
 
@@ -128,14 +128,14 @@ async def enroll(
     authority = await _fetch_authority(host, port)
     if token is not None and not hmac.compare_digest(hashlib.sha256(authority.ca).digest(), token.pin):
         raise PinMismatch(
-            "the coordinator is not the one that made the token: wrong address, or somebody is in between. "
+            "the coordinator is not the one that made the token: wrong address, or an attacker is on the network. "
             "Nothing was sent to it"
         )
     request = new_request(name)
     nonce = secrets.token_bytes(16)
     async with _connect(host, port, _trusting(authority)) as line:
         if not proves_coordinator(line.tls, authority.cluster):
-            raise CoordinatorUnreachable(f"{host}:{port} shows a certificate that is not a coordinator's")
+            raise CoordinatorUnreachable(f"{host}:{port} has a certificate that is not a coordinator's")
         await line.send(EnrollStart(PROTOCOL, b"" if token else commitment(nonce, request.csr)))
         again = await line.receive(EnrollAuthority)
         if again.ca != authority.ca:
@@ -240,7 +240,7 @@ async def _connect(host: str, port: int, context: ssl.SSLContext) -> AsyncGenera
     except ssl.SSLError as error:
         raise CoordinatorUnreachable(f"{where} does not speak the cluster's TLS: {error.reason or error}") from None
     except WireError as error:
-        raise CoordinatorUnreachable(f"{where} does not answer as a coordinator: {error}") from None
+        raise CoordinatorUnreachable(f"{where} does not respond as a coordinator: {error}") from None
     except TimeoutError:
         raise CoordinatorUnreachable(f"{where} did not answer in time") from None
     except OSError as error:

@@ -125,7 +125,7 @@ def load_identity(folder: Path, machine: str) -> NodeIdentity | None:
     if kept.machine != machine:
         raise IdentityMismatch(
             f"the identity in {folder} belongs to another machine: this disk was cloned or the folder copied. "
-            "Join again with a token of its own: `cluster join URL --token-file FILE`"
+            "Join again with a new token: `cluster join URL --token-file FILE`"
         )
     if uri != node_uri(kept.cluster, NodeId(kept.node)):
         raise IdentityError(f"the certificate in {folder} names another node: join again")
@@ -230,7 +230,7 @@ def needs_renewal(identity: NodeIdentity, now: float) -> bool:
 
 def new_csr(identity: NodeIdentity) -> bytes:
     """Create the key of the next certificate, store it as `next.key`, and return the request (DER) to send in
-    `Renew`."""
+    `RenewCertificate`."""
     request = new_request(identity.name)
     write_private(identity.folder / "next.key", request.key)
     return request.csr
@@ -243,7 +243,7 @@ def install(identity: NodeIdentity, certificate: bytes) -> NodeIdentity:
     try:
         key = pending.read_bytes()
     except OSError:
-        raise IdentityError("a certificate came that was not asked for") from None
+        raise IdentityError("received a certificate that was not requested") from None
     _keep_certificate(identity, key, certificate)
     pending.unlink()
     return replace(identity, certificate=certificate)
@@ -270,7 +270,9 @@ def _keep_certificate(identity: NodeIdentity, key: bytes, certificate: bytes) ->
         ours = load_pem_private_key(key, None).public_key() == parsed.public_key()
         uri = read_certificate(certificate).uri
     except (InvalidSignature, UnsupportedAlgorithm, ValueError, TypeError) as error:
-        raise IdentityError(f"the certificate is not the cluster's: {str(error) or type(error).__name__}") from None
+        raise IdentityError(
+            f"the certificate is not from this cluster's CA: {str(error) or type(error).__name__}"
+        ) from None
     if not ours or uri != node_uri(identity.cluster, identity.node):
         raise IdentityError("the certificate is not for this node and its key")
     write_private(identity.folder / "node.pem", key + parsed.public_bytes(Encoding.PEM))

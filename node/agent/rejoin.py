@@ -38,12 +38,12 @@ def known(folder: Path, machine: str, token: JoinToken | None) -> NodeIdentity |
     except IdentityError as error:
         if token is None:
             raise
-        log.warning("identity given up", why=str(error))
+        log.warning("identity discarded", why=str(error))
         return None
     if found is not None and token is not None and not _same(found, token):
         raise OtherClusterError(
-            f"this machine is a node of another cluster ({found.cluster}): `cluster leave` takes it out of that, then "
-            "join again; or name another folder with --state"
+            f"this machine is a node of another cluster ({found.cluster}): run `cluster leave` and join "
+            "again, or use another folder with --state"
         )
     return found
 

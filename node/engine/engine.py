@@ -285,7 +285,7 @@ class TextEngine:
             self._look_back()
         if self.scheduler.next_step_at(now) is None:
             if broken := self.scheduler.check():
-                log.error("bookkeeping", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
+                log.error("invariants violated", broken=broken[:MAX_VIOLATIONS_LOGGED], count=len(broken))
             clear_pool()
             self.emergency_reserve.maintain(now)
 
@@ -341,7 +341,10 @@ class TextEngine:
         weights = returns.weights
         if missing := returns.check(memory.phys, memory.base):
             log.warning(
-                "not returned", bytes=show_size(missing), base=show_size(memory.base), unloaded=show_size(weights)
+                "memory not returned",
+                bytes=show_size(missing),
+                base=show_size(memory.base),
+                unloaded=show_size(weights),
             )
 
     def _hold(self, limits: MemoryLimits) -> None:
@@ -436,7 +439,7 @@ class TextEngine:
         if not request.fingerprint or found is None or found.fingerprint == request.fingerprint:
             return None
         return Refused(
-            RefusalCode.NOT_READY, f"{request.model} is another model here than the one that began the answer"
+            RefusalCode.NOT_READY, f"the model {request.model} of this node differs from the one that began the answer"
         )
 
     def _await_model(self, prepared: PreparedRequest, now: float) -> list[Frame]:
@@ -515,7 +518,7 @@ class TextEngine:
         biased = (token for token, _ in request.params.logit_bias)
         for token in (max(prepared.ids), *biased, *told):
             if not 0 <= token < resident.vocabulary:
-                return Refused(RefusalCode.INVALID, f"token id {token} is not within 0..{resident.vocabulary - 1}")
+                return Refused(RefusalCode.INVALID, f"token id {token} is outside of 0..{resident.vocabulary - 1}")
         return None
 
     def _crowded(
@@ -584,15 +587,17 @@ class TextEngine:
 
     def _unload(self, order: UnloadModel) -> list[Frame]:
         cancelled = Refused(
-            RefusalCode.NOT_READY, f"the load of {order.model} was cancelled: it was unloaded by order", None, 1.0
+            RefusalCode.NOT_READY, f"the load of {order.model} was cancelled by `cluster model unload`", None, 1.0
         )
         if self.model_manager.loading(order.model) and self.model_manager.abort_load(cancelled, order.model):
             return [*self._ended_loads(), Finished(order.request, (), 0, 0)]
         resident = self.model_manager.loaded.get(order.model)
         if resident is None:
-            return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded here"))]
+            return [Refusal(order.request, Refused(RefusalCode.NO_MODEL, f"{order.model} is not loaded on this node"))]
         if resident.users:
-            message = f"{order.model} has {resident.users} requests here: wait for their end, or cordon the node first"
+            message = (
+                f"{order.model} has {resident.users} open requests here: wait for their end, or cordon the node first"
+            )
             return [Refusal(order.request, Refused(RefusalCode.IN_USE, message))]
         del resident
         self.model_manager.drop(order.model)
@@ -794,7 +799,7 @@ class TextEngine:
                 else:
                     warm, first = time.monotonic(), self.profiler.seconds(found.fingerprint) > 0
                     if not self.catalogue.unchanged(found):
-                        raise FilesChangedError(f"the files of {found.name} changed while it was loaded: send it again")
+                        raise FilesChangedError(f"the files of {found.name} changed during the load: retry")
                     yield from (LoadStep() for _ in self.profiler.probe(piece, alone=not self.model_manager.loaded))
                     probe = time.monotonic() - warm if first else 0.0
                     self.times.record(found.fingerprint, piece.weights, read - begun, warm - read, probe)

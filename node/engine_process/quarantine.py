@@ -33,5 +33,5 @@ class Quarantine:
 
     def bans(self, now: float) -> tuple[ModelBan, ...]:
         """Return the models in quarantine."""
-        cause = f"the engine died {MAX_CRASHES} times in its load, its template, its tokenizer or a forward"
+        cause = f"the engine crashed {MAX_CRASHES} times in its load, template, tokenizer or forward pass"
         return tuple(ModelBan(model, until - now, cause) for model, until in self._until.items() if until > now)

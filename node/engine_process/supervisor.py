@@ -17,8 +17,8 @@ models again.
     starting ─(first report)─► ready ─(end of its socket)─► restarting ─► starting …
                                  └─(hung: ended)─► hung ─► restarting        failed: restarting, at the longest wait
 
-Hung means one of two states. Either the I/O thread answers pings, and the inference thread has been in one turn for
-more than max(10 s, 5 × its expected duration); or no answer at all has come for 30 s. The child ends when this end of
+A child counts as hung in two cases. It answers pings, and the inference thread has been in one call for more than
+max(10 s, 5 × its expected duration). Or it has answered no ping for 30 s. The child ends when this end of
 its socket closes. No process therefore survives the agent, however the agent ends.
 
 A child is ended gracefully. A process that is killed with a large wired model can leave that memory wired until the Mac
@@ -89,7 +89,7 @@ from wire.units import MIB, show_size
 
 COMMAND: Final = (sys.executable, "-m", "node.engine.process.main")
 MAX_UNSENT_BYTES = 64 * MIB
-"""Maximum unread bytes in the child's socket buffer. Above that, new requests are refused."""
+"""Maximum unreceived bytes in the child's socket buffer. Above that, new requests are refused."""
 
 EXIT_AFTER_CLOSE_SECONDS = 2.0
 """Seconds that a process may live after its socket has closed."""
@@ -475,7 +475,7 @@ class Supervisor:
         if child is None or child.resting:
             return
         if child.seen or self._wanted or self._settings.models.preload:
-            self.recycle(child, "its memory is its owner's for now, so it was replaced by one that holds nothing")
+            self.recycle(child, "replaced by an engine without models, to free memory for the owner")
         child.resting = True
 
     def wake(self) -> None:
@@ -483,7 +483,7 @@ class Supervisor:
         self._resting = False
         child = self._child
         if child is not None and child.resting and self._settings.models.preload:
-            self.recycle(child, "what is preloaded comes back with another")
+            self.recycle(child, "replaced by an engine that loads the preloaded models")
 
     async def stop(self) -> None:
         """End the child. Open requests end in Failed."""
@@ -528,7 +528,7 @@ class Supervisor:
             )
             self._on_change()
         if self._leaks.count >= MAX_WIRED_LEAKS:
-            self._become("failed", f"it is not started again: {self._leaks.warning()}")
+            self._become("failed", f"the engine is not restarted: {self._leaks.warning()}")
         while self._leaks.count >= MAX_WIRED_LEAKS and not await self._stopped_within(self._patience.ping_idle):
             self._leaks.update(self._wired())
 
@@ -574,7 +574,7 @@ class Supervisor:
             return ""
         text = f"; it was in the {last.doing.name.lower()} of {last.model}"
         if self._quarantine.record_crash(last.model, time.monotonic()):
-            text += ", for the second time: the model is kept out for 10 minutes"
+            text += ", for the second time: loading the model is blocked for 10 minutes"
         return text
 
     async def _spawn(self, wired: WiredReadings) -> EngineChild:
@@ -672,7 +672,7 @@ class Supervisor:
     async def _bury(self, child: EngineChild) -> None:
         """Wait for the end of a process whose socket is closed."""
         if not await child.wait_exit(EXIT_AFTER_CLOSE_SECONDS):
-            self._let_go(child, "it closed its socket and went on", ExitTimeouts(0.0, self._patience.leave))
+            self._let_go(child, "it closed its socket without exiting", ExitTimeouts(0.0, self._patience.leave))
             await child.process.wait()
 
     async def _watch(self, child: EngineChild) -> None:
@@ -684,7 +684,7 @@ class Supervisor:
             child.wired.last = self._wired()
             self._leaks.update(child.wired.last)
             if child.pinged is not None and now - child.pinged > patience.silence:
-                self._hang(child, f"it has answered nothing for {now - child.pinged:.0f} s")
+                self._hang(child, f"no answer to a ping for {now - child.pinged:.0f} s")
                 return
             child.ping(now)
             if self._live:
@@ -730,14 +730,14 @@ class Supervisor:
                     phys=show_size(frame.memory.phys),
                     base=show_size(frame.memory.base),
                 )
-                text = f"{show_size(frame.unreturned)} of unloaded models did not come back, so it was replaced"
+                text = f"{show_size(frame.unreturned)} of unloaded models were not freed: the engine was replaced"
                 self.recycle(child, text)
             else:
                 self._on_change()
         elif isinstance(frame, Pong) and child is not None:
             child.pinged, child.pong, child.ponged = None, frame, time.monotonic()
             if not child.asked and self._patience.is_hung(frame.busy, frame.expected):
-                self._hang(child, f"one turn has lasted {frame.busy:.0f} s, {frame.expected:.2f} s were expected")
+                self._hang(child, f"one call has taken {frame.busy:.0f} s, expected {frame.expected:.2f} s")
 
     def _spent(self, child: EngineChild, report: EngineReport) -> bool:
         """Return whether only a new process returns this child's memory, and no client would notice the replacement.

@@ -1,9 +1,9 @@
 """Settings of a running node, published next to its lock for inspection: `node.inspect.report`.
 
 Flags and the environment of a process are known only to the process. A report from files alone would judge another
-configuration than the running one. The node therefore publishes its non-default settings, with the origin of each, into
-STATE/node/running.json (0600; no setting of a node is a secret), and removes the file at its end. A file that was left
-by a killed node, or copied, is detected by the lock, which no process holds.
+configuration than the running one. The node therefore writes its non-default settings with their origins to
+STATE/node/running.json. The file has mode 0600, although no setting of a node is a secret. It removes the file when it
+stops. A file that a killed node left, or a copy, is detected by its lock, which no process holds.
 """
 
 import fcntl

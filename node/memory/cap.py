@@ -179,8 +179,8 @@ def resolve_cap(
     relative = setting == "auto" or str(setting).strip().endswith("%")
     if not bounds.total and relative:
         raise SettingsError(
-            f"setting memory.cap: the RAM of this machine cannot be read, so {setting} says nothing: "
-            'set a size, as "24GiB"'
+            f"setting memory.cap: the RAM of this machine cannot be read to resolve {setting}: "
+            'set a size such as "24GiB"'
         )
     if setting == "auto":
         return _automatic_cap(tier, bounds)
@@ -191,7 +191,10 @@ def resolve_cap(
             max(1, bounds.container),
             "container",
             _CONTAINER,
-            (f"memory.cap is {show_size(size)}, the container's limit {show_size(bounds.container)}: the lower counts"),
+            (
+                f"memory.cap is {show_size(size)}, the container's limit {show_size(bounds.container)}: the lower "
+                "value is used"
+            ),
         )
     return _under_metal(setting, size, bounds, above_metal=above_metal, starting=starting)
 
@@ -205,7 +208,7 @@ def _under_metal(
 ) -> MemoryCap:
     metal = bounds.metal
     if metal is None or size <= metal:
-        warning = "" if bounds.total else "the RAM cannot be read, so memory.cap is taken as it is"
+        warning = "" if bounds.total else "the RAM cannot be read: memory.cap is used without a check"
         return MemoryCap(size, "setting", _RAISE_CAP, warning)
     if above_metal:
         warning = (
@@ -216,10 +219,10 @@ def _under_metal(
     raising = _sysctl(size, bounds.total)
     if starting:
         raise SettingsError(
-            f"setting memory.cap: {setting} is {show_size(size)}, above the Metal limit of {show_size(metal)}; lower "
-            f"it, raise the limit ({raising}), or set memory.allow_above_metal_limit = true and bear the risk"
+            f"setting memory.cap: {setting} is {show_size(size)}, above the Metal limit of {show_size(metal)}: lower "
+            f"it, raise the limit ({raising}), or set memory.allow_above_metal_limit = true at your own risk"
         )
-    warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower counts"
+    warning = f"memory.cap is {show_size(size)}, above the Metal limit of {show_size(metal)}: the lower value is used"
     return MemoryCap(max(1, metal), "metal", _raise_metal(raising), warning)
 
 
@@ -238,7 +241,9 @@ def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> i
     except ValueError as error:
         raise SettingsError(f"setting memory.cap: {error}") from None
     if size == 0:
-        raise SettingsError('setting memory.cap: a cap is never 0; memory.guard = "off" switches the guard off by name')
+        raise SettingsError(
+            'setting memory.cap: the cap cannot be 0: to switch the guard off, set memory.guard = "off"'
+        )
     if size > bounds.total > 0 and starting:
         raise SettingsError(f"setting memory.cap: {show_size(size)} is more than the RAM of {show_size(bounds.total)}")
     return min(size, bounds.total or size)
@@ -246,7 +251,7 @@ def _explicit(setting: str | int, bounds: MachineBounds, *, starting: bool) -> i
 
 def _raise_metal(command: str) -> str:
     """Return the advice. The engine has to restart, because MLX reads the limit once for each process."""
-    return f"raise Metal's limit: {command}, then restart the node"
+    return f"raise the Metal limit with {command}, then restart the node"
 
 
 def _sysctl(wanted: int, total: int) -> str:
@@ -262,9 +267,9 @@ def resolve_margin(setting: str | int, cap: int) -> Margin:
     except ValueError as error:
         raise SettingsError(f"setting memory.margin: {error}") from None
     if size == 0:
-        return Margin(0, "memory.margin is 0: a spike that no reading sees can end the process")
+        return Margin(0, "memory.margin is 0: a short memory peak can end the process")
     if size >= cap:
-        return Margin(size, f"memory.margin leaves nothing of the cap of {show_size(cap)}: no request will ever fit")
+        return Margin(size, f"memory.margin is as large as the cap of {show_size(cap)}: no request will fit")
     return Margin(size)
 
 
@@ -284,13 +289,13 @@ def ceiling(cap: MemoryCap, reach: int | None, leases: int = 0) -> Ceiling:
     The limiting term is the one that reduces the cap most, or that of the cap if nothing reduces it.
     """
     if reach is None:
-        return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the node's log")
+        return Ceiling(1, UNREADABLE, "the memory of this machine cannot be read: see the log of the node")
     size = max(1, min(cap.bytes, reach) - leases)
     lost = max(0, cap.bytes - reach)
     if leases > 0 and leases >= lost:
         return Ceiling(size, "leases", "wait for the video job that holds the lease, or cancel it")
     if lost:
-        return Ceiling(size, "dynamic", f"close other programs on this machine: they hold {show_size(lost)} of the cap")
+        return Ceiling(size, "dynamic", f"close other programs on this machine: they use {show_size(lost)} of the cap")
     return Ceiling(size, cap.bound_by, cap.remedy)
 
 

@@ -124,7 +124,9 @@ def _hard(
     if late or now - state.asked_at < POLL_PERIOD_SECONDS or now < seen.call_until:
         return state, ()
     over, line = arithmetic.excess(seen.memory), arithmetic.hard_line(seen.memory)
-    blame = f"over its cap: {show_size(line + over)} of {show_size(line)} on two readings, and it did not answer"
+    blame = (
+        f"over its cap: {show_size(line + over)} of {show_size(line)} in two readings, without an answer of the engine"
+    )
     return replace(state, ended=state.engine, kills=state.kills + 1), (EndEngine(blame),)
 
 

@@ -46,7 +46,7 @@ def write_device(folder: Path, hardware: Hardware, device: MetalDevice) -> None:
     try:
         write_private(private_folder(folder) / FILE, msgspec.json.encode(_belongs(hardware, device)))
     except OSError as error:
-        log.warning("metal limit not kept", error=str(error))
+        log.warning("metal limit not stored", error=str(error))
 
 
 def _belongs(hardware: Hardware, device: MetalDevice) -> _StoredLimit:

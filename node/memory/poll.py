@@ -88,7 +88,7 @@ class MemoryPoll:
         self.state, actions = enforcer.step(self.state, seen, now)
         if self.state.level != before and self._tells(seen.memory):
             log.warning(
-                "over",
+                "engine over cap",
                 level=self.state.level.name,
                 phys=self._phys,
                 cap=limits.cap,

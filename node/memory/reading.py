@@ -29,7 +29,7 @@ class MemoryReading:
     """Monotonic time of the reading."""
 
     def live(self, now: float) -> bool:
-        """Return whether the reading has a value and is at most STALE seconds old."""
+        """Return whether the reading has a value and is at most STALE_AFTER_SECONDS seconds old."""
         return self.phys is not None and now - self.at <= STALE_AFTER_SECONDS
 
 
@@ -41,7 +41,7 @@ class LastGood:
     at: float = 0.0
 
     def update(self, value: int | None, now: float) -> int | None:
-        """Return `value`, or the last value for STALE seconds after it if `value` is None."""
+        """Return `value`, or the last value for STALE_AFTER_SECONDS seconds after it if `value` is None."""
         if value is not None:
             self.value, self.at = value, now
         return self.value if now - self.at <= STALE_AFTER_SECONDS else None

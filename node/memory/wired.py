@@ -76,5 +76,5 @@ class WiredLeaks:
             return ""
         return (
             f"{show_size(self.missing)} of ended engines stayed wired (this Mac had {show_size(self.before)} wired "
-            f"before the last one started and has {show_size(self.after)} now): restart this Mac to get the memory back"
+            f"before the last one started and has {show_size(self.after)} now): restart this Mac to free the memory"
         )

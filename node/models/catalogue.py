@@ -4,11 +4,11 @@ A model is a folder with `config.json` and `model*.safetensors`. A diffusers pac
 are never taken for a model. A model that cannot be served keeps its name and carries the cause, for the client that
 requests it.
 
-Two nodes hold the same model if its fingerprints are equal. A fingerprint is the sha256 over three parts: the files
-that change prompts or answers (`_IDENTITY`), the headers of the weights (names, shapes, types and offsets of every
-tensor), and samples of every tensor: its first, middle and last SAMPLE bytes. Other weights of the same shapes are
-therefore another model. A change that touches no sample is not detected. Hashing all bytes takes seconds for each GiB,
-samples of 111 tensors 1.4 ms.
+Two nodes have the same model if its fingerprints are equal. A fingerprint is a sha256 over three parts. The first part
+are the files that change prompts or answers (`_IDENTITY`). The second part are the headers of the weights: names,
+shapes, types and offsets of every tensor. The third part are samples of every tensor: its first, middle and last
+SAMPLE_BYTES bytes. Other weights of the same shapes are therefore another model. A change outside of the samples is not
+detected. Hashing all bytes takes seconds for each GiB, samples of 111 tensors 1.4 ms.
 
 The files of a loaded model may be replaced. Its description is kept while it is loaded (`hold`), because the weights in
 memory, their tokenizer and their fingerprint belong together. `replacement` returns the model that is on the disk now.
@@ -196,9 +196,7 @@ class ModelCatalogue:
         except OSError as error:
             return ModelDescriptor(name, folder, cause=f"its files cannot be read: {error.strerror or error}")
         except Exception as error:  # unknown files may raise any error; all other models are still served
-            return ModelDescriptor(
-                name, folder, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300]
-            )
+            return ModelDescriptor(name, folder, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
         if found is not None:
             self._described[folder] = ((name, *state), found)
         return found
@@ -292,12 +290,14 @@ def describe(name: str, folder: Path) -> ModelDescriptor | None:
     try:
         config = _object((folder / "config.json").read_bytes())
     except ValueError as error:
-        return ModelDescriptor(name, folder, cause=f"its config.json is no JSON object: {error}")
+        return ModelDescriptor(name, folder, cause=f"its config.json is not a JSON object: {error}")
     if not is_text(config):
         return None
     if config.get("model_file") is not None:
         return ModelDescriptor(
-            name, folder, cause=f"it needs code of its own ({config['model_file']!r}), which is never run"
+            name,
+            folder,
+            cause=f"it needs code from the model folder ({config['model_file']!r}), which Macpool never runs",
         )
     weights = read_weights(folder, digest)
     missing = unknown(config)
@@ -350,7 +350,7 @@ def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
     missing = sorted(_indexed(folder) - {file.name for file in files})
     if missing:
         return WeightHeaders(
-            cause=f"{len(missing)} of its weight files are missing, {missing[0]} for one: download it again"
+            cause=f"{len(missing)} of its weight files are missing, such as {missing[0]}: download the model again"
         )
     if not files:
         return WeightHeaders(cause="it has no model*.safetensors")
@@ -367,8 +367,8 @@ def read_weights(folder: Path, digest: Digest) -> WeightHeaders:
 def loaded_size(config: Config, weights: WeightHeaders) -> int:
     """Return the expected bytes of loaded weights. Building the model gives the exact number.
 
-    mlx-lm converts fp8 checkpoints to bf16, two bytes for one, except where they stay packed (`load_model` in
-    mlx_lm/utils.py: mxfp8, power-of-two scales over blocks of 32 × 32, compressed-tensors, ModelOpt).
+    The conversion of fp8 checkpoints to bf16 by mlx-lm doubles their size. It skips packed formats: mxfp8, power-of-two
+    scales over blocks of 32 × 32, compressed-tensors, ModelOpt (`load_model` in mlx_lm/utils.py).
     """
     found: object = config.get("quantization_config") or _text_config(config).get("quantization_config")
     method: Config = cast("Config", found) if isinstance(found, dict) else {}
@@ -426,15 +426,15 @@ def read_header(file: Path) -> tuple[bytes, int]:
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= MAX_HEADER_BYTES:
-            raise ValueError(f"it is no safetensors file, its header claims {length} bytes")
+            raise ValueError(f"not a safetensors file: its header claims {length} bytes")
         raw = opened.read(length)
         held = os.fstat(opened.fileno()).st_size
     if len(raw) < length:
-        raise ValueError(f"it is cut off in its header, at {held} bytes")
+        raise ValueError(f"the file ends within its header, at {held} bytes: download it again")
     tensors = [cast("Config", one) for key, one in _object(raw).items() if key != "__metadata__"]
     end = max((int(one["data_offsets"][1]) for one in tensors), default=0)
     if 8 + length + end > held:
-        raise ValueError(f"it is cut off: it has {held} bytes of {8 + length + end}, download it again")
+        raise ValueError(f"the file is incomplete: it has {held} of {8 + length + end} bytes: download it again")
     return raw, end
 
 
@@ -443,9 +443,9 @@ def _object(raw: bytes) -> dict[str, Any]:
     try:
         found: object = json.loads(raw)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("its JSON has too many levels of nesting") from None
     if not isinstance(found, dict):
-        raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files
+        raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
     return cast("dict[str, Any]", found)
 
 
@@ -536,9 +536,9 @@ def _state_bytes(text: Config, number: int) -> int:
 def predict_transient(config: Config, float_size: int) -> TransientModel:
     """Predict the transient bytes of a forward from the config alone.
 
-    They consist of the scores of one layer (4 bytes each, where attention is not fused), a second copy of its keys and
-    values while they grow, its inner numbers, and the logits. Measured forwards take up to ten times as much.
-    Dimensions that the config lacks add nothing.
+    The sum contains the scores of one layer (4 bytes each, without fused attention) and the logits. It also contains a
+    second copy of the keys and values of a layer while they grow, and the inner activations. Measured forwards take up
+    to ten times as much. Dimensions that the config lacks add nothing.
     """
     text = _text_config(config)
     heads, size = _whole(text.get("num_attention_heads")), _head_size(text)

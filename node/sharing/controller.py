@@ -183,7 +183,7 @@ class SharingController:
             return  # removed meanwhile: the next check sees that
         except (OSError, ValueError) as error:
             log.error("pause unreadable", error=str(error))  # noqa: TRY400  the sentence is for a person
-            self._pause = SharingPause(None, "a file that cannot be read: `cluster resume` removes it")
+            self._pause = SharingPause(None, "a pause file that cannot be read: `cluster resume` removes it")
             stamp = self._file_stamp()
         self._stamp = stamp
 

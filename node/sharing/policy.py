@@ -9,11 +9,11 @@ Without a pause the rule `sharing.when` decides:
     hours       accept between the times of `sharing.hours`, by the local clock of this machine
 
 Then the battery decides: with `sharing.min_battery_percent`, a Mac on battery accepts work only at or above that charge
-in percent. Below it, the Mac shares again at REGAIN percent more, because a charge that varies around the limit would
-end work repeatedly. On mains power it shares at once.
+in percent. Below it, the Mac shares again at BATTERY_HYSTERESIS_PERCENT more, because a charge that varies around the
+limit would end work repeatedly. On mains power it shares at once.
 
-An unreadable input never means yes: a node whose rule needs a reading that this machine does not give accepts nothing,
-and names the setting to change.
+An unreadable input never permits sharing. If the rule needs a reading that this machine does not have, the node accepts
+no work and names the setting to change.
 
 A node that does not share accepts no new work. The router sees this in the report and migrates the running requests.
 After the grace period the remaining ones end here, and are resumed on a node with room. Then a new engine process
@@ -64,7 +64,7 @@ def read_hours(text: str) -> ShareHours:
     """Parse `22:00-07:00`, or several spans separated by commas. Raises ValueError with the faulty part."""
     spans = tuple(_spans(text))
     if not spans:
-        raise ValueError("no hours are given: write them as 22:00-07:00, several with commas between")
+        raise ValueError("no hours: write a span such as 22:00-07:00, several separated by commas")
     return ShareHours(spans)
 
 
@@ -72,17 +72,17 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = _SPAN.fullmatch(part)
         if match is None:
-            raise ValueError(f"{part!r} is no span of hours: write it as 22:00-07:00")
+            raise ValueError(f"{part!r} is not a span of hours: write it as 22:00-07:00")
         begin, end = _second(match[1], match[2], part), _second(match[3], match[4], part)
         if begin % DAY_SECONDS == end % DAY_SECONDS:
-            raise ValueError(f'{part!r} has no length: for the whole day there is share = "always"')
+            raise ValueError(f'{part!r} has no length: for the whole day, set sharing.when = "always"')
         yield begin % DAY_SECONDS, end % DAY_SECONDS
 
 
 def _second(hours: str, minutes: str, part: str) -> int:
     second = int(hours) * 3600 + int(minutes) * 60
     if int(minutes) > 59 or second > DAY_SECONDS:
-        raise ValueError(f"{part!r} names a time that no day has")
+        raise ValueError(f"{part!r} has an invalid time: write 00:00 to 24:00")
     return second
 
 
@@ -190,36 +190,42 @@ def _ruled(rule: SharingRule, facts: SharingInputs, now: float) -> SharingState:
 
 def _plugged(plugged: bool | None) -> SharingState:
     if plugged is None:
-        return _unread("whether it draws from the mains", ShareWhen.PLUGGED_IN)
-    return SHARED if plugged else SharingState(False, "it runs on battery, and shares only while it is plugged in")
+        return _unread("the power source", ShareWhen.PLUGGED_IN)
+    return SHARED if plugged else SharingState(False, "the Mac is on battery and shares only on mains power")
 
 
 def _idle(idle: float | None, least: float) -> SharingState:
     if idle is None:
-        return _unread("when it was last touched", ShareWhen.IDLE)
-    return SHARED if idle >= least else SharingState(False, f"somebody uses it; it shares after {_span(least)} of rest")
+        return _unread("the time of the last input", ShareWhen.IDLE)
+    return (
+        SHARED
+        if idle >= least
+        else SharingState(False, f"the Mac is in use and shares after {_span(least)} without input")
+    )
 
 
 def _hours(hours: ShareHours | None, second: float, now: float) -> SharingState:
     if hours is None:
         return _unread("sharing.hours", ShareWhen.HOURS)
     wait = hours.opens_in(second)
-    return SharingState(False, f"it shares from {hours} only", float(round(now + wait))) if wait else SHARED
+    return SharingState(False, f"the Mac shares only within {hours}", float(round(now + wait))) if wait else SHARED
 
 
 def _charged(rule: SharingRule, facts: SharingInputs) -> SharingState:
     least, charge = rule.battery, facts.battery
     if least and charge is None and not facts.plugged:
-        needs = f"which sharing.min_battery_percent = {least} needs: leave it out"
-        return SharingState(False, f"the charge of its battery cannot be read here, {needs}")
+        needs = f"which sharing.min_battery_percent = {least} needs: remove that setting"
+        return SharingState(False, f"the battery charge cannot be read, {needs}")
     if not too_low(rule, facts):
         return SHARED
-    again = f"it shares again from {recovery_percent(least)} % on, or plugged in"
-    return SharingState(False, f"its battery is at {charge:.0f} %, and sharing.min_battery_percent = {least}; {again}")
+    again = f"the Mac shares again from {recovery_percent(least)} %, or on mains power"
+    return SharingState(
+        False, f"the battery is at {charge:.0f} %, below sharing.min_battery_percent = {least}; {again}"
+    )
 
 
 def _unread(what: str, when: ShareWhen) -> SharingState:
-    return SharingState(False, f'{what} cannot be read here, which sharing.when = "{when}" needs: choose another')
+    return SharingState(False, f'{what} cannot be read, which sharing.when = "{when}" needs: choose another value')
 
 
 def _span(seconds: float) -> str:
@@ -232,10 +238,10 @@ def _span(seconds: float) -> str:
 class SharingAction(Enum):
     """Actions that return the memory of a node to its owner."""
 
-    END_REQUESTS = "end what is still running here"
-    END_LEASE = "end the video that is made here"
-    REST = "give all of the engine's memory back"
-    WAKE = "take up again what is always loaded"
+    END_REQUESTS = "end the running requests"
+    END_LEASE = "end the running video job"
+    REST = "release the engine's memory"
+    WAKE = "load the preloaded models again"
 
 
 @dataclass(frozen=True, slots=True)

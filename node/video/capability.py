@@ -30,7 +30,7 @@ class VideoCheck:
     """Reason why the packages cannot run here; empty when they can."""
 
 
-NOTHING = VideoCheck({}, "this node is still looking for its video packages")
+NOTHING = VideoCheck({}, "this node is still searching for video packages")
 
 
 class VideoCapability:
@@ -70,7 +70,7 @@ class VideoCapability:
         if self._found.missing:
             return self._found.missing
         if not any(not one.described.cause for one in self._found.packages.values()):
-            return "no video package is here that can be used: download one, or name its folder (models.folders)"
+            return "this node has no usable video package: download one, or add its folder to models.folders"
         return ""
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ class VideoCapability:
         try:
             return self._seen()
         except OSError as error:
-            return VideoCheck({}, f"packages and environment cannot be looked at: {error}")
+            return VideoCheck({}, f"packages and environment cannot be checked: {error}")
 
     def _seen(self) -> VideoCheck:
         engine = environment.engine_of(environment.locks())

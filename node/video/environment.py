@@ -2,15 +2,15 @@
 
 A folder holds an interpreter and exactly the packages that a lock file names, each with its hash. The folder's name is
 the sha256 of its locks: a new lock makes a new environment next to the old one. The environment is built in a temporary
-folder, probed by importing the engine in isolation, and only then renamed. A folder with the final name therefore
-works.
+folder, probed by importing the engine in isolation, and only then renamed. A folder with the final name is therefore
+complete.
 
     macOS on Apple silicon    the product
     Linux on x86-64           tests and development: the engine's text encoder runs on a build of torch for the CPU,
-                              which comes from the indexes of pip's own configuration. Where only the builds with
-                              gigabytes of CUDA are on offer, nothing is installed, and an error reports this
+                              which comes from the indexes of pip's own configuration. If these have only builds
+                              with gigabytes of CUDA, the installation ends with an error
 
-uv installs where it is available (`uv` on PATH, or as a module of this interpreter), pip otherwise. Both require every
+The installer is uv if it is available (on PATH, or as a module of this interpreter), else pip. Both require every
 hash. `--wheelhouse FOLDER` takes all packages from that folder and uses no network.
 
 `cluster video install` runs this module as `python -m node.video.environment --folder FOLDER`.
@@ -40,8 +40,8 @@ PROBE = "import mflux.models.wan.variants"
 READY = "ready.json"
 PROBE_SECONDS = 300.0
 NO_TORCH = (
-    "there is no CPU build of torch on offer, only such with gigabytes of CUDA, so nothing was installed: name an "
-    "index that has it in pip's configuration (extra-index-url, or find-links), or give a --wheelhouse with it"
+    "the package indexes have only builds of torch with gigabytes of CUDA; nothing was installed: add an index with a "
+    "CPU build to pip's configuration (extra-index-url or find-links), or use a --wheelhouse that has one"
 )
 
 
@@ -109,7 +109,7 @@ def install(folder: Path, wheelhouse: Path | None = None) -> Path:
 
 def build(built: Path, files: Sequence[Path], wheelhouse: Path | None, wheels: Path) -> None:
     """Create a virtual environment in `built` with the packages of the requirement `files`."""
-    run([sys.executable, "-m", "venv", str(built)], "the environment could not be made")
+    run([sys.executable, "-m", "venv", str(built)], "the environment could not be created")
     for torch in (file for file in files if file.suffix == ".torch" and wheelhouse is None):
         run(
             [
@@ -179,8 +179,8 @@ def run(command: Sequence[str], otherwise: str) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Build the environment of this machine and print its folder."""
     parser = argparse.ArgumentParser(prog="cluster video install", allow_abbrev=False)
-    parser.add_argument("--folder", type=Path, required=True, help="where environments are kept")
-    parser.add_argument("--wheelhouse", type=Path, help="take all packages from this folder, and ask nobody")
+    parser.add_argument("--folder", type=Path, required=True, help="folder of the environments")
+    parser.add_argument("--wheelhouse", type=Path, help="install all packages from this folder, without the network")
     options = parser.parse_args(arguments)
     try:
         environment = install(options.folder.absolute(), options.wheelhouse and options.wheelhouse.absolute())

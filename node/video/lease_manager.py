@@ -152,13 +152,13 @@ class LeaseManager:
                 if holding is not None
                 else ("already", RETRY_SOON_SECONDS)
             )
-            self.say(leases.refuse(ask, leases.HELD, f"this node lends memory {what}: one lease at a time", wait))
+            self.say(leases.refuse(ask, leases.HELD, f"this node has granted memory {what}: one lease at a time", wait))
         else:
             self._asked, self._order = (ask.lease, ask.generation), ""
             self._task = asyncio.get_running_loop().create_task(self._live(ask))
 
     def _no_more(self, ask: LeaseRequest) -> LeaseRefused:
-        return leases.refuse(ask, PAUSED, f"this node takes nothing new: {self._paused}", leases.READY_RETRY_SECONDS)
+        return leases.refuse(ask, PAUSED, f"this node accepts no leases: {self._paused}", leases.READY_RETRY_SECONDS)
 
     def _repeat(self, held: LeaseRecord) -> None:
         """Send an earlier answer again. Sends nothing while the decision is pending."""
@@ -174,9 +174,7 @@ class LeaseManager:
             self._order = order.cause or "released"
         elif held is None:
             if order.cause != ACKNOWLEDGED:  # the answer to an acknowledgement would be acknowledged in an endless loop
-                self.say(
-                    LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node knows of no such lease")
-                )
+                self.say(LeaseEnded(order.lease, order.generation, watchdog_policy.LOST, "this node has no such lease"))
         elif held.ended is None:
             self._order = order.cause or "released"
             self._news.set()
@@ -267,9 +265,7 @@ class LeaseManager:
         if refused is not None or isinstance(spec, LeaseRefused):
             return refused or leases.refuse(ask, leases.INVALID, "no job")
         held = LeaseRecord(lease=ask.lease, generation=ask.generation, job=ask.job, model=ask.model, size=ask.size)
-        refused = leases.refuse(
-            ask, NO_DISK, "the lease cannot be written down on this node", leases.READY_RETRY_SECONDS
-        )
+        refused = leases.refuse(ask, NO_DISK, "the lease cannot be stored on this node", leases.READY_RETRY_SECONDS)
         if self._keep(held):
             refused = await self._lowered(ask)
         if refused is None and self._paused:
@@ -279,7 +275,7 @@ class LeaseManager:
                 return self._open(held, spec)
             except OSError as error:
                 refused = leases.refuse(
-                    ask, NO_DISK, f"there is no place for the job: {error}", leases.READY_RETRY_SECONDS
+                    ask, NO_DISK, f"the folder of the job cannot be created: {error}", leases.READY_RETRY_SECONDS
                 )
         self._restore()
         return refused
@@ -295,7 +291,7 @@ class LeaseManager:
             return refused
         package = self._offer.packages.get(ask.model)
         if package is None or package.described.cause:
-            cause = package.described.cause if package is not None else "it is not here"
+            cause = package.described.cause if package is not None else "this node has no such package"
             return leases.refuse(ask, leases.NOT_READY, f"{ask.model} cannot be used on this node: {cause}")
         spec = read_spec(ask.spec)
         return leases.refuse(ask, leases.INVALID, spec) if isinstance(spec, str) else spec
@@ -328,9 +324,7 @@ class LeaseManager:
         number = self._supervisor.told
         await self._until(lambda: self._supervisor.held >= number)
         if self._supervisor.held < number:
-            message = (
-                f"the engine did not say within {CONFIRM_TIMEOUT_SECONDS:.0f} s that it holds to the lower ceiling"
-            )
+            message = f"the engine did not confirm the lower ceiling within {CONFIRM_TIMEOUT_SECONDS:.0f} s"
             return leases.refuse(ask, SILENT, message, leases.ROOM_RETRY_SECONDS)
         memory = self._poll.memory()
         after = judge(memory, 0)
@@ -340,11 +334,11 @@ class LeaseManager:
                 ask.lease,
                 ask.generation,
                 after.code.value,
-                "work came in while the ceiling was lowered",
+                "requests arrived while the ceiling was lowered",
                 ask.size,
                 None if headroom is None else headroom + ask.size,
                 leases.ROOM_RETRY_SECONDS,
-                "the work that came in",
+                "the end of the new requests",
             )
         log.info(
             "ceiling lowered", lease=ask.lease, size=show_size(ask.size), seconds=round(time.monotonic() - began, 3)
@@ -403,7 +397,7 @@ class LeaseManager:
         self.say(LeaseGranted(held.lease, held.generation, str(watch.folder)))
         self.begin(held.lease, held.generation, str(watch.folder), held.size)
         self.changed()
-        end = EndWorker(watchdog_policy.UNREADABLE, "the watch itself failed", at_once=True)
+        end = EndWorker(watchdog_policy.UNREADABLE, "the worker monitor failed", at_once=True)
         try:
             end = await self._watched(watch)
         finally:
@@ -430,9 +424,7 @@ class LeaseManager:
         if self._stopping:
             return "this node is stopping"
         return (
-            f"its node takes no work now: {self._paused}"
-            if self._order == PAUSED
-            else "the coordinator ended the lease"
+            f"its node stopped sharing: {self._paused}" if self._order == PAUSED else "the coordinator ended the lease"
         )
 
     def _note(self, watch: WorkerMonitor) -> None:
@@ -464,7 +456,7 @@ class LeaseManager:
         await asyncio.to_thread(watch.close)
         artifacts = await asyncio.to_thread(_artifacts, watch) if end.code == COMPLETED else ()
         if end.code == COMPLETED and not artifacts:
-            end = EndWorker("output_invalid", "the worker said that it was done, and left no clip")
+            end = EndWorker("output_invalid", "the worker reported success without a clip")
         if end.code in (watchdog_policy.LOST, watchdog_policy.CRASHED) and await asyncio.to_thread(_full, self._folder):
             end = EndWorker(NO_DISK, f"the disk of this node is full: {end.message}")
         self._conclude(watch.held, end, watch, artifacts)

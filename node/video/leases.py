@@ -11,11 +11,10 @@ bytes, and the job never takes memory that the engine holds. The node alone deci
     granted ─► starting ─► loading … saving ─► ending ─► ended
         └─(no worker is started)──────────────┘   └ the worker's processes are verified dead
 
-Rules
-- A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded.
-- The memory is returned on every path, but only after every process of the worker has ended.
-- A lease is judged like a request: `size` bytes in addition to all memory in use. `headroom` stays ≥ 0 after the grant.
-- Nothing in use is ended for a lease. With the guard off there is no lease, because no process would watch the rest.
+A node holds one lease at a time. Of two generations of a job the older is void, and its output is discarded. Every path
+returns the memory, after all processes of the worker have ended. A lease is judged like a request: `size` bytes in
+addition to all memory in use. `headroom` stays ≥ 0 after the grant. Nothing in use is ended for a lease. With the guard
+off there is no lease, because no process would watch the rest.
 """
 
 import re
@@ -140,13 +139,15 @@ def check_generation(ask: LeaseRequest, ledger: LeaseLedger) -> LeaseRefused | N
     """Refuse a request of an older generation, and a second lease while one is held."""
     newest = dict(ledger.newest).get(ask.job, 0)
     if ask.generation < newest or (ask.generation == newest and not _same(ask, ledger)):
-        return refuse(ask, SUPERSEDED, f"generation {newest} of {ask.job} was here already, this is {ask.generation}")
+        return refuse(
+            ask, SUPERSEDED, f"generation {ask.generation} of {ask.job} is older than generation {newest} on this node"
+        )
     holding = ledger.holding
     if holding is not None:
         return refuse(
             ask,
             HELD,
-            f"this node lends {show_size(holding.size)} to {holding.job}: one lease at a time",
+            f"this node has granted {show_size(holding.size)} to {holding.job}: one lease at a time",
             HELD_RETRY_SECONDS,
         )
     return None
@@ -160,7 +161,9 @@ def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused
     """Refuse a request that waiting cannot help: guard off, lease above the cap's room, or video not ready."""
     if not memory.guard:
         return refuse(
-            ask, GUARD_OFF, "memory.guard is off on this node, so nobody could hold a job to its lease: set it on"
+            ask,
+            GUARD_OFF,
+            "memory.guard is off on this node, and no lease can be enforced: set memory.guard = on",
         )
     if unready:
         return refuse(ask, NOT_READY, unready, READY_RETRY_SECONDS)
@@ -168,8 +171,8 @@ def check_ready(ask: LeaseRequest, memory: Memory, unready: str) -> LeaseRefused
         return refuse(ask, INVALID, f"a lease of {ask.size} bytes")
     if memory.cap and ask.size > most_bytes(memory):
         message = (
-            f"{show_size(ask.size)} never fit here: the cap of {show_size(memory.cap)} leaves "
-            f"{show_size(max(0, most_bytes(memory)))} beside margin and engine"
+            f"{show_size(ask.size)} can never fit on this node: the cap of {show_size(memory.cap)} leaves "
+            f"{show_size(max(0, most_bytes(memory)))} after margin and engine"
         )
         return refuse(ask, NEVER_FITS, message)
     return None

@@ -67,7 +67,7 @@ def _described(name: str, folder: Path) -> VideoPackage | None:
     try:
         return describe(name, folder)
     except Exception as error:  # unknown files may raise any error; all other packages stay available
-        return VideoPackage(name, cause=f"its files make no sense: {type(error).__name__}: {error}"[:300])
+        return VideoPackage(name, cause=f"its files are invalid: {type(error).__name__}: {error}"[:300])
 
 
 def describe(name: str, folder: Path) -> VideoPackage | None:
@@ -163,5 +163,5 @@ def _object(path: Path) -> dict[str, Any]:
         raw = file.read(MAX_INDEX_BYTES)
     found: object = json.loads(raw)
     if not isinstance(found, dict):
-        raise ValueError("it is no object")  # noqa: TRY004  one error for all broken files
+        raise ValueError("it is not a JSON object")  # noqa: TRY004  one error for all broken files
     return cast("dict[str, Any]", found)

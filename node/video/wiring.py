@@ -44,7 +44,7 @@ class VideoSubsystem:
         try:
             await self.lender.start()
         except OSError as error:
-            log.error("video off", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
+            log.error("video disabled", cause=f"its folder cannot be used: {error}")  # noqa: TRY400  a sentence for a person
             return
         self.offer.start()
         self._offered()

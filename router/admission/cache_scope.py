@@ -20,7 +20,7 @@ SYSTEM_ROLES = frozenset({"system", "developer"})
 
 
 class CacheSettings(Section, frozen=True, kw_only=True):
-    """Who may reuse cached prompts."""
+    """Scope of cached prompts."""
 
     share: Annotated[
         Literal["key", "pool"],

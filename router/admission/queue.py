@@ -1,10 +1,11 @@
 """Bounded queue before placement: order of attempts, shares of API keys, and deadlines.
 
 Theory. A queued request has no node: an entry is placed when it is tried, with current numbers. Between keys the queue
-is a deficit round robin over tokens: every key earns QUANTUM times its weight per round. A key with long prompts or
-with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
-out, but an entry that does not fit now does not block the entries behind it. After MOST_OVERTAKES or PATIENCE seconds,
-room is held for a large request (`keep` of an attempt), because it would otherwise be overtaken without end.
+is a deficit round robin over tokens: every key earns QUANTUM_TOKENS times its weight per round. A key with long prompts
+or with many requests gets no more than its share of work, and no key starves. Within a key the order is first in, first
+out, but an entry that does not fit now does not block the entries behind it. After MAX_OVERTAKES overtakes or
+HOLD_ROOM_AFTER_SECONDS, room is held for a large request (`keep` of an attempt), because it would otherwise be
+overtaken without end.
 
 The queue is short on purpose: max(64, 4 × nodes) entries, a quarter of that per key but at least 16. A longer queue
 only turns a refusal now into a refusal after the deadline. A key that waits alone may have three quarters of the queue,
@@ -117,10 +118,10 @@ class AdmissionQueue(Generic[T]):
             return self._enter(item, key, cost, now, deadline, weight)
         most = self.share(nodes) if share is None else share
         if self.depth(key) >= most and (share is not None or not self._lends(key, nodes, now, deadline)):
-            text = f"{self.depth(key)} requests of this key wait already, its share: wait for their answers"
+            text = f"{self.depth(key)} requests of this API key are queued, which is its share: wait for their answers"
             return Refused(RefusalCode.OVER_SHARE, text, None, self._patience(self.depth(key), now))
         if self._count >= self.limit(nodes):
-            text = f"{self._count} requests wait already for a node with room: retry later or join another machine"
+            text = f"the queue is full with {self._count} requests: retry later, or add a machine (`cluster join`)"
             return Refused(RefusalCode.QUEUE_FULL, text, None, self._patience(self._count, now))
         return self._enter(item, key, cost, now, deadline, weight)
 

@@ -28,7 +28,7 @@ DEFAULT_ANSWER_TOKENS = 256
 """Tokens of an answer without a limit by the client."""
 BYTES_PER_TOKEN = 4
 VIDEO_RETRY_SECONDS = 30.0
-"""Retry-After in seconds for a key that has all its videos under way."""
+"""Retry-After in seconds for a key that has reached its limit of open videos."""
 WEIGHTS = {"low": 1, "normal": 4, "high": 16}
 """Weight of a key in the queue by its priority (`queue`)."""
 
@@ -137,7 +137,7 @@ class RateLimits:
         charge = 0 if meter.tokens is None else estimate(demand)
         for bucket, cost, what in ((meter.requests, 1, "requests"), (meter.tokens, charge, "tokens")):
             if bucket is not None and (wait := bucket.wait_for(cost)):
-                text = f"this API key may take {bucket.rate} {what} a minute, and this asks for {cost}"
+                text = f"the limit of this API key is {bucket.rate} {what} per minute, and this request costs {cost}"
                 return Refused(RefusalCode.RATE_LIMITED, f"{text}: retry in {math.ceil(wait)} s", None, wait)
         meter.running += 1
         meter.prompt_tokens += _prompt(demand)
@@ -157,16 +157,18 @@ class RateLimits:
         limits = self.limits(key)
         if not limits.allows(model):
             return not_allowed(model, limits)
-        bounds = (limits.concurrency, open_videos, "under way"), (limits.waiting, queued, "in line")
+        bounds = (limits.concurrency, open_videos, "open"), (limits.waiting, queued, "queued")
         for most, has, where in bounds:
             if most is not None and has >= max(1, most):
-                text = f"this API key may have {max(1, most)} videos {where} and has {has}: wait for one to end"
+                text = (
+                    f"the limit of this API key is {max(1, most)} {where} videos, and it has {has}: wait for one to end"
+                )
                 return Refused(RefusalCode.RATE_LIMITED, text, None, VIDEO_RETRY_SECONDS)
         requests = self._filled(key, limits, now).requests
         if requests is None:
             return None
         if wait := requests.wait_for(1):
-            text = f"this API key may send {requests.rate} requests a minute: retry in {math.ceil(wait)} s"
+            text = f"the limit of this API key is {requests.rate} requests per minute: retry in {math.ceil(wait)} s"
             return Refused(RefusalCode.RATE_LIMITED, text, None, wait)
         requests.level -= 1
         return None
@@ -175,16 +177,17 @@ class RateLimits:
         """Return the bound that a request would exceed together with its key's open requests; empty where it fits."""
         most, settings = limits.concurrency or self._settings.max_requests_per_key, self._settings
         if meter.running >= most:
-            return f"this API key may have {most} requests at once"
+            return f"the limit of this API key is {most} open requests, and all are in use"
         tokens, size = meter.prompt_tokens + _prompt(demand), meter.prompt_bytes + demand.prompt_bytes
         if meter.running and tokens > settings.max_prompt_tokens_per_key:
             return (
-                f"this API key may have {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
-                f"with this request it has {tokens}"
+                f"the limit of this API key is {settings.max_prompt_tokens_per_key} prompt tokens in open requests; "
+                f"with this request it would have {tokens}"
             )
         if meter.running and size > settings.max_body_bytes_per_key:
             most_size = show_size(settings.max_body_bytes_per_key)
-            return f"this API key may have {most_size} of prompts under way, and this makes it {show_size(size)}"
+            has = show_size(size)
+            return f"the limit of this API key is {most_size} of open prompts; with this one it would have {has}"
         return ""
 
     def rates(self, key: str, now: float) -> tuple[RateState, ...]:

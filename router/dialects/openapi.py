@@ -25,7 +25,7 @@ _NAMED = (*ALWAYS, 404)
 _POSTED = (*ALWAYS, 404, 408, 413, 429, 500, 502, 503, 504)
 _ERROR: dict[str, Any] = {
     "type": "object",
-    "description": "An error in OpenAI's shape; `memory` holds the numbers of a memory verdict in bytes.",
+    "description": "An error in OpenAI's format; `memory` has the numbers of a memory refusal, in bytes.",
     "required": ["error"],
     "properties": {
         "error": {
@@ -44,7 +44,7 @@ _ERROR: dict[str, Any] = {
 }
 _ANTHROPIC_ERROR: dict[str, Any] = {
     "type": "object",
-    "description": "An error in Anthropic's shape.",
+    "description": "An error in Anthropic's format.",
     "required": ["type", "error", "request_id"],
     "properties": {
         "type": {"const": "error"},
@@ -58,27 +58,27 @@ _ANTHROPIC_ERROR: dict[str, Any] = {
 }
 _OLLAMA_ERROR: dict[str, Any] = {
     "type": "object",
-    "description": "An error in Ollama's shape.",
+    "description": "An error in Ollama's format.",
     "required": ["error", "code", "param", "request_id"],
     "properties": {"error": {"type": "string"}, "code": {"type": "string"}, "request_id": {"type": "string"}},
 }
 REASONS = {
-    400: "the request cannot be answered as it is",
-    401: "no key, or one that is not known",
-    403: "the key may not do this, or a page of another site asks",
-    404: "there is no such thing",
-    405: "another method; Allow names those that are there",
-    408: "the body did not arrive in time, or the client did not read",
-    409: "it is in use, or not finished",
-    413: "the body is too large, or the video would take more memory than is lent",
-    416: "the file has no such bytes",
-    421: "the host name is not one of ours",
-    429: "a limit of this key; Retry-After says until when",
-    431: "the head of the request is too large",
-    500: "it was begun and broke, or no node can load the model",
-    501: "not offered, and what to do instead",
-    502: "the node was lost, and no other could go on",
-    503: "not now; Retry-After says when",
+    400: "the request is invalid or can never fit: change it",
+    401: "the API key is missing, unknown, expired or revoked",
+    403: "the API key lacks the permission, or the request comes from a page of another site",
+    404: "not found",
+    405: "method not allowed; Allow lists the allowed methods",
+    408: "the body did not arrive in time, or the client did not read its stream",
+    409: "the object is in use or not finished",
+    413: "the body is too large, or the video needs more memory than any node can lease",
+    416: "the range is outside of the file",
+    421: "the Host header names another server",
+    429: "a limit of this API key; retry after Retry-After",
+    431: "the request headers are too large",
+    500: "the request failed on its node, or no node can load the model",
+    501: "not supported; the message names the alternative",
+    502: "the node was lost, and no other node could resume the answer",
+    503: "no capacity now; retry after Retry-After",
     504: "the node did not answer in time",
 }
 
@@ -88,31 +88,41 @@ _BODIES: dict[str, tuple[type[BaseModel], str, str, str]] = {
     "/v1/chat/completions": (
         ChatBody,
         "chat_completions",
-        "Answer a conversation, whole or as a stream",
+        "Generate the next message of a conversation, in one response or as a stream",
         "text/event-stream",
     ),
-    "/v1/completions": (CompletionBody, "completions", "Go on with prompts, whole or as a stream", "text/event-stream"),
+    "/v1/completions": (
+        CompletionBody,
+        "completions",
+        "Complete prompts, in one response or as a stream",
+        "text/event-stream",
+    ),
     "/v1/messages": (
         MessagesBody,
         "messages",
-        "Answer a conversation in Anthropic's shape, whole or as a stream",
+        "Generate the next message, in Anthropic's format, in one response or as a stream",
         "text/event-stream",
     ),
-    "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the tokens of a conversation's prompt", ""),
+    "/v1/messages/count_tokens": (CountBody, "count_tokens", "Count the prompt tokens of a conversation", ""),
     "/v1/responses": (
         ResponsesBody,
         "responses",
-        "Answer items, whole or as a stream; the answer may be kept",
+        "Generate a response to items, in one response or as a stream; optionally store it",
         "text/event-stream",
     ),
-    "/api/chat": (OllamaChatBody, "ollama_chat", "Answer a conversation in Ollama's shape, whole or in lines", NDJSON),
+    "/api/chat": (
+        OllamaChatBody,
+        "ollama_chat",
+        "Generate the next message, in Ollama's format, in one response or in lines",
+        NDJSON,
+    ),
     "/api/generate": (
         OllamaGenerateBody,
         "ollama_generate",
-        "Answer a prompt in Ollama's shape, whole or in lines",
+        "Complete a prompt, in Ollama's format, in one response or in lines",
         NDJSON,
     ),
-    "/api/show": (OllamaShowBody, "ollama_show", "Show one model in Ollama's shape", ""),
+    "/api/show": (OllamaShowBody, "ollama_show", "Return one model, in Ollama's format", ""),
 }
 """Routes with a body: its model, the operation, its summary, and the content type of its stream, if any."""
 
@@ -140,29 +150,36 @@ def openapi_paths() -> dict[str, Any]:
             "get": _operation("/v1/models", "list_models", "List the models that the cluster serves", "the models")
         },
         "/v1/models/{model}": {
-            "get": _operation("/v1/models", "get_model", "Show one model", "the model", _NAMED)
+            "get": _operation("/v1/models", "get_model", "Return one model", "the model", _NAMED)
             | {"parameters": [_named("model")]},
         },
         "/v1/responses/{response}": {
-            "get": _operation(_KEPT, "get_response", "Show an answer that was kept for this key", "the answer", _NAMED)
+            "get": _operation(_KEPT, "get_response", "Return a stored response of this key", "the answer", _NAMED)
             | {"parameters": [_named("response")]},
-            "delete": _operation(
-                _KEPT, "delete_response", "Forget an answer that was kept for this key", "it is gone", _NAMED
-            )
+            "delete": _operation(_KEPT, "delete_response", "Delete a stored response of this key", "deleted", _NAMED)
             | {"parameters": [_named("response")]},
         },
-        "/api/tags": {"get": _operation("/api/tags", "ollama_tags", "List the models in Ollama's shape", "the models")},
+        "/api/tags": {
+            "get": _operation("/api/tags", "ollama_tags", "List the models, in Ollama's format", "the models")
+        },
         "/api/ps": {
-            "get": _operation("/api/ps", "ollama_ps", "List the loaded models in Ollama's shape", "the models")
+            "get": _operation("/api/ps", "ollama_ps", "List the loaded models, in Ollama's format", "the models")
         },
         "/api/version": {
-            "get": _operation("/api/version", "ollama_version", "Say like which Ollama it is spoken here", "a version")
+            "get": _operation(
+                "/api/version",
+                "ollama_version",
+                "Return the version of Ollama that this API is compatible with",
+                "the version",
+            )
         },
         **{path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(REFUSED)},
         "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
         **_video_paths(),
-        "/health": {"get": _open("health", "Say whether a request could be served now", (503,))},
-        "/livez": {"get": _open("livez", "Say that the coordinator runs", ())},
+        "/health": {
+            "get": _open("health", "Return 200 if a request could be served now, else 503 with the reason", (503,))
+        },
+        "/livez": {"get": _open("livez", "Return 200 while the coordinator runs", ())},
     }
 
 
@@ -176,15 +193,15 @@ def _video_paths() -> dict[str, Any]:
 
     content = operation(
         "get_video_content",
-        "Download a video, or `variant=thumbnail`; Range is honoured",
+        "Download a video, or its thumbnail with `variant=thumbnail`; supports Range",
         "the file",
         (*_NAMED, 409, 416),
         content=files,
     )
-    content["responses"]["206"] = {"description": "the range that was asked for", "content": files}
+    content["responses"]["206"] = {"description": "the requested range", "content": files}
     created = operation(
         "create_video",
-        "Ask for a video; it is made when a node lends memory",
+        "Create a video job; it runs when a node grants a memory lease",
         "the job",
         (*_NAMED, 408, 409, 413, 429, 503),
     )
@@ -192,18 +209,16 @@ def _video_paths() -> dict[str, Any]:
     return {
         video: {
             "post": created,
-            "get": operation("list_videos", "List the videos of this key, newest first, by pages", "a page", ALWAYS)
+            "get": operation("list_videos", "List the video jobs of this key, newest first, in pages", "a page", ALWAYS)
             | {"parameters": [_asked("after"), _asked("limit"), _asked("order")]},
         },
         video + "/{video}": {
-            "get": operation("get_video", "Show a video: state, progress, phase, error", "the job") | one,
-            "delete": operation(
-                "delete_video", "Delete a video; one that is being made is ended", "it is gone", (*_NAMED, 503)
-            )
+            "get": operation("get_video", "Return a video job: state, progress, phase, error", "the job") | one,
+            "delete": operation("delete_video", "Delete a video; a running job is cancelled", "deleted", (*_NAMED, 503))
             | one,
         },
         video + "/{video}/cancel": {
-            "post": operation("cancel_video", "End a video that waits or is made", "the job", (*_NAMED, 503)) | one
+            "post": operation("cancel_video", "Cancel a queued or running video job", "the job", (*_NAMED, 503)) | one
         },
         video + "/{video}/content": {"get": content | {"parameters": [_named("video"), _asked("variant")]}},
         **{path: {"post": _no_video(path)} for path in _NO_VIDEOS},
@@ -216,7 +231,7 @@ def _video_paths() -> dict[str, Any]:
 
 def _no_video(path: str) -> dict[str, Any]:
     name = "videos_" + path.rpartition("/")[2]
-    operation = _operation("/v1/videos", name, "Refused: finished videos are not changed", "never", ALWAYS)
+    operation = _operation("/v1/videos", name, "Not supported: videos cannot be changed", "never", ALWAYS)
     del operation["responses"]["200"]
     return operation
 
@@ -268,7 +283,7 @@ def _operation(
 
 def _refused(path: str) -> dict[str, Any]:
     name = "ollama_" + path.rpartition("/")[2]
-    why = "Refused: models are not changed, and nothing is embedded, over Ollama's API"
+    why = "Not supported: use `cluster model` to manage models; there are no embeddings"
     operation = _operation(path, name, why, "never", (*ALWAYS, 501))
     del operation["responses"]["200"]
     return operation
@@ -281,6 +296,6 @@ def _named(what: str) -> dict[str, Any]:
 def _open(name: str, summary: str, bad: tuple[int, ...]) -> dict[str, Any]:
     state: dict[str, Any] = {"application/json": {"schema": {"type": "object", "required": ["status"]}}}
     answers = {"200": {"description": "yes", "content": state}}
-    answers |= {str(status): {"description": "no, and why", "content": state} for status in bad}
+    answers |= {str(status): {"description": "no, with the reason", "content": state} for status in bad}
     answers |= {str(status): describe_error("/", status) for status in ALWAYS if status != HTTPStatus.UNAUTHORIZED}
     return {"operationId": name, "summary": summary, "tags": ["health"], "security": [], "responses": answers}

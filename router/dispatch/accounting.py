@@ -21,9 +21,9 @@ MESSAGE_TOKENS = 32
 UNSENT_TOKENS = 8
 """Tokens of one choice that are generated and never sent: the end token and tokens held back for a stop string."""
 QUOTING = {
-    RefusalCode.INVALID: "its grammar or a value in it is invalid for this model; the client's answer has the details",
-    RefusalCode.UNSUPPORTED: "the model cannot do what was asked for; the client's answer has the details",
-    RefusalCode.TEMPLATE: "the template or tokenizer failed on this conversation; the client's answer has the details",
+    RefusalCode.INVALID: "its grammar or a value is invalid for this model; the response to the client has the details",
+    RefusalCode.UNSUPPORTED: "the model lacks a feature of the request; the response to the client has the details",
+    RefusalCode.TEMPLATE: "the template or tokenizer rejects the messages; the response to the client has the details",
 }
 """Stored text for refusals whose message may quote the request: the message goes to the client and is not stored."""
 
@@ -79,7 +79,7 @@ def credible(ticket: ActiveRequest, frame: Finished) -> Finished:
     said = frame.prompt_tokens, frame.completion_tokens, frame.cached_tokens, frame.thought
     if said == (prompt, completion, cached, thought):
         return frame
-    log.warning("usage not credible", node=ticket.node_name, request=ticket.request, said=said)
+    log.warning("usage implausible", node=ticket.node_name, request=ticket.request, said=said)
     return replace(frame, prompt_tokens=prompt, completion_tokens=completion, cached_tokens=cached, thought=thought)
 
 

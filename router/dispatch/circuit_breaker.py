@@ -3,18 +3,17 @@
 A breaker counts only faults: an engine that died or broke a request. A refusal is an answer, a lost link belongs to
 membership, and a cancelled request shows nothing.
 
-    closed ──FAULTS faults in a row──► open ──its time is over──► half open: one request, the probe
+    closed ──MAX_FAULTS in a row─────► open ──its time is over──► half open: one request, the probe
       ▲                                 ▲                             │
       └────── the probe succeeds ───────┼─────────────────────────────┤
                                         └── it fails: twice as long ──┘
 
-Rules
-- Faults within TOGETHER seconds count as one: a dead engine fails all its requests.
-- Faults are in a row without a good answer and without WITHIN seconds of quiet between them.
-- Only the probe closes or reopens a breaker that is not closed: a request sent earlier says nothing about the current
-  state.
-- A probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
-  LONG seconds succeeds.
+Faults within SAME_FAULT_SECONDS count as one, because a dead engine fails all of its requests. Faults are in a row if
+no successful answer and no FAULT_WINDOW_SECONDS without a fault are between them.
+
+Only the probe closes or reopens a breaker that is not closed, because earlier requests do not show the current state. A
+probe that is refused, cancelled or moved has no result, and the next request is the probe. A probe that runs for
+PROBE_SUCCESS_SECONDS succeeds.
 
 Times are in seconds of `now`, which never goes back.
 """

@@ -65,7 +65,7 @@ async def _ask(dispatcher: Dispatcher, node: NodeView, asked: CountTokens) -> En
     except TimeoutError:
         return Refused(
             RefusalCode.NOT_READY,
-            f"{node.name} has not counted within {COUNT_TIMEOUT_SECONDS:.0f} s",
+            f"{node.name} did not count the tokens within {COUNT_TIMEOUT_SECONDS:.0f} s: retry",
             None,
             2.0,
             node.name,

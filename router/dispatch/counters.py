@@ -1,8 +1,8 @@
 """Counters of the router: plain numbers on one event loop, exported by the coordinator.
 
 Rules
-- A model's name is one that some member has. Invented names, and models beyond MOST_MODELS, share the row OTHER.
-  Unknown codes of nodes share the outcome FAILED. Neither can therefore grow a table.
+- A model's name is one that some member has. Invented names, and models beyond MAX_MODELS, share the row OTHER.
+  Unknown codes of nodes share the outcome FAILED. Tables are therefore bounded.
 - Nothing is counted per token: gaps between tokens are observed once per decode step of a node, for all its streams.
 """
 

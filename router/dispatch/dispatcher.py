@@ -97,7 +97,7 @@ MAX_NODES_IN_A_ROW = 4
 QUEUE_BACKLOG_SECONDS = 5.0
 """Seconds of queued prompts on the best node from which a request of a greedy key is queued.
 
-A greedy key is one that asks for far more than its share. Nodes are fair between keys, but their memory is reserved in
+A greedy key requests far more than its share. Nodes are fair between keys, but their memory is reserved in
 order of arrival. Without this rule such a key fills the memory, and other keys find none (simulated).
 """
 SPARE_MEMORY_SHARE = 0.5
@@ -117,16 +117,15 @@ ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.N
 """Refusals that are final on one node, not in the cluster: another node may be larger."""
 ABOUT_ONE = Finished, Admitted, Refusal, Failed
 """Frames of a node about one request."""
-STOPPING = "the coordinator is stopping: send it again"
+STOPPING = "the coordinator is stopping: retry when it runs again"
 
 
 class Dispatcher:
     """Dispatcher of one router.
 
-    - `send` writes a frame to a node's link and returns whether there is a link. It must not call the dispatcher.
-    - `numbers` returns the next request number and sequence number.
-    - `draw` returns numbers in [0, 1) for ties.
-    - `policy` overrides the policy of the settings.
+    The function `send` writes a frame to a node's link and returns whether there is a link. It must not call the
+    dispatcher. The function `numbers` returns the next request number and sequence number. The function `draw` returns
+    numbers in [0, 1) for ties. The parameter `policy` overrides the policy of the settings.
     """
 
     def __init__(
@@ -265,7 +264,7 @@ class Dispatcher:
             if frame.code == FailureCode.NODE_STOPPING:
                 ticket.lost.add(node)
             self._fell(
-                ticket, fall, RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} let go of it: {frame.message}")
+                ticket, fall, RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} gave the request up: {frame.message}")
             )
             return
         ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room
@@ -282,7 +281,7 @@ class Dispatcher:
             name = ticket.node_name
             self.on_trouble(ticket, FailureCode.NODE_LOST)
             ticket.lost.add(node)
-            why = RequestFailure(FailureCode.NODE_LOST, f"{name} was lost while it answered ({reason}): send it again")
+            why = RequestFailure(FailureCode.NODE_LOST, f"node {name} was lost during the answer ({reason}): retry")
             self._fell(ticket, LossKind.NODE, why)
 
     def forget(self, node: NodeId) -> None:
@@ -345,7 +344,7 @@ class Dispatcher:
 
     def _fell(self, ticket: ActiveRequest, fall: LossKind, why: RequestFailure) -> None:
         """Resume a request elsewhere after its node failed, if that is allowed and possible; else end it."""
-        ticket.add_step(self._clock(), f"dropped: {why.message}", ticket.node_name)
+        ticket.add_step(self._clock(), f"lost: {why.message}", ticket.node_name)
         self._leave_node(ticket)
         if fall in (LossKind.NODE, LossKind.MEMORY):
             ticket.losses += 1
@@ -379,8 +378,8 @@ class Dispatcher:
         """Add to a failure that other nodes hold a different model under the same name."""
         if not ticket.fingerprint or all(one.fingerprint == ticket.fingerprint for one in self._others(ticket)):
             return why
-        text = f"the other nodes hold another model under the name {ticket.demand.model} (`cluster models`)"
-        return replace(why, message=f"{why.message}; {text}, which cannot resume it")
+        text = f"the other nodes have a different model with the name {ticket.demand.model} (`cluster models`)"
+        return replace(why, message=f"{why.message}; {text}, which cannot resume the answer")
 
     def _others(self, ticket: ActiveRequest) -> list[Model]:
         """List the models of a request's name on the members with which it was not lost."""
@@ -419,7 +418,7 @@ class Dispatcher:
             return False
         ticket.demand = asked
         self._kept(ticket, result)
-        ticket.add_step(self._clock(), "moved away", where[2])
+        ticket.add_step(self._clock(), "migrated", where[2])
         self.counters.moves += 1
         self._free(node, where[0])
         self._send(node, Cancel(where[0]))
@@ -428,7 +427,7 @@ class Dispatcher:
     # client requests
 
     def submit(self, job: RequestSpec) -> ActiveRequest:
-        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the ticket."""
+        """Accept a request: place it now, queue it, or end it with the refusal. The caller must `close` the request."""
         self._count += 1
         kind = StreamingRequest if job.stream else BufferedRequest
         limits = self.quotas.limits(job.key)
@@ -474,7 +473,7 @@ class Dispatcher:
         return chain_of(root, messages, job.session, self._scopes.of(job.key), shared=shared)
 
     def close(self, ticket: ActiveRequest) -> None:
-        """Close a ticket; if it has not ended, its client is gone and the node gets a cancel."""
+        """Close a request; if it has not ended, its client is gone and the node gets a cancel."""
         if ticket.outcome is None:
             self._cancel(ticket)
             self._end(ticket, CANCELLED)
@@ -523,8 +522,8 @@ class Dispatcher:
             return STOPPING
         models = self.view.models()
         if len(self.queue) >= self.queue.limit(len(self.view.nodes)):
-            return f"{len(self.queue)} requests wait already"
-        refused = "no node of the cluster has reported a model"
+            return f"the queue is full with {len(self.queue)} requests"
+        refused = "no node has reported a model"
         for name in models:
             result = self.preview(ResourceDemand(name, prompt_bytes=64))
             if isinstance(result, Placement):
@@ -898,7 +897,7 @@ class Dispatcher:
                 chosen = result.chosen
                 kept = self._crowded(ticket, chosen) and self._scarce(chosen)
                 if kept or not self._start(ticket, chosen, chosen.need):
-                    text = f"others need {chosen.name}, too: send it again{waited}"
+                    text = f"other API keys use {chosen.name} up to its limit: retry{waited}"
                     self._deny(ticket, Refused(RefusalCode.DEADLINE, text, None, 1.0))
                 continue
             refused = result.refused
@@ -958,7 +957,7 @@ class Dispatcher:
             ticket.swap = ""
             return
         turn = waits[model]
-        swap = f"{SWAP}: no node may unload a model for it yet"
+        swap = f"{SWAP}: no node can unload a model for it yet"
         if turn is not None:
             swap = f"{SWAP} on {turn.name} ({turn.models})"
         if swap != ticket.swap:
@@ -1061,7 +1060,10 @@ class Dispatcher:
             self._end(ticket, refused)
         else:
             self._end(
-                ticket, RequestFailure(fallen.code, f"{fallen.message}; nobody could go on with it: {refused.message}")
+                ticket,
+                RequestFailure(
+                    fallen.code, f"{fallen.message}; no other node can resume the answer: {refused.message}"
+                ),
             )
 
     def _end(self, ticket: ActiveRequest, outcome: Outcome) -> None:
@@ -1093,7 +1095,10 @@ class Dispatcher:
             self._cancel(ticket)
             self._end(
                 ticket,
-                RequestFailure(FailureCode.ANSWER_TOO_LONG, f"the answer is longer than {MAX_ANSWER_CHARS} characters"),
+                RequestFailure(
+                    FailureCode.ANSWER_TOO_LONG,
+                    f"the answer is longer than {MAX_ANSWER_CHARS} characters: use stream or lower max_tokens",
+                ),
             )
 
     def _stuck(self, ticket: StreamingRequest) -> None:

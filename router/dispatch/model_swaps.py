@@ -16,12 +16,12 @@ Rules
 
 One turn per node, and one per model, at a time. A pinned (preloaded) model is never unloaded.
 
-Idle models are unloaded at once. A model in use is unloaded for a request that has waited PATIENCE seconds, once the
+Idle models are unloaded at once. A model in use is unloaded for a request that has waited SWAP_AFTER_SECONDS, once the
 slice of that model has ended. Every request for the model in use that has waited longer goes first.
 
-A slice begins when the model is loaded. It lasts LEAST_SLICE plus SLICE_LOADS times the load, because each slice costs
-a load. It lasts up to KEYS times as long in proportion to the keys (by priority) that use the model to unload. It lasts
-at most a quarter of the longest wait.
+A slice begins when the model is loaded. It lasts MIN_SLICE_SECONDS plus SLICE_LOAD_FACTOR times the load, because each
+slice costs a load. It lasts up to MAX_SLICE_KEYS times as long in proportion to the keys (by priority) that use the
+model to unload. It lasts at most a quarter of the longest wait.
 
 The oldest request goes first. It gets the node where the fewest keys lose the last node with their model. Among these
 it gets the node that is ready soonest: running answers, then the load.
@@ -185,10 +185,10 @@ class SwapPlanner:
         node = picture.nodes.get(turn.node)
         model = None if node is None else node.models.get(turn.model)
         if node is None or model is None or unavailable_reason(node, now)[0]:
-            return EndTurn(turn, "the node is away")
+            return EndTurn(turn, "the node is unavailable")
         if now - turn.began > self._longest:
             self._came.update({(turn.node, name): now for name in turn.leaving})
-            return EndTurn(turn, f"not free within {self._longest:.0f} s")
+            return EndTurn(turn, f"the models were in use for {self._longest:.0f} s")
         if turn.asked_at is not None:
             if (model.loaded or model.loading) and node.heard_at > turn.asked_at:
                 return EndTurn(turn)

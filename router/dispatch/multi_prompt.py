@@ -1,4 +1,4 @@
-"""Several tickets of one exchange, read as one request with consecutive choices.
+"""Several requests of one exchange, combined into one with consecutive choices.
 
 The combined request ends when all tickets have ended, or when one of them fails. The code that opened the tickets
 closes them. The remaining tickets therefore end with the first failure.
@@ -27,7 +27,7 @@ K = TypeVar("K", bound=ActiveRequest)
 
 
 class MergedAnswer(Generic[K]):
-    """Base of the streamed and the whole answer of several tickets."""
+    """Base of the streamed and the whole answer of several requests."""
 
     def __init__(self, tickets: Sequence[K]) -> None:
         first = tickets[0]
@@ -42,17 +42,17 @@ class MergedAnswer(Generic[K]):
 
     @property
     def demand(self) -> ResourceDemand:
-        """Demand of the first ticket."""
+        """Demand of the first request."""
         return self._tickets[0].demand
 
     @property
     def fingerprint(self) -> str:
-        """Fingerprint of the first ticket's model."""
+        """Fingerprint of the first request's model."""
         return self._tickets[0].fingerprint
 
     @property
     def rates(self) -> tuple[RateState, ...]:
-        """Rate state of the key after the last ticket."""
+        """Rate state of the key after the last request."""
         return self._tickets[-1].rates
 
     @property
@@ -67,12 +67,12 @@ class MergedAnswer(Generic[K]):
 
     @property
     def attempts(self) -> int:
-        """Number of attempts of all tickets."""
+        """Number of attempts of all requests."""
         return sum(ticket.attempts for ticket in self._tickets)
 
     @property
     def outcome(self) -> Outcome | None:
-        """Outcome of all tickets, or of the first failed one; None before."""
+        """Outcome of all requests, or of the first failed one; None before."""
         ends = [ticket.outcome for ticket in self._tickets]
         failed = next((end for end in ends if end is not None and not isinstance(end, Finished)), None)
         if failed is not None:
@@ -81,7 +81,7 @@ class MergedAnswer(Generic[K]):
         return _sum(finished, self._choices) if len(finished) == len(ends) else None
 
     def wait(self) -> asyncio.Future[None]:
-        """Return a Future that is done when any ticket has something new."""
+        """Return a Future that is done when any request has something new."""
         self._waiter = asyncio.get_running_loop().create_future()
         return self._waiter
 
@@ -93,7 +93,7 @@ class MergedAnswer(Generic[K]):
 
 
 class MergedStream(MergedAnswer[StreamingRequest]):
-    """Streamed answer of several tickets; see `StreamingRequest`."""
+    """Streamed answer of several requests; see `StreamingRequest`."""
 
     @property
     def opened(self) -> bool:
@@ -122,18 +122,18 @@ class MergedStream(MergedAnswer[StreamingRequest]):
 
     @property
     def pending(self) -> bool:
-        """Whether any ticket holds deltas."""
+        """Whether any request holds deltas."""
         return any(ticket.pending for ticket in self._tickets)
 
     @property
     def ready(self) -> bool:
-        """Whether a ticket has deltas, its end or a keep-alive to send."""
+        """Whether a request has deltas, its end or a keep-alive to send."""
         return any(ticket.ready and (ticket.pending or ticket.nudged) for ticket in self._tickets) or (
             self.outcome is not None
         )
 
     def take(self) -> list[Delta]:
-        """Return the pending deltas of all tickets with consecutive choice numbers."""
+        """Return the pending deltas of all requests with consecutive choice numbers."""
         taken: list[Delta] = []
         for at, ticket in enumerate(self._tickets):
             base = at * self._choices
@@ -146,7 +146,7 @@ class MergedStream(MergedAnswer[StreamingRequest]):
 
 
 class MergedResponse(MergedAnswer[BufferedRequest]):
-    """Whole answer of several tickets, read once at the end; see `BufferedRequest`."""
+    """Whole answer of several requests, read once at the end; see `BufferedRequest`."""
 
     async def outcome_of(self) -> Outcome:
         """Wait for the outcome."""

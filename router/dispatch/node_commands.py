@@ -1,9 +1,9 @@
 """Commands to a node's engine with an awaited result: load, unload or measure a model, count a prompt.
 
 The commands run next to the dispatcher, on its event loop. A command is open from its frame until the node's Finished,
-Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or LONGEST.
-The caller gets the result exactly once. A load continues after its caller has left, because half a model in
-memory is useless.
+Refusal or Failed for its number. It also ends with the loss of the node, the end of this process, or
+COMMAND_TIMEOUT_SECONDS. The caller gets the result exactly once. A load continues after its caller has left, because
+half a model in memory is useless.
 """
 
 import asyncio
@@ -91,7 +91,7 @@ class NodeCommands:
         number, key = self._number(), asked.owner.name
         mine = sum(one.kind is CountTokens and one.key == key for one in self._open.values())
         if mine >= MAX_COUNTS_PER_KEY:
-            text = f"{mine} counts of this API key are under way already: wait for one to end"
+            text = f"{mine} token counts of this API key are open, which is the limit: wait for one to end"
             return Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
         return await self._carried(replace(asked, request=number), number, node, name, asked.model, key)
 
@@ -101,22 +101,24 @@ class NodeCommands:
         order = _OpenCommand(type(frame), node, name, model, asyncio.get_running_loop().create_future(), key)
         same = sum((one.kind is CountTokens) == (order.kind is CountTokens) for one in self._open.values())
         if same >= MAX_OPEN_COMMANDS:
-            what = "counts" if order.kind is CountTokens else "loads"
+            what = "token counts" if order.kind is CountTokens else "model commands"
             return Refused(
-                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are under way already: wait for one to end"
+                RefusalCode.QUEUE_FULL, f"{MAX_OPEN_COMMANDS} {what} are open, which is the limit: wait for one to end"
             )
         self._open[number] = order
         ended: Ended | None = None
         try:
             if not self._send(node, frame):
-                ended = Refused(RefusalCode.NOT_READY, f"{name} is not linked", None, 2.0, name)
+                ended = Refused(
+                    RefusalCode.NOT_READY, f"{name} is not connected: retry when it is back", None, 2.0, name
+                )
                 return ended
             async with asyncio.timeout(COMMAND_TIMEOUT_SECONDS):
                 ended = await order.ended
         except TimeoutError:
             return RequestFailure(
                 FailureCode.COMMAND_TIMEOUT,
-                f"{name} has said nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}",
+                f"{name} sent nothing for {COMMAND_TIMEOUT_SECONDS:.0f} s {order.doing}",
             )
         else:
             return ended

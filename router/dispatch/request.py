@@ -1,8 +1,8 @@
 """State of one request from arrival to its end, shared by the dispatcher, which adds deltas, and one reader.
 
-The deltas of one frame are added, then every touched ticket is flushed once. A flush calls a stream's sink or wakes a
-waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and no
-counting. `takes` shows the dispatcher's sweep whether the reader keeps up.
+The deltas of one frame are added, then every request with new deltas is flushed once. A flush calls a stream's sink or
+wakes a waiting reader through one Future. As long as the reader keeps up, a token costs no clock reading, no task and
+no counting. `takes` shows the dispatcher's sweep whether the reader keeps up.
 """
 
 import asyncio
@@ -79,12 +79,12 @@ class RequestFailure(msgspec.Struct, frozen=True, gc=False):
 
 Outcome = Finished | Refused | RequestFailure
 SWAP = "waiting for a model swap"
-CANCELLED = RequestFailure(FailureCode.CANCELLED, "nobody waits for this any more")
+CANCELLED = RequestFailure(FailureCode.CANCELLED, "the client cancelled the request")
 SLOW = RequestFailure(FailureCode.SLOW_CLIENT, "the client did not read its stream")
 
 
 class ActiveRequest:
-    """Base of both kinds of tickets: place, attempts and outcome of a request."""
+    """Base of both kinds of requests: place, attempts and outcome of a request."""
 
     __slots__ = (
         "arrived",
@@ -173,7 +173,7 @@ class ActiveRequest:
         self.rates: tuple[RateState, ...] = ()
 
     def add_step(self, now: float, what: str, node: str = "") -> None:
-        """Record a step at `now` (monotonic seconds). Beyond MOST_STEPS the middle step is removed."""
+        """Record a step at `now` (monotonic seconds). Beyond MAX_STEPS the middle step is removed."""
         if len(self.steps) >= MAX_STEPS:
             del self.steps[MAX_STEPS // 2]
         self.steps.append((now - self.arrived, what, node))
@@ -260,7 +260,7 @@ class ActiveRequest:
 
 
 class StreamingRequest(ActiveRequest):
-    """Ticket of a streamed answer. `held` is the number of bytes that wait for a `blocked` reader."""
+    """Request with a streamed answer. `held` is the number of bytes that wait for a `blocked` reader."""
 
     __slots__ = ("blocked", "nudged", "pending", "seen_takes", "still", "takes")
 
@@ -291,7 +291,7 @@ class StreamingRequest(ActiveRequest):
         return len(pending) == 1
 
     def take(self) -> list[Delta]:
-        """Return the pending deltas in order, at most MOST_TAKEN, and clear a keep-alive."""
+        """Return the pending deltas in order, at most MAX_DELTAS_TAKEN, and clear a keep-alive."""
         self.takes += 1
         self.nudged = False
         taken = self.pending
@@ -318,7 +318,7 @@ class StreamingRequest(ActiveRequest):
 
 
 class BufferedRequest(ActiveRequest):
-    """Ticket of an answer that is read once, at the end. `held` is the number of characters collected."""
+    """Request with an answer that is read once, at the end. `held` is the number of characters collected."""
 
     __slots__ = ("_calls", "_logprobs", "_texts")
 

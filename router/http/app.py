@@ -1,8 +1,8 @@
 """ASGI app of the router: serves the routes that models answer and passes everything else to the control app.
 
-These routes have no framework and no middleware: a token passes from dispatcher to ticket to one `send`. Keys are
-checked before a body is read, and a body is bounded before it is parsed. A request that leaves in any way closes its
-ticket, which releases its reservation and notifies its node.
+These routes have no framework and no middleware: a token passes from dispatcher to request to one `send`. Keys are
+checked before a body is read, and a body is bounded before it is parsed. Every end of a request
+closes its `ActiveRequest`, which releases the reservation and notifies the node.
 """
 
 import asyncio
@@ -176,8 +176,8 @@ class RouterApp:
 
     def _no_room(self, size: int) -> Problem:
         most, seconds = show_size(self._settings.max_body_bytes), self._settings.body_timeout_seconds
-        text = f"this API key may send {most} of long bodies at once, and this one of {show_size(size)} waited"
-        return Problem(429, "rate_limited", f"{text} {seconds:g} s for room: send fewer at once", retry_after=1.0)
+        text = f"the limit of this API key is {most} of long bodies in transfer; this one of {show_size(size)} waited"
+        return Problem(429, "rate_limited", f"{text} {seconds:g} s: send fewer at the same time", retry_after=1.0)
 
     # other routes
 

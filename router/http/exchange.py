@@ -68,8 +68,8 @@ class Exchange:
     async def body(self, settings: RouterSettings, room: Room | None = None) -> bytes | Problem | None:
         """Read a body up to the limit; return None when the client left before its end.
 
-        When more than INLINE_BYTES have arrived, `room` is awaited once with the maximum size of the body. A problem
-        that `room` returns ends the reading.
+        When more than MAX_INLINE_BYTES have arrived, `room` is awaited once with the maximum size of the body. A
+        problem that `room` returns ends the reading.
         """
         limit = settings.max_body_bytes
         length = self.header(b"content-length")

@@ -1,7 +1,7 @@
-"""Answer a request in any dialect: submit, wait, send the answer, and close every ticket.
+"""Answer a request in any dialect: submit, wait, send the answer, and close every `ActiveRequest`.
 
-Every ticket that is opened here is closed here, however the request ends: answered, refused, failed or
-cancelled by its client.
+Every `ActiveRequest` that is opened here is closed here, whether the request is answered, refused, failed or cancelled
+by its client.
 """
 
 from collections.abc import Sequence

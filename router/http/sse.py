@@ -1,8 +1,8 @@
-"""Server-sent events: output of a stream, and the pump that fills it from a ticket.
+"""Server-sent events: output of a stream, and the pump that fills it from a request.
 
 A token passes through `Dispatcher.receive` → `StreamingRequest.flush` → `StreamPump.pump` → `EventStream.push` → the
 transport, in one synchronous call. When the transport is full, `push` leaves the rest to a callback. Deltas then wait
-in the ticket, whose bound ends a stream that is not read.
+in the request, whose bound ends a stream that is not read.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ class EventSink(Protocol):
 
 
 class EventSource(Protocol):
-    """Input of a pump: a `StreamingRequest`, or several that are read as one."""
+    """Input of a pump: a `StreamingRequest`, or several combined into one."""
 
     sink: Callable[[], None] | None
     blocked: bool
@@ -135,7 +135,7 @@ class EventStream:
 
 
 class StreamPump:
-    """Pump from a ticket's deltas to the events of its stream, as fast as the stream accepts them."""
+    """Pump from a request's deltas to the events of its stream, as fast as the stream accepts them."""
 
     __slots__ = ("_chunks", "_greeted", "_greeting", "_stream", "_ticket")
 

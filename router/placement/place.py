@@ -1,9 +1,9 @@
 """Placement of a request on a node: filter, score and pick over one immutable view. Keeps the reason for every other
 node.
 
-Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). Its
-terms are the KV of the whole prompt and of the expected output for every choice, the transient of a chunk, and the
-weights where the model is not loaded. A node is feasible only if all of this holds.
+Theory. `need` is the memory that the request adds on a node. It is a sum (`wire.capacity.arithmetic.request_need`). It
+contains the KV of the prompt and of the expected output for every choice. It also contains the transient of a chunk,
+and the weights of a model that is not loaded. A node is feasible only if all of this holds.
 
 The node is ready, not cordoned, not draining and has a fresh report, and its engine runs. The node serves the model
 with a context that is long enough. The node has not refused this request since its last report.
@@ -70,7 +70,7 @@ from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
 
 HEADROOM_SATURATION = 2
-"""Room for this many such requests is as good as room for more (simulated: 2 beats 4 and 8 when memory is tight)."""
+"""Room for this many such requests counts as much as room for more. In simulations of tight memory 2 beats 4 and 8."""
 PREFIX_HIT_SHARE = 0.5
 """Cached share of the prompt from which a node gets full marks wherever the request fits.
 
@@ -355,7 +355,10 @@ def consider(
                 why, code = verdict.message, verdict.code
     turn = None if why else ledger.turns.get(node.id)
     if turn is not None and not request.written and turn.bars(model.name, model.loaded):
-        why, code = f"makes room for {turn.model}: no new requests for {model.name} until then", RefusalCode.NO_ROOM
+        why, code = (
+            f"makes room for {turn.model}: it takes no new requests for {model.name} until {turn.model} is loaded",
+            RefusalCode.NO_ROOM,
+        )
     account, speed, engine = ledger.account(node.id), model.prefill_speed, node.engine
     known = warm.get(node.id, 0.0) if model.loaded else 0.0
     reading = round(tokens * (1.0 - known)) + request.written
@@ -460,7 +463,7 @@ def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | N
     if node.draining:
         return "is draining", RefusalCode.DRAINING
     if now - node.heard_at > MAX_REPORT_AGE_SECONDS:
-        return f"was last heard {now - node.heard_at:.1f} s ago", RefusalCode.NOT_READY
+        return f"sent its last report {now - node.heard_at:.1f} s ago", RefusalCode.NOT_READY
     engine = node.engine
     if engine.state != "ready":
         return f"its engine is {engine.state}" + (f": {engine.cause}" if engine.cause else ""), RefusalCode.NOT_READY
@@ -475,7 +478,7 @@ def _tried(node: NodeView, model: Model, trials: AttemptHistory) -> tuple[str, R
     if node.id in trials.lost:
         return "was lost with this request", RefusalCode.NOT_READY
     if node.id in trials.never:
-        return f"refused for good: {trials.never[node.id].message}", trials.never[node.id].code
+        return f"refused this request permanently: {trials.never[node.id].message}", trials.never[node.id].code
     if trials.refused.get(node.id) == node.heard_at:
         return "refused this request and has not reported since", RefusalCode.NO_ROOM
     return _FIT
@@ -509,7 +512,7 @@ def _refuse(
     offers = [candidate for candidate in seen if candidate.model is not None and candidate.node not in causes]
     missing = _missing(serving, request)
     if missing:
-        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, f"no node offers {missing} with {request.model}"), seen)
+        return NoPlacement(Refused(RefusalCode.UNSUPPORTED, f"no node supports {missing} with {request.model}"), seen)
     if request.prompt_tokens is not None or all(node.id in trials.never for node in serving):
         final = _never(serving, request, offers, trials)
         if final is not None:
@@ -545,14 +548,13 @@ def _missing(serving: list[NodeView], request: ResourceDemand) -> str:
 def _no_model(view: ClusterView, request: ResourceDemand) -> Refused:
     if any(package.name == request.model for node in view.nodes for package in node.video.packages):
         return Refused(
-            RefusalCode.INVALID, f"the model {request.model!r} makes videos and does not chat: POST /v1/videos"
+            RefusalCode.INVALID, f"the model {request.model!r} generates videos, not text: use POST /v1/videos"
         )
     known = view.models()
     if not known:
         return Refused(
             RefusalCode.NOT_READY,
-            "no node of the cluster has reported a model yet; `cluster nodes` shows who is "
-            "here, `cluster join` adds a machine",
+            "no node has reported a model yet: `cluster nodes` lists the nodes, `cluster join` adds a machine",
             None,
             UNKNOWN_RETRY_SECONDS,
         )
@@ -583,7 +585,7 @@ def _never(
     best = max(offers, key=lambda one: one.most)
     return Refused(
         RefusalCode.TOO_LARGE,
-        f"needs {show_size(_alone(best, request))} alone, the most that any member can give is "
+        f"needs {show_size(_alone(best, request))} on an idle node, the largest node can give "
         f"{show_size(best.most)} ({best.name}): shorten the prompt, lower max_tokens or use a smaller "
         f"variant of {request.model}",
         best.numbers(),
@@ -654,7 +656,7 @@ def _not_now(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     best = max(short, key=lambda one: -math.inf if one.headroom is None else one.headroom - one.need)
     count = "" if request.prompt_tokens is not None else " by estimate"
     if best.code is RefusalCode.UNREADABLE:
-        text = f"the memory of {best.name} cannot be read, so nothing is started there until it can"
+        text = f"the memory of {best.name} cannot be read; it starts no requests until then: retry"
         return Refused(RefusalCode.UNREADABLE, text, best.numbers(), UNKNOWN_RETRY_SECONDS, best.name)
     text = (
         f"needs {show_size(best.need)}{count}, best node {best.name} has {show_size(best.headroom)}: retry, shorten "
@@ -668,7 +670,7 @@ def _nobody(request: ResourceDemand, offers: list[Candidate]) -> Refused:
     reasons = "; ".join(f"{candidate.name} {candidate.why}" for candidate in offers[:4])
     return Refused(
         RefusalCode.DRAINING if draining else RefusalCode.NOT_READY,
-        f"no node can take {request.model} now: {reasons}",
+        f"no node can serve {request.model} now: {reasons}",
         None,
         UNKNOWN_RETRY_SECONDS,
     )

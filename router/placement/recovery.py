@@ -4,7 +4,7 @@
     ────────────────────────────────────────────────  ─────────────────────────────────────────────
     its engine crashed in the forward of the request  ends: it may be the cause, and is never placed again
     its engine died while it only waited or decoded   resumes elsewhere, once; a second crash ends it
-    its node was lost, fell silent, leaves or drains  resumes elsewhere, MOST_LOSSES times
+    its node was lost, fell silent, leaves or drains  resumes elsewhere, MAX_LOSSES times
     its node has no memory left to continue it        resumes elsewhere, or there once it fits: counted as a loss
 
 To resume, another node with the same model (`fingerprint`) gets the known token ids and generates the rest

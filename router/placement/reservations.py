@@ -4,10 +4,10 @@ Theory. A report shows the memory of a past moment. Between two reports the rout
 reservations since then. Simulated under bursts: 67-99 % of first attempts are refused without this, 0.15 % with it. A
 reservation has three states:
 
-    claim ──► promised ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
-                  └──────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
+    reserve ──► open ──(Admitted seen and a report with acked_seq >= seq)──► settled ──► released
+                 └───────────────── any end: finished, refused, failed, cancelled, node gone ──►┘
 
-Promised bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
+Open bytes count in `unacknowledged`. Settled bytes do not, because `memory.reserved` of the report contains them.
 Both count in `in_flight`. `Admitted` is required in addition to `acked_seq`, because prompts are counted out of order.
 A short later prompt may be committed and acknowledged before a long earlier one.
 
@@ -146,7 +146,7 @@ class ReservationLedger:
         Raise LedgerError when the request already holds a reservation.
         """
         if request in self._promises:
-            raise LedgerError(f"request {request} claims twice")
+            raise LedgerError(f"request {request} has two reservations")
         self._promises[request] = _Reservation(node, seq, need, tokens, weights, rows)
         account = self._accounts.get(node)
         if account is None:
@@ -291,16 +291,16 @@ class ReservationLedger:
             mine = {number: promise for number, promise in self._promises.items() if promise.node == node}
             open_ = {number: promise for number, promise in mine.items() if not promise.settled}
             if account.requests != mine.keys() or account.promised != open_.keys():
-                raise LedgerError(f"{node}: account and promises differ")
+                raise LedgerError(f"{node}: nodes of account and reservations differ")
             if account.rows != sum(promise.rows for promise in mine.values()):
-                raise LedgerError(f"{node}: {account.rows} rows on account, promises differ")
+                raise LedgerError(f"{node}: {account.rows} rows on account, reservations differ")
             if not account.unread.keys() <= mine.keys():
-                raise LedgerError(f"{node}: unread prompts of requests that are not there")
+                raise LedgerError(f"{node}: unprefilled prompts of requests that do not exist")
             if account.unread_tokens != sum(prompt.tokens for prompt in account.unread.values()):
-                raise LedgerError(f"{node}: {account.unread_tokens} unread tokens on account, prompts differ")
+                raise LedgerError(f"{node}: {account.unread_tokens} unprefilled tokens on account, prompts differ")
             if account.need != sum(promise.need for promise in open_.values()):
-                raise LedgerError(f"{node}: {account.need} bytes on account, promises differ")
+                raise LedgerError(f"{node}: {account.need} bytes on account, reservations differ")
             if account.tokens != sum(promise.tokens for promise in open_.values()):
-                raise LedgerError(f"{node}: {account.tokens} tokens on account, promises differ")
+                raise LedgerError(f"{node}: {account.tokens} tokens on account, reservations differ")
         if any(promise.node not in self._accounts for promise in self._promises.values()):
-            raise LedgerError("a promise without an account")
+            raise LedgerError("a reservation without an account")

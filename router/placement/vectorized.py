@@ -1,10 +1,10 @@
 """Placement in a large cluster: rank all nodes with arrays, then apply the exact rule to the leader.
 
-Theory. `place.place` examines every node at 5 us each: acceptable for a household, 5 ms for a thousand machines.
-Here a table per model keeps the inputs of that rule as columns; a report or a reservation rewrites one row. A request
-ranks all rows at once, approximately: its need is a linear function of its length. The exact rule then examines the
-leader. A feasible leader is taken, and no request goes to a node that `place` would not allow. Otherwise the next
-leader is examined, LOOKS times in all. After that, or where no row seems to fit, `place` decides. Arrays therefore only
+Theory. `place.place` examines every node at 5 us each: acceptable for a household, 5 ms for a thousand machines. Here a
+table per model keeps the inputs of that rule as columns; a report or a reservation rewrites one row. A request ranks
+all rows at once, approximately: its need is a linear function of its length. The exact rule then examines the leader. A
+feasible leader is taken, and no request goes to a node that `place` would not allow. Otherwise the next leader is
+examined, MAX_LEADERS times in all. After that, or where no row seems to fit, `place` decides. Arrays therefore only
 save time: no request is refused by an approximation.
 
 A small noise with a random offset separates equal nodes.

@@ -28,7 +28,7 @@ def test_nested_counts_end_their_own_request_as_the_clients_fault():
     )
     end = driver.end(number)
     assert isinstance(end, Failed)
-    assert (end.code, "make it smaller" in end.message) == (FailureCode.GRAMMAR_FAILED, True), end
+    assert (end.code, "simplify it" in end.message) == (FailureCode.GRAMMAR_FAILED, True), end
     assert driver.engine.report(0.0).counts.failures == 0, "the engine has done nothing wrong"
     assert isinstance(driver.end(beside), Finished)
 

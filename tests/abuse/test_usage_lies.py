@@ -65,7 +65,7 @@ async def test_a_lie_about_tokens_costs_a_key_no_more_than_it_asked_for(port: Po
             assert usage["prompt_tokens_details"]["cached_tokens"] <= usage["prompt_tokens"]
         rows = (await client.get("/api/v1/usage")).json()["usage"]
     assert 0 < sum(row["prompt_tokens"] + row["completion_tokens"] for row in rows) < 12_000
-    assert any(entry["event"] == "usage not credible" for entry in port.logs)
+    assert any(entry["event"] == "usage implausible" for entry in port.logs)
     await port.application.store.flush()
 
 

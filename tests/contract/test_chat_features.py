@@ -280,23 +280,23 @@ async def test_every_sampling_parameter_reaches_the_engine(cluster: LoopbackClus
     assert (params.temperature, params.top_p, params.seed, params.stop) == (0.7, 0.9, 7, ("x",))
 
 
-# Features that are not offered
+# Features that are not supported
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"tools": [LOOSE]}, "no node offers tools with tiny"),
-        ({"tools": [TOOL]}, "no node offers formats, strict tools or forced calls and tools with tiny"),
+        ({"tools": [LOOSE]}, "no node supports tools with tiny"),
+        ({"tools": [TOOL]}, "no node supports formats, strict tools or forced calls and tools with tiny"),
         (
             {"response_format": {"type": "json_object"}},
-            "no node offers formats, strict tools or forced calls with tiny",
+            "no node supports formats, strict tools or forced calls with tiny",
         ),
-        ({"extra_body": {"guided_regex": "a"}}, "no node offers formats, strict tools or forced calls with tiny"),
-        ({"logprobs": True}, "no node offers logprobs with tiny"),
-        ({"presence_penalty": 1.0}, "no node offers top_k, min_p, penalties or logit_bias with tiny"),
-        ({"logprobs": True, "tools": [LOOSE]}, "no node offers logprobs and tools with tiny"),
-        ({"tools": [LOOSE], "stream": True}, "no node offers tools with tiny"),
+        ({"extra_body": {"guided_regex": "a"}}, "no node supports formats, strict tools or forced calls with tiny"),
+        ({"logprobs": True}, "no node supports logprobs with tiny"),
+        ({"presence_penalty": 1.0}, "no node supports top_k, min_p, penalties or logit_bias with tiny"),
+        ({"logprobs": True, "tools": [LOOSE]}, "no node supports logprobs and tools with tiny"),
+        ({"tools": [LOOSE], "stream": True}, "no node supports tools with tiny"),
     ],
 )
 async def test_a_model_that_does_not_offer_it_is_a_400(cluster: LoopbackCluster, fields: dict[str, Any], named: str):

@@ -276,5 +276,5 @@ async def test_its_own_library(cluster: LoopbackCluster):
     with pytest.raises(ollama.ResponseError, match="no node serves") as missing:
         await client.chat(model="nobody", messages=ASK["messages"])
     assert missing.value.status_code == 404
-    with pytest.raises(ollama.ResponseError, match="not offered"):
+    with pytest.raises(ollama.ResponseError, match="not supported"):
         await client.pull("tiny")

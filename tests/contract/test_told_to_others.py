@@ -37,7 +37,7 @@ def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Ref
         (story,) = json.loads(others)["requests"]
         assert story["outcome"] == code
         assert WRITTEN not in others
-        assert "the client's answer has the details" in story["message"]
+        assert "the response to the client has the details" in story["message"]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_refusal_that_quotes_its_request_is_told_to_its_client_alone(code: Ref
         ({"tools": [{"type": "function", "function": {"name": WRITTEN}}]}, "tools[0].function.name"),
         ({"logit_bias": {WRITTEN: 1}}, "logit_bias.…"),
         ({"chat_template_kwargs": {"template_" + WRITTEN: 1}}, "chat_template_kwargs.…"),
-        ({"functions": [WRITTEN]}, "functions is not offered"),
+        ({"functions": [WRITTEN]}, "functions is not supported"),
         ({"temprature": 1}, "unknown field 'temprature': did you mean temperature?"),
         ({"max_tokens": 0}, "max_tokens: "),
     ],

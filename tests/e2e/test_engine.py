@@ -267,11 +267,11 @@ def good(client: OpenAI) -> None:
     [
         ("raises", openai.BadRequestError, "template_failed", "no such season"),
         ("says-nothing", openai.BadRequestError, "template_failed", "template"),
-        ("stutters", openai.BadRequestError, "template_failed", "prompt could not be made"),
+        ("stutters", openai.BadRequestError, "template_failed", "prompt could not be rendered"),
         ("mute", openai.InternalServerError, "model_load_failed", "tokenizer"),
-        ("cut-off", openai.InternalServerError, "model_load_failed", "it is cut off: it has 100000 bytes of"),
+        ("cut-off", openai.InternalServerError, "model_load_failed", "the file is incomplete: it has 100000 of"),
         ("unheard-of", openai.InternalServerError, "model_load_failed", "nonesuch"),
-        ("own-code", openai.InternalServerError, "model_load_failed", "which is never run"),
+        ("own-code", openai.InternalServerError, "model_load_failed", "which Macpool never runs"),
         ("nobody", openai.NotFoundError, "model_not_found", "nearest names"),
     ],
 )
@@ -286,7 +286,7 @@ def test_a_spoiled_model_fails_alone(client: OpenAI, model: str, kind: Any, code
 @pytest.mark.parametrize(
     ("asked", "code", "words"),
     [
-        ({"logit_bias": {"99999": 5}}, "invalid_request", "token id 99999 is not within 0..511"),
+        ({"logit_bias": {"99999": 5}}, "invalid_request", "token id 99999 is outside of 0..511"),
         ({"messages": said("word " * CONTEXT)}, "context_length_exceeded", str(CONTEXT)),
         ({"max_tokens": CONTEXT}, "context_length_exceeded", str(CONTEXT)),
         ({"n": 17}, "invalid_request", "less than or equal to 16"),

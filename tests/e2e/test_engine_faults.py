@@ -223,11 +223,11 @@ def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
             ward.kill()
             assert crashed(asked.exception()) == CRASHED
         cause = ward.back("victim", restarts + death, models - ({"cursed"} if death == 2 else set()))
-    assert "for the second time: the model is kept out for 10 minutes" in cause
+    assert "for the second time: loading the model is blocked for 10 minutes" in cause
     began = time.monotonic()
     with pytest.raises(
         openai.InternalServerError,
-        match="the engine died 2 times in its load, its template, its tokenizer or a forward",
+        match="the engine crashed 2 times in its load, template, tokenizer or forward pass",
     ) as caught:
         ward.ask("cursed")
     assert time.monotonic() - began < 5
@@ -240,7 +240,7 @@ def test_frozen(ward: Ward) -> None:
     """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
     text, _, node = ward.frozen.answer.result(60)
     assert (len(text) > 100, node) == (True, "other")
-    assert "the engine hung: it has answered nothing for" in ward.back("icy", 1, {"ice"})
+    assert "the engine hung: no answer to a ping for" in ward.back("icy", 1, {"ice"})
     assert time.monotonic() - ward.frozen.since > 25
     assert not ward.frozen.engine.is_running()
     with cordoned(ward.pool, "other"):

@@ -67,7 +67,7 @@ def test_the_limit_that_the_device_reports_becomes_the_cap_and_a_later_start_beg
     assert "above the Metal limit of 40.0 GiB" in again.log.read_text()
     cluster_pool.join("studio", "memory.cap=44GiB", "engine.scripted.memory=64GiB", "engine.scripted.metal=40GiB")
     until(lambda: cluster_pool.node("studio")["cap"] == 40 * GIB, what="the lower limit")
-    danger = "memory.cap is 44.0 GiB, above the Metal limit of 40.0 GiB: the lower counts"
+    danger = "memory.cap is 44.0 GiB, above the Metal limit of 40.0 GiB: the lower value is used"
     assert danger in cluster_pool.node("studio")["enforcement"]["warnings"], "another machine's figure is ignored"
 
 
@@ -76,9 +76,9 @@ def test_a_margin_that_leaves_nothing_is_said_everywhere_with_the_resolved_sizes
     cluster_pool.join("tight", "memory.cap=8GiB", "memory.margin=9GiB")
     until(lambda: cluster_pool.cli("status")["dangers"], what="a warning")
     status = cluster_pool.cli("status")
-    assert any("memory.margin leaves nothing of the cap of 8.0 GiB" in danger for danger in status["dangers"])
+    assert any("memory.margin is as large as the cap of 8.0 GiB" in danger for danger in status["dangers"])
     assert any("raise memory.cap or lower memory.margin" in warning for warning in status["warnings"])
-    assert "leaves nothing of the cap of 8.0 GiB" in cluster_pool.nodes["tight"].log.read_text()
+    assert "is as large as the cap of 8.0 GiB" in cluster_pool.nodes["tight"].log.read_text()
 
 
 def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_pool: Pool) -> None:
@@ -103,7 +103,7 @@ def test_an_engine_over_its_cap_is_ended_only_when_it_does_not_answer(cluster_po
     until(lambda: cluster_pool.node("small")["engine"]["restarts"] == 1, what="a restart")
     cause = cluster_pool.node("small")["engine"]["cause"]
     assert cause.startswith("over its cap: ")
-    assert cause.endswith(" of 16.0 MiB on two readings, and it did not answer")
+    assert cause.endswith(" of 16.0 MiB in two readings, without an answer of the engine")
     assert enforcement()["kills"] == 1
 
 
@@ -200,6 +200,6 @@ def test_wired_memory_that_ended_engines_leave_behind_is_said_everywhere(cluster
         "leaky: 40.0 GiB of ended engines stayed wired (this Mac had 23.0 GiB wired before the last one started and has"
     )
     assert any(danger.startswith(said) and "restart this Mac" in danger for danger in status["dangers"])
-    assert any("its engine is failed: it is not started again" in warning for warning in status["warnings"])
+    assert any("its engine is failed: the engine is not restarted" in warning for warning in status["warnings"])
     until(lambda: "WiredLeak" in {one["name"] for one in cluster_pool.get("/api/v1/conditions")["conditions"]})
     assert "wired memory lost" in (cluster_pool.folder / "leaky" / "logs" / "node.log").read_text()

@@ -98,7 +98,7 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     pool.cli("pause", "studio", "1h")
     assert words(short.result()[2]) == 30
     assert "node_stopping" in long.result()[2] or "node_lost" in long.result()[2]
-    assert "takes no work now" in long.result()[2]
+    assert "stopped sharing" in long.result()[2]
     until(lambda: pool.node("studio")["engine"]["recycles"] == 1, what="the memory back")
     pool.cli("resume", "studio")
     until(lambda: pool.serves("studio"))
@@ -108,5 +108,5 @@ def test_what_fits_nowhere_else_has_its_grace_and_hours_keep_a_node_out(
     pool.join("studio", "sharing.when=hours", "sharing.hours=00:00-00:01", wait=False)
     until(lambda: pool.node("studio")["state"] in ("paused", "ready"))
     if pool.node("studio")["state"] == "paused":
-        assert "it shares from 00:00-00:01 only" in pool.node("studio")["sharing"]["why"]
+        assert "the Mac shares only within 00:00-00:01" in pool.node("studio")["sharing"]["why"]
         assert pool.cli("resume", "studio")["sharing"]["paused"], "the rule still holds"

@@ -67,10 +67,10 @@ def test_what_the_scripted_engine_does_not_offer_is_a_clear_400(cluster_pool: Po
     cluster_pool.join("studio")
     api = client(cluster_pool)
     tool: Any = {"type": "function", "function": {"name": "now"}}
-    with pytest.raises(openai.BadRequestError, match="no node offers tools with scripted-1") as caught:
+    with pytest.raises(openai.BadRequestError, match="no node supports tools with scripted-1") as caught:
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, tools=[tool])
     assert caught.value.code == "unsupported_parameter"
-    with pytest.raises(openai.BadRequestError, match="no node offers logprobs with scripted-1"):
+    with pytest.raises(openai.BadRequestError, match="no node supports logprobs with scripted-1"):
         api.chat.completions.create(model="scripted-1", messages=MESSAGES, logprobs=True, stream=True)
 
 

@@ -316,7 +316,7 @@ async def test_a_lease_that_nobody_takes_up_is_given_back(make: Make):
     before = node.ceiling
     node.ask()
     ended = await node.ended()
-    assert (ended.code, ended.message) == ("start_failed", "nobody started a worker within 1 s")
+    assert (ended.code, ended.message) == ("start_failed", "no worker was started within 1 s")
     given_back(node, before)
 
 
@@ -378,7 +378,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.working()
     for words in (("l-1", "0"), ("l-1", "2"), ("l-2", "1")):
         code, said = await attend(node, *words)
-        assert (code, "is not granted here" in said) == (1, True)
+        assert (code, "is not granted on this node" in said) == (1, True)
     code, said = await attend(node, "l-1", "1")
     assert (code, "attends to l-1 already" in said) == (1, True)
     node.ask(generation=1, job=LONG)
@@ -393,7 +393,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
     await node.frame(LeaseEnded)
     await node.until(lambda: node.limiter.leases == 0)
     code, said = await attend(node, "l-1", "1")
-    assert (code, "is not granted here" in said) == (1, True), "who comes late finds nothing"
+    assert (code, "is not granted on this node" in said) == (1, True), "who comes late finds nothing"
     node.frames.clear()
     node.ask(generation=0)
     refused = await node.answer()
@@ -407,7 +407,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
         ({"memory.guard": "off"}, LEASE, JOB, "guard_off", "memory.guard is off"),
         ({"worker.environments": "/nonexistent"}, LEASE, JOB, "video_not_ready", "cluster video install"),
         ({"worker.enabled": False}, LEASE, JOB, "video_not_ready", "worker.enabled"),
-        ({"models.folders": ""}, LEASE, JOB, "video_not_ready", "no video package"),
+        ({"models.folders": ""}, LEASE, JOB, "video_not_ready", "no usable video package"),
         ({}, 200 * GIB, JOB, "lease_too_large", "never fit"),
         ({}, 0, JOB, "invalid_request", "lease of 0 bytes"),
         ({}, LEASE, {**JOB, "width": 5}, "invalid_request", "width"),

@@ -158,11 +158,11 @@ def judge(memory: Memory, estimate: int, *, unacknowledged: int = 0, node: str =
     if predicted is None or memory.bound_by == UNREADABLE:
         what = "the footprint of the engine" if predicted is None else "the available memory of its system"
         return Refused(
-            RefusalCode.UNREADABLE, f"{what} cannot be read; no request starts there until it can", numbers, 2.0, node
+            RefusalCode.UNREADABLE, f"{what} cannot be read; the node starts no requests until then", numbers, 2.0, node
         )
     text = (
         f"needs {show_size(estimate)}, headroom is {show_size(room)} (of {show_size(memory.ceiling)}, {show_size(now)} "
-        f"are taken, {show_size(reserved)} promised, {show_size(memory.margin)} kept as margin)"
+        f"are in use, {show_size(reserved)} reserved, {show_size(memory.margin)} kept as margin)"
     )
     return Refused(RefusalCode.NO_ROOM, text, numbers, None, node)
 
@@ -197,7 +197,7 @@ def shed(memory: Memory, over: int) -> Refused:
         room,
         memory.bound_by,
     )
-    message = f"the node was {show_size(over)} over its cap minus leases and ended this request; send it again"
+    message = f"the node was {show_size(over)} over its cap minus leases and ended this request: retry"
     return Refused(RefusalCode.NO_ROOM, message, numbers)
 
 
@@ -330,7 +330,7 @@ def request_need(model: Model, prompt_tokens: int, output_tokens: int, choices: 
 
 
 def reading_bytes(text: int, files: int = 0, *, loads: bool = False, guides: bool = False, context: int = 0) -> int:
-    """Return the transient bytes of tokenizing `text` bytes; 0 below READ_FREE.
+    """Return the transient bytes of tokenizing `text` bytes; 0 below UNCHECKED_TOKENIZE_BYTES.
 
     `files` are the bytes of the tokenizer's files. `loads`: the tokenizer is loaded first. `guides`: its tables for
     grammars are built first. A byte is at most one token. With a `context` in tokens, tokenization stops there.

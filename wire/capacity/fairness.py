@@ -8,10 +8,10 @@ that key. First come, first served would let a key with a hundred short requests
 Simulated time to first token of a chat at the same time: 140 s first come, first served, 4 s with this rule. Rows are
 not reserved for absent keys.
 
-Prefill. Turns alternate between the shortest and the oldest prompt. That order has the lowest mean, but a key with
-more than CROWD prompts would delay the long prompts of other keys. On such a node the second turn goes by key: to
-the lowest number of prefilled tokens divided by weight, counted while other keys waited. Simulated median time to
-first token of an agent during a batch: 324 s without, 87 s with this rule.
+Prefill. Turns alternate between the shortest and the oldest prompt. That order has the lowest mean, but a key with more
+than CROWDED_PROMPTS prompts would delay the long prompts of other keys. On such a node the second turn goes by key: to
+the lowest number of prefilled tokens divided by weight, counted while other keys waited. Simulated median time to first
+token of an agent during a batch: 324 s without, 87 s with this rule.
 
 Preemption. Long answers of one key can hold all rows for minutes. A waiting request therefore preempts the youngest
 requests of the key that holds most for its weight (`preemption_order`). That key keeps at least as much as the waiting

@@ -4,9 +4,9 @@ Short frames (tokens, reports, refusals) are written immediately. Long frames an
 Pieces are written one at a time, and only while the transport is not paused. A token therefore waits for at most one
 piece and the buffer of the transport (64 KiB, about 5 ms at 100 Mbit/s).
 
-The peer joins at most LONGEST_JOINED bytes and MOST_OPEN messages at a time, and closes the link above that. The sender
-keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a queued
-larger one, up to LONGEST_JOINED bytes in total.
+The peer joins at most MAX_JOINED_BYTES and MAX_OPEN_MESSAGES messages at a time, and closes the link above that. The
+sender keeps its long frames in progress within these limits and queues the next frame. A smaller frame may overtake a
+queued larger one, up to MAX_JOINED_BYTES in total.
 """
 
 import math
@@ -49,8 +49,8 @@ MAX_PIECES_PER_TURN = 8
 class Outbox:
     """Send queue of a link.
 
-    `write` writes bytes, `defer` calls a function in the next turn of the loop, `wait` calls a function after PATIENCE
-    seconds. Frames of one turn of the loop are written together, as one TLS record with one system call.
+    `write` writes bytes, `defer` calls a function in the next turn of the loop, `wait` calls a function after
+    ACCOMPANY_SECONDS. Frames of one turn of the loop are written together, as one TLS record with one system call.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Outbox:
         self._begin_waiting()
 
     def send_with_next(self, encoded: bytes) -> None:
-        """Write a short encoded frame together with the next frame, after PATIENCE seconds at the latest.
+        """Write a short encoded frame together with the next frame, after ACCOMPANY_SECONDS at the latest.
 
         A separate write would wake up the peer, which costs more than the content of the frame.
         """
@@ -232,7 +232,7 @@ class LinkEndpoint:
         self.outbox: Outbox | None = None
 
     def _soon(self, then: Callable[[], None]) -> None:
-        """Call a function at the end of this turn; on a busy link at most once in GATHER seconds."""
+        """Call a function at the end of this turn; on a busy link at most once in COALESCE_SECONDS."""
         now = self._clock.time()
         self._due = max(self._due, now - IMMEDIATE_WRITES * COALESCE_SECONDS) + COALESCE_SECONDS
         if self._due <= now:
@@ -269,13 +269,13 @@ class LinkEndpoint:
         self.opened()
 
     def _write(self, data: bytes) -> None:
-        """Write bytes; close the connection if more than MOST_UNSENT bytes wait for the peer."""
+        """Write bytes; close the connection if more than MAX_UNSENT_BYTES wait for the peer."""
         if self.transport is None or self.transport.is_closing():
             return
         if self._paused:
             self._unsent += len(data)
             if self._unsent > MAX_UNSENT_BYTES:
-                self.abort(f"the peer does not read: {self._unsent} bytes wait for it")
+                self.abort(f"the peer does not read: {self._unsent} bytes are unsent")
                 return
         self.transport.write(data)
 

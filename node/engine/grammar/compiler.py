@@ -146,9 +146,7 @@ class GrammarGuide:
         """
         made = tokenizer.guide()
         if made is None:
-            raise UnsupportedSchema(
-                "answers of this model cannot be constrained: its tokenizer or its format of answers is unusual"
-            )
+            raise UnsupportedSchema("this model does not support grammars, because of its tokenizer or answer format")
         return GrammarGuide(tokenizer, made, all_but(made.vocab_size, tokenizer.eos))
 
 
@@ -206,7 +204,7 @@ def write(asked: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool
     if not asked.calls:
         return _grammar("start: @answer\n", answer)
     if calling is None:
-        raise UnsupportedSchema("this model was not made for tools: its template has none")
+        raise UnsupportedSchema("this model does not support tools: its chat template has none")
     free = asked.calls == "free"
     sheet = LarkBuilder(calling)
     either = "@answer | calls" if asked.kind else "spoken"
@@ -227,14 +225,14 @@ def _answer(asked: Asked) -> Json:
         return {"name": "answer", "json_schema": {"type": "object", "x-guidance": _blanks(asked)}}
     lark = {"regex": _regex, "choice": _choice, "lark": _lark}.get(asked.kind)
     if lark is None:
-        raise UnsupportedSchema(f"there is no grammar of the kind {asked.kind[:40]}")
+        raise UnsupportedSchema(f"unknown kind of grammar: {asked.kind[:40]}")
     return {"name": "answer", "lark_grammar": lark(asked.value)}
 
 
 def _schema(asked: Asked) -> Json:
     found = read(asked.value)
     if not isinstance(found, dict):
-        raise UnsupportedSchema(f"{PREFIX}a schema is a JSON object")
+        raise UnsupportedSchema(f"{PREFIX}a schema must be a JSON object")
     return {**cast("Json", found), "x-guidance": _blanks(asked)}
 
 
@@ -255,7 +253,7 @@ def _lark(text: str) -> str:
     if "::=" not in text:
         return text
     if len(text) > MAX_GBNF_CHARS:
-        raise UnsupportedSchema(f"{PREFIX}in GBNF it may have {MAX_GBNF_CHARS} characters; write it in Lark")
+        raise UnsupportedSchema(f"{PREFIX}the limit for GBNF is {MAX_GBNF_CHARS} characters; write it in Lark")
     try:
         return gbnf_to_lark(text)
     except (GbnfToLarkError, RecursionError) as error:
@@ -266,5 +264,5 @@ def _choice(value: str) -> str:
     texts = read(value)
     found = cast("list[object]", texts) if isinstance(texts, list) else []
     if not found or not all(isinstance(one, str) and one for one in found):
-        raise UnsupportedSchema(f"{PREFIX}choices are a list of texts that are not empty")
+        raise UnsupportedSchema(f"{PREFIX}choices must be a list of non-empty texts")
     return "start: " + " | ".join(json.dumps(one) for one in found)

@@ -44,7 +44,7 @@ class LarkBuilder:
         if written not in self.schemas:
             self.size += len(written)
             if self.size > MAX_SCHEMAS_CHARS:
-                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {MAX_SCHEMAS_CHARS} characters together")
+                raise UnsupportedSchema(f"{PREFIX}its schemas have more than {MAX_SCHEMAS_CHARS} characters in total")
             self.schemas[written] = {"name": f"json_{len(self.schemas)}", "json_schema": schema}
         return f"@{self.schemas[written]['name']}"
 
@@ -52,7 +52,7 @@ class LarkBuilder:
         """Add a rule or, for a name in capitals, a terminal; return its name."""
         key = f"{name}: {body}"
         if key not in self.rules and len(self.rules) >= MAX_RULES:
-            raise UnsupportedSchema(f"{PREFIX}its tools have too many parameters together, or too much within them")
+            raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:

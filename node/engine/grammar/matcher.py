@@ -77,18 +77,18 @@ class GrammarMatcher:
         elif token in self._eos and self._matcher.is_accepting():
             self._over = True
         elif not self._matcher.consume_token(token):
-            raise GrammarFailed(f"token {token} does not follow: {self._detail()}")
+            raise GrammarFailed(f"token {token} is not allowed: {self._detail()}")
 
     def _think(self, waiting: ThoughtEndSearch, token: int) -> None:
         if token in self._eos:
-            raise GrammarFailed("the answer ended within its thought")
+            raise GrammarFailed("the answer ended within its reasoning")
         rest = waiting.feed(token)
         if rest is None:
             return
         self._waiting = None
         rest = rest.lstrip(b"\n")
         if rest and not self._matcher.consume_tokens(self._tokenizer.tokenize_bytes(rest)):
-            raise GrammarFailed(f"what follows the thought in its last token does not fit: {self._detail()}")
+            raise GrammarFailed(f"the text after the reasoning, in its last token, is not allowed: {self._detail()}")
 
     def mask(self) -> bytes | None:
         """Return the mask of allowed next tokens, without the `opener`; None after the end, where any token is
@@ -99,10 +99,10 @@ class GrammarMatcher:
             return self._unending
         mask = self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            raise GrammarFailed(f"it cannot be followed further: {self._detail()}")
+            raise GrammarFailed(f"the matcher failed: {self._detail()}")
         allowed = int.from_bytes(mask, "little")
         if not allowed:
-            raise GrammarFailed("no token of the model's vocabulary can go on")
+            raise GrammarFailed("no token of the model's vocabulary is allowed next")
         return mask if allowed & (allowed - 1) else self._only(mask, allowed.bit_length() - 1)
 
     def _only(self, mask: bytes, token: int) -> bytes:
@@ -116,11 +116,11 @@ class GrammarMatcher:
         forced = self._matcher.compute_ff_bytes().decode(errors="ignore")
         other = self._tokenizer.greedy_tokenize(forced)[:1]
         if not other or not self._matcher.validate_tokens(other):
-            raise GrammarFailed("what has to follow cannot be written in the model's vocabulary")
+            raise GrammarFailed("the required text has no tokens in the model's vocabulary")
         return with_token(bytes(len(mask)), other[0])
 
     def _detail(self) -> str:
-        return " ".join(self._matcher.get_error().split())[:MAX_DETAIL_CHARS] or "it has ended"
+        return " ".join(self._matcher.get_error().split())[:MAX_DETAIL_CHARS] or "the grammar has ended"
 
 
 def with_token(mask: bytes, token: int) -> bytes:

@@ -17,7 +17,7 @@ CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
 TIMEOUT_SECONDS = 3.0
 """Limit of elapsed seconds."""
-TOO_LONG = "it takes too long to compile: make it smaller, or its patterns simpler"
+TOO_LONG = "it takes too long to compile: simplify it or its patterns"
 
 
 class SandboxClient:

@@ -46,7 +46,7 @@ def why_not(matcher: LLMatcher) -> str:
     if not matcher.is_error():
         matcher.compute_bitmask()
     wrong = matcher.get_error()
-    return "nothing can be written that it allows" if wrong.startswith("NoExtension") else wrong
+    return "it allows no text" if wrong.startswith("NoExtension") else wrong
 
 
 if __name__ == "__main__":

@@ -111,14 +111,14 @@ def check(schema: object) -> None:
     if isinstance(schema, bool):
         return
     if not isinstance(schema, dict):
-        raise UnsupportedSchema(f"{PREFIX}a schema is an object, or true or false")
+        raise UnsupportedSchema(f"{PREFIX}a schema must be an object, true or false")
     found = cast("Json", schema)
     for key in NESTING_KEYWORDS & found.keys():
         part = found[key]
         if isinstance(part, bool) and key in ("items", "additionalProperties"):
             continue
         if not isinstance(part, list if key in LISTED else dict):
-            raise UnsupportedSchema(f"{PREFIX}{key} is {'a list' if key in LISTED else 'an object'}")
+            raise UnsupportedSchema(f"{PREFIX}{key} must be {'a list' if key in LISTED else 'an object'}")
         if key in ("items", "additionalProperties"):
             check(cast("object", part))
         elif key != "enum":
@@ -139,7 +139,7 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
     if isinstance(properties, dict) and len(cast("Json", properties)) > MAX_ARGUMENTS:
         raise UnsupportedSchema(f"{PREFIX}{tool.name} has more than {MAX_ARGUMENTS} parameters")
     if whole.get("type", "object") != "object" or not isinstance(properties, dict):
-        raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} are no object")
+        raise UnsupportedSchema(f"{PREFIX}the parameters of {tool.name} must be an object")
     needed = names(whole.get("required"))
     known = {**dict.fromkeys(needed, True), **cast("dict[str, object]", properties)}
     named = list(cast("dict[str, object]", properties)) + [one for one in needed if one not in properties]
@@ -147,12 +147,12 @@ def arguments_of(tool: ToolSpec) -> list[Argument]:
     shared = len(json.dumps([whole.get("$defs"), whole.get("definitions")]))
     if shared * sum(not SHARED.isdisjoint(one.schema) for one in made) > MAX_DEFINITION_CHARS:
         raise UnsupportedSchema(
-            f"{PREFIX}the definitions that the parameters of {tool.name} share are too long together"
+            f"{PREFIX}the definitions that the parameters of {tool.name} share are too long in total"
         )
     return made
 
 
-HERE: Final = "at their top, which calls in this model's format cannot be held to"
+HERE: Final = "at their top level, which cannot be enforced in this model's call format"
 
 
 def names(found: object) -> list[str]:
@@ -178,7 +178,7 @@ def _resolved(schema: Json) -> Json:
         if found is None:
             return schema
         schema = {**found, **{key: value for key, value in schema.items() if key != "$ref"}}
-    raise UnsupportedSchema(f"{PREFIX}it refers to itself, or on and on")
+    raise UnsupportedSchema(f"{PREFIX}its references are circular or too deep")
 
 
 def referred(document: Json, reference: object) -> Json | None:
@@ -338,7 +338,7 @@ class MarkExclusion:
     def _node(self, schema: Json) -> Json:
         made = {key: self._part(key, value) for key, value in schema.items()}
         if not self.free(json.dumps([schema.get("enum"), schema.get("const")], ensure_ascii=False)):
-            raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
+            raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
         if {"$ref", "enum", "const"} & schema.keys() or (
             {"anyOf", "oneOf", "allOf"} & schema.keys() and not kinds(schema)
         ):
@@ -363,13 +363,13 @@ class MarkExclusion:
     def _close(self, made: Json) -> None:
         """Restrict an object to its named keys or, without any, to keys without a mark."""
         if "patternProperties" in made:
-            raise UnsupportedSchema(f"{PREFIX}patternProperties cannot be held to in this model's format")
+            raise UnsupportedSchema(f"{PREFIX}patternProperties cannot be enforced in this model's format")
         more = made.get("additionalProperties", ANYTHING)
         properties = dict(cast("Json", made["properties"])) if isinstance(made.get("properties"), dict) else {}
         for name in names(made.get("required")):
             properties.setdefault(name, ANYTHING)
         if not all(map(self.free, properties)):
-            raise UnsupportedSchema(f"{PREFIX}it names a key in which a mark of this model's format stands")
+            raise UnsupportedSchema(f"{PREFIX}it has a key that contains a marker of this model's format")
         if properties:
             made["properties"] = properties
         elif more is not False:

@@ -59,7 +59,9 @@ def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
     and null."""
     for name in (tool.name, *(one.name for one in arguments_of(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
-            raise UnsupportedSchema(f"{PREFIX}{name[:40]!r} is no name in Python, in which this model writes its calls")
+            raise UnsupportedSchema(
+                f"{PREFIX}{name[:40]!r} is not a Python name, and this model writes calls as Python"
+            )
     parts = [(f"{json.dumps(one.name + '=')} {_literal(sheet, one)}", one.needed) for one in arguments_of(tool)]
     return f'{json.dumps(tool.name + "(")} {members(sheet, parts)} ")"'
 
@@ -82,7 +84,7 @@ def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
 def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
     """Return the rule of a call in Gemma's notation. `nested`: its parser reads nested objects and lists."""
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
-        raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot write")
+        raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
     written = PythonicFormat(sheet, tool, quote, nested)
     parts = [(written.member(one.name, one.schema), one.needed) for one in arguments_of(tool)]
     return f'{json.dumps(f"call:{tool.name}{{")} {written.joined(parts)} "}}"'
@@ -114,7 +116,7 @@ class PythonicFormat:
         """Return the rule of a key and its value."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
-                f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot write"
+                f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"
             )
         return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
 
@@ -134,7 +136,7 @@ class PythonicFormat:
         unwritten = sorted(UNWRITTEN & schema.keys())
         if unwritten and self.tool.strict:
             raise UnsupportedSchema(
-                f"{PREFIX}{self.tool.name} uses {', '.join(unwritten)}, which this model's format cannot be held to"
+                f"{PREFIX}{self.tool.name} uses {', '.join(unwritten)}, which cannot be enforced in this model's format"
             )
         if "$ref" in schema:
             return self._reference(schema["$ref"], document)
@@ -149,7 +151,7 @@ class PythonicFormat:
 
     def _either(self, options: Sequence[str]) -> str:
         if not options:
-            raise UnsupportedSchema(f"{PREFIX}nothing can be written that it allows")
+            raise UnsupportedSchema(f"{PREFIX}it allows no text")
         return f"({' | '.join(dict.fromkeys(options))})"
 
     def _reference(self, reference: object, document: Json) -> str:
@@ -157,11 +159,11 @@ class PythonicFormat:
         if key not in self.references:
             found = referred(document, reference)
             if found is None:
-                raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} leads nowhere")
+                raise UnsupportedSchema(f"{PREFIX}the reference {key[:80]} has no target")
             self.references[key] = f"referred_{len(self.references)}_{len(self.sheet.rules)}"
             self.level += 1
             if self.level > MAX_JSON_DEPTH:
-                raise UnsupportedSchema(f"{PREFIX}its references go deeper than {MAX_JSON_DEPTH} levels")
+                raise UnsupportedSchema(f"{PREFIX}its references are nested deeper than {MAX_JSON_DEPTH} levels")
             body = self.value(found, document)
             self.level -= 1
             self.sheet.rules[f"{self.references[key]}: {body}"] = self.references[key]
@@ -174,10 +176,10 @@ class PythonicFormat:
             bounds = {key: one for key, one in schema.items() if key in BOUNDS}
             return self.sheet.json({**bounds, "type": kind, "x-guidance": self.tool.schema["x-guidance"]})
         if kind not in KINDS:
-            raise UnsupportedSchema(f"{PREFIX}there is no type {kind[:40]}")
+            raise UnsupportedSchema(f"{PREFIX}unknown type {kind[:40]}")
         if not self.nested:
             raise UnsupportedSchema(
-                f"{PREFIX}a parameter of {self.tool.name} is an {kind}, and this model's format has only texts, "
+                f"{PREFIX}a parameter of {self.tool.name} is an {kind}, and this model's format supports only texts, "
                 "numbers, true, false and null"
             )
         return self._array(schema, document) if kind == "array" else self._object(schema, document)
@@ -186,7 +188,7 @@ class PythonicFormat:
         least, most = schema.get("minLength", 0), schema.get("maxLength")
         if self.tool.strict and (least not in (0, 1) or most is not None):
             raise UnsupportedSchema(
-                f"{PREFIX}{self.tool.name} limits the length of a text, which this model's format cannot be held to"
+                f"{PREFIX}{self.tool.name} limits the length of a text, which cannot be enforced in this model's format"
             )
         text = self.sheet.text(TextArgument(filled=least == 1), self.quote, self.guard, null=False)
         return f"{self.sheet.mark(self.quote)} {text}"
@@ -194,11 +196,11 @@ class PythonicFormat:
     def _constant(self, value: object) -> str:
         if isinstance(value, str):
             if not self.guard.free(value):
-                raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
+                raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
             return f"{self.sheet.mark(self.quote)} {json.dumps(value) if value else ''} {self.sheet.mark(self.quote)}"
         if isinstance(value, dict | list):
             raise UnsupportedSchema(
-                f"{PREFIX}it names an object or a list as a value, which this model's format cannot be held to"
+                f"{PREFIX}it has an object or a list as a fixed value, which cannot be enforced in this model's format"
             )
         return json.dumps(json.dumps(value))
 
@@ -212,7 +214,7 @@ class PythonicFormat:
             or not isinstance(most, int | None)
             or (most is not None and most < max(least, 0))
         ):
-            raise UnsupportedSchema(f"{PREFIX}a list cannot have {least} to {most} parts")
+            raise UnsupportedSchema(f"{PREFIX}a list cannot have {least} to {most} items")
         if most == 0:
             return '"[]"'
         times = f"{{{max(least - 1, 0)},{'' if most is None else most - 1}}}"
@@ -228,7 +230,7 @@ class PythonicFormat:
         parts: list[tuple[str, bool]] = []
         for name, one in known.items():
             if not KEY.fullmatch(name):
-                raise UnsupportedSchema(f"{PREFIX}the key {name[:40]!r} is one that this model's format cannot write")
+                raise UnsupportedSchema(f"{PREFIX}the key {name[:40]!r} cannot be represented in this model's format")
             parts.append((f"{json.dumps(name + ':')} {self.value(one, document)}", name in needed))
         return f'"{{" {self.joined(parts)} "}}"'
 

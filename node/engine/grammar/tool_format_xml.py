@@ -94,7 +94,7 @@ def tagged(sheet: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
 def _argument(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argument) -> str:
     if not NAME.fullmatch(one.name) or not guard.free(one.name):
         raise UnsupportedSchema(
-            f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot write"
+            f"{PREFIX}the parameter {one.name[:40]!r} has a name that this model's format cannot represent"
         )
     text = one.text(nullable=tags.nullable)
     kind = "string" if text is not None else kind_of(one)
@@ -117,7 +117,7 @@ def _json(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Argume
 
 def _text(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, text: TextArgument) -> str:
     if not all(map(guard.free, text.choices)):
-        raise UnsupportedSchema(f"{PREFIX}it names a value in which a mark of this model's format stands")
+        raise UnsupportedSchema(f"{PREFIX}it has a value that contains a marker of this model's format")
     null = tags.nullable
     if not tags.wrapped or text.choices:
         return sheet.text(text, tags.after, guard, null=null)

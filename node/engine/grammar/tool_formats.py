@@ -34,13 +34,11 @@ def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: boo
     form = FORMS.get(calling.parser)
     if form is None:
         raise UnsupportedSchema(
-            f"calls of this model's format ({calling.parser or 'unknown'}) cannot be enforced: leave out strict, "
+            f"calls of this model's format ({calling.parser or 'unknown'}) cannot be enforced: leave strict out "
             "and use tool_choice auto"
         )
     if free and calling.parser in INSEPARABLE_PARSERS:
-        raise UnsupportedSchema(
-            "strict tools of this model are for calls that it has to make: use tool_choice required, or a name"
-        )
+        raise UnsupportedSchema("this model supports strict tools only with tool_choice required or a tool name")
     if calling.parser not in PLAIN:
         for tool in tools:
             check(tool.schema)

@@ -70,7 +70,9 @@ def tools_of(text: str, only: str) -> list[ToolSpec]:
     functions = [cast("Json", tool.get("function")) for tool in tools if isinstance(tool.get("function"), dict)]
     chosen = [one for one in functions if not only or one.get("name") == only]
     if not chosen:
-        raise UnsupportedSchema(f"there is no tool {only}" if only else "there are no tools that could be called")
+        raise UnsupportedSchema(
+            f"tool_choice names {only}, which is not in tools" if only else "the request has no tools to call"
+        )
     return [_tool(function) for function in chosen]
 
 
@@ -92,7 +94,7 @@ def read(text: str) -> object:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UnsupportedSchema(f"{PREFIX}it is no JSON: {one_line(str(error))}") from error
+        raise UnsupportedSchema(f"{PREFIX}it is not JSON: {one_line(str(error))}") from error
 
 
 def _depth(text: str) -> int:

@@ -1,9 +1,9 @@
-"""Commitments: KV promised to admitted rows, and the part of it that is written.
+"""Commitments: KV reserved for admitted rows, and the part of it that is written.
 
-A decode batch is padded: a group of rows takes rows × longest row. Groups are computed by *promised* length. From its
+A decode batch is padded: a group of rows takes rows × longest row. Groups are computed by *committed* length. From its
 admission a row counts with all tokens that it may reach:
 
-    written + reserved = Σ rows × bytes of the longest promised row
+    written + reserved = Σ rows × bytes of the longest committed row
 
 Only `commit` and `extend` raise that sum, and the gate judges their costs first. A write moves bytes from reserved to
 written and never exceeds the sum. Unfinished prompts therefore cannot deadlock. A row in prefill has a cache of its own
@@ -21,7 +21,7 @@ class Commitment:
     """Commitment of one row."""
 
     promised: int
-    """Promised tokens."""
+    """Committed tokens."""
     written: int = 0
     """Tokens written so far."""
     joined: bool = False
@@ -51,7 +51,7 @@ class _PaddedGroup:
         return own + joined * row_bytes(kv, longest)
 
     def reserved_bytes(self, kv: KvParameters) -> int:
-        """Return the promised bytes of all rows. Runs before every forward, hence a plain loop."""
+        """Return the committed bytes of all rows. Runs before every forward, hence a plain loop."""
         longest = 0
         for row in self.rows:
             if row.promised > longest:
@@ -79,7 +79,7 @@ class CommitmentLedger:
         return any(row in batch.rows for batch in self._batches)
 
     def groups(self) -> tuple[BatchGroup, ...]:
-        """Return the rows and the longest promised row of every group, for the report."""
+        """Return the rows and the longest committed row of every group, for the report."""
         return tuple(batch.reserved_tokens() for batch in self._batches)
 
     def written_bytes(self) -> int:
@@ -87,12 +87,12 @@ class CommitmentLedger:
         return sum(batch.written_bytes(self.kv) for batch in self._batches)
 
     def reserved_bytes(self) -> int:
-        """Return the bytes promised and not yet written."""
+        """Return the committed bytes that are not yet written."""
         return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
         """Return the bytes that `rows` equal rows of `length` tokens would add: exactly the amount that `commit` then
-        promises."""
+        commits."""
         return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
@@ -130,7 +130,7 @@ class CommitmentLedger:
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
-        """Promise `more` tokens to a row."""
+        """Commit `more` tokens for a row."""
         row.promised += more
 
     def release(self, row: Commitment) -> None:

@@ -144,7 +144,7 @@ class MemoryGate:
             return None
         return Refused(
             RefusalCode.NOT_READY,
-            "the engine has no memory limits yet, so it starts nothing",
+            "the engine has received no memory limits yet and starts no requests: retry",
             None,
             NOT_READY_RETRY_SECONDS,
         )

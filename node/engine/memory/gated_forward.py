@@ -123,7 +123,7 @@ class GatedForwards:
         if self._asked is not None:
             site, estimate, before = self._asked
             log.warning(
-                "forward over",
+                "forward above cap",
                 excess=show_size(excess(memory)),
                 asked=site.name.lower(),
                 estimate=show_size(estimate),

@@ -5,7 +5,7 @@ cache, or a reference was forgotten. Only a new process helps against that. Afte
 therefore compared with the footprint before the first load. Missing bytes are reported, and the agent replaces the
 process (`node.engine_process.supervisor`).
 
-    unloaded ─(last model, SETTLES)─► compare: footprint − base ─► returned, or unreturned until the next load
+    unloaded ─(last model, SETTLE_SECONDS)─► compare: footprint − base ─► returned, or unreturned until the next load
 """
 
 from dataclasses import dataclass

@@ -67,7 +67,7 @@ class EmergencyReserve:
         """Release the reserve now."""
         if self._held is None:
             return
-        log.info("canary given up", size=show_size(self.nbytes))
+        log.info("canary released", size=show_size(self.nbytes))
         self._held.close()
         self._held, self._roomy_since, self._look_at = None, None, 0.0
 
@@ -95,4 +95,4 @@ class EmergencyReserve:
         for start in range(0, self._size, len(piece)):
             held[start : start + len(piece)] = piece[: self._size - start]
         self._held, self._roomy_since = held, None
-        log.info("canary held", size=show_size(self._size))
+        log.info("canary allocated", size=show_size(self._size))

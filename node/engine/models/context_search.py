@@ -1,6 +1,6 @@
 """Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
 
-The promised length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
+The committed length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
 system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced where it
 does not hold. Pure; the caller defines when a length passes.
 """

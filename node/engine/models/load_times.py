@@ -83,7 +83,7 @@ class LoadTimes:
             part.write_bytes(msgspec.json.encode(self._kept))
             part.replace(self._file)
         except OSError as error:
-            log.warning("load times not kept", error=str(error)[:200])
+            log.warning("load times not stored", error=str(error)[:200])
 
 
 def _read(file: Path | None) -> MeasuredLoad:

@@ -214,7 +214,7 @@ class ModelManager:
         """Return why a model cannot be loaded now; empty when it can."""
         until, cause = self._bans.get(found.name, (0.0, ""))
         if now < until:
-            return f"{cause}; kept out for {math.ceil(until - now)} s more"
+            return f"{cause}; loading is blocked for another {math.ceil(until - now)} s"
         fingerprint, broken = self.causes.get(found.name, ("", ""))
         return found.cause or (broken if fingerprint == found.fingerprint else "")
 
@@ -264,7 +264,7 @@ class ModelManager:
         reading.left, reading.step = step.left, step
         memory = self.memory()
         if memory.guard and (over := excess(memory)) > 0:
-            text = f"reading {reading.found.name} took the engine {show_size(over)} over its cap"
+            text = f"loading {reading.found.name} put the engine {show_size(over)} over its cap"
             self.abort_load(Refused(RefusalCode.NO_ROOM, text))
 
     def abort_load(self, why: Refused, name: str = "") -> bool:
@@ -278,7 +278,7 @@ class ModelManager:
             return queued is not None
         read, self._reading, self.given_up = self.read, None, self.given_up + 1
         cast("Generator[LoadStep | LoadedModel]", reading.pieces).close()
-        log.warning("load given up", model=reading.found.name, read=show_size(read), cause=why.message)
+        log.warning("load aborted", model=reading.found.name, read=show_size(read), cause=why.message)
         self.returns.on_unload(read, time.monotonic())
         self.ended.append(LoadFailed(reading.found.name, why))
         del reading
@@ -346,7 +346,10 @@ class ModelManager:
             self._evict(name)
         if over_load and not _fits(self.memory(), need):
             self.abort_load(
-                Refused(RefusalCode.NO_ROOM, "its load was given up: running requests or a lease need the memory")
+                Refused(
+                    RefusalCode.NO_ROOM,
+                    "the load was aborted, because running requests or a lease need the memory: retry",
+                )
             )
         return _fits(self.memory(), need)
 
@@ -423,7 +426,7 @@ class ModelManager:
             answer = Refused(
                 RefusalCode.TOO_LARGE,
                 (
-                    f"{found.name} needs {show_size(need)} for its weights alone, this node can hold "
+                    f"{found.name} needs {show_size(need)} for its weights, this node can give "
                     f"{show_size(max(0, most_weights(memory)))}: use a smaller variant, or raise memory.cap"
                 ),
                 answer.numbers,

@@ -101,7 +101,7 @@ class MemoryProfileStore:
             log.warning("profile unreadable", file=path.name, error=str(error)[:200])
             return None
         if found.key != key or not _sane(found):
-            log.warning("profile foreign", file=path.name)
+            log.warning("profile of another model", file=path.name)
             return None
         return found
 
@@ -120,7 +120,7 @@ class MemoryProfileStore:
             part.write_bytes(msgspec.json.encode(profile))
             part.replace(path)
         except OSError as error:
-            log.warning("profile not kept", file=path.name, error=str(error)[:200])
+            log.warning("profile not stored", file=path.name, error=str(error)[:200])
 
 
 def _sane(profile: MemoryProfile) -> bool:

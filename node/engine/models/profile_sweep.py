@@ -25,7 +25,7 @@ from wire.report import Model
 
 EXPECTED_STEP_SECONDS = 10.0
 """Seconds that a step may take: its largest forward, or compiling kernels."""
-GIVEN_UP = "the memory that measuring {} took was needed for requests: order it again when the node is at rest"
+GIVEN_UP = "measuring {} was stopped, because requests need the memory: repeat it when the node is idle"
 
 log = structlog.get_logger("engine.sweeps")
 
@@ -168,14 +168,14 @@ class SweepQueue:
             log.exception("sweep", model=sweep.resident.name)
             self._close(sweep)
             self._ends.append(
-                Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring broke: {type(error).__name__}: {error}")
+                Failed(sweep.number, FailureCode.ENGINE_ERROR, f"measuring failed: {type(error).__name__}: {error}")
             )
         finally:
             self._stepping = False
 
     def _ended(self, sweep: ProfileSweep) -> Frame:
         if not sweep.probe.taken:
-            message = f"there is no room for even the smallest forward of {sweep.resident.name}"
+            message = f"there is no headroom for the smallest forward pass of {sweep.resident.name}"
             return Refusal(sweep.number, Refused(RefusalCode.NO_ROOM, message))
         if sweep.settled is not None and not sweep.settled.ok:
             message = diagnosis(sweep.resident.name, sweep.settled)

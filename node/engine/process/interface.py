@@ -140,7 +140,7 @@ def builder(kind: str) -> EngineFactory:
     """Return a kind's builder. `UnknownKindError` lists the kinds that exist."""
     module = KINDS.get(kind)
     if module is None:
-        raise UnknownKindError(f"unknown engine kind {kind!r}: there is {', '.join(KINDS)}")
+        raise UnknownKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")
     try:
         return cast("EngineFactory", importlib.import_module(module).build)
     except ImportError as error:

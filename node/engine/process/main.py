@@ -73,7 +73,7 @@ class FrameWriter:
             self._size += len(encoded)
             self._wake.notify()
         if self._size > MAX_UNSENT_BYTES:
-            log.error("unsent", bytes=self._size)
+            log.error("agent does not read", bytes=self._size)
             self._on_stuck()
 
     def run(self) -> None:

@@ -55,19 +55,17 @@ def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int)
     if request.model != model.name:
         return Refused(RefusalCode.NO_MODEL, f"this node serves {model.name}, not {request.model}")
     if request.params.grammar is not None and "grammar" not in model.features:
-        return Refused(RefusalCode.UNSUPPORTED, f"{model.name} cannot keep an answer to a format here")
+        return Refused(RefusalCode.UNSUPPORTED, f"{model.name} does not support structured output on this node")
     if shape.choices < 1 or shape.limit < 1:
         return Refused(RefusalCode.INVALID, "n and max_tokens must be at least 1")
     if shape.choices > batch:
-        return Refused(
-            RefusalCode.UNSUPPORTED, f"n is {shape.choices}, and at most {batch} answers are written at once"
-        )
+        return Refused(RefusalCode.UNSUPPORTED, f"n is {shape.choices}, the limit of this node is {batch}: lower n")
     if shape.prompt + shape.limit > model.context:
         return Refused(
             RefusalCode.CONTEXT,
             (
                 f"the prompt has {shape.prompt} tokens and the answer up to {shape.limit}, together "
-                f"{shape.prompt + shape.limit}; {model.name} takes {model.context}: "
+                f"{shape.prompt + shape.limit}; the context of {model.name} is {model.context}: "
                 "shorten the prompt or lower max_tokens"
             ),
         )
@@ -95,7 +93,7 @@ def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | No
         RefusalCode.TOO_LARGE,
         (
             f"needs {show_size(needed)} (weights {show_size(model.weights)}, {shape.length} tokens × {shape.choices}), "
-            f"this node can hold {show_size(holds)}: shorten the prompt or lower max_tokens or n"
+            f"this node can give {show_size(holds)}: shorten the prompt or lower max_tokens or n"
         ),
         numbers,
     )

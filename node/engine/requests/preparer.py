@@ -103,8 +103,8 @@ class RequestPreparer:
             with self._reading(request.model, request.request):
                 return self._prepared(request)
         except Exception as error:
-            log.exception("door", request=request.request, request_id=request.request_id)
-            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+            log.exception("prepare", request=request.request, request_id=request.request_id)
+            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
     def count(self, asked: CountTokens) -> Finished | Refusal:
         """Return the number of a prompt's tokens. Never raises."""
@@ -126,11 +126,12 @@ class RequestPreparer:
             with self._reading(asked.model, asked.request):
                 return Finished(asked.request, (), tokenizer.count(request), 0)
         except TemplateFailed as error:
-            return Refusal(asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be made: {error}"))
+            return Refusal(asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}"))
         except Exception as error:
             log.exception("count", request=asked.request)
             return Refusal(
-                asked.request, Refused(RefusalCode.TEMPLATE, f"the prompt could not be made: {type(error).__name__}")
+                asked.request,
+                Refused(RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}"),
             )
 
     def _for(self, request: Generate) -> Tokenizer | Refused:
@@ -145,7 +146,7 @@ class RequestPreparer:
         except TokenizerError as error:
             return Refused(RefusalCode.LOAD_FAILED, f"{found.name} cannot be loaded: {error}")
         if request.tools and "tools" not in tokenizer.features:
-            return Refused(RefusalCode.UNSUPPORTED, f"{found.name} was not made for tools: its template has none")
+            return Refused(RefusalCode.UNSUPPORTED, f"{found.name} does not support tools: its chat template has none")
         return tokenizer
 
     def _prepared(self, request: Generate) -> PreparedRequest:
@@ -159,10 +160,10 @@ class RequestPreparer:
             grammar = self._grammar(request, tokenizer, prompt)
             shared = tokenizer.shared(request, prompt)
         except TooLong as error:
-            text = f"{error}; {request.model} takes {most}: shorten the prompt"
+            text = f"{error}; the context of {request.model} is {most}: shorten the prompt"
             return _refused(request, RefusalCode.CONTEXT, text)
         except TemplateFailed as error:
-            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be made: {error}")
+            return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {error}")
         except UnsupportedSchema as error:
             return _refused(request, RefusalCode.INVALID, str(error))
         params = request.params
@@ -196,7 +197,7 @@ class RequestPreparer:
             raise
         except Exception as error:
             log.exception("grammar", request=request.request, request_id=request.request_id)
-            raise UnsupportedSchema(f"the grammar could not be read: {type(error).__name__}") from error
+            raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def tokenizer(self, found: ModelDescriptor) -> Tokenizer:
         """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if that fails."""

@@ -10,10 +10,10 @@ A prompt of usual length therefore never waits for a text of megabytes. Each thr
 I/O thread prepares short prompts itself (`RequestPreparer.inline`), because it must answer pings, limits and cancels
 without a wait.
 
-    I/O thread            inference thread              prompt threads
-    not inline: Unread ──► checked, reserved ──────────► tokenize
-                            └ Refusal                      │
-                           admitted, no longer reserved ◄──┘ Read
+    I/O thread                       inference thread              prompt threads
+    not inline: UntokenizedPrompt ──► checked, reserved ──────────► tokenize
+                                       └ Refusal                      │
+                                      admitted, no longer reserved ◄──┘ TokenizeResult
 """
 
 from collections.abc import Callable
@@ -92,7 +92,7 @@ def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refuse
     return Refused(
         RefusalCode.TOO_LARGE,
         (
-            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} to become tokens, this node can hold "
+            f"{text_bytes(frame)} bytes of text need up to {show_size(need)} for tokenization, this node can give "
             f"{show_size(holds)}: shorten the prompt"
         ),
         numbers,

@@ -379,7 +379,7 @@ class Scheduler:
         try:
             joined = self._join_together(members, self._together.read(members))
         except Exception as error:
-            log.exception("together", model=resident.name, rows=len(members), error=text_of(error))
+            log.exception("packed prefill", model=resident.name, rows=len(members), error=text_of(error))
             self._reuse.invalidate(resident.name)
             joined = False
         if not joined:
@@ -445,7 +445,7 @@ class Scheduler:
         except Exception as error:
             log.exception("prefill", request=sequence.number, request_id=sequence.request.request_id)
             self._reuse.invalidate(prefill.resident.name)
-            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its prompt could not be processed: {text_of(error)}")
+            self.fail(sequence, FailureCode.ENGINE_ERROR, f"the prefill of its prompt failed: {text_of(error)}")
             return
         over = self._forwards.over() if refused is None else None
         if refused is not None:
@@ -662,7 +662,7 @@ class Scheduler:
                 # No new work starts while the memory is unreadable. Running rows continue, and `over` checks them.
                 resident.ledger.extend(row.commitment, more)
                 return
-            message = f"the answer outgrew what was expected: {refused.message}"
+            message = f"the answer became longer than expected: {refused.message}"
             self._give_way(self._least_loss() or row.sequence, replace(refused, message=message))
 
     def _token(self, token: NextToken[Row], now: float) -> None:
@@ -675,7 +675,7 @@ class Scheduler:
             self._read(row, token)
         except Exception as error:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
-            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its text could not be read: {type(error).__name__}")
+            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}")
             return
         if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
             self._out.deltas += row.drain_deltas()
@@ -728,7 +728,7 @@ class Scheduler:
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MAX_REBUILDS:
-                self.fail(row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on it: {text_of(error)}")
+                self.fail(row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}")
             else:
                 self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.token_ids()))
         release_free_memory()
@@ -912,7 +912,7 @@ def _failing(error: Exception) -> tuple[str, str]:
     if isinstance(error, GrammarFailed):
         return (
             FailureCode.GRAMMAR_FAILED,
-            f"the grammar of the request failed: {error}; make it smaller, or its patterns simpler",
+            f"the grammar of the request failed: {error}; simplify it or its patterns",
         )
     return FailureCode.ENGINE_ERROR, f"its sampling failed: {text_of(error)}"
 

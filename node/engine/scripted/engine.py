@@ -232,9 +232,9 @@ class ScriptedEngine:
             return Finished(order.request, (), 0, 0)
         if isinstance(order, ProfileModel):
             return Refusal(
-                order.request, Refused(RefusalCode.UNSUPPORTED, f"{name} is scripted: there is nothing to measure")
+                order.request, Refused(RefusalCode.UNSUPPORTED, f"{name} is scripted and has nothing to measure")
             )
-        return Refusal(order.request, Refused(RefusalCode.IN_USE, f"{name} is scripted: there is nothing to unload"))
+        return Refusal(order.request, Refused(RefusalCode.IN_USE, f"{name} is scripted and cannot be unloaded"))
 
     def _counted(self, asked: CountTokens) -> Frame:
         if asked.model != self._settings.model:
@@ -409,7 +409,7 @@ class ScriptedEngine:
             if refused is not None:
                 self._drop(sequence)
                 return Failed(
-                    sequence.number, "no_headroom", f"the answer outgrew what was expected: {refused.message}"
+                    sequence.number, "no_headroom", f"the answer became longer than expected: {refused.message}"
                 )
             row.gathered.append(self._token(sequence, row, now))
             if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:

@@ -135,12 +135,12 @@ class TokenizedPrompt:
 def load(folder: Path) -> "Tokenizer":
     """Load the tokenizer of a model's folder, from that folder alone. Raise `TokenizerError` if that fails."""
     if not folder.is_dir():
-        raise TokenizerError(f"{folder.name}: there is no such folder")
+        raise TokenizerError(f"{folder.name}: the folder does not exist")
     try:
         return Tokenizer(_wrapper(folder))
     except Exception as error:
         if _needs_code(folder):
-            reason = "its tokenizer needs code that comes with the model, and such code is never run"
+            reason = "its tokenizer needs code from the model folder, and Macpool never runs such code"
         else:
             reason = _line(error).replace(str(folder), folder.name)
         raise TokenizerError(f"{folder.name}: {reason}") from error
@@ -261,7 +261,7 @@ class Tokenizer:
             counted += len(rust.encode_batch_fast([part], add_special_tokens=False)[0])
             if counted > most * TOKENIZE_SLACK:
                 share = (start + len(part)) / len(text)
-                raise TooLong(f"the first {share:.0%} of the prompt have {counted} tokens already")
+                raise TooLong(f"the first {share:.0%} of the prompt already has {counted} tokens")
 
     def pipeline(
         self,
@@ -388,10 +388,10 @@ class Tokenizer:
 
     def _check(self, ids: tuple[int, ...]) -> None:
         if not ids:
-            raise TemplateFailed("the chat template gives an empty prompt")
+            raise TemplateFailed("the chat template rendered an empty prompt")
         wrong = next((token for token in ids if not 0 <= token < self.size), None)
         if wrong is not None:
-            raise TemplateFailed(f"the tokenizer gives token {wrong}, and there are only {self.size}")
+            raise TemplateFailed(f"the tokenizer returned token {wrong}, the vocabulary has {self.size}")
 
     def _ends_with(self, ids: tuple[int, ...], marker: str) -> bool:
         """Return whether the prompt's last tokens end with a marker. Only the end counts, because a user's text may
@@ -431,12 +431,12 @@ class MarkCutter:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Split text at markers, as in `Cutter`."""
+        """Split text at markers, as in `MarkerCutter`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """Return held text, as in `Cutter`."""
+        """Return held text, as in `MarkerCutter`."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 
@@ -445,11 +445,11 @@ class PassThrough:
     """Cutter for text without markers."""
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Return the text unsplit, as in `Cutter`."""
+        """Return the text unsplit, as in `MarkerCutter`."""
         return [(MarkerPlace(NORMAL), text)]
 
     def flush(self) -> str:
-        """Return held text, as in `Cutter`: none."""
+        """Return held text, as in `MarkerCutter`: none."""
         return ""
 
 

@@ -87,10 +87,12 @@ class TokenizerTrials:
                     if taken > most:
                         return (
                             f"its template or tokenizer took {show_size(taken)} for prompts of 20 kB "
-                            f"({show_size(most)} are allowed): it is not used"
+                            f"(limit {show_size(most)}): it is not used"
                         )
                     if time.monotonic() > deadline:
-                        return f"its template or tokenizer did not end within {TIMEOUT_SECONDS:.0f} s: it is not used"
+                        return (
+                            f"its template or tokenizer did not finish within {TIMEOUT_SECONDS:.0f} s: it is not used"
+                        )
                     try:
                         process.wait(POLL_INTERVAL_SECONDS)
                     except subprocess.TimeoutExpired:
@@ -114,7 +116,7 @@ class TokenizerTrials:
             part.write_bytes(msgspec.json.encode(list(self._passed)))
             part.replace(self._file)
         except OSError as error:
-            log.warning("trials not kept", error=str(error)[:200])
+            log.warning("tokenizer trials not stored", error=str(error)[:200])
 
 
 def _read(file: Path | None) -> list[str]:
@@ -125,5 +127,5 @@ def _read(file: Path | None) -> list[str]:
     except FileNotFoundError:
         return []
     except (OSError, msgspec.DecodeError) as error:
-        log.warning("trials unreadable", error=str(error)[:200])
+        log.warning("tokenizer trials unreadable", error=str(error)[:200])
         return []

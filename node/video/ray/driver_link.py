@@ -84,7 +84,7 @@ class MessageReader:
         while len(self._buffer) >= 4:
             length = int.from_bytes(self._buffer[:4], "big")
             if length > MAX_MESSAGE_BYTES:
-                raise DriverLinkError(f"a message of {length} bytes, at most {MAX_MESSAGE_BYTES} are allowed")
+                raise DriverLinkError(f"a message of {length} bytes, the limit is {MAX_MESSAGE_BYTES}")
             if len(self._buffer) < 4 + length:
                 break
             try:

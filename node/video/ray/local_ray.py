@@ -1,11 +1,11 @@
 """The Ray of this Mac: `ray start --head --block` and its driver as children of the agent, while they are needed.
 
-Ray starts and ends the actors of video jobs on this Mac, and nothing else. It is a cluster of one machine: all of its
-sockets are on loopback, no other machine takes part in it, and the coordinator runs no Ray (docs/decisions/0027). A Mac
-without an environment, a package, or the permission of an administrator starts nothing.
+Ray starts and ends the actors of video jobs on this Mac, and nothing else. Its cluster has one machine, and all of its
+sockets are on loopback. The coordinator runs no Ray (docs/decisions/0027). A Mac without an environment, a package, or
+the permission of an administrator starts nothing.
 
-The memory of a job is the concern of its lease, so Ray's own monitor of memory is off, as are its dashboard, its
-metrics and its log monitor; its object store has 80 MB. Every process of Ray demands a token from a file of mode 0600.
+The lease of a job limits its memory. Ray's own memory monitor is therefore off, as are its dashboard, metrics and log
+monitor. Its object store has 80 MB. Every process of Ray demands a token from a file of mode 0600.
 Its ports begin at `worker.ray_ports`:
 
     +0 node manager   +1 objects   +2 agent (gRPC)   +3 agent (HTTP)   +4 environments   +5 metrics   +6 tables
@@ -153,7 +153,7 @@ class LocalRay:
             self._change()
 
     def set_running(self, *, on: bool) -> None:
-        """Set whether a job runs on this Mac now: its actor lives in this Ray, which stays until the job has ended."""
+        """Set whether a job runs on this Mac now: Ray runs until the job has ended."""
         if on != self._lent:
             self._lent = on
             self._change()
@@ -227,7 +227,7 @@ class LocalRay:
             finally:
                 reading.cancel()
                 await self._driver.stop()
-            return "Ray has ended, its log says more" if ended.done() else ""
+            return "Ray has ended: see its log" if ended.done() else ""
         finally:
             again.cancel()
             await ray_process.end(process, ended)
@@ -367,7 +367,7 @@ class DriverProcess:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Wait for a driver whose socket is closed, and kill it after GRACE seconds."""
+    """Wait for a driver whose socket is closed, and kill it after EXIT_GRACE_SECONDS seconds."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(EXIT_GRACE_SECONDS):
             await process.wait()

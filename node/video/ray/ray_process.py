@@ -111,13 +111,13 @@ def _out(process: asyncio.subprocess.Process) -> asyncio.StreamReader:
 def last_words(said: bytes) -> str:
     """Return the last lines of the output, for a person."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
-    return " / ".join(lines[-LAST_LINES:])[:500] or "it said nothing"
+    return " / ".join(lines[-LAST_LINES:])[:500] or "it printed nothing"
 
 
 async def end(process: asyncio.subprocess.Process, ended: "asyncio.Task[int]") -> None:
     """End the process and the remaining processes of its group.
 
-    The output is read to its end, because the loop does not notice the end of a process with unread output.
+    The output is read to its end, because the loop does not notice the end of a process while output is buffered.
     """
     reading = asyncio.create_task(discard(process))
     if process.returncode is None:
@@ -141,5 +141,5 @@ def short_folder(files: Path) -> Path:
         folder.mkdir(mode=0o700)
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else")
+        raise PermissionError(f"{folder} belongs to another user")
     return private_folder(folder)

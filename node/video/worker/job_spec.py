@@ -48,7 +48,7 @@ def read_spec(raw: bytes) -> JobSpec | str:
     try:
         spec = msgspec.json.decode(raw, type=JobSpec)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return f"the job cannot be read: {error}"
+        return f"the job is invalid: {error}"
     if spec.width * spec.height > MAX_PIXELS:
-        return f"a picture of {spec.width} × {spec.height} is more than {MAX_PIXELS} pixels"
+        return f"a picture of {spec.width} × {spec.height} has more than {MAX_PIXELS} pixels"
     return spec

@@ -100,21 +100,23 @@ def step(
 
 def _gone(seen: WorkerObservation) -> EndWorker:
     if seen.attended:
-        return EndWorker(CRASHED, "the worker ended without a word; its log says more")
-    return EndWorker(LOST, "who started the worker is gone, and the worker with it")
+        return EndWorker(CRASHED, "the worker ended without a message: see its log")
+    return EndWorker(LOST, "the parent process of the worker ended, and the worker with it")
 
 
 def _beyond(state: WatchdogState, seen: WorkerObservation, bounds: WorkerBounds, now: float) -> EndWorker | None:
     """Return the end for the bound that a living worker has exceeded, None when it exceeds none."""
     if seen.footprint is not None and seen.footprint > bounds.lease:
-        message = f"it took {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
+        message = f"the worker used {show_size(seen.footprint)} of a lease of {show_size(bounds.lease)}"
         return EndWorker(EXCEEDED, message, at_once=True)
     if state.failed >= MAX_FAILED_READINGS:
-        return EndWorker(UNREADABLE, f"its footprint could not be read {state.failed} times in a row", at_once=True)
+        return EndWorker(
+            UNREADABLE, f"the footprint of the worker could not be read {state.failed} times in a row", at_once=True
+        )
     if not seen.attended:
-        return EndWorker(LOST, "who started the worker is gone", at_once=True)
+        return EndWorker(LOST, "the parent process of the worker ended", at_once=True)
     if now - state.moved >= bounds.stall:
-        return EndWorker(STALLED, f"nothing was computed for {now - state.moved:.0f} s")
+        return EndWorker(STALLED, f"no progress for {now - state.moved:.0f} s")
     if now - state.began >= bounds.timeout:
-        return EndWorker(TIMEOUT, f"it was not done after {now - state.began:.0f} s")
+        return EndWorker(TIMEOUT, f"the job was not finished after {now - state.began:.0f} s")
     return None

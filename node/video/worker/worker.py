@@ -11,8 +11,7 @@ The file imports no other module of the project, because the worker's environmen
 
 The wired limit is set below the lease before any weight is read, and the cache is small. Each of two experts is
 unloaded when its half of the steps is done: only one is in memory at a time. A counter of transformer blocks is the
-sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside, whatever the engine
-does.
+sign of progress that a hanging GPU cannot produce. The watchdog enforces its bounds from outside of this process.
 
 Versions of the engine differ in their parameters. Every call is filtered by the signature, hence 0.18 and 0.38 both
 work.

@@ -106,7 +106,7 @@ class WorkerJob:
                 self.end = EndWorker(code if code in CODES else "generation_failed", message[:1000])
             case {"event": "exit", "code": int(code)}:
                 self.end = self.end or EndWorker(
-                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it was done"
+                    watchdog_policy.CRASHED, f"the worker ended {_how(code)} before it finished"
                 )
             case _:
                 return
@@ -181,7 +181,7 @@ class WorkerMonitor:
             with suppress(FileExistsError):
                 write_new(self.folder / GO, b"")
         elif now - self._granted >= self._start_timeout:
-            return EndWorker(watchdog_policy.NOT_STARTED, f"nobody started a worker within {now - self._granted:.0f} s")
+            return EndWorker(watchdog_policy.NOT_STARTED, f"no worker was started within {now - self._granted:.0f} s")
         return None
 
     def _judge(self, worker: WorkerGroup, now: float) -> EndWorker | None:
@@ -204,7 +204,7 @@ class WorkerMonitor:
         return end
 
     async def kill(self, end: EndWorker) -> None:
-        """End the worker's process group, and return when no process of it lives."""
+        """End the worker's process group, and return when all of its processes have ended."""
         with suppress(OSError):
             (self.folder / GRANT).unlink(missing_ok=True)
         if self.worker is not None:
@@ -226,7 +226,7 @@ def living(worker: WorkerGroup) -> tuple[int, ...]:
 
 
 async def kill(worker: WorkerGroup, grace: float) -> None:
-    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when no process of it lives."""
+    """Send SIGTERM to a worker's group, SIGKILL after `grace` seconds, and return when all processes have ended."""
     deadline, number = time.monotonic() + grace, signal.SIGTERM if grace else signal.SIGKILL
     while living(worker):
         if time.monotonic() >= deadline:

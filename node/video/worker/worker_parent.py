@@ -67,7 +67,7 @@ class WorkerParent:
         grant = self._granted()
         self._lock = lock(self._folder / ATTENDED)
         if self._lock is None:
-            raise LeaseFenced(f"somebody attends to {self._lease} already")
+            raise LeaseFenced(f"{self._lease} already has a parent process")
         try:
             return self._attend(grant)
         finally:
@@ -81,7 +81,7 @@ class WorkerParent:
     def _granted(self) -> LeaseGrant:
         grant = read_grant(self._folder)
         if grant is None or (grant.lease, grant.generation) != (self._lease, self._generation):
-            raise LeaseFenced(f"generation {self._generation} of {self._lease} is not granted here")
+            raise LeaseFenced(f"generation {self._generation} of {self._lease} is not granted on this node")
         return grant
 
     def _attend(self, grant: LeaseGrant) -> int:
@@ -123,7 +123,7 @@ class WorkerParent:
                 msgspec.json.encode(WorkerClaim(attendant=os.getpid(), worker=pid, born=born(pid))),
             )
         except FileExistsError:
-            raise LeaseFenced(f"{self._lease} was claimed before") from None
+            raise LeaseFenced(f"{self._lease} was already claimed") from None
 
     def _until_unguarded(self) -> None:
         """Wait for the end of the agent, or of its lease, then end the worker, because its memory is unguarded."""

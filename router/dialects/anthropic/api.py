@@ -138,7 +138,9 @@ def _grammar(body: CountBody, tools: ToolSet) -> GrammarSpec | Problem | None:
         return form
     choice = body.tool_choice
     if choice is not None and (choice.type == "tool") != bool(choice.name):
-        return invalid("tool_choice has a name where its type is tool, and only there", "tool_choice.name")
+        return invalid(
+            "tool_choice.name is required with the type tool, and not allowed with other types", "tool_choice.name"
+        )
     word = _WORDS.get("auto" if choice is None else choice.type, "auto")
     named = (choice.name or "") if choice is not None else ""
     return with_calls(form, tools.names, word=word, named=named, strict=tools.strict)
@@ -150,7 +152,7 @@ _WORDS = {"any": "required", "tool": "required", "none": "none"}
 def _tools(body: CountBody, *, strict: bool) -> ToolSet | Problem:
     choice = body.tool_choice
     if choice is not None and not body.tools and choice.type != "none":
-        return invalid("tool_choice is only possible with tools", "tool_choice")
+        return invalid("tool_choice needs tools: add tools, or leave tool_choice out", "tool_choice")
     if not body.tools:
         return NO_TOOLS
     offered = (_tool(tool) for tool in body.tools if isinstance(tool, AnthropicTool))

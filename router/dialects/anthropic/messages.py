@@ -80,7 +80,7 @@ def _parts(message: AnthropicMessage, path: str) -> Iterable[Message | Problem]:
     for at, block in enumerate(message.content):
         only = _speaker(block)
         if only and only != message.role:
-            yield invalid(f"only messages of the role {only} have {block.type}", f"{path}.content[{at}].type")
+            yield invalid(f"only messages with the role {only} can have {block.type}", f"{path}.content[{at}].type")
             return
         yield _part(message.role, block, f"{path}.content[{at}]")
 

@@ -18,8 +18,8 @@ from wire.frames import Channel, Delta, Finished
 SIGNATURE = "unsigned"
 """Signature of reasoning blocks.
 
-Anthropic signs the reasoning of its models, and clients return the signature unread. Nothing is signed here, but a text
-is required: some clients drop a reasoning block without one.
+Anthropic signs the reasoning of its models, and clients return the signature unchanged. Nothing is signed here, but a
+text is required: some clients drop a reasoning block without one.
 """
 _TYPES: dict[int, str] = {
     401: "authentication_error",

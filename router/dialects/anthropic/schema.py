@@ -33,7 +33,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "workspace_id": WHO,
         "service_tier": BILL,
         "cache_control": CACHE,
-        "context_management": "nothing is taken out of a conversation: the model sees all of it",
+        "context_management": "a conversation is never shortened: the model gets all of it",
     }
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -47,17 +47,17 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "container": "nothing runs on the server but models",
-        "diagnostics": "what the prefix cache found is cache_read_input_tokens",
-        "inference_geo": "every answer is made on the Macs of this cluster",
-        "mcp_servers": "call them from the client, and offer what they do as tools",
-        "speed": "there is one speed",
+        "container": "the server runs only models",
+        "diagnostics": "usage.cache_read_input_tokens counts the tokens from the prefix cache",
+        "inference_geo": "all requests run on the machines of this cluster",
+        "mcp_servers": "connect to them in the client, and send their functions as tools",
+        "speed": "only standard is supported",
         "max_tokens": "required",
-        "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens changes nothing; "
-        "display omitted leaves thinking blocks out",
+        "thinking": "enabled and disabled set the template's enable_thinking; budget_tokens has no effect; "
+        "display: omitted removes thinking blocks from the answer",
         "tool_choice": "auto, any, tool and none, also with disable_parallel_tool_use",
-        "tools": "custom ones; a tool of another type would have to run here, and is left out",
-        "output_config": "effort is the template's reasoning_effort; the answer keeps to the JSON schema of format",
+        "tools": "custom tools; tools of other types would run on the server and are left out",
+        "output_config": "effort sets the template's reasoning_effort; format constrains the answer to its JSON schema",
     }
 )
 
@@ -218,7 +218,7 @@ class MessagesBody(CountBody):
 
     @property
     def session(self) -> str:
-        """Name of the conversation, if its client gave one of at most LONGEST_NAME characters."""
+        """Name of the conversation, if its client gave one of at most MAX_NAME_CHARS characters."""
         found = (self.metadata or {}).get("user_id")
         return found if isinstance(found, str) and len(found) <= MAX_NAME_CHARS else ""
 

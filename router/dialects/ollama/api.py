@@ -116,7 +116,7 @@ def _generate(body: OllamaGenerateBody, ignored: tuple[str, ...], *, strict: boo
         messages = [*system, Message("user", body.prompt)]
         return _request(body, messages, NO_TOOLS, ignored, strict=strict, chat=False)
     if body.system:
-        return invalid("system is not possible with raw: true, which takes the prompt as it is", "system")
+        return invalid("system cannot be combined with raw: true: put the system prompt into prompt", "system")
     return _request(body, [], NO_TOOLS, ignored, strict=strict, chat=False, text=body.prompt)
 
 
@@ -170,7 +170,7 @@ def _params(options: dict[str, Any], *, strict: bool) -> tuple[GenerationParams,
     drawn = found.body
     if drawn.num_predict == 0:
         return invalid(
-            "options.num_predict is at least 1, or -1 for as much as there is room for", "options.num_predict"
+            "options.num_predict must be at least 1, or -1 for the longest answer that fits", "options.num_predict"
         )
     most = drawn.num_predict
     params = GenerationParams(

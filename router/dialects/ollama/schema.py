@@ -27,8 +27,8 @@ from router.dialects.shared.common_fields import (
 )
 from router.dialects.shared.field_table import FieldTable
 
-_NO_LOGPROBS = "log probabilities are those of /v1/chat/completions"
-_WHOLE = "a conversation that is too long is refused, never shortened"
+_NO_LOGPROBS = "use /v1/chat/completions for log probabilities"
+_WHOLE = "a conversation that is too long is refused, never truncated"
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         "keep_alive": KEEP,
@@ -56,25 +56,25 @@ GENERATE_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "format": "json, or a JSON schema",
+        "format": "json or a JSON schema",
         "logprobs": _NO_LOGPROBS,
         "top_logprobs": _NO_LOGPROBS,
-        "context": "use /api/chat, and send the conversation",
-        "suffix": "nothing is written into the middle of a text",
-        "template": "a template of a request's own is never run; raw takes a prompt as it is",
+        "context": "use /api/chat with the whole conversation",
+        "suffix": "models here do not fill in the middle of a text",
+        "template": "templates of requests are never run: use raw for a prompt without a template",
         "images": "text only",
         "width": "text only",
         "height": "text only",
         "steps": "text only",
-        "stream": "true where it is not given",
-        "think": "true and false set the template's enable_thinking, low, medium and high its reasoning_effort too",
-        "raw": "the prompt goes to the model without its template",
-        "options": "see the options",
-        "model": "`:latest` at its end is taken off",
+        "stream": "default true",
+        "think": "true and false set the template's enable_thinking; low, medium and high also set reasoning_effort",
+        "raw": "the prompt is not rendered with the model's template",
+        "options": "see the options below",
+        "model": "a `:latest` at the end is ignored",
     }
 )
 
-_NODE = "the node's matter"
+_NODE = "set by the node"
 OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(
@@ -94,12 +94,12 @@ OPTIONS_HARMLESS: Mapping[str, str] = MappingProxyType(
             ),
             _NODE,
         ),
-        "num_ctx": "a request takes what it needs, up to the model's context",
+        "num_ctx": "a request can always use the whole context of the model",
         "num_keep": _WHOLE,
-        "repeat_last_n": "the penalties look at the whole answer",
-        "penalize_newline": "newlines are tokens like others",
-        "mirostat_eta": "nothing without mirostat",
-        "mirostat_tau": "nothing without mirostat",
+        "repeat_last_n": "penalties apply to the whole answer",
+        "penalize_newline": "newlines are penalized like every token",
+        "mirostat_eta": "used only by mirostat",
+        "mirostat_tau": "used only by mirostat",
     }
 )
 OPTIONS_NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -115,8 +115,8 @@ OPTIONS_INSTEAD: Mapping[str, str] = MappingProxyType(
         "mirostat": "use temperature, top_p or min_p",
         "tfs_z": "use top_p or min_p",
         "typical_p": "use top_p or min_p",
-        "draft_num_predict": "the engine's matter",
-        "num_predict": "-1 and -2: as long as the model's context lets it",
+        "draft_num_predict": "set by the engine",
+        "num_predict": "-1 and -2: up to the model's context",
         "repeat_penalty": "1 turns it off",
     }
 )

@@ -100,7 +100,7 @@ def _request(body: ChatBody, asked: Body, ignored: tuple[str, ...], *, strict: b
         return include_usage
     include_usage = include_usage or (bool(body.stream) and _asks_usage(body.usage))
     if body.top_logprobs and not body.logprobs:
-        return invalid("top_logprobs is only possible with logprobs: true", "top_logprobs")
+        return invalid("top_logprobs needs logprobs: true", "top_logprobs")
     grammar = _grammar(body, tools)
     if isinstance(grammar, Problem):
         return grammar

@@ -1,8 +1,8 @@
 """Fast parser of common chat bodies in C: plain texts, function calls and their results, usual parameters.
 
 `router/dialects/openai/chat.py` defines the meaning of a body. This module recognises bodies that are certainly valid,
-several times faster, and returns None for all others. A property test compares both parsers: a body accepted here gives
-the same request there.
+several times faster, and returns None for any other body. A property test compares both parsers: a body accepted here
+gives the same request there.
 
 A duplicate key must be refused, but msgspec takes the last one. Each key is followed by a colon, and within a text a
 quote before a colon has a backslash before it. Where the number of colons after a bare quote equals the number of

@@ -36,9 +36,9 @@ def _wrong(message: ChatMessage, path: str) -> Problem | None:
     role = message.role
     for name, only in _ONLY:
         if role != only and getattr(message, name):
-            return invalid(f"only messages of the role {only} have {name}", f"{path}.{name}")
+            return invalid(f"only messages with the role {only} can have {name}", f"{path}.{name}")
     if role == "tool" and not message.tool_call_id:
-        return invalid("a tool message needs the id of the call that it answers", f"{path}.tool_call_id")
+        return invalid("a tool message needs the tool_call_id of its tool call", f"{path}.tool_call_id")
     if message.content is None and not _says_without(message):
         kind = (
             "an assistant message needs content or tool_calls"

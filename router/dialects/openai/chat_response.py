@@ -1,7 +1,7 @@
 """`/v1/chat/completions`: convert deltas and usage to OpenAI's answer, whole or as server-sent events.
 
-The hot path is `ChatChunks.deltas`. An event for a piece of text is a prefix and a suffix, prepared once per choice and
-channel, with the text escaped by the C encoder between them. Log probabilities and tool calls take a slower path.
+The hot path is `ChatChunks.deltas`. The event for a piece of text is a prefix, the text escaped by the C encoder, and a
+suffix. Prefix and suffix are prepared once per choice and channel. Log probabilities and tool calls take a slower path.
 """
 
 import hashlib

@@ -32,25 +32,25 @@ from router.dialects.shared.formats import FORMS, FormattedBody, ToolChoice
 from router.dialects.shared.template import Effort
 
 TOOLS_NOTE = (
-    "functions, and custom tools, which the model is offered as functions of one text; tools of other types would have "
-    "to run here, and are left out"
+    "functions, and custom tools, which the model gets as functions with one text argument; tools of other types would "
+    "run on the server and are left out"
 )
-BILL = "there is one class of service here, and no bill"
-CACHE = "a hint for a cache; ours finds common beginnings by itself"
-WHO = "says who asks; nothing depends on it here"
+BILL = "there is one service tier"
+CACHE = "the prefix cache needs no hints"
+WHO = "the API key identifies the client"
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **OTHER_SERVERS,
         "safety_identifier": WHO,
-        "metadata": "nothing is kept with an answer",
+        "metadata": "answers are not stored",
         "service_tier": BILL,
         "prompt_cache_retention": CACHE,
         "prompt_cache_options": CACHE,
-        "store": "answers are not kept",
-        "prediction": "an answer is as fast without it",
-        "moderation": "answers are not filtered",
-        "verbosity": "say it in the prompt",
-        "web_search_options": "nothing is searched here: offer a tool that does",
+        "store": "answers are not stored",
+        "prediction": "speculative decoding with a predicted answer is not implemented",
+        "moderation": "answers are not moderated",
+        "verbosity": "ask for a short or long answer in the prompt",
+        "web_search_options": "the server does not search: send a search tool",
     }
 )
 """Fields without an effect on the answer of such a cluster, with the reason."""
@@ -63,7 +63,7 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
         "audio": (None,),
     }
 )
-"""Fields that are not offered, with their accepted neutral values."""
+"""Unsupported fields, with their accepted neutral values."""
 
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
@@ -71,25 +71,25 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "user": SESSION_NOTE,
         "session_id": SESSION_NOTE,
         "chat_id": SESSION_NOTE,
-        "repeat_penalty": "as repetition_penalty",
-        "enable_thinking": "the template's variable",
-        "thinking": "true, false, or a type of enabled or disabled: sets enable_thinking; a budget is ignored",
-        "think": "as thinking",
-        "reasoning": "effort as reasoning_effort, enabled as enable_thinking; the rest of it is ignored",
-        "usage": "include: as stream_options.include_usage",
+        "repeat_penalty": "same as repetition_penalty",
+        "enable_thinking": "sets the template variable",
+        "thinking": "true, false, or an object of type enabled or disabled: sets enable_thinking; a budget is ignored",
+        "think": "same as thinking",
+        "reasoning": "effort sets reasoning_effort, enabled sets enable_thinking; other members are ignored",
+        "usage": "include: same as stream_options.include_usage",
         "tools": TOOLS_NOTE,
-        "tool_choice": "auto, none, required, or a tool by its name",
-        "parallel_tool_calls": "false ends an answer with its first call",
-        "chat_template_kwargs": "variables of the template, by an allow-list; a template is never taken from a request",
-        "reasoning_effort": "the template's variable; none also sets enable_thinking to false",
-        "max_completion_tokens": "goes before max_tokens",
-        "functions": "it is deprecated, use tools",
-        "function_call": "it is deprecated, use tools and tool_calls",
+        "tool_choice": "auto, none, required, or a tool by name",
+        "parallel_tool_calls": "false ends the answer after its first tool call",
+        "chat_template_kwargs": "template variables from an allow-list; a template of a request is never run",
+        "reasoning_effort": "sets the template variable; none also sets enable_thinking to false",
+        "max_completion_tokens": "overrides max_tokens",
+        "functions": "deprecated: use tools",
+        "function_call": "deprecated: use tools and tool_calls",
         **FORMS,
-        "include_obfuscation": "nothing is added to the chunks of a stream",
+        "include_obfuscation": "only false is supported: streams are not padded",
     }
 )
-"""Alternatives, where there are any."""
+"""Alternatives to unsupported fields, and notes on supported fields."""
 
 
 class TextPart(StrictPart):

@@ -118,11 +118,15 @@ def _impossible(body: CompletionBody, prompts: Sequence[Prompt]) -> Problem | No
     """Return the problem of fields that exclude each other, None without one."""
     n = body.n or 1
     if body.best_of is not None and body.best_of != n:
-        return unsupported("best_of", why=f"best_of {body.best_of} is not supported: only n ({n}) answers are made")
+        return unsupported(
+            "best_of", why=f"best_of {body.best_of} is not supported: only n ({n}) answers are generated"
+        )
     if body.echo and body.logprobs is not None:
-        return unsupported("echo", why="echo with logprobs is not supported: those of a prompt are not computed")
+        return unsupported(
+            "echo", why="echo with logprobs is not supported: log probabilities of a prompt are not computed"
+        )
     if body.echo and not isinstance(prompts[0], str):
-        why = "echo of token ids is not supported: their text is known only where the model is; send the prompt as text"
+        why = "echo of token ids is not supported: only the node can decode them. Send the prompt as text"
         return unsupported("echo", why=why)
     if len(prompts) * n > MAX_CHOICES * MAX_CHOICES:
         return invalid(f"{len(prompts)} prompts × n {n} are more than {MAX_CHOICES * MAX_CHOICES} answers", "n")

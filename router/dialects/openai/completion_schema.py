@@ -20,13 +20,13 @@ INSTEAD: Mapping[str, str] = MappingProxyType(
         "user": SESSION_NOTE,
         "session_id": SESSION_NOTE,
         "chat_id": SESSION_NOTE,
-        "repeat_penalty": "as repetition_penalty",
-        "suffix": "nothing is written into the middle of a text: put the model's own marks for that into the prompt",
-        "best_of": "only where it is n: all answers are given back, none is chosen",
-        "echo": "with text, and without logprobs: only the node's tokenizer knows the text of token ids, and the log "
+        "repeat_penalty": "same as repetition_penalty",
+        "suffix": "models here do not fill in the middle of a text: put the model's own FIM tokens into the prompt",
+        "best_of": "only the value of n: all answers are returned",
+        "echo": "only for a text prompt without logprobs: token ids are decoded only by the node, and the log "
         "probabilities of a prompt are not computed",
-        "prompt": f"a text, token ids, or up to {MAX_PROMPTS} of either; choices are counted through: prompt × n",
-        "max_tokens": "16 where it is not given, as the API has it",
+        "prompt": f"a text, token ids, or up to {MAX_PROMPTS} of either; choices are numbered prompt × n",
+        "max_tokens": "default 16, as in OpenAI's API",
         "logprobs": f"0 to {MAX_TOP_LOGPROBS} alternatives",
     }
 )

@@ -134,7 +134,7 @@ class ResponsesRoute:
             return messages if isinstance(messages, Problem) else tuple(messages)
         kept = self.kept.get(key, before)
         if kept is None:
-            text = f"no answer {before[:64]!r} is kept for this key: send the whole conversation in input"
+            text = f"no answer {before[:64]!r} is stored for this key: send the whole conversation in input"
             return invalid(text, "previous_response_id", "previous_response_not_found")
         return (*kept.messages, *messages)
 
@@ -174,4 +174,4 @@ def _offered(
 
 
 def _unknown(name: str) -> Problem:
-    return Problem(404, "not_found", f"no answer {name[:64]!r} is kept for this key")
+    return Problem(404, "not_found", f"no answer {name[:64]!r} is stored for this key")

@@ -37,7 +37,7 @@ def messages_of(found: str | Iterable[Item]) -> list[Message] | Problem:
         turn.append(message)
         calls += len(message.tool_calls)
         if calls > MAX_CALLS:
-            return invalid(f"the model made more than {MAX_CALLS} calls at once", f"input[{at}]")
+            return invalid(f"at most {MAX_CALLS} consecutive tool calls are allowed", f"input[{at}]")
     return messages + _merged(turn)
 
 

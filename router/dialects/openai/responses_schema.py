@@ -32,10 +32,10 @@ from router.dialects.shared.template import Effort
 HARMLESS: Mapping[str, str] = MappingProxyType(
     {
         **{name: why for name, why in CHAT_HARMLESS.items() if name not in ("metadata", "store")},
-        "truncation": "a conversation that is too long is refused, never shortened",
-        "context_management": "nothing is taken out of a conversation: the model sees all of it",
-        "max_tool_calls": "it counts calls of tools that run on the server, and none do",
-        "client_metadata": "says who asks; nothing depends on it here",
+        "truncation": "a conversation that is too long is refused, never truncated",
+        "context_management": "a conversation is never shortened: the model gets all of it",
+        "max_tool_calls": "limits tools that run on the server; no tool does",
+        "client_metadata": "the API key identifies the client",
     }
 )
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
@@ -50,26 +50,26 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
 )
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "background": "a request is answered while its client waits",
+        "background": "the client must stay connected until the answer ends",
         "conversation": "use previous_response_id",
-        "prompt": "prompts are not kept here, send them in input",
-        "top_logprobs": "log probabilities are those of /v1/chat/completions",
+        "prompt": "prompts are not stored: send them in input",
+        "top_logprobs": "use /v1/chat/completions for log probabilities",
         "tools": TOOLS_NOTE.replace("custom tools,", "custom tools and namespaces of both,"),
-        "tool_choice": "auto, none, required, or a tool by its name",
+        "tool_choice": "auto, none, required, or a tool by name",
         "text": "format: text, json_object or json_schema, enforced even if not strict; verbosity has no effect",
-        "reasoning": "effort is the template's reasoning_effort; reasoning is given whole, so summary changes nothing",
-        "include": "changes nothing: reasoning is given as it is, and nothing else runs here",
-        "store": "kept in memory until newer answers need the place; true where it is not given",
-        "previous_response_id": "of an answer that was kept for the same key",
+        "reasoning": "effort is the template's reasoning_effort; summary has no effect, because reasoning is complete",
+        "include": "no effect: reasoning is always included, and no tools run on the server",
+        "store": "default true; answers are stored in memory until newer answers need the space",
+        "previous_response_id": "id of an answer that is stored for the same key",
         "input": "a text, or messages, calls of functions and custom tools, their outputs, and reasoning; other items "
         "are refused by name",
-        "metadata": "given back with the answer",
+        "metadata": "returned with the answer",
         "prompt_cache_key": SESSION_NOTE,
         "user": SESSION_NOTE,
         "session_id": SESSION_NOTE,
         "chat_id": SESSION_NOTE,
-        "stream_options": "include_obfuscation false",
-        "parallel_tool_calls": "false ends an answer with its first call",
+        "stream_options": "only include_obfuscation: false",
+        "parallel_tool_calls": "false ends the answer after its first tool call",
     }
 )
 

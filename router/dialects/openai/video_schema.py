@@ -12,26 +12,26 @@ from router.dialects.shared.common_fields import Named, StrictPart
 from router.dialects.shared.field_table import FieldTable
 
 MAX_PROMPT_CHARS = 8000
-"""Maximum characters of a prompt; the text encoder reads 512 tokens."""
+"""Maximum characters of a prompt; the text encoder uses 512 tokens."""
 MAX_SEED = 2**32 - 1
 _WHOLE = re.compile(r"-?[0-9]{1,12}")
 _NUMBER = re.compile(r"-?[0-9]{1,6}(\.[0-9]{1,6})?")
 
-IGNORED: Mapping[str, str] = MappingProxyType({"user": "jobs belong to the API key that made them"})
+IGNORED: Mapping[str, str] = MappingProxyType({"user": "jobs belong to the API key that created them"})
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType({"input_reference": (None, ""), "n": (None, 1, "1")})
 INSTEAD: Mapping[str, str] = MappingProxyType(
     {
-        "input_reference": "the models here are made for text alone, and take no image",
-        "n": "a job makes one clip: make several",
-        "model": "may be left out where the pool has only one model for videos",
-        "seconds": "whole seconds, as a text or a number; 3 unless given; not together with frames",
-        "size": "`WIDTHxHEIGHT`; 480x272 unless given; sides are rounded up to whole tokens (16 pixels)",
+        "input_reference": "the models here accept only text, no image",
+        "n": "a job generates one clip: create several jobs",
+        "model": "optional if the pool has only one video model",
+        "seconds": "whole seconds, as a text or a number; default 3; cannot be combined with frames",
+        "size": "`WIDTHxHEIGHT`; default 480x272; sides are rounded up to whole tokens (16 pixels)",
         "frames": "instead of seconds; rounded up to one more than a multiple of four",
-        "fps": "frames a second; the model's own unless given",
-        "steps": "denoising steps; `video.default_steps` unless given",
-        "guidance": "the model's own unless given",
-        "guidance_2": "of the second expert",
-        "seed": "the same seed, node and request make the same clip",
+        "fps": "frames per second; default of the model",
+        "steps": "denoising steps; default `video.default_steps`",
+        "guidance": "default of the model",
+        "guidance_2": "guidance of the second expert; default of the model",
+        "seed": "the same request with the same seed on the same node gives the same clip",
     }
 )
 

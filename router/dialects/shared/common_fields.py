@@ -21,11 +21,11 @@ from wire.refusals import RefusalCode
 
 INT64 = 2**63 - 1
 
-KEEP = "a model stays loaded until its memory is needed or its node's settings say otherwise"
-ONE = "there is one provider here, and a request goes to the Mac that has room for it"
+KEEP = "a model stays loaded until its memory is needed, or as set on its node"
+ONE = "there is one provider; requests are placed by memory and expected time"
 OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
     {
-        "cache_prompt": "prompts are cached as the node's settings say",
+        "cache_prompt": "the settings of the node control the prefix cache",
         "keep_alive": KEEP,
         "id_slot": ONE,
         "provider": ONE,
@@ -34,20 +34,20 @@ OTHER_SERVERS: Mapping[str, str] = MappingProxyType(
         "route": ONE,
         "transforms": ONE,
         "plugins": ONE,
-        "include_reasoning": "reasoning is given where the model writes it",
-        "separate_reasoning": "reasoning is given apart from the answer",
-        "skip_special_tokens": "the marks of the model's format are never part of an answer",
-        "spaces_between_special_tokens": "the marks of the model's format are never part of an answer",
-        "add_generation_prompt": "the model's template decides",
-        "continue_final_message": "the model's template decides",
-        "stop_token_ids": "an answer ends where its model ends it, or with one of stop",
-        "min_tokens": "an answer ends where its model ends it",
-        "ignore_eos": "an answer ends where its model ends it",
-        "num_ctx": "a request takes what it needs, up to the model's context",
+        "include_reasoning": "reasoning is always included",
+        "separate_reasoning": "reasoning is always separate from the answer",
+        "skip_special_tokens": "special tokens are never part of an answer",
+        "spaces_between_special_tokens": "special tokens are never part of an answer",
+        "add_generation_prompt": "set by the model's template",
+        "continue_final_message": "set by the model's template",
+        "stop_token_ids": "an answer ends at the model's end token or at a text in stop",
+        "min_tokens": "an answer ends at the model's end token",
+        "ignore_eos": "an answer ends at the model's end token",
+        "num_ctx": "a request can always use the whole context of the model",
     }
 )
-"""Fields for other servers, with the reason why they have no effect here."""
-SESSION_NOTE = "names the conversation: its next turn goes where the last was read (x-session-id goes before)"
+"""Fields of other servers, with the reason why they have no effect here."""
+SESSION_NOTE = "names the conversation, whose next request goes to the same node if possible; x-session-id overrides it"
 
 
 class StrictPart(BaseModel):
@@ -226,8 +226,8 @@ def usage_wanted(body: SamplingFields) -> bool | Problem:
     if options is None:
         return False
     if not body.stream:
-        return invalid("stream_options is only possible with stream: true", "stream_options")
+        return invalid("stream_options needs stream: true", "stream_options")
     if options.include_obfuscation:
-        text = "stream_options.include_obfuscation is not offered: nothing is added to the chunks of a stream"
+        text = "stream_options.include_obfuscation is not supported: streams are not padded"
         return invalid(text, "stream_options.include_obfuscation", RefusalCode.UNSUPPORTED.value)
     return bool(options.include_usage)

@@ -98,7 +98,7 @@ class FieldTable(Generic[B]):
             if name in self.ignored:
                 yield FieldRow(name, "ignored", self.ignored[name])
             elif name in self.neutral:
-                yield FieldRow(name, "refused", self.instead.get(name, "not offered by the models of a cluster"))
+                yield FieldRow(name, "refused", self.instead.get(name, "not supported"))
             else:
                 yield FieldRow(name, "honoured", self.instead.get(name, ""))
 
@@ -115,7 +115,7 @@ class FieldTable(Generic[B]):
 
 
 def nameable(names: Iterable[str]) -> tuple[str, ...]:
-    """Return names that fit into a header: without duplicates and odd characters, at most MOST_IGNORED."""
+    """Return names that fit into a header: without duplicates and odd characters, at most MAX_IGNORED."""
     kept = dict.fromkeys(name if _NAME.fullmatch(name) else "(unprintable)" for name in names)
     found = tuple(kept)
     return found if len(found) <= MAX_IGNORED else (*found[:MAX_IGNORED], f"and-{len(found) - MAX_IGNORED}-more")
@@ -126,7 +126,7 @@ def _neutral(value: object, allowed: tuple[object, ...]) -> bool:
 
 
 def _mistaken(asked: Body, known: Collection[str]) -> bool:
-    """Return whether a body has more than MOST_IGNORED unknown fields, an overlong field name or a typing error."""
+    """Return whether a body has more than MAX_IGNORED unknown fields, an overlong field name or a typing error."""
     strange = [name for name in asked if name not in known]
     if len(strange) > MAX_IGNORED or any(len(name) > MAX_NAME_CHARS for name in strange):
         return True

@@ -22,15 +22,15 @@ from wire.refusals import RefusalCode
 
 FORMS: Mapping[str, str] = MappingProxyType(
     {
-        "response_format": "text, json_object and json_schema; strict or not, the answer keeps to its schema",
-        "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object, and "
+        "response_format": "text, json_object and json_schema; the schema is always enforced, also without strict",
+        "structured_outputs": "one of json, regex, choice, grammar (Lark, or short GBNF) and json_object; optionally "
         "whitespace_pattern",
-        "guided_json": "as structured_outputs.json",
-        "guided_regex": "as structured_outputs.regex",
-        "guided_choice": "as structured_outputs.choice",
-        "guided_grammar": "as structured_outputs.grammar",
-        "guided_whitespace_pattern": "as structured_outputs.whitespace_pattern",
-        "guided_decoding_backend": "auto, guidance or llguidance; others are refused by name",
+        "guided_json": "same as structured_outputs.json",
+        "guided_regex": "same as structured_outputs.regex",
+        "guided_choice": "same as structured_outputs.choice",
+        "guided_grammar": "same as structured_outputs.grammar",
+        "guided_whitespace_pattern": "same as structured_outputs.whitespace_pattern",
+        "guided_decoding_backend": "auto, guidance or llguidance",
     }
 )
 """Notes of the manual on the fields of `FormattedBody`."""
@@ -209,14 +209,16 @@ def single_grammar(
     """Return the single given grammar; a 400 that names them all where there are several."""
     if len(asked) > 1:
         names = sorted(asked)
-        return invalid(f"{', '.join(names)} exclude each other: an answer follows one of them", names[0])
+        return invalid(f"{', '.join(names)} exclude each other: send only one", names[0])
     if whitespace and not any(isinstance(one, GrammarSpec) and one.kind.startswith("json") for one in asked.values()):
-        return invalid("a whitespace_pattern is for JSON, and none is asked for", "whitespace_pattern")
+        return invalid(
+            "whitespace_pattern needs a JSON format: add one, or leave whitespace_pattern out", "whitespace_pattern"
+        )
     for name, found in asked.items():
         if isinstance(found, Problem):
             return found
         if len(found.value) > MAX_GRAMMAR_BYTES or len(whitespace or "") > MAX_GRAMMAR_BYTES:
-            return invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters", name)
+            return invalid(f"{name} is longer than {MAX_GRAMMAR_BYTES} characters: shorten it", name)
         return GrammarSpec(found.kind, found.value, whitespace or "")
     return None
 
@@ -226,7 +228,7 @@ def backend(name: str | None, field: str) -> Problem | None:
     if name is None or name.partition(":")[0] in BACKENDS:
         return None
     return invalid(
-        f"{field} {name[:64]!r} is not offered: grammars are llguidance's here", field, RefusalCode.UNSUPPORTED.value
+        f"{field} {name[:64]!r} is not supported: use {', '.join(BACKENDS)}", field, RefusalCode.UNSUPPORTED.value
     )
 
 
@@ -240,9 +242,9 @@ def with_calls(
     """
     known = set(names)
     if word == "required" and not known:
-        return invalid("tool_choice asks for a call, and there are no tools", "tool_choice")
+        return invalid("tool_choice requires a tool call, and the request has no tools", "tool_choice")
     if named and named not in known:
-        return invalid(f"tool_choice names {named}, which is none of the tools", "tool_choice")
+        return invalid(f"tool_choice names {named}, which is not in tools", "tool_choice")
     if word == "required":
         return GrammarSpec(calls="required", tool=named)
     if word == "none" or not known or (form is None and not strict):

@@ -42,14 +42,14 @@ def read_object(body: bytes, max_values: int = MAX_VALUES) -> Body | Problem:
     except json.JSONDecodeError as error:
         return invalid(f"the body is not JSON: {error.msg} at line {error.lineno} column {error.colno}")
     except RecursionError:
-        return invalid("the body is nested too deeply")
+        return invalid("the body has too many levels of nesting")
     except ValueError as error:
-        return invalid(f"the body is not usable: {str(error)[:200]}")
+        return invalid(f"the body cannot be used: {str(error)[:200]}")
     if not isinstance(found, dict):
         return invalid("the body must be a JSON object")
     whole = cast("Body", found)
     if SURROGATE_ESCAPE.search(body) and _has_lone_surrogate(whole):
-        return invalid("a text holds half of a surrogate pair (\\ud800-\\udfff alone), which is no character")
+        return invalid("a text has half of a surrogate pair (\\ud800-\\udfff alone), which is not a character")
     return whole
 
 
@@ -67,7 +67,7 @@ def _too_wide(body: bytes) -> Problem | None:
     if characters * 4 <= MAX_TEXT_BYTES:
         return None
     most = MAX_TEXT_BYTES // 4
-    text = f"the body has {characters} characters, at most {most} are read with one beyond U+FFFF (an emoji) among them"
+    text = f"the body has {characters} characters; the limit is {most} if one is beyond U+FFFF, such as an emoji"
     return invalid(f"{text}: shorten it")
 
 
@@ -75,18 +75,18 @@ def _too_many(body: bytes, max_values: int) -> Problem | None:
     """Count the commas, lists, objects and texts of a JSON text; return the 400 when there are too many.
 
     Strings are found by their quotes, after escaped backslashes and quotes are removed. A text that is not JSON is
-    counted correctly up to its first error, where a parser stops: a backslash outside a string is an error.
+    counted correctly up to its first error, where a parser stops. A backslash outside a string is an error.
     """
     if len(body) <= max_values or (_values(body) <= max_values and body.count(b'"') // 2 <= MAX_TEXTS):
         return None  # even if every comma and bracket stood outside of texts
     bare = body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body
     texts = bare.count(b'"') // 2
     if texts > MAX_TEXTS:
-        return invalid(f"the body has {texts} texts, at most {MAX_TEXTS} are read")
+        return invalid(f"the body has {texts} strings, the limit is {MAX_TEXTS}: shorten it")
     values = _values(b"".join(bare.split(b'"')[::2]))
     if values <= max_values:
         return None
-    return invalid(f"the body has {values} values (commas, lists and objects), at most {max_values} are read")
+    return invalid(f"the body has {values} values (commas, lists and objects), the limit is {max_values}: shorten it")
 
 
 def _values(text: bytes) -> int:
@@ -97,17 +97,17 @@ def _values(text: bytes) -> int:
 def write(value: object, name: str, longest: int) -> str | Problem:
     """Encode a part of a body as compact JSON for another parser.
 
-    Return a 400 that names the part if it has more than `longest` bytes, exceeds DEEPEST levels, or holds a non-finite
-    number.
+    Return a 400 that names the part if it has more than `longest` bytes, exceeds MAX_JSON_DEPTH levels, or holds a
+    non-finite number.
     """
     if _too_deep(value):
-        return invalid(f"{name} is nested more than {MAX_JSON_DEPTH} deep", name)
+        return invalid(f"{name} is nested deeper than {MAX_JSON_DEPTH} levels", name)
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        return invalid(f"{name} holds a number that is too large", name)
+        return invalid(f"{name} has a number that is too large", name)
     size = len(text.encode())
-    return text if size <= longest else invalid(f"{name} has {size} bytes of JSON, the most is {longest}", name)
+    return text if size <= longest else invalid(f"{name} has {size} bytes of JSON, the limit is {longest}", name)
 
 
 def _too_deep(value: object) -> bool:
@@ -127,7 +127,7 @@ def _inside(value: object) -> Iterable[Any]:
 
 def _unique(pairs: list[tuple[str, Any]]) -> Body:
     if len(pairs) > MAX_KEYS:
-        raise _UnusableError(f"an object has {len(pairs)} keys, at most {MAX_KEYS} are read")
+        raise _UnusableError(f"an object has {len(pairs)} keys, the limit is {MAX_KEYS}")
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()

@@ -59,7 +59,7 @@ def variables(given: Mapping[str, Any] | None, **meant: object) -> str | Problem
     given = given or {}
     strange = sorted(given.keys() - VARIABLES)
     if strange:
-        text = f"{strange[0][:64]} is no variable that a client may set; those are {', '.join(sorted(VARIABLES))}"
+        text = f"{strange[0][:64]} is not a template variable that a client may set: use {', '.join(sorted(VARIABLES))}"
         return invalid(text, f"chat_template_kwargs.{strange[0][:64]}")
     found = {name: value for name, value in meant.items() if value is not None} | dict(given)
     return write(found, "chat_template_kwargs", MAX_VARIABLES_BYTES) if found else ""

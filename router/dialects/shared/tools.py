@@ -104,11 +104,11 @@ def collect_tools(
     without = tuple(server_tools(foreign))
     if strict and without:
         where, kind = without[0]
-        why = f"{where} {kind[:64]!r} is not offered by this server, with any model: it would have to run here"
+        why = f"{where} {kind[:64]!r} is not supported: tools cannot run on this server"
         return unsupported(where, why=why)
     found = list(_distinct(offered))
     if len(found) > MAX_TOOLS:
-        return invalid(f"{len(found)} tools are offered in all, at most {MAX_TOOLS} are taken", "tools")
+        return invalid(f"{len(found)} tools in the request, the limit is {MAX_TOOLS}: leave some out", "tools")
     text = write([one.body for one in found], "tools", MAX_TOOLS_BYTES) if found else ""
     if isinstance(text, Problem):
         return text

@@ -34,7 +34,7 @@ class _Error(msgspec.Struct, frozen=True, gc=False):
 
 def unsupported(param: str, instead_of: Mapping[str, str] = _NOTHING, why: str = "") -> Problem:
     """Build the 400 for a field that no model here offers, with the alternative."""
-    text = why or f"{param} is not offered by this server, with any model"
+    text = why or f"{param} is not supported by this server, with any model"
     instead = instead_of.get(param.rpartition(".")[2], "")
     return invalid(f"{text}: {instead}" if instead else text, param, RefusalCode.UNSUPPORTED.value)
 
@@ -79,7 +79,7 @@ def _later(error: _Error, instead: Mapping[str, str]) -> Problem | None:
     if error.loc[-1] in _LATER:
         return unsupported(path, instead)
     if error.loc[-1] == "type" and error.type == "literal_error" and isinstance(error.input, str):
-        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not offered by this server, with any model"
+        why = f"{path} {error.input[:_MAX_VALUE_CHARS]!r} is not supported by this server, with any model"
         return unsupported(path, instead, why)
     return None
 

@@ -123,11 +123,11 @@ def test_a_child_writes_its_events_to_standard_error_with_secrets_hidden(capsys:
     try:
         {}["k"]
     except KeyError:
-        log.exception("door")
+        log.exception("prepare")
     first, second, *trace = capsys.readouterr().err.splitlines()
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] loaded +header=.*", first)
     assert [part for part in ("key=[hidden]", "model=tiny", "Bearer [hidden]") if part not in first] == []
-    assert second.rstrip().endswith("] door")
+    assert second.rstrip().endswith("] prepare")
     assert trace[0] == "KeyError: [hidden]", "the message of such an event may be somebody's text"
     assert trace[1].startswith("test_log_setup.py:")
 

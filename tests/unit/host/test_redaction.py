@@ -116,7 +116,7 @@ def test_an_exception_is_told_with_its_cause_its_way_and_a_bounded_message_on_on
     assert hidden == "KeyError from ValueError: [hidden]\n"
 
 
-@pytest.mark.parametrize("event", ["door", "grammar", "text"])
+@pytest.mark.parametrize("event", ["prepare", "grammar", "text"])
 def test_of_an_exception_about_somebodys_text_no_message_is_kept(log_file: Path, event: str):
     try:
         fail(PROMPT)
@@ -197,7 +197,7 @@ def test_nobody_logs_a_secret_or_a_prompt(log_file: Path, capsys: pytest.Capture
     try:
         fail(f"no {PROMPT} with {KEY}")
     except ValueError:
-        log.exception("door", request=7, request_id="r-1")
+        log.exception("prepare", request=7, request_id="r-1")
     try:
         fail(f"no way with {KEY}")
     except ValueError:

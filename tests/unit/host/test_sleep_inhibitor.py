@@ -53,7 +53,7 @@ def test_a_system_without_it_is_left_alone_and_a_missing_tool_is_logged_once(com
         for _ in range(2):
             awake.hold(True)
             assert not awake.held
-    assert [line["event"] for line in logs] == ["cannot stay awake"] * warnings
+    assert [line["event"] for line in logs] == ["idle sleep not prevented"] * warnings
 
 
 STUBBORN = """

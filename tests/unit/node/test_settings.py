@@ -103,7 +103,7 @@ def test_a_cap_that_contradicts_the_tier_is_refused_and_both_are_named_with_thei
     with pytest.raises(
         SettingsError,
         match=rf"memory\.tier \(config\.toml\): {tier} contradicts memory\.cap = 12GiB "
-        r"\(environment\).*leave memory\.tier out.*or leave memory\.cap out",
+        r"\(environment\).*remove memory\.tier.*or remove memory\.cap",
     ):
         resolve(layers)
 

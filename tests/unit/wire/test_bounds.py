@@ -68,5 +68,5 @@ def test_a_value_out_of_its_bounds_is_a_wire_error(frame: Frame) -> None:
 
 def test_a_report_that_is_too_long_is_refused_before_it_is_decoded() -> None:
     tag = next(tag for tag, kind in TAGS.items() if kind is Report)
-    with pytest.raises(WireError, match="Report of 300000 bytes, the most is 262144"):
+    with pytest.raises(WireError, match="Report of 300000 bytes, the limit is 262144"):
         decode(tag, bytes(300_000))

@@ -119,7 +119,7 @@ def test_a_body_may_be_exactly_as_long_as_its_kind_allows() -> None:
     filled = codec.MAX_REPORT_BYTES - len(msgspec.msgpack.encode([1, b"x" * 70_000])) + 70_000
     body = msgspec.msgpack.encode([1, b"x" * filled])
     assert (len(body), decode(tag, body)) == (codec.MAX_REPORT_BYTES, Cancel(1))
-    with pytest.raises(WireError, match="the most is"):
+    with pytest.raises(WireError, match="the limit is"):
         decode(tag, msgspec.msgpack.encode([1, b"x" * (filled + 1)]))
 
 
@@ -179,7 +179,7 @@ def test_a_frame_longer_than_the_receiver_joins_is_refused_by_the_sender() -> No
 
     most = codec.MAX_JOINED_BYTES - len(encode(frame(70_000))) + 70_000
     assert len(encode(frame(most))) == codec.MAX_JOINED_BYTES
-    with pytest.raises(WireError, match="longer"):
+    with pytest.raises(WireError, match="the limit is"):
         encode(frame(most + 1))
 
 

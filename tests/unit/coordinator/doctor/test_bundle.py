@@ -184,7 +184,7 @@ def unpacked_text(folder: Path) -> str:
 def test_own_events_are_those_that_our_packages_log():
     own_events.cache_clear()
     found = own_events()
-    assert {"endpoint certificate", "metal limit not kept", "link lost"} <= found
+    assert {"endpoint certificate", "metal limit not stored", "link lost"} <= found
     assert "zebra canary" not in found
 
 

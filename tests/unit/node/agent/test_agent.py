@@ -188,7 +188,7 @@ async def test_an_agent_answers_for_its_own_cpu_and_footprint_and_says_what_it_c
         assert own is not None
         assert 0.8 < measures.agent_phys / own < 1.25, "of this process alone, whatever its group"
         assert measures.gate == GateMeasures(), "no engine has reported yet"
-        with pytest.raises(LookupError, match="does not know how to answer 'weather'"):
+        with pytest.raises(LookupError, match="cannot provide 'weather'"):
             await anext(links.fetch(NodeId(node), "weather", 100))
 
 
@@ -453,7 +453,7 @@ async def test_questions_are_answered_by_name(mac: Callable[..., Mac]):
     assert measures.agent_phys > 10 * MIB, "of this process alone, whichever group it is in"
     for number, what in ((5, "secrets"), (6, "artifact:l-1/video.mp4")):
         found, end = await answers(FetchRequest(number, what, 0, 1000))
-        assert (found, end.error) == (b"", f"this node does not know how to answer {what!r}")
+        assert (found, end.error) == (b"", f"this node cannot provide {what!r}")
 
 
 async def test_a_final_denial_ends_the_agent_and_another_makes_it_wait(mac: Callable[..., Mac]):

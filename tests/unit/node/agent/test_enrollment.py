@@ -163,7 +163,7 @@ async def test_only_the_certificate_that_was_asked_for_is_installed(tmp_path: Pa
         token = door.tokens.create(uses=2)
         identity = await join(door, tmp_path / "a", token, machine="m1")
         other = await join(door, tmp_path / "b", token, machine="m2")
-        with pytest.raises(IdentityError, match="not asked for"):
+        with pytest.raises(IdentityError, match="not requested"):
             install(identity, identity.certificate)
         csr = new_csr(identity)
         for wrong in (other.certificate, identity.certificate, b"", door.authority.sign(csr, other.node)):

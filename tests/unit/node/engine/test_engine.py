@@ -619,7 +619,7 @@ def test_what_was_loaded_is_restored_one_by_one_and_the_banned_stay_out(tmp_path
     assert "died twice" in end.refused.message
     now = time.monotonic()
     causes = [{one.name: one.cause for one in driver.engine.report(at).models}["bad"] for at in (now, now + 601.0)]
-    assert causes[0].startswith("the engine died twice in it; kept out for ")
+    assert causes[0].startswith("the engine died twice in it; loading is blocked for another ")
     assert causes[1] == "", "after its time it may be loaded again"
 
 

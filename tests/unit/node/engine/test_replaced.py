@@ -93,7 +93,7 @@ def test_an_answer_that_another_model_began_is_not_continued(tmp_path: Path):
     end = driver.end(driver.ask("Hello!", FOUR, **begun))
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
-    assert "another model here" in end.refused.message
+    assert "differs from the one that began the answer" in end.refused.message
     assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished), "who begins is answered"
 
 
@@ -116,7 +116,7 @@ def test_files_that_change_during_a_load_end_it_and_the_next_request_tries_again
     end = driver.end(waiting)
     assert isinstance(end, Refusal)
     assert end.refused.code is RefusalCode.NOT_READY
-    assert "the files of one changed while it was loaded" in end.refused.message
+    assert "the files of one changed during the load" in end.refused.message
     assert not model(driver, "one").loaded
     assert not model(driver, "one").cause
     assert isinstance(driver.end(driver.ask("Hello!", FOUR, model="one")), Finished)

@@ -600,7 +600,7 @@ async def test_a_model_that_was_in_the_forward_of_two_deaths_is_kept_out(agent: 
         await one.end(number)
         await one.until(lambda pid=pid: one.supervisor.pid not in (pid, None) and one.armed())
     assert diary(tmp_path) == [("", ""), ("innocent,scripted-1", ""), ("innocent", "scripted-1")]
-    assert "for the second time: the model is kept out for 10 minutes" in one.supervisor.state.cause
+    assert "for the second time: loading the model is blocked for 10 minutes" in one.supervisor.state.cause
 
 
 @pytest.mark.slow
@@ -652,7 +652,7 @@ async def test_a_turn_that_never_ends_while_pings_are_answered_is_hung(agent: Ca
     await one.supervisor.start()
     await one.until(lambda: one.supervisor.state.cause and one.supervisor.state.state == "restarting")
     assert one.supervisor.pid is None
-    assert "one turn has lasted 99 s" in one.supervisor.state.cause
+    assert "one call has taken 99 s" in one.supervisor.state.cause
     assert one.states == ["starting", "ready", "hung", "restarting"]
 
 
@@ -985,14 +985,14 @@ async def test_wired_memory_that_stays_is_said_and_after_the_second_time_no_engi
     (warning,) = one.supervisor.warnings
     assert warning == (
         "19.0 GiB of ended engines stayed wired (this Mac had 3.0 GiB wired before the last one started "
-        "and has 22.0 GiB now): restart this Mac to get the memory back"
+        "and has 22.0 GiB now): restart this Mac to free the memory"
     )
     assert one.supervisor.state.leaked == 19 * GIB
     await loses(one, 22 * GIB, 42 * GIB)
     await one.until(lambda: one.supervisor.state.state == "failed")
     assert one.supervisor.pid is None
     assert one.supervisor.state.leaked == 39 * GIB
-    assert one.supervisor.state.cause.startswith("it is not started again: 39.0 GiB of ended engines stayed wired")
+    assert one.supervisor.state.cause.startswith("the engine is not restarted: 39.0 GiB of ended engines stayed wired")
     one.generate(9)
     end = await one.end(9)
     assert isinstance(end, Refusal)

@@ -58,7 +58,7 @@ def test_an_automatic_cap(ram: int, tier: str, metal: int | None, expected: int,
 
 def test_the_metal_term_names_the_command_that_raises_it_and_never_more_than_95_percent_of_the_ram():
     remedy = resolve_cap("auto", "safe", MachineBounds(128 * GIB, 96 * GIB)).remedy
-    assert remedy == "raise Metal's limit: sudo sysctl iogpu.wired_limit_mb=118784, then restart the node"
+    assert remedy == "raise the Metal limit with sudo sysctl iogpu.wired_limit_mb=118784, then restart the node"
     with pytest.raises(SettingsError, match=r"\(sudo sysctl iogpu.wired_limit_mb=124518\)"):
         resolve_cap("128GiB", "safe", MachineBounds(128 * GIB, 96 * GIB))
 

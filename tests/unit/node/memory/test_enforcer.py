@@ -99,7 +99,7 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
     while not actions:
         actions = run.poll()
     assert run.now - asked == POLL_PERIOD_SECONDS
-    assert actions == (EndEngine("over its cap: 9.1 GiB of 8.0 GiB on two readings, and it did not answer"),)
+    assert actions == (EndEngine("over its cap: 9.1 GiB of 8.0 GiB in two readings, without an answer of the engine"),)
     assert run.state.kills == 1
     assert run.levels(9.1, 9.1) == [[], []], "it is ended once"
     assert run.state.kills == 1
@@ -108,7 +108,7 @@ def test_an_engine_over_the_cap_that_does_not_answer_within_a_period_is_ended_wi
 def test_what_is_told_of_an_ended_engine_is_its_cap_less_the_leases():
     run = Run(memory=replace(CAP, cap=8 * GIB, leases=2 * GIB, ceiling=6 * GIB), answers=False)
     ends = [action for _ in range(8) for action in run.poll(7) if isinstance(action, EndEngine)]
-    assert ends == [EndEngine("over its cap: 7.0 GiB of 6.0 GiB on two readings, and it did not answer")]
+    assert ends == [EndEngine("over its cap: 7.0 GiB of 6.0 GiB in two readings, without an answer of the engine")]
 
 
 def test_who_was_never_asked_is_asked_before_it_is_ended():

@@ -85,8 +85,8 @@ def test_one_line_at_the_start_says_what_the_guard_resolved_to_and_where_it_come
         ({"margin": "0"}, "memory.margin is 0"),
         ({"guard": "off"}, "memory.guard is off"),
         ({"cap": "100GiB", "allow_above_metal_limit": True}, "above the Metal limit"),
-        ({"cap": "8GiB", "margin": "8GiB"}, "leaves nothing of the cap of 8.0 GiB"),
-        ({"cap": "8GiB", "margin": "9GiB"}, "leaves nothing of the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "8GiB"}, "is as large as the cap of 8.0 GiB"),
+        ({"cap": "8GiB", "margin": "9GiB"}, "is as large as the cap of 8.0 GiB"),
     ],
 )
 def test_what_weakens_the_guard_is_warned_about_for_ever(settings: dict[str, Any], words: str):
@@ -146,7 +146,7 @@ def test_a_cap_above_the_reported_limit_is_lowered_with_a_lasting_warning_and_re
     assert one.warnings() == []
     one.report_metal(7, 80 * GIB)
     assert (one.now(GIB).cap, one.cap.bound_by) == (80 * GIB, "metal")
-    assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower counts"]
+    assert one.warnings() == ["memory.cap is 90.0 GiB, above the Metal limit of 80.0 GiB: the lower value is used"]
     with pytest.raises(SettingsError, match=r"90GiB is 90.0 GiB, above the Metal limit of 80.0 GiB"):
         limiter(machine, tmp_path, cap="90GiB")
     assert limiter(machine, tmp_path, cap="90GiB", allow_above_metal_limit=True).cap.bytes == 90 * GIB
@@ -342,7 +342,7 @@ def test_a_cap_above_metals_limit_is_an_error_at_the_start_and_lowered_while_we_
     one = limiter(machine, cap="64GiB")
     machine.metal = 48 * GIB
     assert (one.now(GIB).cap, one.now(GIB).bound_by) == (48 * GIB, "metal")
-    assert "the lower counts" in one.warnings()[0]
+    assert "the lower value is used" in one.warnings()[0]
 
 
 def test_a_lease_is_told_at_once_however_small():

@@ -60,7 +60,7 @@ def test_a_disk_that_takes_nothing_is_a_warning(tmp_path: Path):
     (tmp_path / "node").write_text("no folder")
     with structlog.testing.capture_logs() as logs:
         write_device(tmp_path / "node", MAC, FIGURE)
-    assert [(line["event"], line["log_level"]) for line in logs] == [("metal limit not kept", "warning")]
+    assert [(line["event"], line["log_level"]) for line in logs] == [("metal limit not stored", "warning")]
     assert os.listdir(tmp_path) == ["node"]
 
 

@@ -283,7 +283,7 @@ async def test_an_engine_over_its_cap_that_was_stopped_is_ended_within_its_polls
     assert isinstance(end, Failed)
     assert end.code == FailureCode.ENGINE_LOST
     assert "over its cap: " in end.message
-    assert "on two readings, and it did not answer" in end.message
+    assert "in two readings, without an answer of the engine" in end.message
     assert node.poll.state.kills == 1
     assert node.poll.enforcement().kills == 1
     node.machine.container = None

@@ -74,7 +74,7 @@ def test_leaks_add_up_and_say_what_to_do():
     assert (leaks.count, leaks.missing) == (2, 70 * GIB)
     assert leaks.warning() == (
         "70.0 GiB of ended engines stayed wired (this Mac had 43.0 GiB wired before the last one started and has "
-        "73.0 GiB now): restart this Mac to get the memory back"
+        "73.0 GiB now): restart this Mac to free the memory"
     )
 
 

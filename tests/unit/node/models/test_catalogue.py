@@ -233,10 +233,10 @@ def test_weights_replaced_in_place_are_seen_by_a_scan(tmp_path: Path):
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        (tensors(4096)[:-1], "cut off: it has"),
-        (tensors()[:20], "cut off in its header"),
-        (b"", "no safetensors file"),
-        (b"\xff" * 64, "no safetensors file"),
+        (tensors(4096)[:-1], "the file is incomplete: it has"),
+        (tensors()[:20], "the file ends within its header"),
+        (b"", "not a safetensors file"),
+        (b"\xff" * 64, "not a safetensors file"),
         (struct.pack("<Q", 4) + b"{no}", "Expecting"),
     ],
 )
@@ -525,7 +525,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path):
     model(tmp_path / "senseless", weights=struct.pack("<Q", len(header)) + header)
     known = library(tmp_path).known()
     assert known["unreadable"].cause == "its files cannot be read: Is a directory"
-    assert known["senseless"].cause == "its files make no sense: IndexError: list index out of range"
+    assert known["senseless"].cause == "its files are invalid: IndexError: list index out of range"
     assert EMBEDDED.name in known, "nothing else can be served"
 
 
@@ -608,7 +608,7 @@ def test_the_weights_of_all_files_are_added_and_one_that_misses_is_named(tmp_pat
     )
     found = describe("m", folder)
     assert found is not None
-    assert found.cause == "2 of its weight files are missing, model-3.safetensors for one: download it again"
+    assert found.cause == "2 of its weight files are missing, such as model-3.safetensors: download the model again"
     for file in folder.glob("model*"):
         file.unlink()
     found = describe("m", folder)
@@ -644,13 +644,13 @@ def test_a_header_is_read_as_it_is_and_says_what_is_wrong_with_it_in_numbers(tmp
     file.write_bytes(struct.pack("<Q", 2) + b"{}")
     assert read_header(file) == (b"{}", 0)
     for content, words in (
-        (whole[:-1], f"it is cut off: it has {len(whole) - 1} bytes of {len(whole)}, download it again"),
-        (whole[:20], "it is cut off in its header, at 20 bytes"),
-        (struct.pack("<Q", 1) + b"{}", "it is no safetensors file, its header claims 1 bytes"),
-        (struct.pack("<Q", 104857601), "it is no safetensors file, its header claims 104857601 bytes"),
-        (struct.pack("<Q", 104857600), "it is cut off in its header, at 8 bytes"),
-        (struct.pack("<Q", 2) + b"[]", "it is no object"),
-        (struct.pack("<Q", 200_000) + b"[" * 200_000, "it is nested too deeply"),
+        (whole[:-1], f"the file is incomplete: it has {len(whole) - 1} of {len(whole)} bytes: download it again"),
+        (whole[:20], "the file ends within its header, at 20 bytes: download it again"),
+        (struct.pack("<Q", 1) + b"{}", "not a safetensors file: its header claims 1 bytes"),
+        (struct.pack("<Q", 104857601), "not a safetensors file: its header claims 104857601 bytes"),
+        (struct.pack("<Q", 104857600), "the file ends within its header, at 8 bytes: download it again"),
+        (struct.pack("<Q", 2) + b"[]", "it is not a JSON object"),
+        (struct.pack("<Q", 200_000) + b"[" * 200_000, "its JSON has too many levels of nesting"),
     ):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=f"^{words}$".replace("[", r"\[")):

@@ -172,7 +172,7 @@ async def test_a_battery_that_wavers_ends_no_work_twice(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"min_battery_percent": 50}, power=PowerState(plugged=False, battery=49.0))
     sharer = scene.sharer()
     await sharer.start()
-    assert "its battery is at 49 %" in sharer.to_report().why
+    assert "the battery is at 49 %" in sharer.to_report().why
     for charge, shared in ((52.0, False), (55.0, True), (51.0, True), (49.0, False)):
         scene.power = PowerState(plugged=False, battery=charge)
         await sharer.read_power()
@@ -239,7 +239,7 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
     sharer = await started(scene.sharer())
     told = sharer.to_report()
     assert (told.when, told.paused, told.by_hand, told.until) == ("hours", True, False, local(22))
-    assert told.why == "it shares from 22:00-07:00 only"
+    assert told.why == "the Mac shares only within 22:00-07:00"
     assert sharer.retry_after() == 60.0
     scene.now += 30.0
     sharer.update()
@@ -253,10 +253,10 @@ async def test_hours_are_of_this_machines_own_clock_and_the_answer_names_the_nex
 
 async def test_the_settings_are_those_of_the_rule_in_force(tmp_path: Path) -> None:
     scene = Scene(tmp_path, {"when": "idle", "idle_seconds": 120.0}, power=PowerState(idle_s=119.0))
-    assert (await started(scene.sharer())).to_report().why == "somebody uses it; it shares after 2 min of rest"
+    assert (await started(scene.sharer())).to_report().why == "the Mac is in use and shares after 2 min without input"
     scene.settings = {"when": "plugged-in"}
     scene.power = PowerState(plugged=False)
-    why = "it runs on battery, and shares only while it is plugged in"
+    why = "the Mac is on battery and shares only on mains power"
     assert (await started(scene.sharer())).to_report().why == why
     assert (await started(Scene(tmp_path).sharer())).to_report().when == "always"
 

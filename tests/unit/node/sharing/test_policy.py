@@ -152,7 +152,7 @@ def test_what_cannot_be_read_is_no_yes(when: ShareWhen) -> None:
     assert f'sharing.when = "{when}"' in found.why
 
 
-BATTERY = SharingState(False, "it runs on battery, and shares only while it is plugged in")
+BATTERY = SharingState(False, "the Mac is on battery and shares only on mains power")
 
 
 @pytest.mark.parametrize(
@@ -164,17 +164,17 @@ BATTERY = SharingState(False, "it runs on battery, and shares only while it is p
         (
             SharingRule(ShareWhen.IDLE, idle=60),
             SharingInputs(idle=59),
-            SharingState(False, "somebody uses it; it shares after 1 min of rest"),
+            SharingState(False, "the Mac is in use and shares after 1 min without input"),
         ),
         (
             SharingRule(ShareWhen.IDLE, idle=59),
             SharingInputs(idle=0),
-            SharingState(False, "somebody uses it; it shares after 59 s of rest"),
+            SharingState(False, "the Mac is in use and shares after 59 s without input"),
         ),
         (
             SharingRule(ShareWhen.IDLE, idle=90),
             SharingInputs(idle=0),
-            SharingState(False, "somebody uses it; it shares after 1.5 min of rest"),
+            SharingState(False, "the Mac is in use and shares after 1.5 min without input"),
         ),
     ],
 )
@@ -215,8 +215,8 @@ def test_on_battery_it_shares_down_to_its_charge_and_comes_back_higher() -> None
     assert charged([3, 2], least=0) == [True] * 2
     why = sharing_state(SharingRule(battery=50), SharingInputs(plugged=False, battery=41.6), 0.0).why
     assert (
-        why
-        == "its battery is at 42 %, and sharing.min_battery_percent = 50; it shares again from 55 % on, or plugged in"
+        why == "the battery is at 42 %, below sharing.min_battery_percent = 50; "
+        "the Mac shares again from 55 %, or on mains power"
     )
 
 
@@ -231,7 +231,7 @@ def test_the_battery_only_narrows_what_the_rule_says() -> None:
     weak, full = SharingInputs(plugged=False, battery=10, idle=700), SharingInputs(plugged=False, battery=90, idle=700)
     assert not sharing_state(SharingRule(ShareWhen.IDLE, battery=50), weak, 0.0).shared
     assert sharing_state(SharingRule(ShareWhen.IDLE, battery=50), full, 0.0).shared
-    assert "somebody uses it" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
+    assert "the Mac is in use" in sharing_state(SharingRule(ShareWhen.IDLE, idle=900, battery=50), full, 0.0).why
     assert not sharing_state(SharingRule(ShareWhen.PLUGGED_IN, battery=50), full, 0.0).shared
 
 
@@ -240,7 +240,7 @@ def test_without_a_battery_its_charge_does_not_matter_and_an_unread_one_is_no_ye
     for plugged in (None, False):
         found = sharing_state(SharingRule(battery=50), SharingInputs(plugged=plugged), 0.0)
         assert not found.shared
-        assert "cannot be read here, which sharing.min_battery_percent = 50 needs" in found.why
+        assert "cannot be read, which sharing.min_battery_percent = 50 needs" in found.why
 
 
 def test_what_is_done_once_nothing_is_taken() -> None:

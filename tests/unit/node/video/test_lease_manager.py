@@ -151,7 +151,7 @@ async def test_a_release_of_an_unknown_lease_is_answered_and_an_acknowledgement_
         ({"size": 90 * GIB}, "lease_too_large", "the cap of 90.0 GiB leaves"),
         ({"size": 0}, "invalid_request", "0 bytes"),
         ({"lease": "../l"}, "invalid_request", "1 to 96 letters"),
-        ({"model": "absent"}, "video_not_ready", "it is not here"),
+        ({"model": "absent"}, "video_not_ready", "this node has no such package"),
     ],
 )
 async def test_a_refused_lease_takes_nothing(make: Make, ask: dict[str, Any], code: str, words: str):
@@ -188,10 +188,10 @@ async def test_a_node_that_is_paused_lends_nothing_new_and_keeps_what_it_lends(m
     assert node.limiter.leases == LEASE
     node.ask(lease="l-2")
     refused = await node.frame(LeaseRefused, "l-2")
-    assert (refused.code, refused.message) == ("node_paused", "this node takes nothing new: its owner uses it")
+    assert (refused.code, refused.message) == ("node_paused", "this node accepts no leases: its owner uses it")
     node.lender.end("its owner uses it")
     ended = await node.ended()
-    assert (ended.code, ended.message) == ("node_paused", "its node takes no work now: its owner uses it")
+    assert (ended.code, ended.message) == ("node_paused", "its node stopped sharing: its owner uses it")
     node.lender.pause("")
     node.ask(lease="l-3")
     assert isinstance(await node.answer("l-3"), LeaseGranted)
@@ -214,7 +214,7 @@ async def test_a_lease_that_no_worker_takes_up_ends_at_its_start_timeout(make: M
     node.ask()
     ended = await node.ended()
     assert ended.code == "start_failed"
-    assert "nobody started a worker within 1 s" in ended.message
+    assert "no worker was started within 1 s" in ended.message
     assert node.limiter.leases == 0
 
 
@@ -289,8 +289,8 @@ async def test_a_worker_counts_on_its_lease_and_its_clip_is_measured_and_served(
 @pytest.mark.parametrize(
     ("setting", "code", "words"),
     [
-        ("worker.job_timeout_seconds", "job_timeout", "it was not done after 1 s"),
-        ("worker.stall_timeout_seconds", "worker_stalled", "nothing was computed for 1 s"),
+        ("worker.job_timeout_seconds", "job_timeout", "the job was not finished after 1 s"),
+        ("worker.stall_timeout_seconds", "worker_stalled", "no progress for 1 s"),
     ],
 )
 async def test_a_worker_has_the_time_of_the_settings(make: Make, setting: str, code: str, words: str):
@@ -309,8 +309,8 @@ async def test_work_that_comes_in_while_the_ceiling_is_lowered_keeps_its_memory(
     node.ask(size=14 * GIB)
     refused = await node.answer()
     assert isinstance(refused, LeaseRefused)
-    assert (refused.code, refused.message) == ("no_headroom", "work came in while the ceiling was lowered")
-    assert (refused.need, refused.retry_after, refused.waiting_for) == (14 * GIB, 5.0, "the work that came in")
+    assert (refused.code, refused.message) == ("no_headroom", "requests arrived while the ceiling was lowered")
+    assert (refused.need, refused.retry_after, refused.waiting_for) == (14 * GIB, 5.0, "the end of the new requests")
     assert refused.headroom is not None
     assert 0 < refused.headroom < 14 * GIB
     assert (node.ceiling, node.limiter.leases) == (before, 0)

@@ -106,7 +106,7 @@ def test_weights_that_are_not_whole_are_named(tmp_path: Path):
     folder = package(tmp_path / "wan")
     weights(folder / "transformer_2" / "0.safetensors", 900, held=100)
     cause = found(tmp_path)["wan"].described.cause
-    assert cause.startswith("transformer_2: 0.safetensors: it is cut off")
+    assert cause.startswith("transformer_2: 0.safetensors: the file is incomplete")
 
 
 def test_other_weights_are_another_fingerprint(tmp_path: Path):

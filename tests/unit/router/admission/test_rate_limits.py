@@ -60,7 +60,7 @@ def test_requests_a_minute():
         taken(one, 10.0)
     answer = refused(one, 10.0)
     assert (answer.code, answer.status, answer.retry_after) == (RefusalCode.RATE_LIMITED, 429, pytest.approx(20.0))
-    assert "3 requests a minute" in answer.message
+    assert "3 requests per minute" in answer.message
     refused(one, 29.0)
     taken(one, 30.0)
     refused(one, 30.0)
@@ -166,9 +166,13 @@ def bounded(**settings: Any) -> RateLimits:
 @pytest.mark.parametrize(
     ("settings", "demand", "words"),
     [
-        ({"max_requests_per_key": 2}, ResourceDemand("m"), "2 requests at once"),
+        ({"max_requests_per_key": 2}, ResourceDemand("m"), "the limit of this API key is 2 open requests"),
         ({"max_prompt_tokens_per_key": 250}, ResourceDemand("m", prompt_tokens=100), "250 prompt tokens"),
-        ({"max_body_bytes_per_key": 250}, ResourceDemand("m", prompt_bytes=100), "of prompts under way"),
+        (
+            {"max_body_bytes_per_key": 250},
+            ResourceDemand("m", prompt_bytes=100),
+            "of open prompts; with this one it would have",
+        ),
     ],
 )
 def test_a_key_without_limits_is_bounded_in_what_it_has_under_way(
@@ -216,7 +220,7 @@ def test_videos_are_counted_apart_and_one_may_always_wait():
     assert [one.admit_video("k", "wan", 1, 0, 0.0) for _ in range(2)] == [None, None]
     answer = one.admit_video("k", "wan", 1, 0, 0.0)
     assert isinstance(answer, Refused)
-    assert "3 requests a minute" in answer.message
+    assert "3 requests per minute" in answer.message
     assert one.running("k") == 0
 
 

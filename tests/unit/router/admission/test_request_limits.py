@@ -60,8 +60,8 @@ def test_values_are_counted_outside_texts_only():
     assert message_of(text) == ""
     assert message_of(b'{"a":[' + b"1," * (MAX_VALUES - 2) + b"1]}") == ""
     assert f"{MAX_VALUES + 1} values" in message_of(b'{"a":[' + b"1," * (MAX_VALUES - 1) + b"1]}")
-    assert f"at most {MAX_VALUES}" in message_of(b'{"a":' + b"[" * MAX_VALUES)
-    assert f"{MAX_TEXTS + 1} texts" in message_of(b'{"a":[' + b'"",' * (MAX_TEXTS - 1) + b'""]}')
+    assert f"the limit is {MAX_VALUES}" in message_of(b'{"a":' + b"[" * MAX_VALUES)
+    assert f"{MAX_TEXTS + 1} strings" in message_of(b'{"a":[' + b'"",' * (MAX_TEXTS - 1) + b'""]}')
 
 
 @pytest.mark.parametrize("end", [b"\\", b"\\\\", b'\\"', b'\\\\\\"', b'\\\\"'])

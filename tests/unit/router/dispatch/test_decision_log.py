@@ -151,7 +151,7 @@ async def test_what_goes_on_elsewhere_says_so():
     two.speak()
     two.dispatcher.node_gone(lost, "its power went")
     other, _ = two.last()
-    assert way(ticket)[2][0].startswith("dropped: ")
+    assert way(ticket)[2][0].startswith("lost: ")
     assert "its power went" in way(ticket)[2][0]
     assert way(ticket)[3] == ("resumed", f"node-{other}")
 

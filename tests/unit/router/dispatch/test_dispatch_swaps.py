@@ -95,7 +95,7 @@ async def test_new_requests_wait_while_a_node_makes_room_and_the_other_model_com
     assert mac.last() == (A, later.request)
     assert [what for _, what, _ in other.steps] == [
         "queued",
-        "waiting for a model swap: no node may unload a model for it yet",
+        "waiting for a model swap: no node can unload a model for it yet",
         "waiting for a model swap: one -> two",
         "sent",
     ]

@@ -364,7 +364,7 @@ async def test_a_full_line_and_a_greedy_key_are_told_so():
     others = [cluster.submit(key=f"k{number}") for number in range(5)]
     assert isinstance(others[-1].outcome, Refused)
     assert others[-1].outcome.code is RefusalCode.QUEUE_FULL
-    assert "wait already" in cluster.dispatcher.outage_reason()
+    assert "the queue is full with" in cluster.dispatcher.outage_reason()
     cluster.dispatcher.shutdown()
     cluster.settled()
 
@@ -430,7 +430,7 @@ async def test_who_asks_for_far_more_than_others_is_told_so_at_the_deadline_unle
     one.dispatcher.sweep()
     assert isinstance(early.outcome, Refused)
     assert early.outcome.code is RefusalCode.DEADLINE
-    assert "others need" in early.outcome.message
+    assert "other API keys use" in early.outcome.message
     for ticket in (*others, *greedy[:5]):
         one.dispatcher.close(ticket)
     assert one.submit(prompt_tokens=1500, key="greedy").node == A, "nobody else is here"
@@ -818,7 +818,7 @@ async def test_servable_says_why_not(one: Cluster):
     one.state[A] = "asleep"
     one.report()
     assert "node-a is asleep" in one.dispatcher.outage_reason()
-    assert Cluster().dispatcher.outage_reason() == "no node of the cluster has reported a model"
+    assert Cluster().dispatcher.outage_reason() == "no node has reported a model"
 
 
 async def test_preview_decides_without_acting(one: Cluster):
@@ -841,11 +841,11 @@ async def test_an_estimate_that_fits_nowhere_is_counted_by_a_node_and_answered_a
     node, frame = one.sent[-1]
     assert isinstance(frame, Generate)
     assert one.dispatcher.ledger.unacknowledged(node) == 0
-    too_large = Refused(RefusalCode.TOO_LARGE, "needs 8.0 GiB, this node can hold 2.0 GiB")
+    too_large = Refused(RefusalCode.TOO_LARGE, "needs 8.0 GiB, this node can give 2.0 GiB")
     one.dispatcher.receive(node, Refusal(frame.request, too_large, 4000))
     assert isinstance(counted.outcome, Refused)
     assert (counted.outcome.code, counted.outcome.status) == (RefusalCode.TOO_LARGE, 400)
-    assert "the most that any member can give" in counted.outcome.message
+    assert "on an idle node, the largest node can give" in counted.outcome.message
 
 
 async def test_a_send_that_breaks_leaves_nothing_behind():

@@ -127,13 +127,17 @@ async def test_what_another_node_says_or_suffers_is_not_about_this_order(nodes: 
 async def test_a_node_without_a_link_is_a_refusal(nodes: Nodes):
     nodes.up = False
     ended = await (await nodes.give())
-    assert ended == Refused(RefusalCode.NOT_READY, "node-a is not linked", None, 2.0, "node-a")
+    assert ended == Refused(
+        RefusalCode.NOT_READY, "node-a is not connected: retry when it is back", None, 2.0, "node-a"
+    )
 
 
 async def test_orders_are_bounded_and_end_with_the_coordinator(nodes: Nodes):
     tasks = [await nodes.give() for _ in range(MAX_OPEN_COMMANDS)]
     ended = await (await nodes.give())
-    assert ended == Refused(RefusalCode.QUEUE_FULL, "64 loads are under way already: wait for one to end")
+    assert ended == Refused(
+        RefusalCode.QUEUE_FULL, "64 model commands are open, which is the limit: wait for one to end"
+    )
     assert len(nodes.sent) == MAX_OPEN_COMMANDS
     nodes.orders.shutdown("stopping")
     assert {await task for task in tasks} == {RequestFailure("shutting_down", "stopping")}
@@ -156,12 +160,14 @@ async def test_counts_are_bounded_by_key_and_in_all(nodes: Nodes):
     keys = MAX_OPEN_COMMANDS // MAX_COUNTS_PER_KEY
     counts = [await nodes.count(f"key-{number % keys}") for number in range(MAX_OPEN_COMMANDS - 1)]
     full = await nodes.count("key-0")
-    text = "16 counts of this API key are under way already: wait for one to end"
+    text = "16 token counts of this API key are open, which is the limit: wait for one to end"
     assert await full == Refused(RefusalCode.OVER_SHARE, text, None, 1.0)
     counts.append(await nodes.count("another"))
     assert not counts[-1].done(), "others find room beside it"
     last = await nodes.count("yet another")
-    assert await last == Refused(RefusalCode.QUEUE_FULL, "64 counts are under way already: wait for one to end")
+    assert await last == Refused(
+        RefusalCode.QUEUE_FULL, "64 token counts are open, which is the limit: wait for one to end"
+    )
     nodes.orders.shutdown("stopping")
     await asyncio.gather(*counts)
 

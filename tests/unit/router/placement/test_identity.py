@@ -123,7 +123,7 @@ async def test_a_stream_does_not_continue_with_the_other_model_and_says_why(thre
     lose(three)
     assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
-    assert "another model under the name tiny (`cluster models`)" in ticket.outcome.message
+    assert "a different model with the name tiny (`cluster models`)" in ticket.outcome.message
     assert B not in {node for node, _ in three.generates()}
 
 

@@ -174,17 +174,17 @@ REASONS = [
     ({"state": "paused", "sharing": Sharing(paused=True, why="somebody plays")}, "is paused: somebody plays"),
     ({"cordoned": True}, "is cordoned"),
     ({"draining": True}, "is draining"),
-    ({"heard_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "was last heard 3.1 s ago"),
+    ({"heard_at": NOW - MAX_REPORT_AGE_SECONDS - 0.1}, "sent its last report 3.1 s ago"),
     ({"engine": EngineState("mlx", "restarting", "signal 6")}, "its engine is restarting: signal 6"),
     ({"engine": EngineState("mlx", "hung")}, "its engine is hung"),
     (
         {"memory": a_memory(1 * MIB)},
-        "needs 74.2 MiB, headroom is 1.0 MiB (of 24.0 GiB, 22.0 GiB are taken, 0.0 MiB promised, "
+        "needs 74.2 MiB, headroom is 1.0 MiB (of 24.0 GiB, 22.0 GiB are in use, 0.0 MiB reserved, "
         "2.0 GiB kept as margin)",
     ),
     (
         {"memory": a_memory(phys=None, current=None, headroom=None)},
-        "the footprint of the engine cannot be read; no request starts there until it can",
+        "the footprint of the engine cannot be read; the node starts no requests until then",
     ),
     ({"models": {"other": a_model("other")}}, "does not serve tiny"),
 ]
@@ -241,7 +241,12 @@ MAKES_ROOM = SwapTurn(NodeId("a"), "a", "large", frozenset({"tiny"}), 1, NOW)
 @pytest.mark.parametrize(
     ("ask", "change", "reason", "code"),
     [
-        (ResourceDemand("tiny"), {}, "makes room for large: no new requests for tiny until then", RefusalCode.NO_ROOM),
+        (
+            ResourceDemand("tiny"),
+            {},
+            "makes room for large: it takes no new requests for tiny until large is loaded",
+            RefusalCode.NO_ROOM,
+        ),
         (ResourceDemand("large"), {}, "", None),
         (ResourceDemand("tiny", written=1), {}, "", None),
         (ResourceDemand("tiny"), {"state": "asleep"}, "is asleep", RefusalCode.NOT_READY),
@@ -267,7 +272,7 @@ TRIED = [
     (AttemptHistory(lost=[NodeId("a")]), "was lost with this request", RefusalCode.NOT_READY),
     (
         AttemptHistory(never={NodeId("a"): Refused(RefusalCode.TOO_LARGE, "needs 9 GiB")}),
-        "refused for good: needs 9 GiB",
+        "refused this request permanently: needs 9 GiB",
         RefusalCode.TOO_LARGE,
     ),
     (
@@ -316,7 +321,7 @@ def test_a_key_with_labels_gets_a_404_for_a_model_that_is_nowhere():
     assert refused(decide(node("a"), ask=bound)).code is RefusalCode.NO_MODEL
     elsewhere = node("b", None, a_model("other"), labels=frozenset({"lab"}), state="asleep")
     answer = refused(decide(node("a", None, a_model("other")), elsewhere, ask=bound))
-    assert answer == Refused(RefusalCode.NOT_READY, "no node can take other now: b is asleep", None, 2.0)
+    assert answer == Refused(RefusalCode.NOT_READY, "no node can serve other now: b is asleep", None, 2.0)
 
 
 def test_what_was_promised_since_the_report_counts():
@@ -369,14 +374,14 @@ def test_a_feature_that_the_model_lacks_rules_the_node_out():
     ask = ResourceDemand("tiny", 400, features=frozenset({"tools"}))
     assert chosen(decide(node("plain"), able, ask=ask)) == "able"
     refusal = refused(decide(node("plain"), ask=ask))
-    assert (refusal.code, refusal.message) == (RefusalCode.UNSUPPORTED, "no node offers tools with tiny")
+    assert (refusal.code, refusal.message) == (RefusalCode.UNSUPPORTED, "no node supports tools with tiny")
 
 
 def test_what_no_node_offers_is_said_whatever_the_state_of_the_nodes():
     ask = ResourceDemand("tiny", 400, features=frozenset({"tools", "sampling"}))
     lost = node("lost", None, a_model(features=("tools",)), state="lost")
     refusal = refused(decide(lost, node("plain"), ask=ask))
-    assert refusal.message == "no node offers top_k, min_p, penalties or logit_bias with tiny"
+    assert refusal.message == "no node supports top_k, min_p, penalties or logit_bias with tiny"
     other = node("other", None, a_model(features=("sampling",)))
     assert refused(decide(lost, other, ask=ask)).code is RefusalCode.UNSUPPORTED, "neither offers both"
 
@@ -394,7 +399,7 @@ def test_weights_that_exceed_the_cap_keep_an_unloaded_model_off_a_node_for_ever(
     small = node("small", None, a_model(loaded=False, weights=23 * GIB))
     result = decide(small, ask=ResourceDemand("tiny", 0, 1, 1))
     assert (refused(result).code, refused(result).status) == (RefusalCode.TOO_LARGE, 400)
-    assert "the most that any member can give is 22.0 GiB" in refused(result).message
+    assert "the largest node can give 22.0 GiB" in refused(result).message
     large = node("large", a_memory(90 * GIB, cap=96 * GIB), a_model(loaded=False, weights=23 * GIB))
     assert chosen(decide(small, large, ask=ResourceDemand("tiny", 0, 1, 1))) == "large"
 
@@ -867,7 +872,7 @@ def test_the_names_that_are_offered_are_three_at_most_and_near_where_any_is(name
 def test_a_chat_for_a_video_model_names_the_route_for_videos():
     films = VideoState(packages=(VideoPackage("other"), VideoPackage("wan")))
     answer = refused(decide(node("a"), node("b", video=films), ask=ResourceDemand("wan")))
-    assert answer == Refused(RefusalCode.INVALID, "the model 'wan' makes videos and does not chat: POST /v1/videos")
+    assert answer == Refused(RefusalCode.INVALID, "the model 'wan' generates videos, not text: use POST /v1/videos")
     assert refused(decide(node("b", video=films), ask=ResourceDemand("tin"))).code is RefusalCode.NO_MODEL
 
 
@@ -927,7 +932,7 @@ def test_can_never_fit_is_said_only_with_an_exact_count():
         assert (answer.code, answer.status, answer.node) == (RefusalCode.TOO_LARGE, 400, "a")
         alone = alone_bytes(model, 40_000, 64) / GIB
         assert answer.message.startswith(
-            f"needs {alone:.1f} GiB alone, the most that any member can give is 22.0 GiB (a): shorten the prompt"
+            f"needs {alone:.1f} GiB on an idle node, the largest node can give 22.0 GiB (a): shorten the prompt"
         )
         assert answer.numbers is not None
 
@@ -981,7 +986,7 @@ def test_a_final_refusal_of_every_serving_node_is_final():
     trials = AttemptHistory(never={NodeId("a"): Refused(RefusalCode.TOO_LARGE, "the node's own words")})
     answer = refused(decide(node("a"), trials=trials))
     assert answer.code is RefusalCode.TOO_LARGE
-    assert answer.message.startswith("needs 1.1 GiB alone, the most that any member can give is 22.0 GiB (a)")
+    assert answer.message.startswith("needs 1.1 GiB on an idle node, the largest node can give 22.0 GiB (a)")
 
 
 def test_nodes_that_are_all_away_are_named():
@@ -992,11 +997,11 @@ def test_nodes_that_are_all_away_are_named():
         "d": {"state": "lost"},
     }
     away = [node(name, **change) for name, change in names.items()]
-    text = "no node can take tiny now: a is asleep; b is cordoned; c is draining; d is lost"
+    text = "no node can serve tiny now: a is asleep; b is cordoned; c is draining; d is lost"
     for nodes in (away, [*away, node("e", state="lost")]):
         assert refused(decide(*nodes)) == Refused(RefusalCode.NOT_READY, text, None, 2.0), "four of them are named"
     answer = refused(decide(node("a", draining=True)))
-    assert answer == Refused(RefusalCode.DRAINING, "no node can take tiny now: a is draining", None, 2.0)
+    assert answer == Refused(RefusalCode.DRAINING, "no node can serve tiny now: a is draining", None, 2.0)
 
 
 def test_a_row_of_a_decision_is_the_whole_arithmetic():

@@ -353,8 +353,8 @@ async def test_the_deadline_ends_it_honestly():
             await ticket.wait()
     assert isinstance(ticket.outcome, RequestFailure)
     assert ticket.outcome.code == "node_lost"
-    assert "was lost while it answered" in ticket.outcome.message
-    assert "nobody could go on with it: needs" in ticket.outcome.message
+    assert "was lost during the answer" in ticket.outcome.message
+    assert "no other node can resume the answer: needs" in ticket.outcome.message
     cluster.settled()
 
 
@@ -528,7 +528,7 @@ async def test_a_node_whose_engine_keeps_failing_gets_nothing_until_a_probe_is_w
     for _ in range(3):
         two.submit()
         assert two.last()[0] == A
-        two.say(lambda number: Failed(number, "engine_error", "its prompt could not be processed"))
+        two.say(lambda number: Failed(number, "engine_error", "the prefill of its prompt failed"))
         two.now += 1.5
         two.report()
     waiting = two.submit()

@@ -185,7 +185,7 @@ def test_ids_that_no_grammar_allows_end_a_resumed_answer(driver: Driver):
     number = driver.ask("Hello!", bound(SCHEMA), resume=((50, 51, 52),))
     end = driver.end(number)
     assert isinstance(end, Failed)
-    assert "does not follow" in end.message
+    assert "is not allowed" in end.message
 
 
 def test_a_row_that_gave_way_goes_on_in_its_grammar(driver: Driver):
@@ -219,7 +219,7 @@ def test_a_grammar_that_fails_ends_its_request_alone(driver: Driver, monkeypatch
         nonlocal asked
         asked += 1
         if asked == 4:
-            raise GrammarFailed("it cannot be followed further: too many states")
+            raise GrammarFailed("the matcher failed: too many states")
         return mask(self)
 
     monkeypatch.setattr(GrammarMatcher, "mask", failing)

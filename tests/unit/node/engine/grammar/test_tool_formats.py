@@ -460,7 +460,7 @@ ROUND = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
 UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a list, where there are none": ("function_gemma", schema(a={"type": "array"}), "only texts, numbers"),
     "an object, where there are none": ("function_gemma", schema(a={"type": "object"}), "only texts, numbers"),
-    "a name that is a word of Python": ("pythonic", schema(**{"from": {"type": "string"}}), "no name in Python"),
+    "a name that is a word of Python": ("pythonic", schema(**{"from": {"type": "string"}}), "not a Python name"),
     "a name with a blank": ("qwen3_coder", schema(**{"a b": {"type": "string"}}), "has a name"),
     "a key with a hyphen": ("gemma4", schema(a=schema(**{"b-c": {}})), "the key 'b-c'"),
     "a choice at the top": ("glm47", {"type": "object", "anyOf": [{"required": ["a"]}]}, "use anyOf at their top"),
@@ -472,11 +472,11 @@ UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "a reference that goes round": (
         "qwen3_coder",
         {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        "itself",
+        "circular",
     ),
-    "a reference to nothing": ("gemma4", schema(a={"$ref": "#/$defs/none"}), "leads nowhere"),
+    "a reference to nothing": ("gemma4", schema(a={"$ref": "#/$defs/none"}), "has no target"),
     "keys by a pattern": ("kimi_k2", schema(a={"type": "object", "patternProperties": {"a": {}}}), "patternProperties"),
-    "no object": ("pythonic", {"type": "array"}, "no object"),
+    "no object": ("pythonic", {"type": "array"}, "must be an object"),
 }
 
 

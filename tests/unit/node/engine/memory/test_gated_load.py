@@ -231,7 +231,7 @@ def test_an_unload_ends_a_load_that_is_read_or_queued(driver: Driver, tmp_path: 
         end = driver.ended(number)
         assert isinstance(end, Refusal)
         assert end.refused.code is RefusalCode.NOT_READY
-        assert "unloaded by order" in end.refused.message
+        assert "cancelled by `cluster model unload`" in end.refused.message
     assert memory(driver).active < before + 8 * MIB
     assert not driver.engine.model_manager.busy
     driver.take(LoadModel(ORDER + 4, "grown"))

@@ -97,7 +97,7 @@ def test_a_request_that_can_never_fit_is_refused_with_what_it_needs_and_what_the
             6 * GIB,
         )
         assert f"{shape.length} tokens × {shape.choices}" in refused.message
-        assert "this node can hold 10.9 GiB" in refused.message
+        assert "this node can give 10.9 GiB" in refused.message
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_text_that_cannot_fit_the_context_is_counted_only_as_far_as_needed(dri
     refusal = driver.ended(9)
     assert isinstance(refusal, Refusal)
     assert refusal.refused.code is RefusalCode.CONTEXT
-    assert f"takes {context}: shorten the prompt" in refusal.refused.message
+    assert f"is {context}: shorten the prompt" in refusal.refused.message
     assert 0 < sum(counted) <= 8 * context + TOKENIZE_SLICE_CHARS
     assert driver.engine.report(0.0).memory.reserved == 0
 
@@ -219,7 +219,7 @@ def test_a_prompt_that_fits_exactly_is_not_refused_by_its_slices(driver: Driver)
     count = len(tokenizer.encode(text, plain=False))
     assert len(tokenizer.encode(text, plain=False, most=count)) == count
     assert len(text) > 2 * count, "its slices are counted"
-    with pytest.raises(TooLong, match=r"have \d+ tokens already"):
+    with pytest.raises(TooLong, match=r"already has \d+ tokens"):
         tokenizer.encode(text, plain=False, most=count // 2)
 
 

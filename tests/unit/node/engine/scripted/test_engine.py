@@ -299,9 +299,9 @@ def test_nothing_is_taken_before_the_first_limits():
     ("fields", "code", "words"),
     [
         ({"model": "gpt"}, RefusalCode.NO_MODEL, "scripted-1, not gpt"),
-        ({"max_tokens": 10**12}, RefusalCode.CONTEXT, "1000000000006; scripted-1 takes 32768"),
+        ({"max_tokens": 10**12}, RefusalCode.CONTEXT, "1000000000006; the context of scripted-1 is 32768"),
         ({"content": "x " * 32764}, RefusalCode.CONTEXT, "the prompt has 32768 tokens"),
-        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "at most 64"),
+        ({"n": 10**9}, RefusalCode.UNSUPPORTED, "the limit of this node is 64"),
         ({"n": 0}, RefusalCode.INVALID, "at least 1"),
         ({"max_tokens": 0}, RefusalCode.INVALID, "at least 1"),
         ({"max_tokens": -(2**63)}, RefusalCode.INVALID, "at least 1"),
@@ -328,7 +328,7 @@ def test_what_can_never_fit_is_told_with_all_numbers():
     refused = bench.refused(bench.ask("x " * 16124, max_tokens=256)).refused
     assert refused.code is RefusalCode.TOO_LARGE
     assert refused.message.startswith(
-        "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can hold 31.0 GiB: "
+        "needs 43.5 GiB (weights 27.5 GiB, 16384 tokens × 1), this node can give 31.0 GiB: "
     )
     assert refused.numbers is not None
     assert refused.numbers.predicted == int(43.5 * GIB) + 5 * GIB
@@ -371,7 +371,7 @@ def test_an_answer_that_outgrows_what_was_expected_asks_again_and_ends_when_ther
     end = bench.last(number)
     assert isinstance(end, Failed)
     assert end.code == "no_headroom"
-    assert "outgrew" in end.message
+    assert "became longer than expected" in end.message
     assert len(bench.ids[number, 0]) == 10 + 2 * KV_GROWTH_TOKENS
     assert bench.report().memory.reserved == 0
     assert bench.report().memory.active == 4 * GIB

@@ -139,7 +139,7 @@ def test_a_renderer_in_python_is_given_arguments_as_text(tmp_path: Path):
         ("{{ ''.__class__.__mro__ }}{{ cycler.__init__.__globals__ }}", "SecurityError"),
         ("{{ raise_exception('x' * 100000) }}", "xxx…"),
         ("{{ 1 // 0 }}", "ZeroDivisionError"),
-        ("", "the chat template gives an empty prompt"),
+        ("", "the chat template rendered an empty prompt"),
         (None, "the model has no chat template"),
     ],
 )
@@ -191,7 +191,7 @@ def test_a_tokenizer_that_raises_fails_the_request(tmp_path: Path):
 def test_ids_that_the_model_does_not_have_fail_the_request(folder: Path):
     model = tokenizer.load(folder)
     model.size = 3
-    with pytest.raises(TemplateFailed, match="there are only 3"):
+    with pytest.raises(TemplateFailed, match="the vocabulary has 3"):
         model.prompt(ask())
 
 
@@ -225,7 +225,7 @@ def test_code_that_comes_with_a_model_is_never_run(tmp_path: Path):
     proof = tmp_path / "ran"
     (written / "own.py").write_text(f"open({str(proof)!r}, 'w')\nclass Own: pass\n")
     vocabulary.configure(written, tokenizer_class="Own", auto_map={"AutoTokenizer": ["own.Own", None]})
-    with pytest.raises(TokenizerError, match=r"^evil: its tokenizer needs code that comes with the model"):
+    with pytest.raises(TokenizerError, match=r"^evil: its tokenizer needs code from the model folder"):
         tokenizer.load(written)
     assert not proof.exists()
 
@@ -240,7 +240,7 @@ def test_a_broken_file_is_told_without_its_path(tmp_path: Path, file: str):
 
 
 def test_a_folder_that_is_not_there_is_told(tmp_path: Path):
-    with pytest.raises(TokenizerError, match="nowhere: there is no such folder"):
+    with pytest.raises(TokenizerError, match="nowhere: the folder does not exist"):
         tokenizer.load(tmp_path / "nowhere")
 
 

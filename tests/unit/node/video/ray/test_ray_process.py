@@ -62,7 +62,7 @@ async def test_it_is_read_until_it_is_up_and_ended_with_all_of_its_group(tmp_pat
 async def test_what_does_not_start_has_last_words_and_what_says_too_much_is_read_no_further(tmp_path: Path):
     process, said = await started("print('one'); print('two\\n\\n three '); print('four')", tmp_path)
     assert ray_process.last_words(said) == "two / three / four"
-    assert ray_process.last_words(b"") == "it said nothing"
+    assert ray_process.last_words(b"") == "it printed nothing"
     await ended(process)
     process, said = await started("while True: print('x' * 4095)", tmp_path)
     assert ray_process.MAX_OUTPUT_BYTES <= len(said) < ray_process.MAX_OUTPUT_BYTES + 4096

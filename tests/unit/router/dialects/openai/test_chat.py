@@ -484,9 +484,9 @@ UNUSABLE: list[tuple[bytes, str]] = [
     (b'{"temperature":-Infinity}', "-Infinity is not a JSON number"),
     (b'{"model":"\\ud800"}', "surrogate"),
     (b'{"model":"x","metadata":{"\\udfff":1}}', "surrogate"),
-    (b'{"model":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "nested too deeply"),
-    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "nested too deeply"),
-    (b'{"seed":' + b"9" * 5000 + b"}", "not usable"),
+    (b'{"model":' + b"[" * 10_000 + b"]" * 10_000 + b"}", "too many levels of nesting"),
+    (b'{"a":' * 10_000 + b"1" + b"}" * 10_000, "too many levels of nesting"),
+    (b'{"seed":' + b"9" * 5000 + b"}", "cannot be used"),
     (b'{"model":"a\nb"}', "not JSON"),
     (b"\xef\xbb\xbf{}", "not JSON"),
 ]

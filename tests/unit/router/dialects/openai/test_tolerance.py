@@ -121,7 +121,7 @@ def test_a_field_of_another_dialect_is_ignored_unless_it_holds_the_question():
 
 def test_a_refusal_says_whether_the_server_or_the_model_cannot():
     image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:"}}]}]
-    assert "is not offered by this server, with any model" in parse("chat", messages=image).message
+    assert "is not supported by this server, with any model" in parse("chat", messages=image).message
 
 
 @pytest.mark.parametrize(
@@ -271,4 +271,4 @@ def test_tools_of_a_namespace_are_offered_and_their_calls_name_it():
     crowd = {"type": "namespace", "name": "crowd", "tools": [FLAT | {"name": f"f{number}"} for number in range(100)]}
     refused = parse("responses", tools=[crowd, crowd | {"name": "other"}])
     assert isinstance(refused, Problem)
-    assert "200 tools are offered in all, at most 128" in refused.message
+    assert "200 tools in the request, the limit is 128: leave some out" in refused.message

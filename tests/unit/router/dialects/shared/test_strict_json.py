@@ -22,10 +22,10 @@ def message_of(body: bytes, max_values: int = 100) -> str:
     [
         (b"\xff{}", "the body is not UTF-8: byte 0 (invalid start byte)"),
         (b'{"a":}', "the body is not JSON: Expecting value at line 1 column 6"),
-        (b"[" * 5000, "the body is nested too deeply"),
+        (b"[" * 5000, "the body has too many levels of nesting"),
         (b"[]", "the body must be a JSON object"),
-        (b'{"a":NaN}', "the body is not usable: NaN is not a JSON number"),
-        (b'{"a":[{"c":2,"b":1,"b":3}]}', "the body is not usable: the key 'b' appears twice in one object"),
+        (b'{"a":NaN}', "the body cannot be used: NaN is not a JSON number"),
+        (b'{"a":[{"c":2,"b":1,"b":3}]}', "the body cannot be used: the key 'b' appears twice in one object"),
         (b'{"' + b"k" * 70 + b'":1,"' + b"k" * 70 + b'":2}', f"the key '{'k' * 64}' appears twice in one object"),
         (rb'{"a":"\ud800"}', "half of a surrogate pair"),
         (rb'{"a":{"\udfff":1}}', "half of a surrogate pair"),
@@ -51,7 +51,10 @@ def test_an_object_is_read_as_it_stands():
     [
         (b'{"a":[' + b"1," * 97 + b"1]}", ""),
         (b'{"a":[' + b"1," * 98 + b"1]}", ""),
-        (b'{"a":[' + b"1," * 99 + b"1]}", "the body has 101 values (commas, lists and objects), at most 100 are read"),
+        (
+            b'{"a":[' + b"1," * 99 + b"1]}",
+            "the body has 101 values (commas, lists and objects), the limit is 100: shorten it",
+        ),
         (b'{"a":' + b"[" * 100 + b"]" * 100 + b"}", "the body has 101 values"),
         (b'{"a":"' + b",[{" * 100 + b'"}', ""),
         (rb'{"a":"' + rb"\"," * 300 + b'"}', ""),
@@ -66,7 +69,7 @@ def test_values_are_counted_before_a_body_is_read(body: bytes, message: str):
 
 @pytest.mark.parametrize(
     ("texts", "message"),
-    [(MAX_TEXTS, ""), (MAX_TEXTS + 1, f"the body has {MAX_TEXTS + 1} texts, at most {MAX_TEXTS} are read")],
+    [(MAX_TEXTS, ""), (MAX_TEXTS + 1, f"the body has {MAX_TEXTS + 1} strings, the limit is {MAX_TEXTS}: shorten it")],
 )
 def test_texts_are_counted_before_a_body_is_read(texts: int, message: str):
     body = b'{"a":[' + b'"",' * (texts - 2) + rb'"\"\""]}'
@@ -90,8 +93,8 @@ def test_texts_are_counted_before_a_body_is_read(texts: int, message: str):
 )
 def test_characters_are_counted_where_one_of_them_needs_four_bytes(text: str, characters: int):
     message = (
-        f"the body has {characters} characters, at most {CHARACTERS} are read with one beyond U+FFFF (an emoji) among "
-        "them: shorten it"
+        f"the body has {characters} characters; the limit is {CHARACTERS} if one is beyond U+FFFF, such as an emoji"
+        ": shorten it"
     )
     assert message_of(b'{"a":"' + text.encode() + b'"}') == (message if characters else "")
 
@@ -116,11 +119,11 @@ def test_a_part_is_written_compactly_and_within_its_bounds():
     assert write({"a": [1, "é"], "b": None}, "tools", 23) == '{"a":[1,"é"],"b":null}'
     refused = write({"a": [1, "é"], "b": None}, "tools", 22)
     assert isinstance(refused, Problem)
-    assert (refused.message, refused.param) == ("tools has 23 bytes of JSON, the most is 22", "tools")
+    assert (refused.message, refused.param) == ("tools has 23 bytes of JSON, the limit is 22", "tools")
     infinite = write([float("inf")], "tools", 99)
     assert isinstance(infinite, Problem)
-    assert infinite.message == "tools holds a number that is too large"
+    assert infinite.message == "tools has a number that is too large"
     assert isinstance(write(nested(MAX_JSON_DEPTH), "tools", 10_000), str)
     deep = write(nested(MAX_JSON_DEPTH + 1), "tools", 10_000)
     assert isinstance(deep, Problem)
-    assert deep.message == f"tools is nested more than {MAX_JSON_DEPTH} deep"
+    assert deep.message == f"tools is nested deeper than {MAX_JSON_DEPTH} levels"
