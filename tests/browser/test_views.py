@@ -245,9 +245,9 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
         "cordoned": ("ready, cordoned", "gate armed"),
         "silent": ("suspect", "5.00 s ago"),
         "drains": ("draining",),
-        "lost": ("lost", "Lost, last report 2 min ago. Look at its power and network."),
+        "lost": ("lost", "Lost, last report 2 min ago. Check its power and network."),
         "asleep": ("asleep", "Asleep, last report 7.00 s ago."),
-        "paused": ("paused", "paused by ann, until ", "Its memory is with its owner."),
+        "paused": ("paused", "paused by ann, until ", "Its memory is free for its owner."),
         "joins": ("joining", "Joining: it gets requests after its first reports."),
         "off": ("guard off",),
         "inert": ("gate not armed",),
@@ -283,7 +283,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     notes = page.get_by_role("status").get_by_role("listitem").all_inner_texts()
     assert notes == [
         "silent has been silent for 5.00 s: it gets no new requests",
-        "lost is lost: look at its power and network",
+        "lost is lost: check its power and network",
         "breaks gets no requests: signal 6",
     ]
 
