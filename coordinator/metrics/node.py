@@ -267,7 +267,7 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
     ),
     _gauge(
         "node_system_available_bytes",
-        "Memory that the system can give without swapping or compressing.",
+        "Memory that can be allocated without displacing other programs.",
         lambda p: p.view.system.available,
         _TOLD,
     ),
