@@ -225,7 +225,7 @@ ENGINE = (
     ),
     lines(
         "Queued tokens",
-        "Prompt tokens that wait for their prefill.",
+        "Prompt tokens waiting for prefill.",
         COUNT,
         (f"macpool_engine_queued_tokens{N}", "{{node}}"),
         width=THIRD,

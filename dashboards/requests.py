@@ -68,7 +68,7 @@ GLANCE = (
     ),
     lines(
         "Queue",
-        "Requests that wait for a node with room, and the limit.",
+        "Requests in the queue, and its limit.",
         COUNT,
         ("macpool_router_queue_depth", "waiting"),
         ("macpool_router_queue_limit", "limit"),

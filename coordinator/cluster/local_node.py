@@ -42,7 +42,7 @@ def check_node(state: Path, cluster: str) -> None:
         place = f" at {addresses[0]}" if addresses else ""
         raise LocalNodeElsewhereError(
             f"this Mac is a node of another cluster{place}: `cluster join` starts that node; `cluster leave` takes the "
-            "Mac out of it, then run this again; to coordinate a cluster of its own beside it: --no-local-node, or "
+            "Mac out of it, then run this again; to run a separate coordinator on this Mac: --no-local-node, or "
             "another folder with --state"
         )
 
@@ -110,7 +110,7 @@ class LocalNode:
                 log.error(
                     "local node out",
                     code=code,
-                    what="the next `cluster up` lets it join anew"
+                    what="the next `cluster up` joins it again"
                     if code == DENIED
                     else "`cluster leave` takes it out of the other cluster",
                 )

@@ -101,7 +101,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
             "link is not the newest" * (bool(self.link) and self.link != self.newest),
             "left but enrolled" * (self.state is MemberState.LEFT and self.enrolled),
             "counts reports but is not suspect" * (self.streak > 0 and self.state is not MemberState.SUSPECT),
-            "alive but never heard" * (self.state in LINKED and self.heard is None),
+            "alive without a report" * (self.state in LINKED and self.heard is None),
             "fell but is not missing"
             * (self.fell is not None and self.state not in (MemberState.SUSPECT, MemberState.LOST)),
         ]

@@ -209,7 +209,7 @@ class DeadlineProtocol(HttpToolsProtocol):
         """Check the complete head and cancel its deadline. The parser also accepts HTTP versions that do not exist."""
         version = cast("Any", self.parser).get_http_version()
         if version not in VERSIONS:
-            raise httptools.HttpParserError("only HTTP/1.0 and 1.1 are spoken here")
+            raise httptools.HttpParserError("only HTTP/1.0 and HTTP/1.1 are supported")
         self._refusal = request_heads.judge(version, self.headers)
         if self._refusal is not None:
             raise httptools.HttpParserError(self._refusal.code)

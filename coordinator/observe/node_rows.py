@@ -184,10 +184,10 @@ def warnings_of(view: NodeView) -> list[str]:
     """Return the conditions of a node that need a person, each with the next step."""
     memory, engine, found = view.memory, view.engine, list[str]()
     if memory.guard and not memory.armed and view.state == MemberState.READY and engine.state != "starting":
-        found.append(f"its gate is not armed, so it refuses everything ({engine.state})")
+        found.append(f"its gate is not armed: it refuses every request ({engine.state})")
     if memory.guard and memory.cap and most_bytes(memory) <= 0:
         found.append(
-            f"its cap of {show_size(memory.cap)} leaves nothing beside the engine itself and the margin of "
+            f"its cap of {show_size(memory.cap)} leaves no memory after the engine itself and the margin of "
             f"{show_size(memory.margin)}: raise memory.cap or lower memory.margin"
         )
     if engine.state in ("failed", "restarting", "hung"):
@@ -199,9 +199,9 @@ def dangers_of(view: NodeView) -> list[str]:
     """Return the reasons why a node's memory protection is reduced: its own warnings and the facts of its report."""
     memory, found = view.memory, list(view.enforcement.warnings)
     if not memory.guard and not any("memory.guard is off" in text for text in found):
-        found.append("memory.guard is off, so nothing keeps it under its cap")
+        found.append("memory.guard is off: its memory can exceed the cap")
     if memory.cap and not memory.margin and not any("memory.margin is 0" in text for text in found):
-        found.append("memory.margin is 0, so no room is kept for spikes")
+        found.append("memory.margin is 0: no memory is kept for short-lived buffers")
     if view.enforcement.level == MemoryLevel.OVER_HARD:
-        found.append(f"it stands over its cap of {show_size(memory.cap)} less leases")
+        found.append(f"it is over its cap of {show_size(memory.cap)} minus leases")
     return found

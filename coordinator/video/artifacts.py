@@ -88,7 +88,7 @@ class ArtifactFolder:
                 log.error("artifact broken", job=job.id, name=artifact.name, size=size, told=artifact.size)
                 return JobFault(
                     "artifact_broken",
-                    f"{artifact.name} came with {size} of {artifact.size} bytes, or others than its node told",
+                    f"{artifact.name} came with {size} of {artifact.size} bytes, or a wrong checksum",
                 )
             await asyncio.to_thread(_finish, beside, folder / artifact.name)
         except OSError as error:

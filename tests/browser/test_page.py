@@ -173,7 +173,9 @@ def test_a_mac_is_paused_without_alarm_and_without_numbers_and_resumed(context: 
     until(lambda: home.serves("laptop"), what="laptop takes work again")
     card.get_by_label("How long laptop is paused").select_option("until resumed")
     card.get_by_role("button", name="Pause").click()
-    expect(card.get_by_text("paused by an administrator of the pool. Its memory is with its owner.")).to_be_visible()
+    expect(
+        card.get_by_text("paused by an administrator of the pool. Its memory is free for its owner.")
+    ).to_be_visible()
     assert home.node("laptop")["sharing"]["until"] is None
     card.get_by_role("button", name="Resume").click()
     until(lambda: home.serves("laptop"), what="laptop takes work again")

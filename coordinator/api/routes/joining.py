@@ -47,36 +47,36 @@ class JoinRoutes:
         return self._admin.list_tokens()
 
     async def create_token(self, body: NewToken) -> dict[str, Any]:
-        """Make a join token. The answer is the only time its secret is shown."""
+        """Create a join token. Only this response contains its secret."""
         answer = self._admin.create_token(body.ttl_seconds, body.uses, body.name)
         await self._admin.store.flush()
         join = join_line(self._url, answer["token"])
         return {**answer, "join": join, "qr": qr_matrix(join)}
 
     async def revoke_token(self, token: str) -> dict[str, Any]:
-        """Make a join token useless at once."""
+        """Revoke a join token at once."""
         if not self._admin.revoke_token(token):
             raise ProblemError(Problem(404, "token_not_found", f"there is no token {token[:40]!r}"))
         await self._admin.store.flush()
         return {"schema": 1, "id": token}
 
     async def joins(self) -> dict[str, Any]:
-        """List the machines that wait for a person to approve their code. The codes are not in the answer."""
+        """List the machines waiting for approval of their code. The response contains no codes."""
         return {"schema": 1, "joins": self.rows()}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Describe the machines that wait, the oldest first."""
+        """Describe the waiting machines, oldest first."""
         waiting = self._approvals.list(asyncio.get_running_loop().time())
         return [
             {"name": w.name, "address": w.address, "chip": w.hardware.chip, "replaces": w.replaces} for w in waiting
         ]
 
     async def approve(self, code: str) -> dict[str, Any]:
-        """Let the machine in that shows this code."""
+        """Approve the machine with this code."""
         return _decided(self._approvals.approve(code, asyncio.get_running_loop().time()))
 
     async def reject(self, code: str) -> dict[str, Any]:
-        """Turn the machine away that shows this code."""
+        """Reject the machine with this code."""
         return _decided(self._approvals.reject(code, asyncio.get_running_loop().time()))
 
 

@@ -80,14 +80,14 @@ class KeyRoutes:
         return self._admin.list_keys()
 
     async def create_key(self, body: NewKey) -> dict[str, Any]:
-        """Make an API key. The answer is the only time that it is shown."""
+        """Create an API key. Only this response contains its secret."""
         self._check_name(body.name)
         answer = self._admin.create_key(body.name, list(body.scopes), body.ttl_seconds, _limits(body.limits))
         await self._admin.store.flush()
         return answer
 
     async def limit_key(self, key: str, body: KeyLimitsBody) -> dict[str, Any]:
-        """Give a key other limits, at once: models, labels of nodes, rates, requests at once and in line, priority."""
+        """Change the limits of a key at once: models, node labels, rates, running and queued requests, priority."""
         return await self._changed(key, self._admin.limit_key(key, _limits(body.limits)))
 
     async def rename_key(self, key: str, body: NewName) -> dict[str, Any]:
@@ -108,12 +108,12 @@ class KeyRoutes:
         return await self._changed(key, self._admin.expire_key(key, body.ttl_seconds))
 
     async def rotate_key(self, key: str) -> dict[str, Any]:
-        """Replace the secret of a key. The answer shows the new one once; the old one is refused at once."""
+        """Replace the secret of a key. Only this response contains the new secret; the old secret stops working."""
         text = self._admin.rotate_key(key)
         return {**await self._changed(key, text), "key": text}
 
     async def revoke_key(self, key: str) -> dict[str, Any]:
-        """Make an API key useless at once."""
+        """Revoke an API key at once."""
         return await self._changed(key, self._admin.revoke_key(key))
 
     async def _changed(self, key: str, known: object) -> dict[str, Any]:
@@ -128,11 +128,11 @@ class KeyRoutes:
         return self._used(key, since, daily=daily)
 
     async def own_usage(self, since: Since = "", daily: bool = False) -> dict[str, Any]:
-        """Sum up the requests and tokens of the key that asks; with `daily` each day apart."""
+        """Sum up requests and tokens of the calling key; with `daily`, per day."""
         return self._used(KEY.get(), since, daily=daily)
 
     async def own_key(self) -> dict[str, Any]:
-        """Return the key that asks, without its secret: name, scopes, end and limits."""
+        """Return the calling key without its secret: name, scopes, expiry and limits."""
         key = self._ring.of(KEY.get())
         if key is None:
             raise ProblemError(NO_KEY)

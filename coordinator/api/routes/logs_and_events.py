@@ -33,7 +33,7 @@ class LogRoutes:
         )
 
     async def own_logs(self, size: LogBytes = 65536, follow: bool = False) -> Response:
-        """Give the newest part of the coordinator's own log as text; with `follow` also what is added."""
+        """Return the end of the coordinator's log as text. With `follow`, stream new lines."""
         return await log_text(log_reader.read(self._log_file, size, every=FOLLOW_INTERVAL_SECONDS if follow else None))
 
     async def events(
@@ -52,5 +52,5 @@ class LogRoutes:
         return StreamingResponse(told, media_type=EVENTS, headers={"cache-control": "no-cache"})
 
     async def audit(self, last: Annotated[int, Query(ge=1, le=MAX_AUDIT_ENTRIES)] = 100) -> dict[str, Any]:
-        """List the newest joins, keys and administrative acts, oldest first; times in Unix seconds."""
+        """List the newest joins, key changes and administrative actions, oldest first; times in Unix seconds."""
         return self._admin.acts(last)

@@ -80,18 +80,18 @@ class ModelRoutes:
         return {"schema": 1, "models": self.rows(self._ring.limits(KEY.get()))}
 
     async def load(self, body: OneModel) -> dict[str, Any]:
-        """Load a model on a node, or where it is placed best; answers when it is loaded, which may take minutes."""
+        """Load a model on a node, or on the best node. Returns when the model is loaded, which can take minutes."""
         answer = await self._loads.load(_model(body), self._node(body))
         if not isinstance(answer, CommandResult):
             raise ProblemError(_problem(answer))
         return {"schema": 1, "model": body.model, "node": answer.row()}
 
     async def unload(self, body: OneModel) -> dict[str, Any]:
-        """Give back the memory of a model on a node, or on every node that has it loaded."""
+        """Unload a model from a node, or from every node that has it loaded."""
         return _told(body, *await self._loads.unload(_model(body), self._node(body)))
 
     async def profile(self, body: OneModel) -> dict[str, Any]:
-        """Measure anew what a model takes, on a node or wherever it is loaded; answers when it is measured."""
+        """Measure the memory of a model again, on a node or wherever it is loaded. Returns when measured."""
         return _told(body, *await self._loads.profile(_model(body), self._node(body)))
 
     def _node(self, body: OneModel) -> NodeView | None:

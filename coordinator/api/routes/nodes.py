@@ -97,11 +97,11 @@ class NodeRoutes:
         return {"schema": 1, "nodes": self.rows()}
 
     async def node(self, node: str) -> dict[str, Any]:
-        """Give everything that is known of one node."""
+        """Return all details of a node."""
         return {"schema": 1, "node": self._row(self._find(node))}
 
     async def logs(self, node: str, size: LogBytes = 65536, follow: bool = False) -> Response:
-        """Give the newest part of a node's log as text, fetched over its link; with `follow` also what is added."""
+        """Return the end of a node's log as text, fetched over its link. With `follow`, stream new lines."""
         links, found = self._registry.links, self._find(node)
         pieces = (
             links.follow(found, "logs", size, FOLLOW_INTERVAL_SECONDS) if follow else links.fetch(found, "logs", size)
@@ -111,11 +111,11 @@ class NodeRoutes:
     # -- whether it is given work -----------------------------------------------------------------
 
     async def cordon(self, node: str) -> dict[str, Any]:
-        """Send no new requests to a node; running ones end."""
+        """Cordon a node: it gets no new requests; running requests finish."""
         return await self._set_cordon(node, on=True)
 
     async def uncordon(self, node: str) -> dict[str, Any]:
-        """Send requests to a node again."""
+        """Uncordon a node: it gets requests again."""
         return await self._set_cordon(node, on=False)
 
     async def _set_cordon(self, node: str, *, on: bool) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class NodeRoutes:
         return await self._set_video(node, on=True)
 
     async def deny_video(self, node: str) -> dict[str, Any]:
-        """Stop placing videos on a node; one that it makes now is finished."""
+        """Stop placing video jobs on a node. A running job finishes."""
         return await self._set_video(node, on=False)
 
     async def _set_video(self, node: str, *, on: bool) -> dict[str, Any]:
@@ -139,9 +139,9 @@ class NodeRoutes:
         return {"schema": 1, "node": found, "video_allowed": on}
 
     async def drain(self, node: str, body: DrainBody) -> dict[str, Any]:
-        """Send a node nothing new and move what runs there to others; answers when it is empty, or says what is left.
+        """Cordon a node and migrate its requests. Returns when it is empty, or the number of requests left.
 
-        It stays cordoned until it is uncordoned."""
+        The node stays cordoned until it is uncordoned."""
         found = self._find(node)
         self._registry.cordon(found, on=True)
         await self._store.flush()
@@ -149,13 +149,13 @@ class NodeRoutes:
         return {"schema": 1, "node": found, "cordoned": True, "left": left}
 
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
-        """Have a node take nothing new and give its memory back to its owner; what runs there goes on elsewhere.
+        """Pause a node: migrate its requests and free its memory for its owner.
 
-        The node keeps the pause itself: it holds while the coordinator is away, and ends by itself."""
+        The node enforces the pause, also without the coordinator, and ends it after `seconds`."""
         return await self._pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:
-        """End a node's pause; its own rule (`sharing.when`) may still keep it from taking work."""
+        """End a node's pause; the node's rule `sharing.when` can still keep it paused."""
         return await self._pause(node, 0.0)
 
     async def _pause(self, node: str, seconds: float | None) -> dict[str, Any]:
@@ -165,21 +165,21 @@ class NodeRoutes:
         except LookupError as error:
             raise ProblemError(Problem(503, "node_unreachable", f"{node}: {error}")) from None
         if sharing is None:
-            raise ProblemError(Problem(503, "node_unreachable", f"{node} has not said that it did so: look at its log"))
+            raise ProblemError(Problem(503, "node_unreachable", f"{node} did not confirm the pause: check its log"))
         left = self._traffic.in_flight(found)
         return {"schema": 1, "node": found, "sharing": msgspec.structs.asdict(sharing), "in_flight": left}
 
     # -- name and membership ----------------------------------------------------------------------
 
     async def label(self, node: str, body: LabelsBody) -> dict[str, Any]:
-        """Give a node labels, to which keys can be bound."""
+        """Set the labels of a node. Keys can be limited to labels."""
         found = self._find(node)
         self._registry.label(found, tuple(dict.fromkeys(body.labels)))
         await self._store.flush()
         return {"schema": 1, "node": found, "labels": body.labels}
 
     async def remove(self, node: str) -> dict[str, Any]:
-        """Revoke a node's certificate at once and take it out of the pool."""
+        """Revoke a node's certificate at once and remove the node from the pool."""
         found = self._find(node)
         self._registry.remove(found)
         await self._store.flush()

@@ -52,11 +52,11 @@ class PageRoutes:
         )
 
     async def invite(self) -> dict[str, Any]:
-        """Make a link that opens the page once, within two minutes, as an administrator."""
+        """Create a link that signs in to the page as an administrator, once, within 2 minutes."""
         return {"schema": 1, "url": f"{self._url}/#in={self._visitors.create_code()}", "seconds": CODE_SECONDS}
 
     async def enter(self, body: LoginCode) -> dict[str, Any]:
-        """Change the code of such a link for a key, which the page keeps."""
+        """Exchange the code of a sign-in link for a session key."""
         entered = self._visitors.enter(body.code)
         if entered is None:
             raise ProblemError(Problem(401, "link_used_up", "this link was used, or is too old: run `cluster open`"))
@@ -64,15 +64,15 @@ class PageRoutes:
         return {"schema": 1, "key": entered[0], "expires": entered[1]}
 
     async def leave(self) -> dict[str, Any]:
-        """End the visit whose key this is."""
+        """End the session of this key."""
         if not self._visitors.end_session(KEY.get()):
             raise ProblemError(Problem(404, "no_visit", "this key is none that the page was given: nothing ends"))
         return {"schema": 1}
 
     async def live(self, request: Request, follow: bool = False) -> Response:
-        """Give what the page shows as server-sent events, a section each; with `follow` again whenever one changes.
+        """Return the data of the page as server-sent events, one per section. With `follow`, stream changes.
 
-        At most twice a second, and for as long as the key is good."""
+        Sends at most twice per second and ends when the key expires."""
         if self._live.full:
             raise ProblemError(Problem(503, "too_many_viewers", "too many pages are open: close one", retry_after=5))
         presented = credential(request.scope["headers"]) or b""

@@ -45,7 +45,7 @@ class PoolRoutes:
         )
 
     async def status(self) -> dict[str, Any]:
-        """Say how the pool is and what needs a person."""
+        """Return the status of the pool, with its warnings and conditions."""
         return self.row()
 
     def row(self) -> dict[str, Any]:
@@ -75,11 +75,11 @@ class PoolRoutes:
         return [one.row() for one in self._conditions.active()]
 
     async def version(self) -> dict[str, Any]:
-        """Give version and protocol of the coordinator, and its clock (Unix seconds)."""
+        """Return version, protocol and clock (Unix seconds) of the coordinator."""
         return {"schema": 1, "version": self._facts.version, "protocol": PROTOCOL, "time": time.time()}
 
     async def conditions(self) -> dict[str, Any]:
-        """List what needs a person now, as alerts do: since when (Unix seconds), what it means and what to do."""
+        """List active conditions: start (Unix seconds), meaning and next step. Alerts use the same rules."""
         return {"schema": 1, "conditions": self.active(), "watched": [rule.name for rule in WATCHED]}
 
     async def history(self, points: Annotated[int, Query(ge=1, le=MAX_POINTS)] = MAX_POINTS) -> Response:
@@ -91,11 +91,11 @@ class PoolRoutes:
         return self._load.to_row(points)
 
     async def settings(self) -> dict[str, Any]:
-        """List the coordinator's settings: value, where it comes from, what it means."""
+        """List the coordinator's settings: value, source and meaning."""
         return {"schema": 1, "settings": list(self._facts.settings)}
 
     async def ca(self) -> Response:
-        """Give the certificate of the authority behind this endpoint (PEM), which is no secret."""
+        """Return the CA certificate of this endpoint (PEM). The certificate is not secret."""
         if not self._facts.ca_pem:
-            raise ProblemError(Problem(404, "no_authority", "this endpoint has no authority of its own"))
+            raise ProblemError(Problem(404, "no_authority", "this endpoint has no CA of its own"))
         return Response(self._facts.ca_pem, media_type=CERTIFICATE)

@@ -28,12 +28,12 @@ class PrometheusRoutes:
         )
 
     async def metrics(self, request: Request) -> Response:
-        """Give the coordinator's metrics to Prometheus."""
+        """Return the coordinator's metrics in Prometheus format."""
         text, kind = await self._metrics.pool(request.headers.get("accept", ""))
         return Response(text, headers={"content-type": kind})
 
     async def node_metrics(self, node: str, request: Request) -> Response:
-        """Give a node's metrics to Prometheus, who knows it by the name that service discovery gives it."""
+        """Return a node's metrics in Prometheus format. Service discovery lists the address."""
         found, accepted = find_node(self._registry, node), request.headers.get("accept", "")
         try:
             text, kind = await self._metrics.node(found, accepted)
@@ -42,6 +42,6 @@ class PrometheusRoutes:
         return Response(text, headers={"content-type": kind})
 
     async def targets(self, request: Request) -> Response:
-        """List the nodes for Prometheus' service discovery, each behind this very address."""
+        """List the nodes for Prometheus HTTP service discovery; the coordinator proxies each node's metrics."""
         found = self._metrics.targets(request.headers["host"], request.url.scheme)
         return Response(msgspec.json.encode(found), media_type="application/json")

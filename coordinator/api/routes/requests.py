@@ -28,7 +28,7 @@ MAX_DRIFT_SECONDS = 1.0
 
 
 class DryRun(Body):
-    """A request to place without sending it."""
+    """A request for a dry run of placement."""
 
     model: Annotated[str, Field(min_length=1, max_length=512)]
     prompt_tokens: Annotated[int, Field(ge=1, le=10**9)] = 1000
@@ -53,7 +53,7 @@ class RequestRoutes:
         )
 
     async def place(self, body: DryRun) -> dict[str, Any]:
-        """Show where a request would go now: every node's arithmetic and why not. Nothing is sent or reserved."""
+        """Return the node a request would be placed on, and the memory arithmetic of every node. Sends nothing."""
         demand = ResourceDemand(body.model, prompt_tokens=body.prompt_tokens, max_tokens=body.max_tokens)
         result = self._traffic.preview(demand)
         answer: dict[str, Any] = {
@@ -69,7 +69,7 @@ class RequestRoutes:
         return {**answer, "refused": {"code": problem.code, "status": problem.status, "message": problem.message}}
 
     async def requests(self, last: Annotated[int, Query(ge=1, le=MAX_REQUESTS_KEPT)] = 50) -> dict[str, Any]:
-        """List the newest requests that have ended, refused ones too, oldest first, with the times of each step."""
+        """List the newest ended requests, including refused requests, oldest first, with the times of each step."""
         return {"schema": 1, "requests": self._rows(self._traffic.history.newest(last))}
 
     def _rows(self, stories: Iterable[RequestRecord]) -> list[dict[str, Any]]:
@@ -80,8 +80,8 @@ class RequestRoutes:
         ]
 
     async def request(self, request_id: str) -> dict[str, Any]:
-        """Return everything that is kept of a request: the phase while it is under way, steps, end, and each decision
-        with every node's arithmetic."""
+        """Return the record of a request: phase while running, steps, end, and each placement decision with the
+        memory arithmetic of every node."""
         history = self._traffic.history
         stories, decisions = history.requests_by_id(request_id), history.decisions_about(request_id)
         tickets = [ticket for ticket in self._traffic.open_requests() if ticket.job.request_id == request_id]
@@ -111,7 +111,7 @@ class RequestRoutes:
         }
 
     async def decisions(self) -> Response:
-        """Give every kept decision as a line of JSON, to be taken again by another policy (`cluster replay`)."""
+        """Return every kept placement decision as JSON lines, for `cluster replay`."""
         return StreamingResponse(self._traffic.history.lines(), media_type=LINES)
 
 

@@ -28,7 +28,7 @@ class VideoRoutes:
         )
 
     async def video_models(self) -> dict[str, Any]:
-        """List the models that make videos and that the key may use, where they are, and the memory that they take."""
+        """List the video models that the key may use, with their nodes and memory."""
         conductor, limits = self._conductor, self._ring.limits(KEY.get()) or NO_LIMITS
         models = package_rows(visible(self._registry.view(), limits), conductor.profiles)
         profiles = {key: profile for key, profile in conductor.profiles.items() if limits.allows(key.package)}
@@ -40,6 +40,6 @@ class VideoRoutes:
         }
 
     async def leases(self) -> dict[str, Any]:
-        """List the memory that nodes have lent to videos, oldest first; sizes in bytes."""
+        """List the memory leases for video jobs, oldest first; sizes in bytes."""
         view, conductor = self._registry.view(), self._conductor
         return {"schema": 1, "leases": [lease_row(hold, conductor.board, view) for hold in conductor.holds()]}

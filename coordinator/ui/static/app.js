@@ -99,7 +99,7 @@ function Page({ own, left }) {
         <option value="">System</option><option value="light">Light</option><option value="dark">Dark</option></select></label>
       <button onClick=${leave}>Sign out</button>
     </header>
-    ${pool.status && !pool.live ? html`<div class="gone" role="status">The coordinator does not answer: what you see is old. Trying again.</div>` : null}
+    ${pool.status && !pool.live ? html`<div class="gone" role="status">The coordinator does not answer: this page is out of date. Retrying.</div>` : null}
     <main aria-label=${title}><h2>${title}</h2><${View} pool=${pool} own=${own} rest=${rest} /></main>`;
 }
 

@@ -21,7 +21,7 @@ function line(values, highest, span) {
 const clock = (unix) => new Date(unix * 1000).toLocaleTimeString();
 
 // Lines over the last hour: `series` is a list of { name, kind, values }, `at` the Unix seconds of the last value,
-// `interval` the seconds between two values, `shown` turns a value into text, `top` is what the height shows at least.
+// `interval` the seconds between two values, `shown` turns a value into text, `top` is the minimum of the vertical axis maximum.
 export function Chart({ title, series, at, interval, shown, top = 0 }) {
   const [picked, setPicked] = useState(null);
   const length = series[0].values.length;

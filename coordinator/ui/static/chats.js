@@ -1,5 +1,5 @@
 // The chats of this tab. They outlive a change of the view and a reload, and end with the tab or with signing out; an
-// answer that streams goes on while another view is open.
+// answer continues to stream while another view is open.
 import { useEffect, useState } from "/ui/vendor/preact.js";
 import { CHATS, ask, events } from "/ui/pool.js";
 

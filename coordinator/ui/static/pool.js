@@ -1,4 +1,4 @@
-// What every view uses: the API, the live stream, the load of the last hour, sizes and times as people read them.
+// Shared by all views: the API, the live stream, the load of the last hour, formatting of sizes and times.
 import { html, useEffect, useRef, useState } from "/ui/vendor/preact.js";
 
 const KEY = "macpool-key";
@@ -42,7 +42,7 @@ export async function ask(method, path, body, signal) {
 
 export const call = async (method, path, body) => (await ask(method, path, body)).json();
 
-// The key that this page uses: its name and what it may do. A key without the scope `infer` cannot ask for itself.
+// The key of this page: name and scopes. A key without the scope `infer` cannot ask for itself.
 export async function ownKey() {
   try {
     const own = await call("GET", "/api/v1/key");

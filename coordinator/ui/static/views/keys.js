@@ -1,4 +1,4 @@
-// The keys with which programs use the pool: limits, expiry, name, secret, and what each of them used.
+// API keys of programs: limits, expiry, name, secret and usage.
 import { html, useState } from "/ui/vendor/preact.js";
 import { Copy, Nothing, Table, Wrong, call, useAction, useAsked, when } from "/ui/pool.js";
 import { Usage, limitsText } from "/ui/views/usage.js";
@@ -54,7 +54,7 @@ function Create({ reload }) {
     <${Secret} made=${done} /><${Wrong} text=${error} /></section>`;
 }
 
-// A key that is changed; what was not touched is not sent.
+// Form to edit a key. Unchanged fields are not sent.
 function Edit({ row, close }) {
   const [name, setName] = useState(row.name);
   const [life, setLife] = useState(null);

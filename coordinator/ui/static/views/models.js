@@ -1,4 +1,4 @@
-// Which model is on which Mac and what it takes; an administrator loads and unloads it here.
+// Models per Mac and their memory. Administrators load and unload models here.
 import { html, useEffect } from "/ui/vendor/preact.js";
 import { Nothing, PRESENT, Wrong, call, count, size, useAction, useAsked } from "/ui/pool.js";
 

@@ -1,4 +1,4 @@
-// Whether the pool is well, what it does now and did in the last hour, and a bar for each Mac that is here.
+// Health of the pool, its load now and in the last hour, and a memory bar for each present Mac.
 import { html, useState } from "/ui/vendor/preact.js";
 import { Chart } from "/ui/chart.js";
 import { Nothing, PRESENT, Wrong, ask, count, rate, seconds, size, useAction, useHistory } from "/ui/pool.js";
@@ -13,14 +13,14 @@ const isOver = (node) => node.current === null || node.headroom < 0;
 const isFailing = (node) => node.breaker && node.breaker.state !== "closed";
 const moment = (unix) => new Date(unix * 1000).toLocaleString();
 
-// What needs a person, as [class, text, entry of the runbook]. A Mac that was paused, cordoned or put to sleep does not.
+// Problems that need a person, as [class, text, entry of the runbook]. A Mac that was paused, cordoned or put to sleep does not.
 export function problems(status, nodes, conditions) {
   const found = conditions.map((one) => [one.severity === "critical" ? "bad" : "warn", `${one.summary} – ${one.remedy}`, one.name]);
   found.push(...status.dangers.map((text) => ["bad", text]));
   found.push(...status.warnings.filter((text) => !status.dangers.includes(text)).map((text) => ["warn", text]));
   const named = (node, name) => conditions.some((one) => one.name === name && one.node === node.name);
   for (const node of nodes) {
-    if (node.state === "lost" && !named(node, "NodeDown")) found.push(["bad", `${node.name} is lost: look at its power and network`]);
+    if (node.state === "lost" && !named(node, "NodeDown")) found.push(["bad", `${node.name} is lost: check its power and network`]);
     if (node.state === "suspect") found.push(["warn", `${node.name} has been silent for ${seconds(node.heard_seconds ?? 0)}: it gets no new requests`]);
     if (PRESENT.includes(node.state) && isFailing(node) && !named(node, "BreakerOpen")) found.push(["warn", `${node.name} gets no requests: ${node.breaker.why}`]);
   }
@@ -79,7 +79,7 @@ function Pause({ node, act, busy }) {
   if (node.sharing.by_hand) return html`<button disabled=${busy} onClick=${() => act("resume")}>Resume</button>`;
   return html`<span class="row"><select aria-label=${`How long ${node.name} is paused`} value=${span} onChange=${(event) => setSpan(event.target.value)}>
       ${SPANS.map(([value, label]) => html`<option value=${value}>${label}</option>`)}</select>
-    <button disabled=${busy} title="Take nothing new, move its requests and give its memory back to its owner" onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Pause</button></span>`;
+    <button disabled=${busy} title="Move its requests to other Macs and free its memory for its owner" onClick=${() => act("pause", span ? { seconds: Number(span) } : {})}>Pause</button></span>`;
 }
 
 function videoOf({ video }) {
@@ -91,7 +91,7 @@ function videoOf({ video }) {
 function Actions({ node }) {
   const [act, { busy, error }] = useAction((verb, body) => ask("POST", `/api/v1/nodes/${node.id}/${verb}`, body));
   const [remove, removing] = useAction(async () => {
-    if (confirm(`Remove ${node.name} from the pool? Its certificate ends at once; to come back it joins again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
+    if (confirm(`Remove ${node.name} from the pool? Its certificate is revoked at once; to return, it must join again.`)) await ask("DELETE", `/api/v1/nodes/${node.id}`);
   });
   const here = PRESENT.includes(node.state);
   return html`<p class="row">
@@ -103,12 +103,12 @@ function Actions({ node }) {
     <${Wrong} text=${error || removing.error} />`;
 }
 
-// What is said of a Mac that is not here: never a number of the past.
+// Card of an absent Mac: state and time, no outdated numbers.
 function Away({ node }) {
   const ago = node.heard_seconds === null ? "" : `, last report ${seconds(node.heard_seconds)} ago`;
-  if (node.state === "paused") return html`<p class="sentence">${node.sharing.why || "paused"}${node.sharing.until ? `, until ${moment(node.sharing.until)}` : ""}. Its memory is with its owner.</p>`;
+  if (node.state === "paused") return html`<p class="sentence">${node.sharing.why || "paused"}${node.sharing.until ? `, until ${moment(node.sharing.until)}` : ""}. Its memory is free for its owner.</p>`;
   if (node.state === "joining") return html`<p>Joining: it gets requests after its first reports.</p>`;
-  return html`<p class=${node.state === "lost" ? "bad" : ""}>${node.state === "lost" ? "Lost" : node.state === "asleep" ? "Asleep" : node.state}${ago}.${node.state === "lost" ? " Look at its power and network." : ""}</p>`;
+  return html`<p class=${node.state === "lost" ? "bad" : ""}>${node.state === "lost" ? "Lost" : node.state === "asleep" ? "Asleep" : node.state}${ago}.${node.state === "lost" ? " Check its power and network." : ""}</p>`;
 }
 
 function Present({ node }) {
@@ -118,7 +118,7 @@ function Present({ node }) {
       <dt>requests</dt><dd>${node.in_flight} in flight, ${node.running} running, ${node.waiting} waiting</dd>
       <dt>models</dt><dd>${loaded.length ? loaded.map((model) => model.name).join(", ") : "none loaded"}</dd>
       <dt>gate</dt><dd>${count(node.engine.counts.checks)} checks, ${count(node.engine.counts.refusals)} refusals</dd>
-      ${isFailing(node) ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "but one that is tried"}: ${node.breaker.why}</dd>` : null}
+      ${isFailing(node) ? html`<dt>failing</dt><dd class="bad">gets no requests ${node.breaker.state === "open" ? `until ${new Date(node.breaker.until * 1000).toLocaleTimeString()}` : "except one trial request"}: ${node.breaker.why}</dd>` : null}
       ${node.heard_seconds ? html`<dt>last report</dt><dd class="warn">${seconds(node.heard_seconds)} ago</dd>` : null}
       ${node.remedy && isOver(node) ? html`<dt>more room</dt><dd>${node.remedy}</dd>` : null}
     </dl>`;

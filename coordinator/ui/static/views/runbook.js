@@ -1,4 +1,4 @@
-// What a condition means and what to do: its entry of the runbook, where alerts link to.
+// Runbook entry of a condition: meaning and next step. Alerts link to this view.
 import { html } from "/ui/vendor/preact.js";
 import { markdown } from "/ui/markdown.js";
 import { Nothing } from "/ui/pool.js";

@@ -1,4 +1,4 @@
-// Every setting of the coordinator as it is in force, and where it comes from. They are changed in files, not here.
+// Settings of the coordinator: current value and source. They are changed in files, not here.
 import { html } from "/ui/vendor/preact.js";
 import { Table, Wrong, useAsked } from "/ui/pool.js";
 

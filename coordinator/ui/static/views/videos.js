@@ -1,4 +1,4 @@
-// Video jobs: what waits and for what, how far each is, and a player for what is done.
+// Video jobs: queue, progress, and a player for completed videos.
 import { html, useEffect, useState } from "/ui/vendor/preact.js";
 import { Nothing, Wrong, ask, call, useAction, useAsked, when } from "/ui/pool.js";
 

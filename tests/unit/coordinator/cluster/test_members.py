@@ -273,7 +273,7 @@ async def test_warnings_name_their_node_and_a_silent_half_of_the_pool(port: Port
     off = replace(hung.memory, guard=False)
     lines["b"].send(a_report(2, memory=off))
     await port.until(registry.dangers)
-    assert registry.dangers() == ["b: memory.guard is off, so nothing keeps it under its cap"]
+    assert registry.dangers() == ["b: memory.guard is off: its memory can exceed the cap"]
     for name in ("a", "b"):
         lines[name].close()
     await port.until(lambda: registry.states()["lost"] == 2)

@@ -89,7 +89,7 @@ def test_what_cannot_happen_is_a_typed_error() -> None:
         (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
         (Member(A, MemberState.LEFT, 0.0), "left but enrolled"),
         (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
-        (Member(A, MemberState.READY, 0.0, link=1, newest=1), "alive but never heard"),
+        (Member(A, MemberState.READY, 0.0, link=1, newest=1), "alive without a report"),
         (Member(A, MemberState.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
     ],
 )

@@ -513,9 +513,9 @@ async def test_warnings_are_of_the_nodes_that_are_linked(start: Callable[[], Coo
     bare = a_report(memory=replace(a_memory(), margin=0), enforcement=Enforcement(MemoryLevel.OVER_HARD))
     one.registry.handle_frame(studio, number, bare)
     dangers = one.registry.dangers()
-    assert [text.partition(",")[0] for text in dangers] == [
-        "studio: memory.margin is 0",
-        f"studio: it stands over its cap of {a_memory().cap // GIB}.0 GiB less leases",
+    assert dangers == [
+        "studio: memory.margin is 0: no memory is kept for short-lived buffers",
+        f"studio: it is over its cap of {a_memory().cap // GIB}.0 GiB minus leases",
     ]
     assert one.registry.warnings()[:2] == dangers, "what is dangerous stands first"
     one.registry.on_link_down(studio, number, "cable")

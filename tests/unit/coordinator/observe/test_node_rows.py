@@ -67,7 +67,7 @@ def test_a_cap_that_leaves_nothing_is_a_warning_with_its_numbers():
     memory = a_memory(cap=12 * GIB, margin=4 * GIB, base=8 * GIB)
     (text,) = warned(memory=memory)
     assert text == (
-        "its cap of 12.0 GiB leaves nothing beside the engine itself and the margin of 4.0 GiB: raise memory.cap or "
+        "its cap of 12.0 GiB leaves no memory after the engine itself and the margin of 4.0 GiB: raise memory.cap or "
         "lower memory.margin"
     )
     assert warned(memory=replace(memory, base=8 * GIB - 1)) == []
@@ -89,14 +89,14 @@ def test_dangers_are_the_nodes_words_first_and_every_fact_once():
         a_view(), memory=a_memory(guard=False, margin=0, cap=24 * GIB), enforcement=Enforcement(MemoryLevel.OVER_HARD)
     )
     assert dangers_of(off) == [
-        "memory.guard is off, so nothing keeps it under its cap",
-        "memory.margin is 0, so no room is kept for spikes",
-        "it stands over its cap of 24.0 GiB less leases",
+        "memory.guard is off: its memory can exceed the cap",
+        "memory.margin is 0: no memory is kept for short-lived buffers",
+        "it is over its cap of 24.0 GiB minus leases",
     ]
     said = Enforcement(MemoryLevel.OVER_SOFT, warnings=("memory.margin is 0: a spike may panic",))
     assert dangers_of(dataclasses.replace(off, enforcement=said)) == [
         "memory.margin is 0: a spike may panic",
-        "memory.guard is off, so nothing keeps it under its cap",
+        "memory.guard is off: its memory can exceed the cap",
     ]
     unknown = dataclasses.replace(a_view(), memory=a_memory(margin=0, cap=0))
     assert dangers_of(unknown) == [], "a node without limits yet"
