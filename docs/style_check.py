@@ -64,7 +64,9 @@ RULES: Mapping[str, re.Pattern[str]] = {
     ),
 }
 """Rules 3, 4, 5, and 2 with 9."""
-SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])")
+ITEM = re.compile(r"\n\s*(?:-|\d+\.)\s+")
+"""Begin of an item of a list, which begins a sentence."""
+SENTENCE = re.compile(r"(?<=[.!?:])\s+(?=[A-Z`\"(])|\0")
 WORD = re.compile(r"[A-Za-z][\w'’-]*")
 
 
@@ -165,7 +167,7 @@ def findings(file: str, texts: Iterator[Text]) -> Iterator[Finding]:
         prose = re.sub(r"``?[^`]*``?|https?://\S+", "X", re.sub(r"\]\([^)]*\)|\*\*", " ", text.prose))
         if text.docstring and VERBS.match(prose):
             yield Finding(file, text.line, "verb", text.prose.strip()[:60])
-        for sentence in SENTENCE.split(" ".join(prose.split())):
+        for sentence in SENTENCE.split(" ".join(ITEM.sub("\0", prose).split())):
             if sentence.endswith("?"):
                 continue
             for rule, pattern in RULES.items():

@@ -16,9 +16,8 @@ Invariants
 - A node is alive if its link and its reports are, by the receiver's clock. `now` is monotonic seconds.
 - The caller numbers links upwards. Events of an older link are ignored: the late end of a replaced link must
   not mark a node lost that is already back.
-- One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets before
-it
-  acts on silence.
+- One `MembershipTick` moves a node by one state at most. After a stall of its loop, the caller reads its sockets
+  first, and then handles silence.
 - A member is kept forever, and shown grey when lost. A node that is not a member is forgotten after 10 minutes.
 - No node is forgotten while the coordinator suspects itself. If half of the pool falls silent at once, the
   coordinator's own network is the likelier cause.

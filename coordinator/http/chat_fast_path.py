@@ -1,6 +1,6 @@
 """Fast path of the HTTP port: common chat requests go from the socket to the dispatcher without ASGI.
 
-uvicorn serves every route; this subclass only checks first. If the buffer holds a complete `POST /v1/chat/completions`
+Uvicorn serves every route; this subclass only checks first. If the buffer holds a complete `POST /v1/chat/completions`
 with a valid key and body, the request is answered here. It needs no task, no scope and no copy of its headers, which is
 half the measured cost of a plain request. Everything unusual passes on unchanged, and the ASGI app answers: another
 route, a body in pieces, a wrong key, an impossible parameter. Each refusal therefore has one place, and this path
@@ -9,7 +9,7 @@ returns the same answers as the app.
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
 - Exactly one request at a time: bytes that a client sends ahead are held unparsed (`coordinator.http.limits`).
-- A request closes its ticket on every way out.
+- Every exit path closes the request.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Protocol of the HTTP port: uvicorn's protocol with limits for request heads and pipelined bytes.
 
-uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `MAX_HEAD_BYTES`, and
+Uvicorn waits forever for a slow head, and has no limit for its size. Here a head has `MAX_HEAD_BYTES`, and
 `HEAD_TIMEOUT_SECONDS` from its first byte. The time of a connection's first head starts at the connection. Between two
 requests uvicorn's keep-alive timeout applies. A running response has no deadline here. Routes limit their own bodies
 (`router.http.app`, `coordinator.api.body`).

@@ -1,7 +1,7 @@
 """Metric families: name, meaning, and a function that reads the series from a snapshot.
 
 Invariants
-- Every label value is from a closed set, or the name of a member, of a valid API key, or of a model of a member.
+- A label value is from a closed set, or the name of a member, a valid API key, or a model of a member.
 - At most `MAX_MODELS_PER_NODE` models of a node have series.
 - No request, id or secret of a key, address or error text is ever a label.
 - A value that is not finite is omitted: a lying node loses its own series, never the scrape.

@@ -282,7 +282,7 @@ MEMORY: tuple[MetricFamily[NodeSnapshot], ...] = (
     _counter("node_memory_polls", "Polls of the enforcer.", lambda p: p.view.enforcement.polls),
     _counter(
         "node_memory_over_cap",
-        "Polls in which the engine was over its cap.",
+        "Times that the engine went over its cap.",
         lambda p: p.view.enforcement.over_caps,
     ),
     _counter("node_memory_kills", "Engines killed because of their memory use.", lambda p: p.view.enforcement.kills),

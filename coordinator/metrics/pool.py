@@ -390,7 +390,7 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
     _counter("cluster_node_connections", "Links established.", lambda p: p.links.linked),
     _counter("cluster_node_connections_denied", "Connections of nodes that were refused.", lambda p: p.links.denied),
 )
-_USED = "after a node is allowed to make videos"
+_USED = "once a node has a video model, or a job exists or has ended"
 VIDEO: tuple[MetricFamily[PoolSnapshot], ...] = (
     MetricFamily(
         "video_jobs",

@@ -264,7 +264,9 @@ class Dispatcher:
             if frame.code == FailureCode.NODE_STOPPING:
                 ticket.lost.add(node)
             self._fell(
-                ticket, fall, RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} gave the request up: {frame.message}")
+                ticket,
+                fall,
+                RequestFailure(FailureCode.NODE_LOST, f"{ticket.node_name} gave the request up: {frame.message}"),
             )
             return
         ticket.refused[node] = self._heard_at(node)  # its last report still shows a ready engine, or the room

@@ -39,9 +39,9 @@ class LogRoutes:
     async def events(
         self, request: Request, last: Annotated[int, Query(ge=0, le=MAX_EVENTS)] = 50, follow: bool = False
     ) -> Response:
-        """Tell the newest events of the coordinator as server-sent events; with `follow` also those that come.
+        """Return the newest events of the coordinator as server-sent events; with `follow` also new events.
 
-        After a break `Last-Event-ID` asks for those that were missed."""
+        After an interruption, `Last-Event-ID` requests the missed events."""
         if self._events.full:
             raise ProblemError(
                 Problem(503, "too_many_readers", "as many read the events as may: try again later", retry_after=10.0)

@@ -151,7 +151,7 @@ class NodeRoutes:
     async def pause(self, node: str, body: PauseBody) -> dict[str, Any]:
         """Pause a node: migrate its requests and free its memory for its owner.
 
-        The node enforces the pause, also without the coordinator, and ends it after `seconds`."""
+        The node enforces the pause, also without the coordinator. Without `seconds` it lasts until a resume."""
         return await self._pause(node, body.seconds)
 
     async def resume(self, node: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ function useTheme() {
   return [theme, setTheme];
 }
 
-function Door({ entered }) {
+function SignIn({ entered }) {
   const [text, setText] = useState("");
   const [enter, { busy, error }] = useAction(async () => {
     keep(text.trim());
@@ -63,7 +63,7 @@ function Door({ entered }) {
     }
     entered();
   });
-  return html`<main class="door"><div class="card">
+  return html`<main class="sign-in"><div class="card">
     <h2>Sign in to Macpool</h2>
     <p>On the Mac that runs the coordinator, type <code>cluster open</code>. It opens this page with a link that works once.</p>
     <form onSubmit=${(event) => { event.preventDefault(); enter(); }}>
@@ -129,9 +129,9 @@ function App() {
     find();
     return () => clearTimeout(timer);
   }, [code, inside, own]);
-  if (code || (inside && !own)) return html`<main class="door" aria-busy="true"><p>Signing in …</p><${Wrong} text=${error} /></main>`;
+  if (code || (inside && !own)) return html`<main class="sign-in" aria-busy="true"><p>Signing in …</p><${Wrong} text=${error} /></main>`;
   if (inside) return html`<${Page} own=${own} left=${out} />`;
-  return html`<${Door} entered=${() => { setError(""); setInside(true); }} /><div class="door"><${Wrong} text=${error} /></div>`;
+  return html`<${SignIn} entered=${() => { setError(""); setInside(true); }} /><div class="sign-in"><${Wrong} text=${error} /></div>`;
 }
 
 render(html`<${App} />`, document.getElementById("app"));

@@ -1,5 +1,5 @@
 // Markdown of answers as elements. Text of a model is only ever a text node or the address of a link whose scheme is
-// checked; nothing here writes markup, so there is nothing to escape and nothing that a missing escape could open.
+// checked. No code here writes markup, and therefore nothing has to be escaped.
 //
 // Bounded: recursion by MAX_DEPTH, length by MAX_TEXT, and no marker is searched for twice in the same text. Expressions
 // that could try the same characters again and again see MAX_ROW of them at most.

@@ -675,7 +675,9 @@ class Scheduler:
             self._read(row, token)
         except Exception as error:
             log.exception("text", request=sequence.number, request_id=sequence.request.request_id)
-            self.fail(sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}")
+            self.fail(
+                sequence, FailureCode.ENGINE_ERROR, f"its tokens could not be decoded to text: {type(error).__name__}"
+            )
             return
         if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:
             self._out.deltas += row.drain_deltas()
@@ -728,7 +730,9 @@ class Scheduler:
             row.commitment.joined, row.commitment.written = False, 0
             row.rebuilt += 1
             if row.rebuilt > MAX_REBUILDS:
-                self.fail(row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}")
+                self.fail(
+                    row.sequence, FailureCode.ENGINE_ERROR, f"the engine failed twice on this request: {text_of(error)}"
+                )
             else:
                 self._prefills.insert(0, self._prefill_of(resident, row.sequence, [row], row.token_ids()))
         release_free_memory()

@@ -7,6 +7,6 @@ export function Settings({ pool }) {
   const { status } = pool;
   return html`${status ? html`<section class="card"><h3>This pool</h3><dl class="facts"><dt>version</dt><dd>${status.version}, protocol ${status.protocol}</dd>
       <dt>endpoint</dt><dd>${status.base_url}</dd><dt>cluster port</dt><dd>${status.cluster_url}</dd><dt>cluster</dt><dd>${status.cluster.id}</dd></dl></section>` : null}
-    <section class="card"><h3>Settings</h3><${Wrong} text=${error} />${found ? html`<${Table} caption="Settings" head=${["setting", "value", "from", "what it does"]}
+    <section class="card"><h3>Settings</h3><${Wrong} text=${error} />${found ? html`<${Table} caption="Settings" head=${["setting", "value", "from", "description"]}
       rows=${found.settings.map((one) => ({ key: one.key, cells: [html`<code>${one.key}</code>`, html`<code>${JSON.stringify(one.value)}</code>`, one.origin, html`<div class="note">${one.description}</div>`] }))} />` : null}</section>`;
 }

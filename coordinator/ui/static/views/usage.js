@@ -56,7 +56,7 @@ export function Usage({ path, keys }) {
 }
 
 export const limitsText = (limits) => Object.entries(limits).filter(([, value]) => value !== null && value !== undefined && value.length !== 0)
-  .map(([what, value]) => `${what.replaceAll("_", " ")}: ${Array.isArray(value) ? value.join(", ") : value}`).join("; ") || "none";
+  .map(([name, value]) => `${name.replaceAll("_", " ")}: ${Array.isArray(value) ? value.join(", ") : value}`).join("; ") || "none";
 
 export function OwnUsage({ own }) {
   return html`<section class="card" aria-label="Your key"><h3>Your key</h3><dl class="facts"><dt>name</dt><dd>${own.name}</dd><dt>scopes</dt><dd>${own.scopes.join(", ")}</dd>

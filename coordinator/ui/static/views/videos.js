@@ -27,13 +27,13 @@ function Job({ job, reload }) {
 }
 
 export function Videos() {
-  const [told, error, reload] = useAsked("/v1/videos?limit=50&order=desc");
-  const open = told?.data.some((job) => job.status === "queued" || job.status === "in_progress");
+  const [list, error, reload] = useAsked("/v1/videos?limit=50&order=desc");
+  const open = list?.data.some((job) => job.status === "queued" || job.status === "in_progress");
   useEffect(() => {
     const timer = setInterval(reload, open ? 1000 : 5000);
     return () => clearInterval(timer);
   }, [open]);
-  if (!told) return html`<${Wrong} text=${error} />`;
-  if (!told.data.length) return html`<${Nothing}>There are no video jobs.<//>`;
-  return html`<div class="cards">${told.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
+  if (!list) return html`<${Wrong} text=${error} />`;
+  if (!list.data.length) return html`<${Nothing}>There are no video jobs.<//>`;
+  return html`<div class="cards">${list.data.map((job) => html`<${Job} key=${job.id} job=${job} reload=${reload} />`)}</div>`;
 }

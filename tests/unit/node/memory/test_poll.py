@@ -251,7 +251,7 @@ async def test_a_process_that_no_look_has_seen_is_looked_at_at_once_and_not_at_t
     make: Callable[..., Awaitable[Node]],
 ):
     node = await make()
-    node.poll.look()
+    node.poll.poll_once()
     node.poll.poll_sooner()
     looked = node.poll.state.polls
     await asyncio.sleep(0.1)
@@ -376,7 +376,7 @@ async def test_limits_are_confirmed_by_their_number(make: Callable[..., Awaitabl
     numbers = []
     for size in (36 * GIB, 0, 36 * GIB):
         node.limiter.leases = size
-        node.poll.look()
+        node.poll.poll_once()
         numbers.append(node.supervisor.told)
     assert numbers == [2, 3, 4], "each was told at once"
     await node.until(lambda: node.supervisor.held == 4)
@@ -393,7 +393,7 @@ async def test_a_clock_that_jumps_ends_nothing_and_unarms_nothing(
     for jump in (-1e9, 1e9, 0.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: jump)
         polls = node.poll.state.polls
-        node.poll.look()
+        node.poll.poll_once()
         assert node.poll.state.polls == polls + 1
         assert node.poll.state.level is MemoryLevel.OK
         assert 0 <= node.poll.system().age < 1
@@ -407,17 +407,17 @@ async def test_one_failed_reading_of_the_engine_or_of_the_machine_moves_no_limit
 ):
     node = await make()
     node.machine.free = 60 * GIB
-    node.poll.look()
+    node.poll.poll_once()
     told = node.supervisor.told
     source = failing(node.supervisor.child.sensor)  # type: ignore[union-attr]
     for fails in ("engine", "machine", "both"):
         standing = node.limiter.standing
         source.fails, node.machine.free = fails != "machine", 60 * GIB if fails == "engine" else None
-        node.poll.look()
+        node.poll.poll_once()
         assert node.limiter.standing == standing
         assert node.poll.state.level is (MemoryLevel.OK if fails == "machine" else MemoryLevel.UNKNOWN)
         source.fails, node.machine.free = False, 60 * GIB
-        node.poll.look()
+        node.poll.poll_once()
         assert node.poll.state.level is MemoryLevel.OK
     assert node.supervisor.told == told
 
@@ -435,7 +435,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     clock = Later()
     monkeypatch.setattr(time, "monotonic", clock)
     clock.by = STALE_AFTER_SECONDS + 1
-    node.poll.look()
+    node.poll.poll_once()
     assert node.poll.memory().bound_by == UNREADABLE
     assert node.poll.state.level is MemoryLevel.UNKNOWN
     assert node.poll.enforcement().remedy.startswith("the memory of this machine cannot be read")
@@ -446,7 +446,7 @@ async def test_readings_that_fail_for_long_refuse_the_new_and_end_nothing(
     assert end.refused.code is RefusalCode.UNREADABLE
     assert isinstance(await node.end(1), Finished), "what ran was not disturbed"
     source.fails, node.machine.free = False, 128 * GIB
-    node.poll.look()
+    node.poll.poll_once()
     await node.until(lambda: node.supervisor.held == node.supervisor.told)
     node.generate(3, tokens=4)
     assert isinstance(await node.end(3), Finished)
@@ -474,8 +474,8 @@ async def test_a_weakened_guard_is_said_again_and_again(tmp_path: Path, monkeypa
     with structlog.testing.capture_logs() as logs:
         for _ in range(3):
             clock.by += WARNING_INTERVAL_SECONDS
-            node.poll.look()
-            node.poll.look()
+            node.poll.poll_once()
+            node.poll.poll_once()
     node.poll.stop()
     warnings = [line["warning"] for line in logs if line["event"] == "guard weakened"]
     assert len(warnings) == 6
