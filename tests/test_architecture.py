@@ -114,6 +114,15 @@ def test_no_folder_has_more_than_sixteen_modules(package: str):
     assert {str(folder.relative_to(ROOT)): count for folder, count in folders.items() if count > 16} == {}
 
 
+def test_a_class_name_has_one_meaning():
+    where: dict[str, set[str]] = {}
+    for file in modules(*PACKAGES):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where.setdefault(node.name, set()).add(name_of(file))
+    assert {name: sorted(files) for name, files in where.items() if len(files) > 1} == {}
+
+
 def test_the_import_rules_name_modules_that_exist():
     contracts = PROJECT["tool"]["importlinter"]["contracts"]
     assert len(contracts) >= 5

@@ -29,11 +29,11 @@ class ScenarioError(ValueError):
     """The file cannot be simulated. The text has location and reason."""
 
 
-class _Table(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _StrictTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Base: an unknown key is an error."""
 
 
-class ModelSpec(_Table, frozen=True):
+class ModelSpec(_StrictTable, frozen=True):
     """A model.
 
     `active`: billions of active parameters per token, which scale the speeds. `usual`: the output tokens that nodes
@@ -49,7 +49,7 @@ class ModelSpec(_Table, frozen=True):
     transient: str = "256MiB"
 
 
-class NodeSpec(_Table, frozen=True):
+class NodeSpec(_StrictTable, frozen=True):
     """Macs of one kind: `name`, or `name-1`, `name-2`… for several.
 
     `models` are the models on disk (default: all), `loaded` those in memory at the start.
@@ -69,7 +69,7 @@ class NodeSpec(_Table, frozen=True):
         return [self.name] if self.count == 1 else [f"{self.name}-{number}" for number in range(1, self.count + 1)]
 
 
-class Lengths(_Table, frozen=True):
+class Lengths(_StrictTable, frozen=True):
     """Lognormal distribution: half are above `median`; `sigma` is that of the logarithm; cut at `least` and `most`."""
 
     median: Positive
@@ -78,7 +78,7 @@ class Lengths(_Table, frozen=True):
     most: Positive = 60_000.0
 
 
-class LoadSpec(_Table, frozen=True):
+class LoadSpec(_StrictTable, frozen=True):
     """Load of one client group.
 
     The pace is one of three: `rate` (conversations a second), `share` of the total prefill speed of all nodes, or the
@@ -103,7 +103,7 @@ class LoadSpec(_Table, frozen=True):
     ends: Positive | None = None
 
 
-class EventSpec(_Table, frozen=True):
+class EventSpec(_StrictTable, frozen=True):
     """Event of a node at a moment, for `seconds`.
 
     The node `dies` (process and link), falls `silent` (link and reports stall), or grants a `lease` of `size` to a
@@ -117,7 +117,7 @@ class EventSpec(_Table, frozen=True):
     size: str = "0"
 
 
-class Scenario(_Table, frozen=True):
+class Scenario(_StrictTable, frozen=True):
     """A complete scenario.
 
     Requests arrive for `seconds`; then the simulation runs until all have ended. `latency` is the one-way delay of the
