@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import click
@@ -13,7 +14,7 @@ import pytest
 
 from coordinator.state.settings import NODE_SECTIONS, CoordinatorSettings
 from docs.generate import HERE, PAGES, contexts
-from host.settings_loader import describe
+from host.settings_loader import describe, from_tree
 from node.engine.memory.leak_check import TOLERATED_BYTES
 from node.engine.scheduling.prefix_cache import AUTO_SHARE
 from node.memory.cap import SMALL_RESERVE_BYTES, TIERS
@@ -59,6 +60,20 @@ def test_each_section_belongs_to_one_process():
         "else the node refuses the config.toml that it shares with `cluster up`"
     )
     assert NODE_SECTIONS == SECTIONS
+
+
+def test_the_settings_of_examples_exist():
+    known = {setting.key for kind in (CoordinatorSettings, NodeSettings) for setting in describe(kind)}
+    wrong, seen = [], 0
+    for page in [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")]:
+        for example in re.findall(r"```toml\n(.*?)```", page.read_text(), re.DOTALL):
+            settings = tomllib.loads(example)
+            if settings.keys() <= SECTIONS | COORDINATOR_SECTIONS:
+                keys = from_tree(settings).keys()
+                seen += len(keys)
+                wrong += [(page.name, key) for key in keys if key not in known]
+    assert seen > 10
+    assert wrong == []
 
 
 def test_every_page_that_is_linked_exists():
