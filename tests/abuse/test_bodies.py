@@ -145,7 +145,7 @@ async def test_no_body_holds_the_loop_or_takes_much_memory(running: Pool, name: 
 async def test_what_a_refusal_says(running: Pool):
     for name, words in (
         ("wrong parts", "values"),
-        ("empty messages", "texts"),
+        ("empty messages", "strings"),
         ("few wrong parts", "messages[0].content[0]"),
     ):
         path, make, _ = HOSTILE[name]

@@ -20,14 +20,14 @@ pytestmark = pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["memory.cap=0"], ["memory.cap", "never 0", "memory.guard"]),
+        (["memory.cap=0"], ["memory.cap", "cannot be 0", "memory.guard"]),
         (["memory.cap=-5GiB"], ["memory.cap", "is not a size"]),
         (
             ["memory.cap=110GiB"],
             ["memory.cap", "above the Metal limit of 107.5 GiB", "sysctl", "memory.allow_above_metal_limit"],
         ),
         (["memory.cap=200GiB"], ["memory.cap", "more than the RAM of 128.0 GiB"]),
-        (["memory.cap=64GiB", "memory.tier=safe"], ["memory.tier", "contradicts", "memory.cap = 64GiB", "leave"]),
+        (["memory.cap=64GiB", "memory.tier=safe"], ["memory.tier", "contradicts", "memory.cap = 64GiB", "remove"]),
         (["memory.tier=custom"], ["memory.tier", "custom needs memory.cap"]),
         (["memory.margin=-1"], ["memory.margin", "is not a size"]),
         (["memory.guard=maybe"], ["memory.guard", "on, off"]),

@@ -151,7 +151,7 @@ async def test_weights_that_are_cut_off_are_refused_or_fail_by_name(make: Make, 
     assert isinstance(refused, LeaseRefused)
     assert refused.code == "video_not_ready"
     (package,) = node.lender.video().packages
-    assert "cut off" in package.cause
+    assert "the file is incomplete: it has" in package.cause
 
 
 # the watchdog
@@ -380,7 +380,7 @@ async def test_only_the_granted_generation_gets_a_worker_and_only_once(make: Mak
         code, said = await attend(node, *words)
         assert (code, "is not granted on this node" in said) == (1, True)
     code, said = await attend(node, "l-1", "1")
-    assert (code, "attends to l-1 already" in said) == (1, True)
+    assert (code, "l-1 already has a parent process" in said) == (1, True)
     node.ask(generation=1, job=LONG)
     assert len([one for one in node.frames if isinstance(one, LeaseGranted)]) == 2, "asked again, answered again"
     node.ask(lease="l-2")

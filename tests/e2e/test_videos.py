@@ -200,7 +200,7 @@ def test_the_command_asks_waits_fetches_and_measures(real: Pool, tmp_path: Path)
     made = pool.cli("video", "create", "a", "fox", *short, "--steps", "400")
     phase(again(pool, pool.secret), made["id"], "denoising")
     assert made["id"] in pool.run("video", "leases", *state).stdout
-    assert "lends 36.0 GiB" in pool.run("nodes", *state).stdout
+    assert "leases 36.0 GiB" in pool.run("nodes", *state).stdout
     assert pool.run("video", "wait", made["id"], "--timeout", "1s", *state).returncode == 7
     assert pool.cli("video", "cancel", made["id"])["status"] == "failed"
     assert pool.run("video", "wait", made["id"], *state).returncode == 6

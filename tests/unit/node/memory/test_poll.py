@@ -309,7 +309,7 @@ IN_A_CALL = """
 
     ScriptedEngine.under_way = None
     ScriptedEngine._decode = slow
-    ScriptedEngine.call = lambda engine: engine.under_way
+    ScriptedEngine.running_call = lambda engine: engine.under_way
     child.main()
 """
 """An engine in which each decode step is a native call of 2.5 s."""

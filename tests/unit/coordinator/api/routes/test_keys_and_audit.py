@@ -275,7 +275,7 @@ async def test_a_request_is_explained_by_its_id(built: Application, admin: httpx
     assert (story["outcome"], story["key"], story["model"]) == ("over_share", made["id"], "tiny")
     (decision,) = told["decisions"]
     assert decision["chosen"] is None
-    assert "no node of the cluster" in decision["refused"]
+    assert "no node has reported a model" in decision["refused"]
     listed = (await admin.get("/api/v1/requests?last=1")).json()["requests"]
     assert listed == told["requests"]
     missing = await admin.get("/api/v1/requests/nobody")

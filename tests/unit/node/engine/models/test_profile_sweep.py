@@ -158,7 +158,7 @@ def test_its_row_is_given_up_before_a_request_is_refused():
     driver.until(lambda: driver.said[ORDER])
     (end,) = driver.said[ORDER]
     assert isinstance(end, Refusal)
-    assert "needed for requests" in end.refused.message
+    assert "requests need the memory" in end.refused.message
 
 
 def tries(driver: Driver, monkeypatch: pytest.MonkeyPatch, passing: Callable[[int], bool]) -> list[int]:

@@ -174,7 +174,7 @@ ENDS = pytest.mark.parametrize("end", [ask_to_stop, cut, terminate])
 
 def bound(seconds: float) -> str:
     """Return code that limits the engine's end to `seconds`."""
-    return f"child.LEAVE_SECONDS = {seconds}\n"
+    return f"child.EXIT_TIMEOUT_SECONDS = {seconds}\n"
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_an_engine_that_failed_gives_its_memory_back_too(start: Callable[..., Pr
 
         def breaks(engine, now):
             yield from step(engine, now)
-            if engine.shelf.residents:
+            if engine.model_manager.loaded:
                 raise KeyError("a bug")
 
         TextEngine.step = breaks
