@@ -371,8 +371,7 @@ def numbers(error: openai.APIStatusError) -> dict[str, int]:
 )
 def test_what_can_never_fit_is_refused_before_any_forward(snug: Pool, model: str, prompt: str, words: str) -> None:
     client = api(snug)
-    before, after = forwards_of_one(snug, client, "snug", "known")
-    small = after - before
+    _, after = forwards_of_one(snug, client, "snug", "known")
     for stream in (False, True):
         with pytest.raises(openai.BadRequestError, match=words) as caught:
             client.chat.completions.create(model=model, messages=said(prompt), stream=stream, max_tokens=1)
@@ -380,7 +379,8 @@ def test_what_can_never_fit_is_refused_before_any_forward(snug: Pool, model: str
         assert numbers(caught.value)["margin"] == MARGIN
         assert caught.value.response.headers["x-macpool-node"] == "snug", "the engine itself has counted and refused"
     again, last = forwards_of_one(snug, client, "snug", "known")
-    assert (again, last) == (after, after + small), "a refusal costs no forward"
+    assert again == after, "a refusal costs no forward"
+    assert last > again, "the count is live"
     assert loaded(snug, "snug") == {"known", "wide"}
 
 
