@@ -87,7 +87,7 @@ clients: $(READY)
 	$(FAST) $(BIN)/python -m tests.clients.agent
 
 walks: $(READY)
-	$(FAST) $(BIN)/python -m pytest -q -v -s -p no:randomly tests/e2e/test_walks.py
+	$(FAST) $(BIN)/python -m pytest -q -v -s -p no:randomly tests/e2e/commands/test_walks.py
 
 manual: $(READY)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

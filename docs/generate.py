@@ -30,7 +30,7 @@ from node.memory.cap import safe_wired_limit
 from node.settings import NodeSettings
 from router.dialects.field_tables import TABLES
 from router.dialects.shared.field_table import FieldTable
-from tests.support.application import application
+from tests.support.cluster.application import application
 from wire.units import GIB, MIB
 
 HERE = Path(__file__).parent

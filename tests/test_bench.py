@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.bench.__main__ import BUDGETS, GROUPS, plan
-from tests.bench.torture import KINDS, Asked, Cost, Seen, arrivals, filled, oracle
+from tests.bench.engine.torture import KINDS, Asked, Cost, Seen, arrivals, filled, oracle
 from tests.support.processes import ROOT
 
 HOUR = 3600

@@ -24,7 +24,7 @@ from node.settings import COORDINATOR_SECTIONS, SECTIONS, MlxSettings, NodeSetti
 from router.placement.cluster_view import ClusterView
 from router.placement.place import Placement, Policy, ResourceDemand, place
 from router.placement.reservations import ReservationLedger
-from tests.support.loopback_cluster import a_memory
+from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.processes import environment
 from tests.unit.router.placement.test_place import NOW, node
 from wire.capacity.arithmetic import (

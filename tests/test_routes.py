@@ -12,7 +12,7 @@ from starlette.routing import Route
 
 from coordinator.cli import COMMANDS, cluster
 from docs.generate import contexts
-from tests.support.application import Application, application
+from tests.support.cluster.application import Application, application
 
 CLI = Path(__file__).parents[1] / "coordinator" / "cli"
 SCOPES = {"infer", "metrics", "admin"}

@@ -18,12 +18,12 @@ import pytest
 
 from node.agent.enrollment import enroll, parse_address
 from node.agent.identity import NodeIdentity, authority_context, client_context, new_request
-from tests.abuse.test_bodies import HOSTILE, forget_peak, peak_bytes
-from tests.abuse.test_http_port import CHAT, ask, dial, raw, request, status
-from tests.support.cluster_port import Ended, Line, a_report, hello
-from tests.support.enrolment import HARDWARE
+from tests.abuse.http.test_bodies import HOSTILE, forget_peak, peak_bytes
+from tests.abuse.http.test_http_port import CHAT, ask, dial, raw, request, status
+from tests.support.cluster.cluster_port import Ended, Line, a_report, hello
+from tests.support.cluster.enrolment import HARDWARE
+from tests.support.cluster.loopback_cluster import a_model
 from tests.support.loop_watch import max_held_seconds, watch_server
-from tests.support.loopback_cluster import a_model
 from tests.support.processes import Pool, pool, until
 from wire.codec import encode, fragments
 from wire.frames import Delta, Deltas, EnrollStart, Finished, Frame, RenewCertificate, Welcome

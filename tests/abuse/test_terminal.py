@@ -16,8 +16,8 @@ from coordinator.client.api_client import ApiSession
 from coordinator.client.errors import CommandError
 from coordinator.client.terminal_text import SanitizedStream, harmless
 from tests.contract.test_conventions import ARGUMENTS, READING
+from tests.support.cluster.whole_pool import Served, served
 from tests.support.processes import ROOT
-from tests.support.whole_pool import Served, served
 
 ATTACK = "\x1b]0;owned\x07\x1b[2J\x1b[8m\x9b31m\x7f\u202egnp\u2066\r\x08\u2028\ud800"
 OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")

@@ -21,10 +21,12 @@ from pathlib import Path
 
 import psutil
 
-from tests.bench import begin, end_to_end, engine, front, load, metrics, page, simulation, video
-from tests.bench.front import STEP_MS, two_nodes
+from tests.bench import begin, metrics, page, simulation, video
+from tests.bench.engine import rows as engine
+from tests.bench.router import end_to_end, front, load
+from tests.bench.router.front import STEP_MS, two_nodes
 from tests.bench.row import Row, commit, machine, not_measured
-from tests.support.hosts import Hosts, unsupported
+from tests.support.cluster.hosts import Hosts, unsupported
 from tests.support.processes import CLI, ROOT, environment, pool
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from openai import DefaultHttpxClient, OpenAI
 
 from tests.bench.row import Row, commit
-from tests.support.engine_pool import HELLO
+from tests.support.cluster.engine_pool import HELLO
 from tests.support.processes import ROOT, Process, environment
 
 AT_ONCE = 4

@@ -12,9 +12,9 @@ from coordinator.metrics.families import collect
 from coordinator.metrics.node import NODE
 from router.dispatch.counters import Counters
 from tests.bench.row import Row, commit
-from tests.support.loopback_cluster import LoopbackNode, a_model
+from tests.support.cluster.loopback_cluster import LoopbackNode, a_model
+from tests.support.cluster.whole_pool import Served, served, status
 from tests.support.pictures import node_picture, view
-from tests.support.whole_pool import Served, served, status
 from wire.identity import NodeId
 
 NODES = MODELS = 10

@@ -7,7 +7,7 @@ import sys
 import time
 from urllib.parse import urlsplit
 
-from tests.bench import load
+from tests.bench.router import load
 
 SIZE = 100_000_000
 

@@ -24,12 +24,12 @@ from node.memory.sensor import footprint_of, members
 from node.video.leases import LeasePhase
 from node.video.worker.worker_monitor import worker_environment
 from tests import models
-from tests.bench.chats import body, chat, words
+from tests.bench.engine.chats import body, chat, words
 from tests.bench.row import Row, at_least, at_most, commit, in_turn, ratio_of, spread
-from tests.support.chain import PHASES, RUNNING, VICTIMS, WORKERS, Chain, chain, expected, table
 from tests.support.processes import ROOT, Pool, environment, pool, until
-from tests.support.standin import standin
-from tests.support.studio import JOB, LEASE, Node, environments, flat, python, tiny_wan
+from tests.support.video.chain import PHASES, RUNNING, VICTIMS, WORKERS, Chain, chain, expected, table
+from tests.support.video.standin import standin
+from tests.support.video.studio import JOB, LEASE, Node, environments, flat, python, tiny_wan
 
 ROUNDS = 2
 CLIP = {**JOB, "frames": 17, "steps": 8}

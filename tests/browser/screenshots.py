@@ -18,9 +18,9 @@ from playwright.sync_api import Browser, BrowserContext, Page, expect, sync_play
 
 from tests.browser.conftest import CHROMIUM, FLAGS
 from tests.browser.test_page import ask_for_a_video, go, visit
-from tests.support.engine_pool import MLX
+from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import Pool, pool, until
-from tests.support.studio import words
+from tests.support.video.studio import words
 
 FOLDER = Path(__file__).parents[2] / "docs" / "images"
 RAY_PORTS = 29000

@@ -13,9 +13,9 @@ from openai import DefaultHttpxClient, OpenAI
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from tests.browser.conftest import CHROMIUM
-from tests.support.chain import until_ray
 from tests.support.processes import Pool, pool, until
-from tests.support.studio import words
+from tests.support.video.chain import until_ray
+from tests.support.video.studio import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")]
 VIEWS = ("Pool", "Requests", "Models", "Videos", "Chat", "Join", "Keys and usage", "Settings")

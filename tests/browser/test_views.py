@@ -19,7 +19,7 @@ from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.browser.conftest import CHROMIUM
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.report import EngineCounters, EngineState, Hardware, Memory, Sharing

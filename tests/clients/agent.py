@@ -20,7 +20,7 @@ import httpx2
 from anthropic import Anthropic
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.support.engine_pool import MLX
+from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import ROOT, Pool, pool
 
 PAGE = ROOT / "docs" / "agent.md"

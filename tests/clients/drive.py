@@ -22,7 +22,7 @@ from coordinator.cli.commands.trust_ca import write_bundle
 from coordinator.cli.commands.use import BUNDLE_VARIABLES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.recorder import Recorder, recording
-from tests.support.engine_pool import MLX
+from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import ROOT, Pool, environment, pool
 
 FOLDER = ROOT / ".cache" / "clients"

@@ -14,7 +14,7 @@ import pytest
 from tests.clients.agent import section, sessions
 from tests.clients.catalogue import CLIENTS
 from tests.clients.test_agent import check
-from tests.support.engine_pool import MLX
+from tests.support.cluster.engine_pool import MLX
 from tests.support.processes import Pool, pool
 
 RECORDED = Path(__file__).parent / "recorded"

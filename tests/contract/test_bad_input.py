@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from router.settings import RouterSettings
-from tests.support.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode
+from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}]}
 CHAT = "/v1/chat/completions"

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from coordinator.cli import cluster
 from docs.generate import contexts
-from tests.support.whole_pool import Served, served
+from tests.support.cluster.whole_pool import Served, served
 from tests.test_routes import CLI, VERBS
 
 ROOT = Path(__file__).parents[2]

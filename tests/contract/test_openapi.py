@@ -21,8 +21,8 @@ from schemathesis.specs.openapi.checks import (
 
 from coordinator.http.origin_check import OriginCheck
 from tests.conftest import SEED
-from tests.support import whole_pool
-from tests.support.whole_pool import OPERATIONS, Served
+from tests.support.cluster import whole_pool
+from tests.support.cluster.whole_pool import OPERATIONS, Served
 
 HELD = [status_code_conformance, content_type_conformance, response_schema_conformance]
 OURS = {501, 503}

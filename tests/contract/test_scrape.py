@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from tests.support.loopback_cluster import LoopbackNode
-from tests.support.whole_pool import Served, served, status
+from tests.support.cluster.loopback_cluster import LoopbackNode
+from tests.support.cluster.whole_pool import Served, served, status
 
 
 def get(pool: Served, path: str, scope: str = "metrics", *lines: str) -> tuple[int, bytes, bytes]:

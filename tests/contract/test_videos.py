@@ -13,9 +13,9 @@ import pytest
 import pytest_asyncio
 
 from coordinator.video.settings import VideoSettings
-from tests.support.cluster_port import Port, a_report, opened
-from tests.support.loopback_cluster import a_memory
-from tests.support.video_peer import CLIP, PICTURE, VideoPeer
+from tests.support.cluster.cluster_port import Port, a_report, opened
+from tests.support.cluster.loopback_cluster import a_memory
+from tests.support.video.peer import CLIP, PICTURE, VideoPeer
 from wire.frames import Generate, LeaseRelease, LeaseRequest
 from wire.units import GIB
 from wire.video import VideoPackage

@@ -16,7 +16,7 @@ import pytest
 
 from coordinator.alerts.rules import rules_file
 from coordinator.metrics.prometheus import configuration
-from tests.support.engine_pool import said
+from tests.support.cluster.engine_pool import said
 from tests.support.processes import ROOT, Pool, environment, pool, until
 from tests.support.prometheus import needs, prometheus, token_file
 

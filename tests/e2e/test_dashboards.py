@@ -16,11 +16,11 @@ import pytest
 from coordinator.metrics.prometheus import configuration
 from dashboards.generate import BOARDS
 from dashboards.panels import ANNOTATIONS, Board, Kind, Panel
-from tests.support.chain import until_ray
-from tests.support.engine_pool import HELLO, MLX, said
+from tests.support.cluster.engine_pool import HELLO, MLX, said
 from tests.support.processes import Pool, pool, until
 from tests.support.prometheus import Prometheus, needs, prometheus, token_file
-from tests.support.studio import words
+from tests.support.video.chain import until_ray
+from tests.support.video.studio import words
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

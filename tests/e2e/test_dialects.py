@@ -18,7 +18,7 @@ from openai import BadRequestError, OpenAI
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.models.conversations import TOOL_USES, TOOLS
-from tests.support.engine_pool import GREETING, HELLO, MLX, api
+from tests.support.cluster.engine_pool import GREETING, HELLO, MLX, api
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow

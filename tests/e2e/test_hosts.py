@@ -23,10 +23,10 @@ import pytest
 from zeroconf import ServiceStateChange, Zeroconf
 from zeroconf.asyncio import AsyncServiceBrowser, AsyncZeroconf
 
-from tests.support.chain import until_ray
-from tests.support.hosts import NET, Hosts, unsupported
+from tests.support.cluster.hosts import NET, Hosts, unsupported
 from tests.support.processes import CLI, Pool, Process, environment, pool, until
-from tests.support.studio import flat
+from tests.support.video.chain import until_ray
+from tests.support.video.studio import flat
 from wire.identity import SERVICE_TYPE
 
 pytestmark = [pytest.mark.hosts, pytest.mark.slow, pytest.mark.timeout(300)]

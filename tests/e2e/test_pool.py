@@ -20,7 +20,7 @@ import psutil
 import pytest
 from openai import DefaultHttpxClient, OpenAI
 
-from tests.support.engine_pool import engine_of
+from tests.support.cluster.engine_pool import engine_of
 from tests.support.processes import CLI, ROOT, Pool, Process, environment, gone, until
 
 pytestmark = pytest.mark.slow

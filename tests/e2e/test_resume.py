@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.engine_pool import MLX, at_rest, cordoned, engine_of, link, loaded, side_by_side
+from tests.support.cluster.engine_pool import MLX, at_rest, cordoned, engine_of, link, loaded, side_by_side
 from tests.support.processes import Pool, Process, gone, pool, until
 
 pytestmark = pytest.mark.slow

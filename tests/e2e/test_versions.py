@@ -13,8 +13,8 @@ from threading import Event
 import httpx
 import pytest
 
-from tests.support.cluster_port import a_report, hello, opened
-from tests.support.older import FIELDS, OldCoordinator, old_bytes, old_coordinator
+from tests.support.cluster.cluster_port import a_report, hello, opened
+from tests.support.cluster.older_protocol import FIELDS, OldCoordinator, old_bytes, old_coordinator
 from tests.support.processes import Pool, Process, until
 from wire.codec import encode
 from wire.frames import (

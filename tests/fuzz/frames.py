@@ -24,10 +24,10 @@ from coordinator.cluster.link_budgets import NodeBudgets
 from coordinator.cluster.link_server import Connection
 from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import MemberRow
-from tests.support.application import Application, application
-from tests.support.cluster_port import a_report
-from tests.support.enrolment import HARDWARE
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.application import Application, application
+from tests.support.cluster.cluster_port import a_report
+from tests.support.cluster.enrolment import HARDWARE
+from tests.support.cluster.loopback_cluster import a_model
 from wire.codec import Splitter, WireError, decode, encode, fragments, head_of
 from wire.frames import (
     TAGS,

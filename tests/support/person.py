@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from tests.support.hosts import Host
+from tests.support.cluster.hosts import Host
 from tests.support.processes import CLI, Process, environment, until
 
 TRUSTED = ("/etc/ssl", "/usr/local/share", "/etc/ca-certificates")

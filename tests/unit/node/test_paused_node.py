@@ -8,7 +8,7 @@ import pytest
 
 from host.pause_file import PauseFile
 from host.pause_file import PauseRecord as Kept
-from tests.support.older import old_coordinator
+from tests.support.cluster.older_protocol import old_coordinator
 from tests.support.processes import Process
 from wire.codec import encode
 from wire.frames import (

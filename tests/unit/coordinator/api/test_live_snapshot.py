@@ -10,8 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.cluster_port import Line, Port, a_report, opened
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Admitted, Delta, Deltas, Finished, Generate
 from wire.report import EngineState
 

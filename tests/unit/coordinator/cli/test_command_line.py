@@ -15,7 +15,7 @@ import coordinator.cli as command
 import coordinator.cli.group as shape
 from coordinator.cli import COMMANDS, NAMES, cluster
 from docs.generate import contexts
-from tests.support.whole_pool import Served, served
+from tests.support.cluster.whole_pool import Served, served
 
 CLEAN: dict[str, str | None] = dict.fromkeys(("MACPOOL_STATE", "MACPOOL_URL", "MACPOOL_KEY_FILE"))
 

@@ -17,8 +17,8 @@ from coordinator.cluster.membership import Member, MemberState
 from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
-from tests.support.cluster_port import a_report
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.cluster_port import a_report
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
 from wire.report import EngineState, Hardware
 from wire.units import GIB

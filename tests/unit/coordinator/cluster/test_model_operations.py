@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from node.agent.identity import NodeIdentity
-from tests.support.cluster_port import Line, Port, a_report, opened
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.cluster_port import Line, Port, a_report, opened
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Failed, Finished, LoadModel, ProfileModel, Refusal, Report, UnloadModel
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import Model

@@ -21,8 +21,8 @@ from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import new_request
 from router.placement.cluster_view import ClusterView, NodeView
-from tests.support.cluster_port import a_report
-from tests.support.loopback_cluster import a_memory
+from tests.support.cluster.cluster_port import a_report
+from tests.support.cluster.loopback_cluster import a_memory
 from wire.certificate import read_certificate
 from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity

@@ -16,7 +16,7 @@ from coordinator.cli import cluster
 from coordinator.doctor import bundle
 from coordinator.doctor.bundle import LEFT_OUT, clean, event_of, log_lines, newest, own_events, redact_settings, write
 from host.redaction import HIDDEN
-from tests.support.whole_pool import served
+from tests.support.cluster.whole_pool import served
 
 ROOT = Path(__file__).parents[4]
 PROMPT = "zebra-canary-7391 my secret diagnosis"

@@ -14,7 +14,7 @@ from router.admission.api_keys import credential
 from router.errors import Header, Problem
 from router.http.app import not_found_app
 from router.settings import RouterSettings
-from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode
+from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode
 
 NAMES = st.sampled_from(
     [

@@ -26,7 +26,7 @@ from coordinator.joining.rate_limit import RateLimit
 from coordinator.state.database import Database, MemberRow
 from coordinator.tls.cluster_ca import ClusterCa
 from node.agent.identity import create, new_request, prove_identity
-from tests.support.enrolment import HARDWARE, Wall
+from tests.support.cluster.enrolment import HARDWARE, Wall
 from wire.certificate import read_certificate
 from wire.codec import encode
 from wire.frames import Denied, Enroll, EnrollAuthority, Enrolled, EnrollPending, EnrollStart, Frame, Goodbye

@@ -4,7 +4,7 @@ import pytest
 
 from coordinator.joining.join_tokens import EXPIRED_KEPT_SECONDS, MESSAGES, JoinTokens, Redemption, join_line
 from coordinator.state.database import Database
-from tests.support.enrolment import Wall
+from tests.support.cluster.enrolment import Wall
 from wire.identity import JoinToken, parse_token, request_mac, token_key
 
 CSR = b"request"

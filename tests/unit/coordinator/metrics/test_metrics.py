@@ -23,7 +23,7 @@ from coordinator.metrics.service import read_measures
 from router.dispatch.counters import MAX_KEY_MODELS, Counters
 from router.dispatch.counters import MAX_MODELS as MOST_MODELS_OF_A_POOL
 from router.placement.cluster_view import ClusterView
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from tests.support.pictures import HUGE, MEASURES, lying, node_picture, pool_picture, view
 from wire.histogram import GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId

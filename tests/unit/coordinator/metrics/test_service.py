@@ -18,8 +18,8 @@ from coordinator.video.metrics import VideoSnapshot
 from router.admission.api_keys import KeyRing
 from router.dispatch.dispatcher import Dispatcher
 from router.settings import RouterSettings
-from tests.support.cluster_port import Line, Port, a_report, hello, opened
-from tests.support.loopback_cluster import a_memory
+from tests.support.cluster.cluster_port import Line, Port, a_report, hello, opened
+from tests.support.cluster.loopback_cluster import a_memory
 from tests.support.pictures import view
 from wire.certificate import read_certificate
 from wire.frames import (

@@ -10,8 +10,8 @@ from coordinator.cluster.membership import Member, MemberState
 from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, measured, node_row, warnings_of
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import NodeView, view_of
-from tests.support.cluster_port import a_report
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.cluster_port import a_report
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
 from wire.identity import NodeId
 from wire.report import Enforcement, EngineState, Hardware, MemoryLevel, Sharing

@@ -15,7 +15,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.request import RequestSpec
 from router.placement.cluster_view import ClusterView
 from router.placement.place import ResourceDemand
-from tests.support.application import application
+from tests.support.cluster.application import application
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster
 from wire.frames import Admitted, Failed, GenerationParams, Message
 from wire.identity import NodeId

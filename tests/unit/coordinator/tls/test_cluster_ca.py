@@ -14,7 +14,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from coordinator.tls.cluster_ca import AuthorityError, CertificateRequestError, ClusterCa, public_key_of
 from node.agent.identity import NodeIdentity, authority_context, client_context, create, new_request, proves_coordinator
-from tests.support.enrolment import Wall
+from tests.support.cluster.enrolment import Wall
 from wire.certificate import LEAF_VALIDITY_SECONDS, read_certificate
 from wire.identity import NodeId, PeerIdentity, coordinator_uri, node_uri
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.api.qr import qr_matrix
 from coordinator.ui import static_files
-from tests.support.application import application
+from tests.support.cluster.application import application
 
 STATIC = Path(static_files.__file__).parent / "static"
 SERVED = sorted(path.relative_to(STATIC) for path in STATIC.rglob("*") if path.suffix[1:] in static_files.TYPES)

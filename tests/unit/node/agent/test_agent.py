@@ -21,8 +21,8 @@ from node.memory.limits import Limiter
 from node.memory.poll import MemoryPoll
 from node.memory.sensor import footprint_of, open_machine
 from node.settings import NodeSettings, resolve
-from tests.support.cluster_port import Line, Port, opened
-from tests.support.enrolment import HARDWARE
+from tests.support.cluster.cluster_port import Line, Port, opened
+from tests.support.cluster.enrolment import HARDWARE
 from wire.bounds import MAX_MODELS
 from wire.frames import (
     Admitted,

@@ -14,7 +14,7 @@ from host.bonjour_announce import Announcement
 from node.agent.discovery import DiscoveredService, find, first_proven, locate
 from node.agent.enrollment import enroll
 from node.agent.identity import remember
-from tests.support.enrolment import HARDWARE, opened
+from tests.support.cluster.enrolment import HARDWARE, opened
 from wire.bonjour_record import BonjourRecord, cluster_hint
 
 F = TypeVar("F")

@@ -28,7 +28,7 @@ from node.agent.enrollment import (
 )
 from node.agent.machine_id import machine_id
 from node.agent.rejoin import OtherClusterError, known
-from tests.support.enrolment import HARDWARE, Door, Wall, opened
+from tests.support.cluster.enrolment import HARDWARE, Door, Wall, opened
 from tests.support.processes import ROOT
 from wire.identity import JoinToken
 

@@ -7,8 +7,8 @@ from node.agent.agent import Agent
 from node.agent.identity import adopt_generation, load_identity, remember
 from node.agent.machine_id import machine_id
 from node.settings import NodeSettings
-from tests.support.enrolment import HARDWARE
-from tests.support.older import old_coordinator
+from tests.support.cluster.enrolment import HARDWARE
+from tests.support.cluster.older_protocol import old_coordinator
 from wire.frames import Goodbye, Hello
 
 

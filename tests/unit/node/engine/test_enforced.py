@@ -7,7 +7,7 @@ import mlx.core as mx
 import pytest
 
 from tests import models
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.frames import (
     Channel,
     EngineReport,

@@ -13,7 +13,7 @@ from node.engine.process.interface import NativeCallKind
 from node.engine.scheduling import prefill, scheduler
 from node.engine.scheduling.chunk_policy import RECOVERY_SECONDS
 from tests import models
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
 from wire.capacity.fairness import CROWDED_PROMPTS, WeightedKey
 from wire.frames import (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, GenerationParams, LoadModel, Ping, Refusal
 from wire.refusals import RefusalCode
 from wire.report import Model

@@ -12,8 +12,8 @@ import pytest
 
 from node.video.leases import LeaseLedger, LeasePhase, LeaseRecord
 from node.video.worker.lease_files import CLAIM, GRANT, LeaseGrant, read_grant
-from tests.support.standin import standin
-from tests.support.studio import JOB, LEASE, Node
+from tests.support.video.standin import standin
+from tests.support.video.studio import JOB, LEASE, Node
 from tests.unit.node.video.test_packages import package
 from wire.frames import LeaseEnded, LeaseGranted, LeaseRefused
 from wire.units import GIB

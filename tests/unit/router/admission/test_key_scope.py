@@ -7,7 +7,7 @@ import pytest
 from router.admission.key_scope import visible
 from router.admission.rate_limits import KeyLimits
 from router.placement.cluster_view import ClusterView, NodeView
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from wire.identity import NodeId
 from wire.video import VideoPackage, VideoState
 

@@ -13,7 +13,7 @@ from router.dispatch.accounting import QUOTING, UNSENT_TOKENS
 from router.dispatch.request import SLOW, ActiveRequest, RequestFailure, RequestSpec, StreamingRequest
 from router.placement.place import ResourceDemand
 from router.placement.reservations import PendingPrefill
-from tests.support.loopback_cluster import a_memory
+from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster, full, roomy, turn
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, GenerationParams, Message, Refusal, Timings
 from wire.identity import NodeId

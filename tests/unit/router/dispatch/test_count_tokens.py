@@ -5,7 +5,7 @@ import asyncio
 from router.dispatch.count_tokens import count
 from router.dispatch.node_commands import MAX_COUNTS_PER_KEY
 from router.errors import Problem
-from tests.support.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
+from tests.support.cluster.loopback_cluster import LoopbackCluster, LoopbackNode, a_model
 from wire.frames import CountTokens, Frame, Message
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused

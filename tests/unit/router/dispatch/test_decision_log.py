@@ -17,7 +17,7 @@ from router.dispatch.request import MAX_STEPS, ActiveRequest, RequestFailure, St
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import POLICIES, NoPlacement, Placement, ResourceDemand, place
 from router.placement.reservations import ReservationLedger
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.frames import Admitted
 from wire.identity import NodeId

@@ -19,7 +19,7 @@ from router.dispatch.request import (
 from router.placement.cluster_view import ClusterView, NodeView, view_of
 from router.placement.place import NoPlacement, Placement, ResourceDemand
 from router.settings import RouterSettings
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.fairness import WeightedKey
 from wire.frames import (
     Admitted,

@@ -10,7 +10,7 @@ from router.dispatch.request import ActiveRequest, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import Candidate, ResourceDemand
 from router.placement.reservations import ReservationLedger
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, Cluster
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Cancel, GenerationParams, Message

@@ -13,7 +13,7 @@ from router.dispatch.request import ActiveRequest, RequestFailure, RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.model_load import LoadPlacement
 from router.placement.place import Placement, ResourceDemand
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, taken
 from tests.unit.router.placement.test_recovery import lose, models, say
 from wire.frames import Admitted, GenerationParams, Message

@@ -26,7 +26,7 @@ from router.placement.place import (
 )
 from router.placement.reservations import NodeReservations, PendingPrefill, ReservationLedger, SwapTurn
 from router.placement.vectorized import VectorIndex
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS, UNREADABLE, Fits, alone_bytes, judge, reading_bytes, request_need
 from wire.identity import NodeId
 from wire.refusals import RefusalCode, Refused

@@ -18,7 +18,7 @@ from router.placement.recovery import (
     may_recover,
     resume_after_seconds,
 )
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.loopback_cluster import a_model
 from tests.unit.router.dispatch.test_dispatcher import A, B, C, Cluster, full, roomy, taken, turn
 from wire.capacity.arithmetic import KV_GROWTH_TOKENS
 from wire.frames import Admitted, Cancel, Delta, Deltas, Failed, Finished, Generate, Refusal

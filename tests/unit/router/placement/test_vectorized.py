@@ -20,7 +20,7 @@ from router.placement.place import (
 )
 from router.placement.reservations import ReservationLedger
 from router.placement.vectorized import RANKS, VectorIndex
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
 from wire.report import BatchGroup, EngineState
 from wire.units import GIB, MIB

@@ -19,8 +19,8 @@ from router.dispatch.decision_log import RequestRecord, read_line
 from router.dispatch.request import RequestSpec
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import ResourceDemand
-from tests.support.application import Application, application
-from tests.support.loopback_cluster import a_model
+from tests.support.cluster.application import Application, application
+from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import GenerationParams, Message, Timings
 from wire.identity import NodeId
 from wire.report import Hardware

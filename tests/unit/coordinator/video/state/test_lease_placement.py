@@ -15,7 +15,7 @@ from coordinator.video.state.lease_placement import (
 )
 from coordinator.video.state.memory_model import SEED, key_of
 from router.placement.cluster_view import ClusterView, NodeView
-from tests.support.loopback_cluster import a_memory
+from tests.support.cluster.loopback_cluster import a_memory
 from tests.unit.coordinator.video.state.test_job_table import a_job
 from wire.identity import NodeId
 from wire.units import GIB

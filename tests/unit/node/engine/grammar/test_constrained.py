@@ -11,8 +11,8 @@ from node.engine.grammar.logits_mask import LogitsMask
 from node.engine.grammar.matcher import GrammarFailed, GrammarMatcher
 from tests import models
 from tests.models.conversations import TOOLS
+from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.schemas import violations
-from tests.support.text_engine import GREEDY, Driver
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec, Refusal
 from wire.refusals import RefusalCode
 

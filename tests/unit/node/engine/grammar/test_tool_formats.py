@@ -29,7 +29,7 @@ from node.engine.grammar.tool_spec import ToolCallFormat, UnsupportedSchema, in_
 from node.engine.text.markers import TOOL
 from node.engine.text.tokenizer import TokenizedPrompt, load
 from node.engine.text.tool_call_parser import ToolCallParser
-from tests.support import vocabulary
+from tests.support.engine import vocabulary
 from wire.frames import Channel, GrammarSpec
 
 PARSERS = sorted(module.name for module in pkgutil.iter_modules(mlx_lm.tool_parsers.__path__))

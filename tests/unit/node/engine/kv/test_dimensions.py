@@ -17,7 +17,7 @@ from node.models import catalogue
 from node.models.catalogue import describe, predict_kv
 from tests import models
 from tests.models.architectures import ARCHITECTURES
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import row_bytes
 from wire.frames import Finished, GenerationParams
 from wire.report import KvParameters, TransientModel

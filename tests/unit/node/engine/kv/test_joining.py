@@ -7,7 +7,7 @@ import pytest
 from node.engine.kv.commitments import Commitment, CommitmentLedger
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import Channel, Finished, GenerationParams
 from wire.units import GIB
 

@@ -9,7 +9,7 @@ from router.placement.cluster_view import ClusterView, view_of
 from router.placement.place import NoPlacement, Placement, ResourceDemand, place
 from router.placement.reservations import ReservationLedger
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import reading_bytes
 from wire.codec import Splitter, decode, encode
 from wire.frames import Admitted, GenerationParams, MemoryLimits, Message, Refusal, Report

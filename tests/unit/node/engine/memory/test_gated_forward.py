@@ -13,8 +13,8 @@ from node.engine.process.crash_recorder import CrashRecorder
 from node.engine.process.interface import Halted, NativeCallKind
 from node.engine_process.supervisor import SupervisorTimeouts
 from tests import models
+from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
-from tests.support.text_engine import GREEDY, Driver
 from wire.frames import LoadModel, MemoryLimits
 from wire.refusals import RefusalCode, Refused
 from wire.units import GIB, MIB

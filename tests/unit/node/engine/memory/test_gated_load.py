@@ -11,8 +11,8 @@ import pytest
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
-from tests.support.checkpoints import fp8
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.checkpoints import fp8
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.frames import (
     Failed,
     Finished,

@@ -13,7 +13,7 @@ from node.engine.kv.kv_cache import nbytes_of
 from node.engine.memory.footprint import release_free_memory
 from node.engine.memory.gate import GateSite
 from tests import models
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import padded, request_transient
 from wire.capacity.fairness import WeightedKey
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits, Refusal

@@ -14,7 +14,7 @@ from node.engine.memory.reserve import (
 )
 from node.memory.sensor import open_sensor
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import MemoryLimits, ReduceMemory
 from wire.report import Memory, MemoryLevel
 from wire.units import GIB, MIB

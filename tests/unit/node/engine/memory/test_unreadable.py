@@ -9,8 +9,8 @@ import pytest
 from node.engine.memory import reserve
 from node.memory.reading import POLL_PERIOD_SECONDS, RECENT_POLLS, STALE_AFTER_SECONDS
 from tests import models
+from tests.support.engine.text_engine import ROOMY, Driver
 from tests.support.readings import FailingSource, Later, failing
-from tests.support.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import UNREADABLE
 from wire.frames import (
     EngineReport,

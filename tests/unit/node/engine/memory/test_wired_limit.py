@@ -18,7 +18,7 @@ from node.engine.models.loaded_model import LoadStep, load
 from node.models.catalogue import ModelCatalogue
 from node.settings import ModelSettings
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, LoadModel, MemoryLimits, ReclaimMemory, Refusal, UnloadModel
 from wire.refusals import RefusalCode
 from wire.units import GIB, MIB

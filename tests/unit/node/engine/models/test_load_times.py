@@ -9,7 +9,7 @@ import pytest
 from node.engine.models.load_times import ASSUMED_WARMUP_SECONDS, FILE, MAX_MODELS, MIN_LOAD_BYTES_PER_SECOND, LoadTimes
 from node.engine.models.profiler import PROBE_SECONDS
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, LoadModel, UnloadModel
 from wire.report import Model
 from wire.units import GIB, MIB

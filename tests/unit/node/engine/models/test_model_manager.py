@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.frames import Finished, GenerationParams, LoadModel, UnloadModel
 from wire.report import Model
 from wire.units import MIB

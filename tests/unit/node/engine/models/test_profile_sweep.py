@@ -12,7 +12,7 @@ from node.engine.memory.gate import GateSite
 from node.engine.models import context_search
 from node.engine.models import profiler as profiles
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import max_context
 from wire.frames import (
     Cancel,

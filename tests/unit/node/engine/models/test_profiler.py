@@ -12,7 +12,7 @@ from node.engine.memory.gate import GateSite
 from node.engine.memory.transient_estimator import CHUNKS, STEPS
 from node.engine.models import profiler as tested
 from tests import models
-from tests.support.text_engine import Driver
+from tests.support.engine.text_engine import Driver
 from wire.capacity.arithmetic import Fits, alone_bytes, max_context, most_bytes, prefill_transient, profiled_margin
 from wire.frames import Finished, GenerationParams, LoadModel, MemoryLimits
 from wire.refusals import Refused

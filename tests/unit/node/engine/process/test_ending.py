@@ -17,8 +17,8 @@ from node.engine.process.interface import Halted
 from node.engine.process.main import EXIT_FAILED, settings_message
 from node.settings import EngineSettings, ModelSettings, NodeSettings
 from tests import models
+from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.processes import until
-from tests.support.text_engine import GREEDY, Driver
 from wire.codec import MAX_JOINED_BYTES, Splitter, decode, encode
 from wire.frames import (
     Frame,

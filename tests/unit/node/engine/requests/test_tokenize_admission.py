@@ -21,7 +21,7 @@ from node.engine.requests.tokenize_admission import TokenizeResult, UntokenizedP
 from node.engine.requests.tokenize_queue import TokenizeQueue
 from node.engine.text.tokenizer import LONG_TEXT_CHARS, TooLong, load
 from tests import models
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.capacity.arithmetic import (
     TOKENIZE_BYTES_PER_TOKEN,
     TOKENIZE_SLICE_CHARS,

@@ -12,7 +12,7 @@ from node.engine.kv.kv_cache import TextModel, kv_of, nbytes_of
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import greedy
 from tests import models
-from tests.support.text_engine import decoded_alone, prefilled
+from tests.support.engine.text_engine import decoded_alone, prefilled
 from wire.capacity.arithmetic import padded
 from wire.report import BatchGroup
 

@@ -20,7 +20,7 @@ from node.engine.scheduling.chunk_policy import ChunkPace
 from node.engine.scheduling.decode_batch import DecodeBatch, JoiningRow, RowSampler
 from node.engine.scheduling.sampling import greedy
 from tests import models
-from tests.support.text_engine import GREEDY, Driver, decoded_alone
+from tests.support.engine.text_engine import GREEDY, Driver, decoded_alone
 from wire.frames import Channel, Failed, Finished, GenerationParams, GrammarSpec
 
 EOS = json.loads((models.path("llama") / "config.json").read_text())["eos_token_id"]

@@ -18,7 +18,7 @@ from node.engine.requests.sequence import Row
 from node.engine.scheduling import scheduler
 from node.engine.scheduling.decode_batch import DecodeBatch
 from tests import models
-from tests.support.text_engine import ROOMY, Driver
+from tests.support.engine.text_engine import ROOMY, Driver
 from wire.frames import Failed, Finished, GenerationParams, MemoryLimits
 from wire.report import EngineCounters
 from wire.units import GIB, MIB

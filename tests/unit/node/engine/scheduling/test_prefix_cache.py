@@ -13,7 +13,7 @@ from node.engine.kv.kv_cache import Layers, nbytes_of
 from node.engine.kv.prefix_store import CachedPrefix
 from node.engine.memory.footprint import release_free_memory
 from tests import models
-from tests.support.text_engine import GREEDY, ROOMY, Driver
+from tests.support.engine.text_engine import GREEDY, ROOMY, Driver
 from wire.capacity.arithmetic import request_need
 from wire.frames import Admitted, Channel, Finished, GenerationParams, MemoryLimits, Message, Refusal, UnloadModel
 from wire.units import GIB, KIB, MIB

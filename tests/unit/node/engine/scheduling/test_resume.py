@@ -15,7 +15,7 @@ from node.engine.models.loaded_model import LoadedModel
 from node.engine.scheduling import prefill
 from node.engine.scheduling.sampling import SamplingParameters
 from tests import models
-from tests.support.text_engine import GREEDY, Driver
+from tests.support.engine.text_engine import GREEDY, Driver
 from wire.frames import Admitted, Channel, Delta, Finished, GenerationParams, Logprob, Refusal
 from wire.refusals import RefusalCode
 

@@ -19,7 +19,7 @@ from node.engine.scheduling.sampling import (
     sampler_of,
     sampling_of,
 )
-from tests.support.text_engine import likeliest
+from tests.support.engine.text_engine import likeliest
 from wire.frames import GenerationParams
 
 ROW = mx.log(mx.array([[0.5, 0.25, 0.15, 0.1]]))

@@ -13,8 +13,8 @@ from node.engine.requests.tokenize_admission import UntokenizedPrompt
 from node.engine.scheduling.sampling import SamplingParameters
 from node.engine.scheduling.scheduler import finished
 from tests import models
+from tests.support.engine.text_engine import GREEDY, Driver
 from tests.support.readings import Later
-from tests.support.text_engine import GREEDY, Driver
 from wire.capacity.arithmetic import row_bytes, waste_bytes
 from wire.frames import (
     Admitted,

@@ -17,7 +17,7 @@ from node.engine.text.markers import MarkerSet
 from node.engine.text.stop_strings import StopStrings
 from node.engine.text.tokenizer import MarkCutter, Tokenizer
 from node.engine.text.tool_call_parser import MAX_BLOCK_CHARS, ToolCallParser
-from tests.support import vocabulary
+from tests.support.engine import vocabulary
 from wire.frames import Channel
 
 TRANSCRIPTS = Path(__file__).parent / "transcripts"

@@ -19,8 +19,8 @@ from node.engine.text.time_limit import Deadline, DeadlineError
 from node.engine.text.tokenizer import TemplateFailed, TokenizerError
 from node.engine.text.tokenizer_trial import TokenizerTrials
 from node.engine_process.quarantine import Quarantine
-from tests.support import vocabulary
-from tests.support.text_engine import Driver
+from tests.support.engine import vocabulary
+from tests.support.engine.text_engine import Driver
 from tests.unit.node.engine.text.test_tokenizer import ask
 from wire.frames import Generate, GenerationParams, Message, ModelBan, RestoreModels
 from wire.refusals import RefusalCode

@@ -11,7 +11,7 @@ from node.engine.text import tokenizer
 from node.engine.text.detokenizer import TextPipeline
 from node.engine.text.markers import MarkerSet
 from tests import models
-from tests.support.text_engine import GREEDY, Driver
+from tests.support.engine.text_engine import GREEDY, Driver
 from tests.unit.node.engine.scripted.test_engine import Bench
 from tests.unit.node.engine.text.test_detokenizer import LOOK, pipeline
 from wire.frames import Channel, CountTokens, Finished, Generate, GenerationParams, Message, Refusal

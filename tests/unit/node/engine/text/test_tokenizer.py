@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from node.engine.text import tokenizer
 from node.engine.text.tokenizer import MAX_ERROR_CHARS, TemplateFailed, Tokenizer, TokenizerError
-from tests.support import vocabulary
+from tests.support.engine import vocabulary
 from wire.frames import Channel, Generate, GenerationParams, Message, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]

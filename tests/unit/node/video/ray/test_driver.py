@@ -1,4 +1,4 @@
-"""The driver's process; it drives a real Ray in tests/e2e/test_video_ray.py."""
+"""The driver's process; it drives a real Ray in tests/e2e/video/test_ray.py."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""The Ray of this Mac from the agent's side; a real one runs in tests/e2e/test_video_ray.py."""
+"""The Ray of this Mac from the agent's side; a real one runs in tests/e2e/video/test_ray.py."""
 
 import asyncio
 import json

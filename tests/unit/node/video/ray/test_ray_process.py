@@ -1,4 +1,4 @@
-"""Ray as a child process; a real one runs in tests/e2e/test_video_ray.py."""
+"""Ray as a child process; a real one runs in tests/e2e/video/test_ray.py."""
 
 import asyncio
 import os

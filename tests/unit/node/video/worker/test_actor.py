@@ -1,4 +1,4 @@
-"""The actor ends with the process that started it. Under a real Ray it runs in tests/e2e/test_video_ray.py."""
+"""The actor ends with the process that started it. Under a real Ray it runs in tests/e2e/video/test_ray.py."""
 
 import os
 import signal

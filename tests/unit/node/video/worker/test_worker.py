@@ -1,4 +1,4 @@
-"""Parts of the worker that need no engine. The rest runs with the real engine in tests/e2e/test_video_node.py."""
+"""Parts of the worker that need no engine. The rest runs with the real engine in tests/e2e/video/test_node.py."""
 
 import errno
 import json

@@ -8,7 +8,7 @@ from router.dialects.openai import models
 from router.errors import Problem
 from router.placement.cluster_view import ClusterView, view_of
 from tests.support.answers import CREATED
-from tests.support.loopback_cluster import a_memory, a_model
+from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.frames import Report
 from wire.identity import NodeId
 from wire.report import EngineState

@@ -1,0 +1,120 @@
+"""A member's certificate allows three queries over the cluster port, each a view of the pool, and nothing else."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.client.api_client import MEMBER_PATHS
+from coordinator.client.errors import CommandError
+from coordinator.client.member_client import member_of, query
+from coordinator.cluster.link_budgets import QUERIES_BURST
+from node.agent.identity import NodeIdentity, remember
+from tests.support.cluster.cluster_port import Ended, Port, a_report, opened
+from tests.support.cluster.loopback_cluster import a_model
+from wire.frames import Denied, FetchChunk, MemberQuery
+from wire.identity import PROTOCOL
+
+
+@pytest.fixture
+async def port(tmp_path: Path) -> AsyncIterator[Port]:
+    async with opened(tmp_path) as made:
+        yield made
+
+
+async def ask(port: Port, who: NodeIdentity, path: str, **other: str) -> Any:
+    """Send a query; return its JSON, or the reason of its refusal."""
+    line = await port.dial(who)
+    line.send(MemberQuery(PROTOCOL, other.get("node", who.node), other.get("machine", who.machine), path))
+    found = b""
+    while True:
+        frame = await line.next()
+        if isinstance(frame, Denied):
+            return frame.reason
+        assert isinstance(frame, FetchChunk)
+        found += frame.payload
+        if frame.last:
+            with pytest.raises(Ended):
+                await line.next()
+            return json.loads(found)
+
+
+async def test_a_member_reads_what_the_command_shows_and_its_link_stays(port: Port):
+    who = port.member("studio")
+    link = await port.link(who, a_report(models=tuple(a_model(f"m{number}") for number in range(200))))
+    await port.until(lambda: port.state(who) == "ready")
+    assert set(port.application.registry.readable) == MEMBER_PATHS
+    nodes = await ask(port, who, "/api/v1/nodes")
+    assert [node["name"] for node in nodes["nodes"]] == ["studio"]
+    assert len((await ask(port, who, "/api/v1/models"))["models"]) == 200
+    assert (await ask(port, who, "/api/v1/status"))["nodes"]["ready"] == 1
+    assert port.state(who) == "ready"
+    assert not link.reader.at_eof()
+    await port.until(lambda: port.application.registry.links.strangers() == 0)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/api/v1/keys",
+        "/api/v1/audit",
+        "/api/v1/logs",
+        "/api/v1/tokens",
+        "/api/v1/settings",
+        "/api/v1/requests",
+        "/api/v1/nodes/studio/cordon",
+        "/api/v1/status?x",
+        "/API/V1/STATUS",
+        "status",
+        "",
+        "\x1b[2J",
+        "../api/v1/status",
+    ],
+)
+async def test_a_member_reads_nothing_else(port: Port, path: str):
+    assert await ask(port, port.member("studio"), path) == "not_readable"
+
+
+async def test_who_is_no_member_reads_nothing(port: Port):
+    who, other = port.member("studio"), port.member("mini")
+    assert await ask(port, who, "/api/v1/nodes", node=other.node) == "identity"
+    assert await ask(port, who, "/api/v1/nodes", machine="another") == "cloned"
+    port.application.registry.remove(who.node)
+    assert await ask(port, who, "/api/v1/nodes") == "removed"
+    stranger = await port.dial()
+    stranger.send(MemberQuery(PROTOCOL, who.node, who.machine, "/api/v1/nodes"))
+    frames = await stranger.ended()
+    assert not any(isinstance(frame, FetchChunk) for frame in frames)
+
+
+async def test_queries_have_a_budget_of_their_own(port: Port):
+    who = port.member("studio")
+    link = await port.link(who)
+    reasons: list[Any] = []
+    with suppress(Ended):
+        reasons = [await ask(port, who, "/api/v1/status") for _ in range(int(QUERIES_BURST) + 40)]
+    assert "too_many" in reasons
+    assert not link.reader.at_eof(), "its link has a budget of its own"
+
+
+async def test_the_command_asks_the_coordinator_that_the_node_knows(port: Port, tmp_path: Path):
+    who = port.member("studio")
+    state = tmp_path / "mac"
+    (state / "node").mkdir(parents=True)
+    who.folder.rename(state / "node" / "identity")
+    remember(replace(who, folder=state / "node" / "identity"), f"127.0.0.1:{port.number}")
+    member = member_of(state)
+    assert member is not None
+    found = await asyncio.to_thread(query, member, "/api/v1/nodes")
+    assert [node["name"] for node in found["nodes"]] == ["studio"]
+    wrong = replace(member, cluster="another")
+    with pytest.raises(CommandError, match="is not the coordinator"):
+        await asyncio.to_thread(query, wrong, "/api/v1/nodes")
+    gone = replace(member, addresses=("127.0.0.1:1",))
+    with pytest.raises(CommandError, match="cannot be reached"):
+        await asyncio.to_thread(query, gone, "/api/v1/nodes")

@@ -1,0 +1,1 @@
+"""Rows of the MLX engine, with its clients and peers."""

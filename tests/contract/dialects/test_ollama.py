@@ -1,0 +1,280 @@
+"""Ollama's API over a real server, in the shapes of its own clients and of popular programs."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+
+from tests.contract.dialects.test_anthropic import generated, play, spoken
+from tests.contract.dialects.test_chat import plain, served
+from tests.support.cluster.loopback_cluster import TEXT, LoopbackCluster, LoopbackNode, a_model
+from wire.frames import GenerationParams, Message, ToolCall
+
+ALL = "".join(TEXT)
+ASK: dict[str, Any] = {"model": "tiny:latest", "messages": [{"role": "user", "content": "hello"}]}
+PROMPT = {"model": "tiny", "prompt": "hello"}
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Looks",
+        "parameters": {"type": "object", "properties": {"city": {}}},
+    },
+}
+
+
+@pytest.fixture
+async def cluster() -> AsyncIterator[LoopbackCluster]:
+    features = ("sampling", "tools", "grammar")
+    nodes = [LoopbackNode(name, models=(a_model(features=features),)) for name in ("studio", "mini")]
+    async with served(LoopbackCluster(*nodes)) as one:
+        yield one
+
+
+def lines(answer: httpx.Response) -> list[dict]:
+    return [json.loads(line) for line in answer.text.splitlines()]
+
+
+async def test_a_chat_is_a_stream_of_lines_unless_it_is_not_wanted(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        streamed = await client.post("/api/chat", json=ASK)
+        whole = (await client.post("/api/chat", json=ASK | {"stream": False})).json()
+    assert streamed.headers["content-type"] == "application/x-ndjson"
+    *pieces, last = lines(streamed)
+    assert "".join(piece["message"]["content"] for piece in pieces) == ALL
+    assert not any(piece["done"] for piece in pieces)
+    assert last["message"] == {"role": "assistant", "content": ""}
+    for end in (last, whole):
+        assert (end["model"], end["done"], end["done_reason"]) == ("tiny", True, "stop")
+        assert (end["prompt_eval_count"], end["eval_count"]) == (2, len(TEXT))
+        assert all(
+            isinstance(end[name], int)
+            for name in (
+                "total_duration",
+                "load_duration",
+                "prompt_eval_duration",
+                "eval_duration",
+            )
+        )
+    assert whole["message"] == {"role": "assistant", "content": ALL}
+
+
+async def test_a_prompt(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        streamed = lines(await client.post("/api/generate", json=PROMPT | {"system": "be brief"}))
+        sent = generated(cluster)
+        whole = (await client.post("/api/generate", json=PROMPT | {"stream": False})).json()
+    assert "".join(line["response"] for line in streamed) == whole["response"] == ALL
+    assert sent.messages == (Message("system", "be brief"), Message("user", "hello"))
+
+
+async def test_a_raw_prompt_has_no_template(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        await client.post("/api/generate", json=PROMPT | {"raw": True, "stream": False})
+        both = await client.post("/api/generate", json=PROMPT | {"raw": True, "system": "x"})
+    assert (generated(cluster).text, generated(cluster).messages) == ("hello", ())
+    assert (both.status_code, both.json()["param"]) == (400, "system")
+
+
+async def test_thoughts_and_calls(cluster: LoopbackCluster):
+    play(cluster, play=spoken)
+    async with plain(cluster) as client:
+        streamed = lines(await client.post("/api/chat", json=ASK | {"tools": [WEATHER], "think": True}))
+        whole = (await client.post("/api/chat", json=ASK | {"tools": [WEATHER], "stream": False})).json()
+    assert "".join(line["message"].get("thinking", "") for line in streamed) == "let me"
+    calls = [call for line in streamed for call in line["message"].get("tool_calls", [])]
+    assert calls == whole["message"]["tool_calls"]
+    assert calls[0]["function"] == {"name": "weather", "arguments": {"city": "Ulm"}}
+    assert whole["message"]["thinking"] == "let me"
+    assert whole["message"]["content"] == "I look.Done."
+
+
+async def test_every_option_reaches_the_node(cluster: LoopbackCluster):
+    options = {
+        "num_predict": 7,
+        "stop": ["END"],
+        "seed": 5,
+        "temperature": 0.5,
+        "top_k": 9,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "repeat_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "num_ctx": 8192,
+        "mirostat": 0,
+        "num_gpu": 99,
+        "tfs_z": 1.0,
+        "repeat_last_n": 64,
+        "num_thread": 8,
+    }
+    async with plain(cluster) as client:
+        answer = await client.post("/api/chat", json=ASK | {"options": options, "keep_alive": "5m", "think": "low"})
+    assert answer.status_code == 200
+    assert generated(cluster).params == GenerationParams(7, 0.5, 0.9, 5, ("END",), 1, 9, 0.1, 0.2, 0.3, 1.1)
+    assert json.loads(generated(cluster).template) == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+@pytest.mark.parametrize(
+    ("think", "template"), [(True, {"enable_thinking": True}), (False, {"enable_thinking": False})]
+)
+async def test_thinking_is_a_switch(cluster: LoopbackCluster, think: bool, template: dict):
+    async with plain(cluster) as client:
+        await client.post("/api/chat", json=ASK | {"think": think, "options": {"num_predict": -1}})
+    assert json.loads(generated(cluster).template) == template
+    assert generated(cluster).params.max_tokens is None
+
+
+async def test_results_find_their_calls_without_ids(cluster: LoopbackCluster):
+    messages = [
+        {"role": "user", "content": "sun?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "thinking": "hm",
+            "tool_calls": [
+                {"function": {"name": "weather", "arguments": {"city": "Ulm"}}},
+                {"id": "own", "function": {"name": "clock", "arguments": {}, "index": 1}},
+            ],
+        },
+        {"role": "tool", "tool_name": "clock", "content": "noon"},
+        {"role": "tool", "content": "yes"},
+    ]
+    async with plain(cluster) as client:
+        await client.post("/api/chat", json=ASK | {"messages": messages})
+    calls = (ToolCall("call_1_0", "weather", '{"city":"Ulm"}'), ToolCall("own", "clock", "{}"))
+    assert generated(cluster).messages == (
+        Message("user", "sun?"),
+        Message("assistant", "", tool_calls=calls, reasoning="hm"),
+        Message("tool", "noon", "clock", tool_call_id="own"),
+        Message("tool", "yes", tool_call_id="call_1_0"),
+    )
+
+
+async def test_models_are_listed_and_shown(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        (tag,) = (await client.get("/api/tags")).json()["models"]
+        (running,) = (await client.get("/api/ps")).json()["models"]
+        shown = (await client.post("/api/show", json={"model": "tiny:latest"})).json()
+        older = (await client.post("/api/show", json={"name": "tiny", "verbose": True})).json()
+        nothing = await client.post("/api/show", json={"model": "nothing"})
+        nameless = await client.post("/api/show", json={})
+        version = (await client.get("/api/version")).json()["version"]
+    assert (tag["name"], tag["model"], len(tag["digest"]), tag["details"]["format"]) == ("tiny", "tiny", 64, "mlx")
+    assert tag["size"] == running["size_vram"] == 1024**3
+    assert running["context_length"] == shown["model_info"]["mlx.context_length"] == 4096
+    assert shown["capabilities"] == ["completion", "tools"]
+    assert shown == older
+    assert (nothing.status_code, nameless.status_code) == (404, 400)
+    assert isinstance(nothing.json()["error"], str)
+    assert [int(part) for part in version.split(".")] >= [0, 6, 4]
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/api/pull"),
+        ("POST", "/api/push"),
+        ("POST", "/api/create"),
+        ("POST", "/api/copy"),
+        ("DELETE", "/api/delete"),
+        ("POST", "/api/embed"),
+        ("POST", "/api/embeddings"),
+        ("POST", "/api/blobs/sha256:x"),
+    ],
+)
+async def test_what_changes_models_is_refused(cluster: LoopbackCluster, method: str, path: str):
+    async with plain(cluster) as client:
+        answer = await client.request(method, path, json={"model": "tiny"})
+        nobody = await client.request(method, path, json={}, headers={"authorization": ""})
+    assert (answer.status_code, answer.json()["code"]) == (501, "unsupported_operation")
+    assert nobody.status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"logprobs": True}, "logprobs"),
+        ("/api/chat", {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, "messages[0].images"),
+        ("/api/chat", {"options": {"mirostat": 2}}, "options.mirostat"),
+        ("/api/chat", {"options": {"typical_p": 0.5}}, "options.typical_p"),
+        ("/api/generate", {"template": "{{ .Prompt }}"}, "template"),
+        ("/api/generate", {"suffix": "x"}, "suffix"),
+        ("/api/generate", {"context": [1, 2]}, "context"),
+        ("/api/generate", {"images": ["aGk="]}, "images"),
+    ],
+)
+async def test_what_is_not_offered_is_refused_by_name(cluster: LoopbackCluster, path: str, fields: dict, param: str):
+    async with plain(cluster) as client:
+        answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
+    found = answer.json()
+    assert (answer.status_code, found["code"], found["param"]) == (400, "unsupported_parameter", param)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("/api/chat", {"messages": []}, "messages"),
+        ("/api/chat", {"options": {"num_predict": 0}}, "options.num_predict"),
+        ("/api/chat", {"options": {"temperature": "hot"}}, "options.temperature"),
+        ("/api/chat", {"options": {"temperatur": 1}}, "options.temperatur"),
+        ("/api/chat", {"think": "very"}, "think"),
+        ("/api/generate", {"prompt": ""}, "prompt"),
+        ("/api/generate", {"stream": "no"}, "stream"),
+        ("/api/chat", {"messages": [{"role": "boss", "content": "x"}]}, "messages[0].role"),
+    ],
+)
+async def test_a_wrong_value_is_a_400_that_names_it(cluster: LoopbackCluster, path: str, fields: dict, param: str):
+    async with plain(cluster) as client:
+        answer = await client.post(path, json=(ASK if path == "/api/chat" else PROMPT) | fields)
+    assert (answer.status_code, answer.json()["param"]) == (400, param)
+
+
+async def test_a_stream_that_breaks_says_so_in_its_last_line(cluster: LoopbackCluster):
+    play(cluster, step_seconds=0.05)
+    async with plain(cluster) as client, client.stream("POST", "/api/chat", json=ASK) as answer:
+        read = answer.aiter_lines()
+        assert json.loads(await anext(read))["done"] is False
+        for node in cluster.nodes.values():
+            cluster.fail(node)
+        rest = [json.loads(line) async for line in read]
+    assert rest[-1]["code"] == "engine_crashed"
+    assert isinstance(rest[-1]["error"], str)
+
+
+async def test_nobody_is_served_without_a_key(cluster: LoopbackCluster):
+    async with plain(cluster) as client:
+        for method, path in (
+            ("POST", "/api/chat"),
+            ("POST", "/api/generate"),
+            ("GET", "/api/tags"),
+            ("GET", "/api/ps"),
+            ("POST", "/api/show"),
+            ("GET", "/api/version"),
+        ):
+            answer = await client.request(method, path, json=ASK, headers={"authorization": ""})
+            assert answer.status_code == 401
+            assert isinstance(answer.json()["error"], str)
+
+
+async def test_its_own_library(cluster: LoopbackCluster):
+    client = ollama.AsyncClient(
+        host=cluster.base_url, headers={"authorization": f"Bearer {cluster.key}"}, trust_env=False
+    )
+    whole = await client.chat(model="tiny", messages=ASK["messages"], options={"num_predict": 9, "seed": 3})
+    assert (whole.message.content, whole.done_reason, whole.eval_count) == (ALL, "stop", len(TEXT))
+    assert generated(cluster).params == GenerationParams(max_tokens=9, seed=3)
+    pieces = [piece async for piece in await client.chat(model="tiny", messages=ASK["messages"], stream=True)]
+    assert "".join(piece.message.content or "" for piece in pieces) == ALL
+    assert (await client.generate(model="tiny", prompt="hello")).response == ALL
+    assert [model.model for model in (await client.list()).models] == ["tiny"]
+    assert (await client.show("tiny")).modelinfo is not None
+    assert [model.model for model in (await client.ps()).models] == ["tiny"]
+    with pytest.raises(ollama.ResponseError, match="no node serves") as missing:
+        await client.chat(model="nobody", messages=ASK["messages"])
+    assert missing.value.status_code == 404
+    with pytest.raises(ollama.ResponseError, match="not supported"):
+        await client.pull("tiny")

@@ -1,0 +1,318 @@
+"""The video controller over the real link: peers that refuse, vanish, return or lie, and a coordinator that
+restarts."""
+
+import asyncio
+import errno
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.video import artifacts as artifacts_module
+from coordinator.video.artifacts import ArtifactFolder
+from coordinator.video.state.jobs import JobFault, JobState
+from tests.contract.test_videos import Pool, pool
+from tests.support.cluster.cluster_port import opened
+from tests.support.cluster.loopback_cluster import a_memory
+from tests.support.video.peer import CLIP, VideoPeer, artifacts_of
+from tests.unit.coordinator.state.test_forgetting import found
+from tests.unit.coordinator.video.state.test_job_table import a_job
+from wire.frames import AllowVideo, Generate, LeaseGranted, LeaseRefused, LeaseRelease, LeaseRequest
+from wire.units import GIB
+from wire.video import Artifact
+
+NO = LeaseRefused("", 0, "no_headroom", "no", need=36 * GIB, retry_after=1.0, waiting_for="waiting for tiny to be idle")
+
+
+async def asked(one: Pool, **fields: Any) -> str:
+    async with one.http() as http:
+        answer = await http.post("/v1/videos", json={"prompt": "x", **fields})
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+
+def state(one: Pool, video: str) -> JobState:
+    job = one.conductor.job(video)
+    assert job is not None
+    return job.state
+
+
+def fault(one: Pool, video: str) -> str:
+    job = one.conductor.job(video)
+    assert job is not None
+    assert job.fault is not None
+    return job.fault.code
+
+
+async def test_two_nodes_drain_the_line_in_order(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
+        videos = [await asked(one) for _ in range(3)]
+        await one.until(videos[1], "in_progress")
+        first, second = one.peers
+        await one.port.until(lambda: [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 1])
+        assert state(one, videos[2]) == JobState.QUEUED
+        waits = one.conductor.job(videos[2])
+        await one.port.until(lambda: "makes another video" in one.conductor.board.jobs[videos[2]].phase)
+        assert waits is not None
+        holder = first if first.of(LeaseRequest)[0].job == videos[0] else second
+        holder.finish(holder.of(LeaseRequest)[0].lease)
+        await one.until(videos[0], "completed")
+        await one.until(videos[2], "in_progress")
+        assert len(holder.of(LeaseRequest)) == 2
+        rows = await one.port.get("/api/v1/leases")
+        assert {(row["job"], row["size"], row["orphan"]) for row in rows["leases"]} == {
+            (videos[1], 36 * GIB, False),
+            (videos[2], 36 * GIB, False),
+        }
+
+
+async def test_a_refusal_keeps_the_place_names_what_it_waits_for_and_chat_goes_on(tmp_path: Path):
+    async with pool(tmp_path, peer={"refusal": NO}) as one:
+        first, second = await asked(one), await asked(one)
+        await one.port.until(lambda: one.conductor.board.jobs[first].phase == NO.waiting_for)
+        assert [lease.job for lease in one.peer.of(LeaseRequest)] == [first], "the second does not overtake"
+        one.peer.refusal = None
+        await one.until(first, "completed")
+        await one.until(second, "completed")
+        assert [lease.job for lease in one.peer.of(LeaseRequest)][-1] == second
+        assert one.peer.of(Generate) == []
+
+
+async def test_the_lowered_ceiling_is_what_the_next_job_is_judged_by(tmp_path: Path):
+    memory = a_memory(20 * GIB, 128 * GIB)
+    async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
+        one.peers[1].report_changes = {"memory": memory}
+        await one.port.until(lambda: one.conductor.view.nodes[1].memory.headroom == 20 * GIB)
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [1, 0], "where it fits without making room"
+
+
+async def test_a_node_that_comes_back_with_its_job_goes_on(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}, node_loss_timeout_seconds=30) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        await one.peer.cut()
+        assert one.conductor.board.jobs[video].away
+        assert one.conductor.board.hold_of(one.peer.who.node if one.peer.who else "") is not None
+        await one.peer.link()
+        await one.port.until(lambda: not one.conductor.board.jobs[video].away)
+        one.peer.finish(next(iter(one.peer.leases)))
+        await one.until(video, "completed")
+
+
+@pytest.mark.parametrize(("rule", "ended"), [("fail", "failed"), ("requeue", "completed")])
+async def test_a_node_that_stays_away_loses_its_job_to_the_settings(tmp_path: Path, rule: str, ended: str):
+    async with pool(tmp_path, "a", "b", peer={"plays": False}, node_loss_timeout_seconds=0.3, on_node_loss=rule) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        holder, other = sorted(one.peers, key=lambda peer: -len(peer.leases))
+        other.plays = True
+        await holder.cut()
+        await one.until(video, ended)
+        assert one.conductor.board.holds == {}
+        if rule == "fail":
+            assert fault(one, video) == "node_lost"
+        else:
+            assert len(other.of(LeaseRequest)) == 1
+        late = next(iter(holder.leases))
+        await holder.link()
+        await one.port.until(lambda: any(one.lease == late for one in holder.of(LeaseRelease)))
+        assert holder.of(LeaseRelease)[0].cause == "superseded", "what is not known any more is given back"
+
+
+async def test_a_node_that_comes_back_without_its_job_has_lost_it(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        await one.peer.cut()
+        one.peer.leases.clear()
+        await one.peer.link()
+        await one.until(video, "failed")
+        assert fault(one, video) == "worker_lost"
+
+
+@pytest.mark.parametrize("peer", [{"refuses": "Ray has no room"}, {"starts": False}])
+async def test_an_actor_that_does_not_start_is_tried_again_and_then_fails(tmp_path: Path, peer: dict[str, Any]):
+    async with pool(tmp_path, peer={"plays": False, **peer}, start_timeout_seconds=0.2) as one:
+        one.conductor.board = type(one.conductor.board)(
+            type(one.conductor.board.rules)(attempts=0, start_seconds=0.2), {}, {}, {}
+        )
+        video = await asked(one)
+        await one.until(video, "failed")
+        assert fault(one, video) == "start_failed"
+        await one.port.until(lambda: not one.conductor.board.holds)
+
+
+async def test_a_node_hears_whether_it_may_make_videos_and_only_an_allowed_one_gets_a_job(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", peer={"permitted": False, "plays": False}) as one:
+        registry = one.port.application.registry
+        first, second = one.peers
+        assert [one.allowed for one in one.peers] == [False, False]
+        assert second.who is not None
+        registry.allow_video(second.who.node, on=True)
+        await one.port.until(lambda: second.allowed)
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        assert [len(peer.of(LeaseRequest)) for peer in one.peers] == [0, 1]
+        waiting = await asked(one)
+        registry.allow_video(second.who.node, on=False)
+        await one.port.until(lambda: not second.allowed)
+        second.finish(next(iter(second.leases)))
+        await one.until(video, "completed")
+        await one.port.until(lambda: "allow-video" in one.conductor.board.jobs[waiting].phase)
+        assert first.of(AllowVideo) == [], "it knew"
+        assert [frame.allowed for frame in second.of(AllowVideo)] == [True, False]
+        await second.cut()
+        registry.allow_video(second.who.node, on=True)
+        await second.link()
+        await one.port.until(lambda: second.allowed)
+
+
+async def test_this_process_begins_again_and_finds_its_jobs(tmp_path: Path):
+    async with opened(tmp_path) as port:
+        peer = VideoPeer(port, "a", plays=False)
+        await peer.link()
+        before = Pool(port, [peer])
+        running, waiting = await asked(before), await asked(before)
+        await before.until(running, "in_progress")
+        await peer.cut()
+    async with opened(tmp_path) as port:
+        peer.port = port
+        after = Pool(port, [peer])
+        admin = after.http(after.new_key("admin"))
+        assert state(after, running) == JobState.IN_PROGRESS
+        peer.progress = lambda *_, **__: None
+        await peer.link()
+        del peer.progress
+        peer.finish(next(iter(peer.leases)))
+        await after.port.until(lambda: state(after, running) == JobState.COMPLETED)
+        await after.port.until(lambda: state(after, waiting) == JobState.IN_PROGRESS)
+        async with admin:
+            assert (await admin.get(f"/v1/videos/{running}/content")).content == CLIP
+
+
+async def test_a_broken_file_fails_the_job_and_is_not_kept(tmp_path: Path):
+    for wrong in ({"video.mp4": CLIP[:-1] + b"x"}, {"video.mp4": CLIP + b"x"}, {"other.bin": b"x"}):
+        async with pool(tmp_path / str(len(str(wrong))), peer={"told": wrong}) as one:
+            video = await asked(one)
+            await one.until(video, "failed")
+            assert fault(one, video) == ("output_invalid" if "other.bin" in wrong else "artifact_broken")
+            folder = one.conductor.artifacts.folder(video)
+            await one.port.until(lambda: not folder.exists())  # noqa: B023  waited for at once
+
+
+async def test_files_are_fetched_again_after_an_interruption_and_acknowledged_then(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        clip = one.peer.files.pop("video.mp4")
+        one.peer.told = {"video.mp4": clip}
+        one.peer.finish(next(iter(one.peer.leases)))
+        await one.port.until(lambda: state(one, video) == JobState.FINALIZING)
+        await asyncio.sleep(0)
+        assert one.peer.of(LeaseRelease) == [], "kept until it is here"
+        await one.peer.cut()
+        one.peer.files["video.mp4"] = clip
+        await one.peer.link()
+        await one.until(video, "completed")
+        await one.port.until(lambda: one.peer.of(LeaseRelease) != [])
+        assert one.peer.of(LeaseRelease)[-1].cause == "acknowledged"
+
+
+async def test_files_whose_node_has_forgotten_them_are_lost(tmp_path: Path):
+    async with pool(tmp_path, peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        one.peer.told = {"video.mp4": one.peer.files.pop("video.mp4")}
+        one.peer.finish(next(iter(one.peer.leases)))
+        await one.port.until(lambda: state(one, video) == JobState.FINALIZING)
+        one.peer.leases.clear()
+        await one.until(video, "failed")
+        assert fault(one, video) == "artifact_lost"
+
+
+async def test_a_removed_node_is_not_kept_anywhere(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
+        for _ in range(2):
+            await asked(one)
+        await one.port.until(lambda: len(one.conductor.board.holds) == 2)
+        who = one.peer.who
+        assert who is not None
+        assert list(found(one.conductor, who.node, "conductor", set())) != []
+        one.port.application.registry.remove(who.node)
+        one.conductor.forget(who.node)
+        one.conductor.apply_view(
+            type(one.conductor.view)(tuple(n for n in one.conductor.view.nodes if n.id != who.node))
+        )
+        assert [path for path in found(one.conductor, who.node, "conductor", set()) if "_links" not in path] == []
+
+
+async def test_what_a_node_says_of_anothers_lease_is_not_heard(tmp_path: Path):
+    async with pool(tmp_path, "a", "b", peer={"plays": False}) as one:
+        video = await asked(one)
+        await one.until(video, "in_progress")
+        holder, other = sorted(one.peers, key=lambda peer: -len(peer.leases))
+        (lease,) = holder.leases
+        other.leases[lease] = holder.leases[lease]
+        other.finish(lease, "worker_crashed")
+        other.say(LeaseGranted(lease, 99))
+        await asyncio.sleep(0.2)
+        assert state(one, video) == JobState.IN_PROGRESS
+
+
+# files
+
+
+def asks(data: bytes) -> Any:
+    async def ask(node: str, what: str, limit: int) -> Any:
+        for at in range(0, len(data), 1000):
+            yield data[at : at + 1000]
+
+    return ask
+
+
+async def test_a_file_is_kept_for_its_owner_alone(tmp_path: Path):
+    artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
+    kept = await artifacts.fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
+    assert not isinstance(kept, JobFault)
+    assert kept[0].sha256 == hashlib.sha256(CLIP).hexdigest()
+    folder = artifacts.folder("video_1")
+    assert [(file.name, file.stat().st_mode & 0o777) for file in folder.iterdir()] == [("video.mp4", 0o600)]
+    assert folder.stat().st_mode & 0o777 == 0o700
+    artifacts.sweep({"video_2"})
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("name", ["../video.mp4", "/etc/x.mp4", ".mp4", "a/b.mp4", "x" * 99 + ".mp4", "a.mp4\n", ""])
+async def test_names_of_files_are_never_paths(tmp_path: Path, name: str):
+    artifacts = ArtifactFolder(tmp_path / "videos", asks(CLIP))
+    found = await artifacts.fetch(a_job(1), (Artifact(name, len(CLIP), hashlib.sha256(CLIP).digest()),))
+    assert isinstance(found, JobFault)
+    assert not (tmp_path / "videos").exists()
+
+
+async def test_a_disk_that_cannot_be_written_is_a_clear_error(tmp_path: Path):
+    (tmp_path / "videos").write_text("in the way")
+    found = await ArtifactFolder(tmp_path / "videos", asks(CLIP)).fetch(a_job(1), artifacts_of({"video.mp4": CLIP}))
+    assert isinstance(found, JobFault)
+    assert found.code == "storage_failed"
+    assert "the coordinator cannot write" in found.message
+
+
+async def test_a_full_disk_is_a_clear_error_and_the_node_may_drop_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(descriptor: int, piece: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(artifacts_module, "_write", full)
+    async with pool(tmp_path) as one:
+        video = await asked(one)
+        failed = await one.until(video, "failed")
+        assert failed["error"]["code"] == "storage_full"
+        assert "the disk of the coordinator is full" in failed["error"]["message"]
+        await one.port.until(lambda: one.peer.ended == {})
+        folder = one.conductor.artifacts.folder(video)
+        await one.port.until(lambda: not folder.exists())

@@ -1,0 +1,269 @@
+"""Engines that crash, freeze or are orphaned: which requests fail, which are placed elsewhere, and how the engine
+restarts.
+
+Crashes are counted by model. Every test therefore has its own name for the slow model. The tests crash the engine of
+`victim`. The engine of `icy` is frozen when the tests begin. `other` stays healthy and can answer for both.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+from openai import OpenAI
+
+from tests.support.cluster.engine_pool import (
+    HELLO,
+    MLX,
+    api,
+    at_rest,
+    cordoned,
+    counts,
+    engine_of,
+    forwards_of_one,
+    greets,
+    leave,
+    link,
+    loaded,
+    said,
+    side_by_side,
+)
+from tests.support.processes import Pool, pool, until
+from wire.units import MIB
+
+pytestmark = pytest.mark.slow
+
+SLOW = ("read", "written", "fetched", "left")
+"""Names of the slow model on `victim` and `other`; only `victim` has `cursed`."""
+LONG = "word " * 600
+"""A prompt whose prefill takes a node a second or two, in several forwards."""
+ENDLESS = "word " * 8000
+Answer = tuple[str, int, str]
+"""The text, the attempts, and the node that answered."""
+
+
+def ask(client: OpenAI, model: str, prompt: str = HELLO, **more: Any) -> Answer:
+    raw = client.chat.completions.with_raw_response.create(model=model, messages=said(prompt), **more)
+    text = raw.parse().choices[0].message.content or ""
+    return text, int(raw.headers["x-macpool-attempts"]), raw.headers["x-macpool-node"]
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """An engine that was stopped during an answer, the future of the answer, and the time of the stop (monotonic)."""
+
+    engine: psutil.Process
+    answer: Future[Answer]
+    since: float
+
+
+@dataclass(frozen=True)
+class Ward:
+    """The pool, with shortcuts for its node `victim`."""
+
+    pool: Pool
+    client: OpenAI
+    frozen: Frozen
+
+    def ask(self, model: str, prompt: str = HELLO, **more: Any) -> Answer:
+        return ask(self.client, model, prompt, **more)
+
+    def loaded(self) -> set[str]:
+        return loaded(self.pool, "victim")
+
+    def restarts(self) -> int:
+        return self.pool.node("victim")["engine"]["restarts"]
+
+    def kill(self) -> None:
+        engine_of(self.pool, "victim").kill()
+
+    def load(self, model: str) -> None:
+        """Load a model on `victim` with a request. It must be the only node that is not cordoned."""
+        assert self.ask(model, max_tokens=1)[2] == "victim"
+        until(lambda: model in self.loaded() and at_rest(self.pool, "victim"), what="loaded")
+
+    def back(self, node: str, restarts: int, models: set[str]) -> str:
+        """Wait until a node's engine serves these models after `restarts` restarts, and return the cause of the
+        crash."""
+
+        def here() -> bool:
+            engine = self.pool.node(node)["engine"]
+            return engine["restarts"] == restarts and self.pool.serves(node) and loaded(self.pool, node) >= models
+
+        until(here, what=f"the engine of {node} with {models}")
+        return self.pool.node(node)["engine"]["cause"]
+
+    def reads(self, forwards: int) -> None:
+        """Wait until `victim` has begun `forwards` more forwards of prompts."""
+        before = counts(self.pool, "victim")["forwards"]
+        until(lambda: counts(self.pool, "victim")["forwards"] >= before + forwards, what="a prompt being read")
+
+
+@pytest.fixture(scope="module")
+def ward(tiny_model: Callable[..., Path]) -> Iterator[Ward]:
+    """Start three nodes. One engine is frozen at once, because its detection takes half a minute."""
+    known, slow = tiny_model("llama"), tiny_model("llama", trained=False, preset="bench50m")
+    with (
+        tempfile.TemporaryDirectory(prefix="mp-") as folder,
+        pool(Path(folder)) as made,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        top = Path(folder)
+        both = link(top / "both", **dict.fromkeys(SLOW, slow))
+        own = {
+            "other": (link(top / "a", ice=slow), both),
+            "victim": (link(top / "b", cursed=slow, quick=known), both),
+            "icy": (link(top / "c", ice=slow),),
+        }
+        made.up("router.queue_timeout_seconds=20")
+        for name, folders in own.items():
+            made.join(
+                name,
+                *MLX,
+                "engine.mlx.prefill_step_size=128",
+                f"models.folders={','.join(map(str, folders))}",
+                wait=False,
+            )
+        for name in own:
+            until(lambda name=name: made.serves(name), 60, f"{name} serves")
+        client = api(made)
+        with cordoned(made, "other"):
+            answer = threads.submit(ask, client, "ice", max_tokens=200)
+            until(lambda: made.node("icy")["running"] == 1, what="it writes")
+            engine = engine_of(made, "icy")
+            engine.suspend()
+        yield Ward(made, client, Frozen(engine, answer, time.monotonic()))
+        if engine.is_running():
+            engine.kill()
+
+
+def crashed(error: BaseException | None) -> tuple[int, str, str]:
+    assert isinstance(error, openai.InternalServerError), error
+    return error.status_code, str(error.code), error.response.headers["x-macpool-attempts"]
+
+
+CRASHED = (500, "engine_crashed", "1")
+
+
+def elsewhere(answer: Answer) -> bool:
+    """Return whether the request was placed again; `victim` may have been tried once more before its crash was
+    known."""
+    return answer[1] in (2, 3) and answer[2] == "other"
+
+
+def test_killed_in_prefill(ward: Ward) -> None:
+    """The request in the crashed prefill fails for good. Requests that waited behind it are answered elsewhere."""
+    with side_by_side(3) as start:
+        with cordoned(ward.pool, "other"):
+            ward.load("read")
+            restarts, models = ward.restarts(), ward.loaded()
+            asked = [start(ward.ask, "read", LONG, max_tokens=2) for _ in range(3)]
+            ward.reads(2)
+            until(lambda: ward.pool.node("victim")["waiting"] >= 2, what="others beside it")
+        ward.kill()
+        errors = [error for one in asked if (error := one.exception()) is not None]
+        answers = [one.result() for one in asked if one.exception() is None]
+    assert [crashed(error) for error in errors] == [CRASHED]
+    assert "it was in the prefill of read" in str(errors[0])
+    assert [elsewhere(answer) for answer in answers] == [True, True]
+    assert "SIGKILL" in ward.back("victim", restarts + 1, models)
+
+
+def test_killed_in_decode(ward: Ward) -> None:
+    """Requests in the decode continue on another node; a stream that has begun continues without an error."""
+    with side_by_side(2) as start:
+        with cordoned(ward.pool, "other"):
+            ward.load("written")
+            restarts, models = ward.restarts(), ward.loaded()
+            begun = ward.client.chat.completions.create(
+                model="written", messages=said(HELLO), stream=True, max_tokens=300
+            )
+            next(begun)
+            asked = [start(ward.ask, "written", f"{HELLO} {n}", max_tokens=300) for n in range(2)]
+            until(lambda: ward.pool.node("victim")["running"] == 3, what="all decode")
+        ward.kill()
+        rest = list(begun)
+        assert rest[-1].choices[0].finish_reason in ("stop", "length")
+        assert [elsewhere(one.result()) for one in asked] == [True, True]
+    assert "it was in the decode of written" in ward.back("victim", restarts + 1, models)
+
+
+def test_killed_in_load(ward: Ward) -> None:
+    """The request that loads the model fails. A second request for the same model is answered elsewhere."""
+    engine = engine_of(ward.pool, "victim")
+    rest, restarts, models = engine.memory_info().rss, ward.restarts(), ward.loaded()
+    with side_by_side(2) as start:
+        with cordoned(ward.pool, "other"):
+            asked = [start(ward.ask, "fetched", max_tokens=2) for _ in range(2)]
+            until(lambda: engine.memory_info().rss > rest + 32 * MIB, what="weights being read")
+            engine.kill()
+        errors = [error for one in asked if (error := one.exception()) is not None]
+        answers = [one.result() for one in asked if one.exception() is None]
+    assert [crashed(error) for error in errors] == [CRASHED]
+    assert [elsewhere(answer) for answer in answers] == [True]
+    assert "it was in the load of fetched" in ward.back("victim", restarts + 1, models)
+
+
+def test_killed_twice_by_one_model_is_kept_out(ward: Ward) -> None:
+    """Only this node has `cursed`. After the second crash the model is refused at once; other models still answer."""
+    assert greets(ward.client, "quick")
+    ward.load("cursed")
+    restarts, models = ward.restarts(), ward.loaded()
+    cause = ""
+    for death in (1, 2):
+        with side_by_side(1) as start:
+            asked = start(ward.ask, "cursed", LONG)
+            ward.reads(2)
+            ward.kill()
+            assert crashed(asked.exception()) == CRASHED
+        cause = ward.back("victim", restarts + death, models - ({"cursed"} if death == 2 else set()))
+    assert "for the second time: loading the model is blocked for 10 minutes" in cause
+    began = time.monotonic()
+    with pytest.raises(
+        openai.InternalServerError,
+        match="the engine crashed 2 times in its load, template, tokenizer or forward pass",
+    ) as caught:
+        ward.ask("cursed")
+    assert time.monotonic() - began < 5
+    assert caught.value.code == "model_load_failed"
+    assert "cursed" not in ward.loaded()
+    assert greets(ward.client, "quick")
+
+
+def test_frozen(ward: Ward) -> None:
+    """A stopped process answers no ping. After 30 s it is replaced, and its requests are answered elsewhere."""
+    text, _, node = ward.frozen.answer.result(60)
+    assert (len(text) > 100, node) == (True, "other")
+    assert "the engine hung: no answer to a ping for" in ward.back("icy", 1, {"ice"})
+    assert time.monotonic() - ward.frozen.since > 25
+    assert not ward.frozen.engine.is_running()
+    with cordoned(ward.pool, "other"):
+        assert ward.ask("ice", max_tokens=2)[1:] == (1, "icy")
+
+
+@pytest.mark.parametrize("prompt", [ENDLESS, HELLO], ids=["prefill", "decode"])
+def test_a_client_that_leaves_costs_nothing_more(ward: Ward, prompt: str) -> None:
+    def busy() -> bool:
+        node = ward.pool.node("victim")
+        return node["reserved"] > 0 and node["waiting" if prompt is ENDLESS else "running"] == 1
+
+    assert greets(ward.client, "quick")
+    with cordoned(ward.pool, "other"):
+        ward.load("left")
+        began = counts(ward.pool, "victim")["forwards"]
+        leave(ward.pool, "left", prompt, lambda: until(busy, what="it works"))
+        left = time.monotonic()
+        until(lambda: at_rest(ward.pool, "victim"), 5, "all given back")
+        assert time.monotonic() - left < 2, "longer than a chunk, a report and some noise"
+    before = counts(ward.pool, "victim")
+    assert before["forwards"] > began
+    again, last = forwards_of_one(ward.pool, ward.client, "victim", "quick")
+    assert (again, last) == (before["forwards"], before["forwards"] + 2)
+    steps = counts(ward.pool, "victim")["steps"] - before["steps"]
+    assert steps < 60, "only those of the small answer"

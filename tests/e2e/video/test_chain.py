@@ -1,0 +1,89 @@
+"""Every process of the chain that makes a video is killed, in one phase of a job after the other.
+
+The printed table is the one of docs/video.md; `python -m tests.bench video` fills all of it.
+"""
+
+import ipaddress
+import os
+import signal
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from tests.support.processes import Pool, Process
+from tests.support.video.chain import PHASES, Chain, chain, expected, table
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+PORTS = 23000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+BACK = 2.0 + 3.0
+"""Seconds until the memory is back, with a margin for a busy machine; on an idle machine it is below 2 s."""
+CELLS = {
+    "node": (
+        ("worker", "loading"),
+        ("worker", "saving"),
+        ("actor", "loading"),
+        ("actor", "denoising"),
+        ("actor", "saving"),
+        ("raylet", "denoising"),
+        ("engine", "acquiring"),
+        ("agent", "saving"),
+        ("launcher", "loading"),
+        ("engine", "denoising"),
+        ("agent", "pulling"),
+        ("launcher", "acquiring"),
+        ("agent", "queued"),
+    ),
+    "coordinator": (
+        ("driver", "denoising"),
+        ("coordinator", "denoising"),
+        ("gcs_server", "saving"),
+        ("coordinator", "pulling"),
+        ("driver", "acquiring"),
+        ("coordinator", "acquiring"),
+        ("gcs_server", "acquiring"),
+    ),
+}
+"""The cases that take no minutes. A process that doubles its wait before each start (Ray, its driver, the engine) is
+not killed twice in a row."""
+
+
+@pytest.mark.parametrize("side", CELLS)
+def test_whoever_is_killed_and_whenever_the_memory_is_back(
+    cluster_pool: Pool, side: str, capsys: pytest.CaptureFixture[str]
+):
+    with chain(cluster_pool, PORTS) as one:
+        nobody_else_is_let_in(one)
+        outcomes = [one.kill(victim, phase) for victim, phase in CELLS[side]]
+        if side == "coordinator":  # as in an upgrade: leases stay, and the job completes
+            outcomes.append(one.kill("coordinator", "loading", signal.SIGTERM))
+        assert one.chats()
+    with capsys.disabled():
+        print("\n" + table(outcomes))
+    assert {phase for _, phase in CELLS[side]} <= set(PHASES)
+    for outcome in outcomes:
+        assert outcome.end == expected(outcome.victim, outcome.phase), outcome
+        assert outcome.back is None or outcome.back < BACK, outcome
+
+
+def nobody_else_is_let_in(one: Chain) -> None:
+    """Check that Ray listens on loopback alone, at the ports of the manual, and that the coordinator has no Ray."""
+    assert one.pool.coordinator is not None
+    assert listening(one.pool.coordinator) == set()
+    found = listening(one.pool.nodes["a"])
+    assert found
+    assert all(ipaddress.ip_address(host).is_loopback for host, _ in found), found
+    assert all(PORTS <= port < PORTS + 60 for _, port in found)
+
+
+def listening(process: Process) -> set[tuple[str, int]]:
+    """Return the addresses and TCP ports on which the processes below one listen."""
+    found = set[tuple[str, int]]()
+    for child in process.children():
+        with suppress(psutil.Error):
+            found |= {
+                (one.laddr.ip.removeprefix("::ffff:"), one.laddr.port)
+                for one in child.net_connections("tcp")
+                if one.status == psutil.CONN_LISTEN
+            }
+    return found

@@ -1,0 +1,172 @@
+"""A job under a real Ray on its node, and the processes left when Ray, the actor or the driver is killed."""
+
+import ipaddress
+import os
+import signal
+import socket
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+from node.memory.sensor import members
+from node.video.leases import LeasePhase
+from tests.support.processes import gone, until
+from tests.support.video.standin import standin
+from tests.support.video.studio import LONG, Node, flat
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+PORTS = 22000 + 1000 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+def drivers(node: Node) -> list[psutil.Process]:
+    found: list[psutil.Process] = []
+    for process in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "node.video.ray.driver" in process.cmdline() and str(node.folder) in process.cwd():
+                found.append(process)
+    return found
+
+
+async def test_a_job_under_ray_from_its_actor_to_its_clip_and_every_way_to_be_killed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS}
+    node = Node(tmp_path / "node", flat(**stand), attends=False)
+    ray = node.studio.ray
+    try:
+        await node.start()
+        assert (ray.node, ray.pid) == ("", None), "no Ray before it is allowed"
+        ray.allow(on=True)
+        await node.until(lambda: ray.node or ray.cause)
+        assert ray.cause == ""
+        assert ray.pid is not None
+        family = [psutil.Process(ray.pid), *psutil.Process(ray.pid).children(recursive=True)]
+        (driver,) = await node.until(lambda: drivers(node))
+        mine = sum(one.memory_full_info().uss for one in [*family, driver])
+        token = tmp_path / "node" / "node" / "video" / "ray" / "token"
+        assert token.stat().st_mode & 0o777 == 0o600
+        assert token.read_text() not in " ".join(word for one in [*family, driver] for word in one.cmdline())
+
+        node.ask()
+        assert (await node.ended()).code == "completed"
+
+        times = {}
+        for lease, how in (("l-2", "cancelled"), ("l-3", "SIGKILL of the actor"), ("l-4", "SIGKILL of Ray")):
+            before = node.ceiling
+            node.ask(job=LONG, lease=lease)
+            worker = await node.working(LeasePhase.DENOISING, lease)
+            nobody_else_reaches_ray([*family, driver])
+            began = time.monotonic()
+            actor = psutil.Process(worker).parent()
+            assert actor is not None
+            if how == "cancelled":
+                node.release("cancelled", lease)
+            elif how == "SIGKILL of the actor":
+                actor.kill()
+            else:
+                os.kill(ray.pid, signal.SIGKILL)
+            ended = await node.ended(lease)
+            times[how] = time.monotonic() - began
+            assert ended.code == ("cancelled" if how == "cancelled" else "worker_lost")
+            assert members(worker) == ()
+            assert (node.limiter.leases, node.ceiling) == (0, before)
+            until(lambda actor=actor: not actor.is_running(), 20, "the end of the actor")
+        await node.until(lambda: ray.node and ray.pid != family[0].pid)
+        assert node.supervisor.state.restarts == 0, "the engine never noticed"
+
+        (driver,) = await node.until(lambda: drivers(node))
+        node.ask(job=LONG, lease="l-5")
+        await node.working(LeasePhase.DENOISING, "l-5")
+        driver.kill()
+        await node.until(lambda: [one for one in drivers(node) if one.pid != driver.pid])
+        assert [one.phase for one in node.lender.states() if one.lease == "l-5"] == [LeasePhase.DENOISING]
+        node.release("cancelled", "l-5")
+        assert (await node.ended("l-5")).code == "cancelled"
+
+        with capsys.disabled():
+            print(f"\nRay on a node: {mine >> 20} MiB of its own in {len(family) + 1} processes", end="")
+            for how, seconds in times.items():
+                print(f"\n{how}: lease back after {seconds:.2f} s", end="")
+        last = psutil.Process(ray.pid).children(recursive=True)
+        ray.allow(on=False)
+        await node.until(lambda: ray.node == "" and ray.pid is None)
+        gone(last)
+        assert drivers(node) == []
+    finally:
+        await node.stop()
+    assert node.lender.states()[0].size == 0
+
+
+def nobody_else_reaches_ray(family: list[psutil.Process]) -> None:
+    """Check that every socket of these processes is on loopback, and that none answers at an address of the LAN."""
+    for process in family:
+        with suppress(psutil.NoSuchProcess):
+            for one in process.net_connections("tcp"):
+                assert ipaddress.ip_address(one.laddr.ip.removeprefix("::ffff:")).is_loopback, (process, one)
+    lan = {
+        address.address
+        for found in psutil.net_if_addrs().values()
+        for address in found
+        if address.family == socket.AF_INET and not address.address.startswith("127.")
+    }
+    for address in lan:
+        with socket.socket() as line:
+            line.settimeout(2)
+            assert line.connect_ex((address, PORTS + 6)) != 0, address
+
+
+async def test_an_actor_that_ray_cannot_start_ends_its_lease_at_once(tmp_path: Path):
+    stand = {"worker__environments": str(standin(tmp_path).environments)}
+    node = Node(tmp_path / "node", flat(**stand), attends=False)
+    lender = node.lender
+    lender.begin = lambda lease, *_: lender.not_started(lease, "Ray has no room")
+    try:
+        await node.start()
+        node.ask()
+        ended = await node.ended()
+        assert (ended.code, ended.message) == ("start_failed", "Ray has no room")
+        assert node.limiter.leases == 0
+    finally:
+        await node.stop()
+
+
+async def test_a_node_without_a_package_starts_no_ray_and_one_without_ray_says_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    node = Node(tmp_path / "node", flat(models__folders=""))
+    ray = node.studio.ray
+    try:
+        await node.start()
+        ray.allow(on=True)
+        assert not ray.busy, "nothing is even tried"
+        assert node.lender.video().ready is False
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        ray.offer(wanted=True)
+        await node.until(lambda: ray.cause)
+        assert "extra `video`" in ray.cause
+        assert ray.pid is None
+    finally:
+        await node.stop()
+
+
+async def test_ray_ends_with_its_life_line(tmp_path: Path):
+    stand = {"worker__environments": str(standin(tmp_path).environments), "worker__ray_ports": PORTS + 200}
+    node = Node(tmp_path / "node", flat(**stand), attends=False)
+    ray = node.studio.ray
+    try:
+        await node.start()
+        ray.allow(on=True)
+        await node.until(lambda: ray.node)
+        process = ray._process  # pyright: ignore[reportPrivateUsage]  its life line ends as if the node had died
+        assert process is not None
+        assert process.stdin is not None
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert family
+        process.stdin.close()
+        await process.stdin.wait_closed()
+        gone(family)  # this loop is blocked meanwhile, and the node cannot end them
+    finally:
+        await node.stop()

@@ -1,0 +1,129 @@
+"""The coordinator's HTTP application on real collaborators, built like `coordinator.run` but without ports."""
+
+import itertools
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from coordinator.alerts.evaluator import Conditions
+from coordinator.api.control import ControlApi, Observability
+from coordinator.api.server_info import ServerInfo
+from coordinator.cluster.model_operations import ModelOperations
+from coordinator.cluster.registry import Registry
+from coordinator.http.origin_check import OriginCheck, PrivateResponses
+from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
+from coordinator.joining.join_approvals import Approvals
+from coordinator.joining.join_tokens import JoinTokens
+from coordinator.joining.rate_limit import RateLimit
+from coordinator.metrics.service import MetricsService
+from coordinator.observe.event_log import EventLog
+from coordinator.observe.load_history import LoadHistory
+from coordinator.state.access_admin import AccessAdmin, load_pepper
+from coordinator.state.database import Database
+from coordinator.state.settings import CoordinatorSettings
+from coordinator.tls.cluster_ca import ClusterCa
+from coordinator.ui.browser_sessions import BrowserSessions
+from coordinator.ui.static_files import PageApp
+from coordinator.video.api import VideoApp
+from coordinator.video.controller import VideoController
+from coordinator.video.fanout import ListenerFanout
+from coordinator.video.settings import VideoSettings
+from router.admission.api_keys import KeyRing
+from router.admission.rate_limits import RateLimits
+from router.dispatch.dispatcher import Dispatcher
+from router.http.app import RouterApp, openapi_paths
+from tests.support.cluster.loopback_cluster import PEPPER, LoopbackCluster
+
+
+@dataclass(frozen=True, slots=True)
+class Application:
+    """The complete ASGI application, its control API, and the administration that makes its keys."""
+
+    app: RouterApp
+    api: ControlApi
+    admin: AccessAdmin
+    authority: ClusterCa
+    store: Database
+    registry: Registry
+    dispatcher: Dispatcher
+    conductor: VideoController
+    load: LoadHistory
+
+    def document(self) -> dict[str, Any]:
+        """Return the OpenAPI document."""
+        return self.api.app.openapi()
+
+
+@asynccontextmanager
+async def application(
+    folder: Path,
+    limit: RateLimit | None = None,
+    over: LoopbackCluster | None = None,
+    video: VideoSettings | None = None,
+) -> AsyncGenerator[Application]:
+    """Yield the application over a new cluster in `folder`.
+
+    With `over` the application serves loopback nodes through the complete HTTP stack of `coordinator.run`.
+    """
+    with ExitStack() as stack:
+        store = Database(folder)
+        stack.callback(store.close)
+        authority = ClusterCa(folder / "authority", time.time)
+        store.found(authority.cluster, "home")
+        tokens, approvals, pepper = JoinTokens(store, authority.ca, time.time), Approvals(), load_pepper(folder)
+        ring = KeyRing(pepper)
+        if over is not None:
+            ring, pepper = over.keys, PEPPER
+        admin = AccessAdmin(store, tokens, ring, pepper, time.time)
+        cluster = EnrollmentContext("home", authority, tokens, store, approvals, time.time, lambda _: None)
+        enrolment = EnrollmentServer(cluster, limit)
+        registry = Registry(store, authority, enrolment, name="home", version="0", epoch=1)
+        stack.callback(registry.close)
+        settings = CoordinatorSettings()
+        count = itertools.count(1)
+        dispatcher = Dispatcher(
+            registry.links.send,
+            settings.router,
+            clock=time.monotonic,
+            numbers=lambda: (number := next(count), number),
+            quotas=RateLimits(ring.limits),
+        )
+        if over is not None:
+            dispatcher = over.dispatcher
+            dispatcher.quotas = RateLimits(ring.limits)
+        conductor = VideoController(folder, video or VideoSettings(), registry.links)
+        registry.placing = ListenerFanout(dispatcher, conductor)
+        facts = ServerInfo(
+            "home", "0", 1, "http://127.0.0.1:8080/v1", "macpool://127.0.0.1:8081", authority.cluster, 0.0
+        )
+        loads = ModelOperations(dispatcher, time.monotonic)
+        metrics, conditions = MetricsService(registry, dispatcher, ring, "0", authority.validity), Conditions()
+        metrics.conditions = conditions.flags
+        visitors, load = BrowserSessions(ring, pepper, time.time), LoadHistory()
+        api = ControlApi(
+            registry,
+            admin,
+            approvals,
+            ring,
+            dispatcher,
+            loads,
+            conductor,
+            facts,
+            openapi_paths(),
+            visitors,
+            Observability(metrics, conditions, load, EventLog(), folder / "coordinator.log"),
+        )
+        used = over.settings if over else settings.router
+        videos = VideoApp(
+            conductor, ring, dispatcher.quotas, used, dispatcher.counters, PageApp(PrivateResponses(api.app))
+        )
+        door = RouterApp(dispatcher, ring, used, control=videos)
+        if over is not None:
+            over.app = OriginCheck(door)
+        try:
+            yield Application(door, api, admin, authority, store, registry, dispatcher, conductor, load)
+        finally:
+            await conductor.close()

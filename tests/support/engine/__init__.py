@@ -1,0 +1,1 @@
+"""Test support for the engine: checkpoints, tokenizers, and a text engine that a test steps."""

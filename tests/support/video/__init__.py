@@ -1,0 +1,1 @@
+"""Test support for videos: a small package, workers, and peers that answer leases."""
