@@ -20,6 +20,7 @@ from coordinator.alerts.promql import (
     Metric,
     walk,
 )
+from wire.node_state import NodeState
 
 RUNBOOK = "docs/alerts.md#"
 PAGE = "http://127.0.0.1:8080"
@@ -140,7 +141,7 @@ RULES = (
     AlertRule(
         "NodeDown",
         _CRITICAL,
-        Comparison(_metric("cluster_node_state", state="lost"), "==", 1),
+        Comparison(_metric("cluster_node_state", state=NodeState.LOST), "==", 1),
         60,
         "{node} is lost",
         "check its power and network, then its own log; if the machine is gone, run `cluster node remove NAME`",

@@ -4,6 +4,7 @@ from typing import Any
 
 from coordinator.cli.commands.models import model_label
 from coordinator.cli.memory_breakdown import NO_MARGIN, OFF, UNARMED, ago, breaker_of, guard_of
+from wire.node_state import SILENT, NodeState
 from wire.units import GIB, show_size
 
 NARROW = ("NAME", "STATE", "MEMORY", "HEADROOM", "IN FLIGHT", "MODELS", "VIDEO")
@@ -23,7 +24,6 @@ WIDE = (
     "HEARD",
     "VERSION",
 )
-SILENT = frozenset({"lost", "suspect", "left", "asleep"})
 """States of a node that does not report: its last numbers are outdated."""
 
 
@@ -69,10 +69,10 @@ def wide_row(node: dict[str, Any]) -> tuple[str, ...]:
 def state_of(node: dict[str, Any]) -> str:
     """Return a node's state with all facts that need a person."""
     words = [node["state"]]
-    if node["state"] in ("lost", "suspect") and node["heard_seconds"] is not None:
+    if node["state"] in (NodeState.LOST, NodeState.SUSPECT) and node["heard_seconds"] is not None:
         words[0] += f" {ago(node['heard_seconds'])}"
     engine = node["engine"]["state"]
-    if node["state"] == "ready" and engine not in ("", "ready"):
+    if node["state"] == NodeState.READY and engine not in ("", "ready"):
         words[0] = engine
     words += ["cordoned"] if node["cordoned"] else []
     words += ["failing"] if breaker_of(node) else []

@@ -25,12 +25,12 @@ Invariants
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 import msgspec
 from msgspec.structs import replace
 
 from wire.identity import NodeId
+from wire.node_state import ALIVE, GONE, LINKED, NodeState
 
 SUSPECT_AFTER_SECONDS = 3.0
 """Seconds without a report until a node gets no new work."""
@@ -44,31 +44,11 @@ CORRELATION_WINDOW_SECONDS = 5.0
 """Seconds within which falls of several nodes count as one event."""
 
 
-class MemberState(StrEnum):
-    """Membership state of a node."""
-
-    JOINING = "joining"
-    READY = "ready"
-    SUSPECT = "suspect"
-    ASLEEP = "asleep"
-    LOST = "lost"
-    DRAINING = "draining"
-    PAUSED = "paused"
-    LEFT = "left"
-
-
-LINKED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING, MemberState.PAUSED})
-"""States that have a link. A joining node may have a link."""
-GONE = frozenset({MemberState.ASLEEP, MemberState.LOST, MemberState.LEFT})
-"""States that have no link."""
-ALIVE = frozenset({MemberState.READY, MemberState.DRAINING, MemberState.PAUSED})
-
-
 class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     """Membership of one node. Times are in seconds of `now`."""
 
     node: NodeId
-    state: MemberState
+    state: NodeState
     since: float
     """Start of the current state."""
     heard: float | None = None
@@ -90,7 +70,7 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
     @property
     def placeable(self) -> bool:
         """Whether placement may choose this node for new requests."""
-        return self.state is MemberState.READY and not self.cordoned
+        return self.state is NodeState.READY and not self.cordoned
 
     def check(self) -> None:
         """Raise `InvariantError` if two values contradict."""
@@ -98,11 +78,11 @@ class Member(msgspec.Struct, frozen=True):  # replaced at every report: in C
             "linked without a link" * (self.state in LINKED and not self.link),
             "gone with a link" * (self.state in GONE and bool(self.link)),
             "link is not the newest" * (bool(self.link) and self.link != self.newest),
-            "left but enrolled" * (self.state is MemberState.LEFT and self.enrolled),
-            "counts reports but is not suspect" * (self.streak > 0 and self.state is not MemberState.SUSPECT),
+            "left but enrolled" * (self.state is NodeState.LEFT and self.enrolled),
+            "counts reports but is not suspect" * (self.streak > 0 and self.state is not NodeState.SUSPECT),
             "alive without a report" * (self.state in LINKED and self.heard is None),
             "fell but is not missing"
-            * (self.fell is not None and self.state not in (MemberState.SUSPECT, MemberState.LOST)),
+            * (self.fell is not None and self.state not in (NodeState.SUSPECT, NodeState.LOST)),
         ]
         if any(wrong):
             raise InvariantError(f"{self.node}: {', '.join(filter(None, wrong))}: {self}")
@@ -222,20 +202,20 @@ Action = CloseLink | NodeGone | MemberChanged | ForgetMember
 Step = tuple[Member, tuple[Action, ...]]
 
 _J, _R, _S, _A, _L, _D, _P, _X = (
-    MemberState.JOINING,
-    MemberState.READY,
-    MemberState.SUSPECT,
-    MemberState.ASLEEP,
-    MemberState.LOST,
-    MemberState.DRAINING,
-    MemberState.PAUSED,
-    MemberState.LEFT,
+    NodeState.JOINING,
+    NodeState.READY,
+    NodeState.SUSPECT,
+    NodeState.ASLEEP,
+    NodeState.LOST,
+    NodeState.DRAINING,
+    NodeState.PAUSED,
+    NodeState.LEFT,
 )
 _NOT_LEFT = (_J, _R, _S, _A, _L, _D, _P)
 _TOLD = frozenset({_R, _D, _P})
 """States that a report can set."""
 
-TABLE: dict[type, dict[MemberState, frozenset[MemberState]]] = {
+TABLE: dict[type, dict[NodeState, frozenset[NodeState]]] = {
     MemberEnrolled: {
         _J: frozenset({_J}),
         _R: frozenset({_R}),
@@ -266,7 +246,7 @@ TABLE: dict[type, dict[MemberState, frozenset[MemberState]]] = {
 }
 """For each event: the states in which it is legal, and the states that may follow."""
 
-_GOODBYE = {"asleep": (MemberState.ASLEEP, "asleep"), "leave": (MemberState.LEFT, "left")}
+_GOODBYE = {"asleep": (NodeState.ASLEEP, "asleep"), "leave": (NodeState.LEFT, "left")}
 """State and reason by goodbye. Any other reason, also from a newer node, means that the node stops."""
 
 
@@ -303,12 +283,12 @@ def _apply(member: Member, event: Event, now: float) -> Step:
         case MemberReported():
             return _reported(member, event, now)
         case MemberDisconnected():
-            return _gone(member, MemberState.LOST, event.reason, now, fell=member.state in ALIVE)
+            return _gone(member, NodeState.LOST, event.reason, now, fell=member.state in ALIVE)
         case MemberSaidGoodbye():
-            state, reason = _GOODBYE.get(event.reason, (MemberState.LOST, "stopped"))
+            state, reason = _GOODBYE.get(event.reason, (NodeState.LOST, "stopped"))
             return _gone(member, state, reason, now, close=True)
         case MemberRemoved():
-            return _gone(member, MemberState.LEFT, "removed", now, close=True)
+            return _gone(member, NodeState.LEFT, "removed", now, close=True)
         case MemberCordoned() | MemberUncordoned():
             return _mark(member, cordoned=isinstance(event, MemberCordoned))
         case MembershipTick():
@@ -318,7 +298,7 @@ def _apply(member: Member, event: Event, now: float) -> Step:
 def _enrolled(member: Member, now: float) -> Step:
     if member.state not in GONE:
         return _seen(member, replace(member, enrolled=True))
-    return _seen(member, replace(member, enrolled=True, state=MemberState.JOINING, since=now, reason="", fell=None))
+    return _seen(member, replace(member, enrolled=True, state=NodeState.JOINING, since=now, reason="", fell=None))
 
 
 def _connected(member: Member, event: MemberConnected, now: float) -> Step:
@@ -326,7 +306,7 @@ def _connected(member: Member, event: MemberConnected, now: float) -> Step:
     linked = replace(member, link=event.link, newest=event.link, instance=event.instance, heard=now)
     if took_over:
         return linked, (MemberChanged(member.node),)
-    after = replace(linked, state=MemberState.JOINING, since=now, streak=0, reason="", fell=None)
+    after = replace(linked, state=NodeState.JOINING, since=now, streak=0, reason="", fell=None)
     if not member.link:
         return after, (MemberChanged(member.node),)
     node = member.node
@@ -339,12 +319,12 @@ def _connected(member: Member, event: MemberConnected, now: float) -> Step:
 
 def _reported(member: Member, event: MemberReported, now: float) -> Step:
     heard = replace(member, heard=now)
-    if member.state is MemberState.SUSPECT:
+    if member.state is NodeState.SUSPECT:
         in_a_row = member.heard is not None and now < member.heard + SUSPECT_AFTER_SECONDS
         streak = member.streak + 1 if in_a_row else 1
         if streak < RETURN_AFTER_REPORTS:
             return replace(heard, streak=streak), ()
-    state = MemberState.PAUSED if event.paused else MemberState.DRAINING if event.draining else MemberState.READY
+    state = NodeState.PAUSED if event.paused else NodeState.DRAINING if event.draining else NodeState.READY
     since = member.since if state is member.state else now
     return _seen(member, replace(heard, state=state, since=since, streak=0, reason="", fell=None))
 
@@ -360,7 +340,7 @@ def _seen(before: Member, after: Member) -> Step:
 
 
 def _gone(
-    member: Member, state: MemberState, reason: str, now: float, *, close: bool = False, fell: bool = False
+    member: Member, state: NodeState, reason: str, now: float, *, close: bool = False, fell: bool = False
 ) -> Step:
     """End a node's link, if any, and return the actions that follow."""
     node = member.node
@@ -371,8 +351,8 @@ def _gone(
         link=0,
         streak=0,
         reason=reason,
-        enrolled=member.enrolled and state is not MemberState.LEFT,
-        fell=None if state is not MemberState.LOST else now if fell else member.fell,
+        enrolled=member.enrolled and state is not NodeState.LEFT,
+        fell=None if state is not NodeState.LOST else now if fell else member.fell,
     )
     closing = (CloseLink(node, member.link, reason),) if close and member.link else ()
     gone = (NodeGone(node, reason),) if member.link else ()
@@ -384,16 +364,16 @@ def _tick(member: Member, now: float) -> Step:
     if deadline is None or now < deadline or member.state in GONE:
         return member, ()
     if member.state in ALIVE:
-        return _seen(member, replace(member, state=MemberState.SUSPECT, since=now, reason="silent", fell=now))
+        return _seen(member, replace(member, state=NodeState.SUSPECT, since=now, reason="silent", fell=now))
     reason = f"silent for {LOST_AFTER_SECONDS:g} s" if member.link else "never connected"
-    return _gone(member, MemberState.LOST, reason, now, close=True)
+    return _gone(member, NodeState.LOST, reason, now, close=True)
 
 
 def _deadline(member: Member) -> float | None:
     """Return when time alone will change the state; None if never."""
     if member.state in GONE:
         return None if member.enrolled else member.since + FORGET_AFTER_SECONDS
-    heard = member.since if member.heard is None or member.state is MemberState.JOINING else member.heard
+    heard = member.since if member.heard is None or member.state is NodeState.JOINING else member.heard
     return heard + (SUSPECT_AFTER_SECONDS if member.state in ALIVE else LOST_AFTER_SECONDS)
 
 
@@ -427,7 +407,7 @@ def restored(nodes: Iterable[NodeId], now: float, cordoned: Iterable[NodeId] = (
     return Membership(
         {
             node: Member(
-                node, MemberState.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started"
+                node, NodeState.LOST, now, cordoned=node in marked, reason="not seen since the coordinator started"
             )
             for node in nodes
         }
@@ -443,7 +423,7 @@ def advance(pool: Membership, node: NodeId, event: Event, now: float) -> tuple[M
     if member is None:
         if not isinstance(event, MemberEnrolled | MemberConnected):
             raise IllegalEventError(f"{node} is unknown: {event} cannot happen")
-        member = Member(node, MemberState.JOINING, now, enrolled=isinstance(event, MemberEnrolled))
+        member = Member(node, NodeState.JOINING, now, enrolled=isinstance(event, MemberEnrolled))
     after, actions = step(member, event, now)
     if node not in pool.members:
         actions = (MemberChanged(node),)

@@ -14,6 +14,7 @@ from router.placement.cluster_view import NodeView
 from router.placement.model_load import LoadPlacement
 from wire.frames import Finished, LoadModel, ProfileModel, UnloadModel
 from wire.identity import NodeId
+from wire.node_state import GONE
 from wire.refusals import RefusalCode, Refused
 from wire.report import Model
 
@@ -37,8 +38,6 @@ class CommandResult:
         return {"id": self.node, "name": self.name, "seconds": round(self.seconds, 3), "already": self.already, **found}
 
 
-_GONE = frozenset({"asleep", "lost", "left"})
-"""States in which a node's loaded models are ignored until it returns."""
 Answer = CommandResult | Refused | RequestFailure
 
 
@@ -76,7 +75,7 @@ class ModelOperations:
 
         Nodes, in this order: `node`; else every node that has the model loaded; else the best node for a load.
         """
-        holders = [one for one in self._dispatcher.view.nodes if one.state not in _GONE and _loaded(one, model)]
+        holders = [one for one in self._dispatcher.view.nodes if one.state not in GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
             choice = self._dispatcher.choose_load(model, {})
@@ -100,7 +99,7 @@ class ModelOperations:
         Cordoned nodes are included, because a person cordons a node to let its requests end.
         """
         view = self._dispatcher.view
-        holders = [one for one in view.nodes if one.state not in _GONE and _loaded(one, model)]
+        holders = [one for one in view.nodes if one.state not in GONE and _loaded(one, model)]
         nodes = [node] if node is not None else holders
         if not nodes:
             return [], Refused(RefusalCode.NO_MODEL, f"{model} is loaded on no node")

@@ -19,7 +19,7 @@ import structlog
 from coordinator.backup.generation_fence import GenerationFence, SupersededMark
 from coordinator.cluster import membership
 from coordinator.cluster.link_server import LinkServer
-from coordinator.cluster.membership import GONE, CloseLink, ForgetMember, MemberChanged, MemberState, NodeGone
+from coordinator.cluster.membership import CloseLink, ForgetMember, MemberChanged, NodeGone
 from coordinator.joining.enrollment import EnrollmentConnection, EnrollmentServer, plain_hardware
 from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, node_row, warnings_of
 from coordinator.state.database import Database, MemberRow
@@ -40,6 +40,7 @@ from wire.frames import (
     Welcome,
 )
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
+from wire.node_state import GONE, NodeState
 from wire.report import Sharing
 
 log = structlog.get_logger("coordinator.cluster.registry")
@@ -284,7 +285,7 @@ class Registry:
         """Find a member by id or name. Of two members with one name, prefer the one that has not left, because it
         joined again."""
         found = [node for node in self._pool.members if text in (node, self._row(node).name)]
-        return min(found, key=lambda node: self._pool.members[node].state == "left", default=None)
+        return min(found, key=lambda node: self._pool.members[node].state == NodeState.LEFT, default=None)
 
     def cordon(self, node: NodeId, *, on: bool) -> None:
         """Exclude a node from new work, or admit it again."""
@@ -457,7 +458,7 @@ class Registry:
 
     def states(self) -> dict[str, int]:
         """Count the members by state, including states without members."""
-        counts = {state.value: 0 for state in MemberState}
+        counts = {state.value: 0 for state in NodeState}
         for member in self._pool.members.values():
             counts[member.state.value] += 1
         return counts

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from coordinator.cluster.membership import MemberState
 from coordinator.metrics.families import (
     MAX_MODELS_PER_NODE,
     HistogramValue,
@@ -18,10 +17,10 @@ from router.dispatch.counters import OTHER, OUTCOMES, Counters, ModelCounts
 from router.placement.cluster_view import ClusterView
 from wire.histogram import Histogram
 from wire.identity import NodeId
+from wire.node_state import SERVING, NodeState
 from wire.refusals import RefusalCode
 
 CERTIFICATES = ("authority", "coordinator", "endpoint")
-_LINKED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING})
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +121,7 @@ def _headrooms(picture: PoolSnapshot) -> Mapping[NodeId, float]:
     return {
         node.id: node.memory.headroom + node.memory.reusable - picture.unacknowledged.get(node.id, 0)
         for node in picture.view.nodes
-        if node.state in _LINKED and node.memory.headroom is not None
+        if node.state in SERVING and node.memory.headroom is not None
     }
 
 
@@ -300,8 +299,8 @@ MEMBERS: tuple[MetricFamily[PoolSnapshot], ...] = (
         "cluster_nodes",
         _G,
         "Members by state.",
-        lambda p: [((state.value,), p.states.get(state.value, 0)) for state in MemberState],
-        (("state", ", ".join(f"`{state.value}`" for state in MemberState)),),
+        lambda p: [((state.value,), p.states.get(state.value, 0)) for state in NodeState],
+        (("state", ", ".join(f"`{state.value}`" for state in NodeState)),),
     ),
     MetricFamily(
         "cluster_node_state",

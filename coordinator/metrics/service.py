@@ -27,13 +27,13 @@ from router.dispatch.dispatcher import Dispatcher
 from router.placement.cluster_view import NodeView
 from wire.histogram import NodeMeasures
 from wire.identity import NodeId
+from wire.node_state import SCRAPABLE, NodeState
 
 MEASURES_TIMEOUT_SECONDS = 3.0
 """Longest wait for a node's measurements in seconds; less than Prometheus' timeout."""
 MAX_MEASURES_BYTES = 16 * 1024
 VALIDITY_CACHE_SECONDS = 60.0
 """Seconds for which the validity of certificates is cached, because it is read from files."""
-SCRAPABLE = frozenset({"ready", "suspect", "draining", "paused", "joining"})
 Lives = Mapping[str, tuple[float, float]]
 
 
@@ -85,7 +85,7 @@ class MetricsService:
                 },
             }
             for node in self._registry.view().nodes
-            if node.state != "left"
+            if node.state != NodeState.LEFT
         ]
 
     def collect_node(self, view: NodeView, measures: NodeMeasures | None) -> list[CollectedFamily[NodeSnapshot]]:

@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import structlog
 
-from coordinator.cluster.membership import MemberState
 from coordinator.cluster.registry import Registry
 from coordinator.observe.load_history import INTERVAL_SECONDS, LoadHistory, LoadReading, NodeLoad
 from router.dispatch.counters import NodeCounts
 from router.dispatch.dispatcher import Dispatcher
 from router.placement.cluster_view import NodeView
+from wire.node_state import NodeState
 
 log = structlog.get_logger("coordinator.load")
-MEASURED = frozenset({MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING})
+MEASURED = frozenset({NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING})
 """States in which the pool uses a Mac's memory and its report is current."""
 
 
@@ -24,7 +24,7 @@ def read_load(registry: Registry, dispatcher: Dispatcher, at: float) -> LoadRead
     members = {
         node.id: node_load(node, counters.nodes.get(node.id), dispatcher.in_flight(node.id))
         for node in sorted(registry.view().nodes, key=lambda node: node.name)
-        if node.state != MemberState.LEFT
+        if node.state != NodeState.LEFT
     }
     return LoadReading(at, members, counters.durations, dispatcher.waiting())
 

@@ -5,11 +5,12 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from coordinator.cluster.membership import Member, MemberState
+from coordinator.cluster.membership import Member
 from coordinator.state.database import MemberRow
 from coordinator.video.rows import video_row
 from router.placement.cluster_view import NodeView
 from wire.capacity.arithmetic import most_bytes
+from wire.node_state import NodeState
 from wire.report import Enforcement, EngineState, Memory, MemoryLevel, Model, Sharing
 from wire.units import show_size
 
@@ -177,13 +178,13 @@ def can_answer(view: NodeView) -> bool:
     """Return whether this node can answer a request now: linked, engine and gate ready, and a usable model."""
     armed = view.memory.armed or not view.memory.guard
     served = any(not model.cause for model in view.models.values())
-    return view.state == MemberState.READY and view.engine.state == "ready" and armed and served
+    return view.state == NodeState.READY and view.engine.state == "ready" and armed and served
 
 
 def warnings_of(view: NodeView) -> list[str]:
     """Return the conditions of a node that need a person, each with the next step."""
     memory, engine, found = view.memory, view.engine, list[str]()
-    if memory.guard and not memory.armed and view.state == MemberState.READY and engine.state != "starting":
+    if memory.guard and not memory.armed and view.state == NodeState.READY and engine.state != "starting":
         found.append(f"its gate is not armed: it refuses every request ({engine.state})")
     if memory.guard and memory.cap and most_bytes(memory) <= 0:
         found.append(

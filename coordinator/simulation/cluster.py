@@ -136,9 +136,7 @@ class SimulatedPool:
         self._specs[node] = spec
         self._links[node] = 0
         self._lives[node] = 0
-        self.members[node] = membership.step(Member(node, membership.MemberState.JOINING, now), MemberEnrolled(), now)[
-            0
-        ]
+        self.members[node] = membership.step(Member(node, membership.NodeState.JOINING, now), MemberEnrolled(), now)[0]
         self.machines[node] = self._machine(node, loads=True)
         self._connect(node)
 

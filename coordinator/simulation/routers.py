@@ -25,6 +25,7 @@ from router.settings import RouterSettings
 from wire.capacity.arithmetic import occupied
 from wire.frames import Deltas, Failed, Finished, Frame, Generate, GenerationParams, Message, Refusal
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.refusals import FailureCode
 from wire.report import Memory
 
@@ -184,7 +185,7 @@ class PeerRouter:
         self._try(turn, 1, frozenset())
 
     def _try(self, turn: ConversationTurn, tries: int, refused: frozenset[NodeId]) -> None:
-        nodes = [node for node in self._view.nodes if node.state == "ready" and turn.model in node.models]
+        nodes = [node for node in self._view.nodes if node.state == NodeState.READY and turn.model in node.models]
         fresh = [node for node in nodes if node.id not in refused] or nodes
         if self._sample and len(fresh) > self._sample:
             fresh = self._random.sample(fresh, self._sample)
@@ -235,7 +236,7 @@ class OracleRouter:
 
     def set_view(self, view: ClusterView) -> None:
         """Update the set of ready nodes. Their state is read from the nodes directly."""
-        ready = frozenset(node.id for node in view.nodes if node.state == "ready")
+        ready = frozenset(node.id for node in view.nodes if node.state == NodeState.READY)
         if ready != self._ready:
             self._ready = ready
             self._wake(ready)

@@ -35,6 +35,8 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from wire.node_state import SERVING, NodeState
+
 if TYPE_CHECKING:
     from router.placement.vectorized import VectorIndex
 from router.admission.cache_scope import CacheScopes
@@ -62,7 +64,7 @@ from router.dispatch.request import (
     RequestSpec,
     StreamingRequest,
 )
-from router.placement.cluster_view import LEFT, ClusterView, NodeView, with_state
+from router.placement.cluster_view import ClusterView, NodeView, with_state
 from router.placement.model_load import LoadPlacement, choose
 from router.placement.place import (
     FIRST,
@@ -107,10 +109,6 @@ At its deadline such a request is sent if that share stays free, else refused.
 """
 FAILING = "failing"
 """State that placement sees for a node whose breaker is open."""
-READY, SUSPECT, DRAINING = "ready", "suspect", "draining"
-"""Names of node states."""
-USABLE_STATES = frozenset({READY, SUSPECT, DRAINING})
-"""States that placement and moves distinguish; in all other states a node has no usable link."""
 SWEEP_INTERVAL_SECONDS = 0.25
 """Maximum interval between two sweeps, in seconds."""
 ELSEWHERE = frozenset({RefusalCode.TOO_LARGE, RefusalCode.CONTEXT, RefusalCode.NO_MODEL, RefusalCode.LOAD_FAILED})
@@ -204,14 +202,14 @@ class Dispatcher:
                 del self._corrections[node.id]
             self._returned(old.get(node.id), node)
             self._wake_soon(node.id)
-            if (node.draining or node.state == DRAINING) and self.ledger.in_flight(node.id):
+            if (node.draining or node.state == NodeState.DRAINING) and self.ledger.in_flight(node.id):
                 asyncio.get_running_loop().call_soon(self.move, node.id)
         for node_id in self._emptying:
             asyncio.get_running_loop().call_soon(self.move, node_id)
 
     def _returned(self, before: NodeView | None, node: NodeView) -> None:
         """Allow a node that is ready again to serve the requests that were lost with it."""
-        if node.state == READY and before is not None and before.state not in USABLE_STATES:
+        if node.state == NodeState.READY and before is not None and before.state not in SERVING:
             for ticket in self._open.values():
                 ticket.lost.discard(node.id)
 
@@ -386,7 +384,7 @@ class Dispatcher:
     def _others(self, ticket: ActiveRequest) -> list[Model]:
         """List the models of a request's name on the members with which it was not lost."""
         name = ticket.demand.model
-        nodes = (node for node in self.view.nodes if node.state != LEFT and node.id not in ticket.lost)
+        nodes = (node for node in self.view.nodes if node.state != NodeState.LEFT and node.id not in ticket.lost)
         return [node.models[name] for node in nodes if name in node.models]
 
     def _moved(self, ticket: ActiveRequest, silent: float | None = None) -> bool:
@@ -870,7 +868,7 @@ class Dispatcher:
         Where a model is in the way, nothing can be held before the slice of that model has ended.
         """
         held = self.ledger.held_on(ticket.number)
-        if held is not None and any(node.id == held and node.state == "ready" for node in self.view.nodes):
+        if held is not None and any(node.id == held and node.state == NodeState.READY for node in self.view.nodes):
             return
         nodes = {node.id: node for node in self.view.nodes}
         short = [
@@ -1136,7 +1134,7 @@ class Dispatcher:
         A migration starts at the second check only. After a stall of this event loop, the waiting socket data is
         processed first.
         """
-        silent = {node.id: node.heard_at for node in self.view.nodes if node.state == SUSPECT}
+        silent = {node.id: node.heard_at for node in self.view.nodes if node.state == NodeState.SUSPECT}
         for node, heard_at in silent.items():
             if self._silent.setdefault(node, now) < now:
                 for ticket in self._on(node):

@@ -16,6 +16,7 @@ from router.dispatch.request import ActiveRequest
 from router.placement.cluster_view import ClusterView, NodeView
 from router.placement.place import PREFILL_SLOWDOWN_WHILE_DECODING, Candidate
 from router.placement.reservations import ReservationLedger
+from wire.node_state import NodeState
 
 MIN_GAIN_SECONDS = 5.0
 """Minimum gain of a move, and minimum age of the request, in seconds."""
@@ -43,7 +44,7 @@ def idle_nodes(view: ClusterView, ledger: ReservationLedger) -> dict[str, Cluste
 
 def _free(node: NodeView, ledger: ReservationLedger) -> bool:
     engine, account = node.engine, ledger.account(node.id)
-    if node.state != "ready" or engine.waiting or engine.queued_tokens or account.unread:
+    if node.state != NodeState.READY or engine.waiting or engine.queued_tokens or account.unread:
         return False
     return not engine.rows or account.rows < engine.rows
 

@@ -37,6 +37,7 @@ from router.http.exchange import MAX_INLINE_BYTES, Exchange, Receive, Scope
 from router.http.sse import Send
 from router.settings import RouterSettings
 from router.worker_thread import run_in_worker
+from wire.node_state import NodeState
 from wire.units import show_size
 
 P = TypeVar("P")
@@ -251,7 +252,7 @@ class RouterApp:
         state: dict[str, object] = {"status": "unavailable" if why else "ok"}
         presented = credential(exchange.headers)
         if presented is not None and self._keys.knows(presented):
-            ready = sum(node.state == "ready" for node in self._dispatcher.view.nodes)
+            ready = sum(node.state == NodeState.READY for node in self._dispatcher.view.nodes)
             state |= {"reason": why, "nodes_ready": ready, "waiting": len(self._dispatcher.queue)}
         await exchange.answer(json.dumps(state).encode(), 503 if why else 200)
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from wire.capacity.arithmetic import headroom, occupied
 from wire.frames import Report
 from wire.identity import NodeId, valid_model, valid_name
+from wire.node_state import NodeState
 from wire.report import (
     BatchGroup,
     CacheState,
@@ -34,8 +35,6 @@ from wire.report import (
 )
 from wire.video import LeaseState, VideoPackage, VideoState
 
-LEFT = "left"
-"""State of a member that was removed or left for good."""
 MAX_REPORT_AGE_SECONDS = 3.0
 """Maximum age of a report for placement: three idle heartbeats, after which a node is suspect."""
 UNMEASURED_PREFILL = 200.0
@@ -202,7 +201,7 @@ def _identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
     able: set[str] = set()
     for node in nodes:
         model = node.models.get(name)
-        if model is not None and not model.cause and node.state != LEFT:
+        if model is not None and not model.cause and node.state != NodeState.LEFT:
             holders[model.fingerprint] = holders.get(model.fingerprint, 0) + 1
             if _serves(node):
                 able.add(model.fingerprint)
@@ -212,7 +211,9 @@ def _identity(nodes: tuple[NodeView, ...], name: str) -> ModelIdentity:
 
 def _serves(node: NodeView) -> bool:
     """Return whether a node takes new requests, now or after an interruption of a few seconds."""
-    return node.state in ("ready", "suspect") and not (node.cordoned or node.draining or node.engine.state == "failed")
+    return node.state in (NodeState.READY, NodeState.SUSPECT) and not (
+        node.cordoned or node.draining or node.engine.state == "failed"
+    )
 
 
 def with_state(node: NodeView, state: str) -> NodeView:

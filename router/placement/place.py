@@ -65,6 +65,7 @@ from wire.capacity.arithmetic import (
     request_need,
 )
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.refusals import MemoryNumbers, RefusalCode, Refused
 from wire.report import ROW_COST, Memory, Model
 from wire.units import show_size
@@ -454,9 +455,9 @@ def _unfit(
 
 def unavailable_reason(node: NodeView, now: float) -> tuple[str, RefusalCode | None]:
     """Return the reason and code why a node takes no request at all now; an empty reason when it does."""
-    if node.state == "paused":
+    if node.state == NodeState.PAUSED:
         return f"is paused: {node.sharing.why}", RefusalCode.DRAINING
-    if node.state != "ready":
+    if node.state != NodeState.READY:
         return f"is {node.state}", RefusalCode.NOT_READY
     if node.cordoned:
         return "is cordoned", RefusalCode.NOT_READY

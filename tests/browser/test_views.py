@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from playwright.sync_api import BrowserContext, Locator, Page, Route, expect
 
-from coordinator.cluster.membership import Member, MemberState
+from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
@@ -22,6 +22,7 @@ from tests.browser.conftest import CHROMIUM
 from tests.support.cluster.loopback_cluster import a_model
 from wire.frames import Report
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.report import EngineCounters, EngineState, Hardware, Memory, Sharing
 from wire.units import GIB, KIB
 
@@ -33,7 +34,7 @@ CLOSED = {"state": "closed", "why": "", "until": None}
 OWN: dict[str, Any] = {"id": "k0", "name": "boss", "scopes": ["admin"], "expires": None, "limits": {}}
 
 
-def node(name: str = "studio", state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
+def node(name: str = "studio", state: NodeState = NodeState.READY, **changes: Any) -> dict[str, Any]:
     """Return a node as in the API; every size differs."""
     memory = Memory(
         cap=96 * GIB,
@@ -225,13 +226,13 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
     pause = {"when": "always", "paused": True, "why": "paused by ann", "until": until, "by_hand": True}
     api.sections["nodes"] = [
         node("cordoned", cordoned=True),
-        node("silent", MemberState.SUSPECT, heard_seconds=5),
-        node("drains", MemberState.DRAINING),
-        node("lost", MemberState.LOST, heard_seconds=130),
-        node("asleep", MemberState.ASLEEP, heard_seconds=7),
-        node("paused", MemberState.PAUSED, sharing=pause),
-        node("joins", MemberState.JOINING),
-        node("gone", MemberState.LEFT),
+        node("silent", NodeState.SUSPECT, heard_seconds=5),
+        node("drains", NodeState.DRAINING),
+        node("lost", NodeState.LOST, heard_seconds=130),
+        node("asleep", NodeState.ASLEEP, heard_seconds=7),
+        node("paused", NodeState.PAUSED, sharing=pause),
+        node("joins", NodeState.JOINING),
+        node("gone", NodeState.LEFT),
         node("off", guard=False, gate_armed=False),
         node("inert", gate_armed=False),
         node("over", headroom=-2 * GIB, remedy="close a program"),
@@ -289,7 +290,7 @@ def test_every_state_of_a_mac_has_its_words_its_badge_and_its_buttons(page: Page
 
 
 def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(page: Page, api: Answers):
-    api.sections["nodes"] = [node("a", MemberState.LOST), node("b", breaker={"state": "open", "why": "x", "until": AT})]
+    api.sections["nodes"] = [node("a", NodeState.LOST), node("b", breaker={"state": "open", "why": "x", "until": AT})]
     api.sections["status"] = status(dangers=["a: guard off"], warnings=["a: guard off", "b: engine hung"])
     api.sections["conditions"] = [
         {"name": "NodeDown", "severity": "critical", "node": "a", "summary": "a is lost", "remedy": "look"},
@@ -309,7 +310,7 @@ def test_conditions_dangers_and_warnings_are_told_once_each_with_their_weight(pa
     api.sections |= {
         "status": status(),
         "conditions": [],
-        "nodes": [node("a", MemberState.LOST), node("b", cordoned=True)],
+        "nodes": [node("a", NodeState.LOST), node("b", cordoned=True)],
     }
     show(page)
     page.reload()
@@ -364,7 +365,7 @@ def highest(title: str, text: str) -> str:
 
 
 def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
-    api.sections["nodes"] = [node("one"), node("two", cordoned=True), node("lost", MemberState.LOST)]
+    api.sections["nodes"] = [node("one"), node("two", cordoned=True), node("lost", NodeState.LOST)]
     show(page)
     one, two = (page.get_by_role("region", name=name) for name in ("one", "two"))
 
@@ -391,7 +392,7 @@ def test_each_button_of_a_mac_sends_its_verb(page: Page, api: Answers):
     assert len(api.asked) == before, "nothing is removed without a yes"
     page.once("dialog", lambda dialog: dialog.accept())
     assert sent(api, page.get_by_role("button", name="Remove")) == ("DELETE", "/api/v1/nodes/lost", None)
-    paused = node("p", MemberState.PAUSED, sharing=node()["sharing"] | {"paused": True, "by_hand": True})
+    paused = node("p", NodeState.PAUSED, sharing=node()["sharing"] | {"paused": True, "by_hand": True})
     api.sections["nodes"] = [paused, node("v", video=node()["video"] | {"allowed": True})]
     page.reload()
     assert press(page.get_by_role("region", name="p"), "Resume") == ("POST", "/api/v1/nodes/p/resume", None)

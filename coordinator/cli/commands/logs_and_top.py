@@ -19,6 +19,7 @@ from coordinator.cli.node_table import bar, headroom_of, memory_of, models_of, s
 from coordinator.client.api_client import ApiSession, options, raise_for
 from coordinator.client.errors import CommandError
 from coordinator.client.terminal_text import harmless, raw_output
+from wire.node_state import NodeState
 
 if TYPE_CHECKING:
     from rich.console import Group, RenderableType
@@ -192,7 +193,7 @@ def table(nodes: list[dict[str, Any]], width: int) -> "RenderableType":
         ]
         if wide:
             cells += [guard_of(node), str(node["in_flight"]), models_of(node), ago(node["heard_seconds"])]
-        lost = node["state"] in ("lost", "suspect")
+        lost = node["state"] in (NodeState.LOST, NodeState.SUSPECT)
         grid.add_row(*(Text(harmless(cell), "red" if lost else "") for cell in cells))  # never markup
     return grid
 

@@ -12,6 +12,7 @@ from coordinator.cli.group import CommandGroup
 from coordinator.client.api_client import ApiSession, options, table, wide_options
 from coordinator.client.errors import NOT_FOUND, CommandError
 from coordinator.client.terminal_text import raw_output
+from wire.node_state import NodeState
 from wire.units import show_size
 
 LOAD_TIMEOUT_SECONDS = 3700.0
@@ -80,20 +81,20 @@ def print_models(answer: dict[str, Any], *, wide: bool) -> None:
 
 def _loaded_on(model: dict[str, Any]) -> str:
     """Return the nodes that have a model in memory, or load it now."""
-    held = [one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != "left"]
+    held = [one for one in model["nodes"] if one["model"] in ("loaded", "loading") and one["state"] != NodeState.LEFT]
     return ", ".join(_place(one) for one in held) or "-"
 
 
 def _holders(model: dict[str, Any]) -> int:
     """Return how many nodes have a model on their disk."""
-    return sum(one["state"] != "left" for one in model["nodes"])
+    return sum(one["state"] != NodeState.LEFT for one in model["nodes"])
 
 
 def _conflict(model: dict[str, Any]) -> str:
     """Print which nodes have which model under one name, and the next step."""
     holders: dict[str, list[str]] = {}
     for node in model["nodes"]:
-        if not node["cause"] and node["state"] != "left":
+        if not node["cause"] and node["state"] != NodeState.LEFT:
             holders.setdefault(node["fingerprint"], []).append(node["name"])
     served = model["fingerprint"]
     sides = [
@@ -121,7 +122,7 @@ def _measured(found: dict[str, Any]) -> str:
 
 
 def _place(node: dict[str, Any]) -> str:
-    return model_label(node["name"], node) + ("" if node["state"] == "ready" else f" {node['state']}")
+    return model_label(node["name"], node) + ("" if node["state"] == NodeState.READY else f" {node['state']}")
 
 
 def model_label(name: str, row: dict[str, Any]) -> str:

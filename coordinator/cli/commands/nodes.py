@@ -14,6 +14,7 @@ from coordinator.cli.memory_breakdown import ALARMING, ago, arithmetic, breaker_
 from coordinator.cli.node_table import NARROW, WIDE, narrow_row, wide_row
 from coordinator.client.api_client import ApiSession, options, table, wide_options
 from coordinator.client.errors import REFUSED, CommandError
+from wire.node_state import NodeState
 from wire.units import show_size
 
 LABEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,62}")
@@ -81,9 +82,9 @@ def print_nodes(answer: dict[str, Any], *, wide: bool = False) -> None:
             click.secho(f"{one['name']}: {broken}", fg="red")
         if guard_of(one) in ALARMING:
             click.secho(f"{one['name']}: guard {guard_of(one)}: `cluster node show {one['name']}`", fg="red")
-        if one["state"] == "ready" and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
+        if one["state"] == NodeState.READY and one["headroom"] is not None and one["headroom"] <= 0 and one["remedy"]:
             click.echo(f"{one['name']}: no headroom, limited by {one['bound_by']}: {one['remedy']}")
-        if one["state"] == "paused":
+        if one["state"] == NodeState.PAUSED:
             click.echo(f"{one['name']}: {describe_sharing(one['sharing'])}")
 
 

@@ -23,6 +23,7 @@ from router.admission.rate_limits import NO_LIMITS, KeyLimits, not_allowed
 from router.dialects.openai.video_schema import VideoBody
 from router.errors import Problem, from_refused, invalid
 from router.placement.cluster_view import ClusterView, NodeView
+from wire.node_state import NodeState
 from wire.refusals import MemoryNumbers
 from wire.units import show_size
 from wire.video import VideoPackage
@@ -112,7 +113,7 @@ def _too_large(
 def _nobody_ready(view: ClusterView, model: str) -> Problem | None:
     """Return a 503 if every node with the model is present and cannot use it. An absent node may return."""
     nodes = [node for node, _ in packages_of(view, model)]
-    here = [node for node in nodes if node.state == "ready"]
+    here = [node for node in nodes if node.state == NodeState.READY]
     if len(here) < len(nodes):
         return None
     if guard_off(here):

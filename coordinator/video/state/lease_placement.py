@@ -14,6 +14,7 @@ from coordinator.video.state.jobs import VideoJob
 from coordinator.video.state.memory_model import VideoMemoryProfile, VideoProfileKey, first_profile, key_of
 from router.placement.cluster_view import MAX_REPORT_AGE_SECONDS, ClusterView, NodeView
 from wire.capacity.arithmetic import Fits, headroom, judge, most_bytes, occupied
+from wire.node_state import NodeState
 from wire.units import show_size
 from wire.video import VideoPackage
 
@@ -152,9 +153,9 @@ def video_denied(node: NodeView) -> str:
 
 def _absent(node: NodeView, at: float) -> str:
     """Return why a node with the package cannot take a job now; empty if it can."""
-    if node.state == "paused":
+    if node.state == NodeState.PAUSED:
         return f"it is paused: {node.sharing.why}"
-    if node.state != "ready" or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
+    if node.state != NodeState.READY or at - node.heard_at > MAX_REPORT_AGE_SECONDS:
         return f"it is {node.state if node.state != 'ready' else 'silent'}"
     if node.cordoned or node.draining:
         return "it is cordoned" if node.cordoned else "it is being drained"

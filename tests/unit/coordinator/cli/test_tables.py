@@ -13,13 +13,14 @@ from rich.console import Console
 from coordinator.cli.commands import logs_and_top, nodes
 from coordinator.cli.commands.models import print_models
 from coordinator.cli.node_table import NARROW
-from coordinator.cluster.membership import Member, MemberState
+from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, node_row
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import view_of
 from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.report import EngineState, Hardware
 from wire.units import GIB
 
@@ -27,7 +28,7 @@ NAMES = ("macbook-pro-anna", "studio", "mini-wohnzimmer")
 SIZES = [(80, 2), (80, 12), (80, 40), (120, 2), (120, 12), (120, 40), (200, 2), (200, 12), (200, 40)]
 
 
-def a_node(name: str, models: int, state: MemberState = MemberState.READY, **changes: Any) -> dict[str, Any]:
+def a_node(name: str, models: int, state: NodeState = NodeState.READY, **changes: Any) -> dict[str, Any]:
     """Return an API row of a node with this number of models, of which two are loaded."""
     held = tuple(a_model(f"mlx-community/Qwen3-{number}B-4bit", loaded=number < 2) for number in range(models))
     memory = a_memory(
@@ -54,7 +55,7 @@ def a_pool(models: int) -> dict[str, Any]:
     return {
         "nodes": [
             a_node(NAMES[0], models),
-            a_node(NAMES[1], models, MemberState.LOST),
+            a_node(NAMES[1], models, NodeState.LOST),
             a_node(NAMES[2], models, cordoned=True),
         ]
     }

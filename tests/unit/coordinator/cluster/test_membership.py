@@ -21,7 +21,6 @@ from coordinator.cluster.membership import (
     MemberSaidGoodbye,
     Membership,
     MembershipTick,
-    MemberState,
     MemberUncordoned,
     NodeGone,
     advance,
@@ -31,6 +30,7 @@ from coordinator.cluster.membership import (
     tick,
 )
 from wire.identity import NodeId
+from wire.node_state import NodeState
 
 A, B = NodeId("a"), NodeId("b")
 EVENTS = st.one_of(
@@ -78,43 +78,43 @@ def test_what_cannot_happen_is_a_typed_error() -> None:
         with pytest.raises(IllegalEventError):
             advance(pool, A, event, 0.0)
     with pytest.raises(IllegalEventError, match="left"):
-        step(Member(A, MemberState.LEFT, 0.0, enrolled=False), MemberRemoved(), 0.0)
+        step(Member(A, NodeState.LEFT, 0.0, enrolled=False), MemberRemoved(), 0.0)
 
 
 @pytest.mark.parametrize(
     ("member", "wrong"),
     [
-        (Member(A, MemberState.READY, 0.0, heard=0.0), "linked without a link"),
-        (Member(A, MemberState.LOST, 0.0, link=1, newest=1), "gone with a link"),
-        (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
-        (Member(A, MemberState.LEFT, 0.0), "left but enrolled"),
-        (Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
-        (Member(A, MemberState.READY, 0.0, link=1, newest=1), "alive without a report"),
-        (Member(A, MemberState.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
+        (Member(A, NodeState.READY, 0.0, heard=0.0), "linked without a link"),
+        (Member(A, NodeState.LOST, 0.0, link=1, newest=1), "gone with a link"),
+        (Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=2), "link is not the newest"),
+        (Member(A, NodeState.LEFT, 0.0), "left but enrolled"),
+        (Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=1, streak=1), "counts reports but is not suspect"),
+        (Member(A, NodeState.READY, 0.0, link=1, newest=1), "alive without a report"),
+        (Member(A, NodeState.ASLEEP, 0.0, fell=1.0), "fell but is not missing"),
     ],
 )
 def test_a_contradiction_is_found_in_a_member_a_pool_and_a_step(member: Member, wrong: str) -> None:
     for check in (member.check, Membership({A: member}).check):
         with pytest.raises(InvariantError, match=wrong):
             check()
-    if member.state is not MemberState.LEFT:
+    if member.state is not NodeState.LEFT:
         with pytest.raises(InvariantError, match=wrong):
             step(member, MemberCordoned(), 0.0)
 
 
 def test_a_pool_keeps_each_member_by_its_name() -> None:
     with pytest.raises(InvariantError, match="kept as"):
-        Membership({B: Member(A, MemberState.LOST, 0.0)}).check()
+        Membership({B: Member(A, NodeState.LOST, 0.0)}).check()
 
 
 def test_a_step_that_the_table_does_not_know_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(TABLE[MembershipTick], MemberState.READY, frozenset({MemberState.READY}))
+    monkeypatch.setitem(TABLE[MembershipTick], NodeState.READY, frozenset({NodeState.READY}))
     with pytest.raises(InvariantError, match="ready -> suspect"):
         tick(ready(), 3.0)
 
 
 def test_only_a_ready_node_that_is_not_cordoned_gets_work() -> None:
-    ready = Member(A, MemberState.READY, 0.0, heard=0.0, link=1, newest=1)
+    ready = Member(A, NodeState.READY, 0.0, heard=0.0, link=1, newest=1)
     assert ready.placeable
     assert not step(ready, MemberCordoned(), 0.0)[0].placeable
     assert not step(ready, MemberReported(1, draining=True), 0.0)[0].placeable
@@ -142,16 +142,16 @@ def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
     pool = ready()
     assert next_deadline(pool, 0.0) == 3.0
     pool, actions = tick(pool, 2.9)
-    assert (pool.members[A].state, actions) == (MemberState.READY, ())
+    assert (pool.members[A].state, actions) == (NodeState.READY, ())
     pool, actions = tick(pool, 3.0)
     assert (pool.members[A].state, pool.members[A].reason, actions) == (
-        MemberState.SUSPECT,
+        NodeState.SUSPECT,
         "silent",
         (MemberChanged(A),),
     )
     assert next_deadline(pool, 3.0) == 10.0
     pool, actions = tick(pool, 10.0)
-    assert (pool.members[A].state, pool.members[A].link) == (MemberState.LOST, 0)
+    assert (pool.members[A].state, pool.members[A].link) == (NodeState.LOST, 0)
     reason = "silent for 10 s"
     assert (pool.members[A].reason, actions) == (
         reason,
@@ -161,7 +161,7 @@ def test_a_silent_node_gets_no_work_after_3_s_and_is_lost_after_10() -> None:
 
 def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
     pool, _ = tick(ready(), 3.0)
-    for at, state in ((4.0, MemberState.SUSPECT), (7.0, MemberState.SUSPECT), (9.9, MemberState.READY)):
+    for at, state in ((4.0, NodeState.SUSPECT), (7.0, NodeState.SUSPECT), (9.9, NodeState.READY)):
         pool, _ = advance(pool, A, MemberReported(1), at)
         assert pool.members[A].state is state, at
     assert (pool.members[A].reason, pool.members[A].streak, pool.members[A].fell) == ("", 0, None)
@@ -170,9 +170,9 @@ def test_two_reports_less_than_3_s_apart_bring_a_suspect_back() -> None:
 def test_a_pause_is_shown_before_a_drain_and_both_end_with_a_report() -> None:
     pool = ready()
     for event, state in (
-        (MemberReported(1, draining=True), MemberState.DRAINING),
-        (MemberReported(1, draining=True, paused=True), MemberState.PAUSED),
-        (MemberReported(1), MemberState.READY),
+        (MemberReported(1, draining=True), NodeState.DRAINING),
+        (MemberReported(1, draining=True, paused=True), NodeState.PAUSED),
+        (MemberReported(1), NodeState.READY),
     ):
         pool, _ = advance(pool, A, event, 1.0)
         assert pool.members[A].state is state
@@ -192,9 +192,9 @@ def test_what_an_older_link_says_changes_nothing() -> None:
 
 @pytest.mark.parametrize(
     ("reason", "state", "enrolled"),
-    [("asleep", MemberState.ASLEEP, True), ("leave", MemberState.LEFT, False), ("stopping", MemberState.LOST, True)],
+    [("asleep", NodeState.ASLEEP, True), ("leave", NodeState.LEFT, False), ("stopping", NodeState.LOST, True)],
 )
-def test_a_goodbye_says_what_a_node_does(reason: str, state: MemberState, enrolled: bool) -> None:
+def test_a_goodbye_says_what_a_node_does(reason: str, state: NodeState, enrolled: bool) -> None:
     pool, actions = advance(ready(), A, MemberSaidGoodbye(1, reason), 1.0)
     member = pool.members[A]
     assert (member.state, member.enrolled, member.link, member.fell) == (state, enrolled, 0, None)
@@ -263,25 +263,25 @@ def test_nodes_that_fall_silent_one_after_the_other_are_two_events(apart: float,
     assert not pool.self_suspect, "one of four"
     for second in range(1, int(apart) + 1):
         heard(3.0 + second, *(names[1:] if second <= apart - 3 else names[2:]))
-    assert pool.members[names[1]].state is MemberState.SUSPECT
+    assert pool.members[names[1]].state is NodeState.SUSPECT
     assert pool.self_suspect is suspects
 
 
 @pytest.mark.parametrize(
     ("before", "event", "state", "since", "fell"),
     [
-        ("ready", MemberEnrolled(), MemberState.READY, 0.0, None),
-        ("ready", MemberReported(1), MemberState.READY, 0.0, None),
-        ("ready", MemberReported(1, paused=True), MemberState.PAUSED, 5.0, None),
-        ("ready", MemberDisconnected(1), MemberState.LOST, 5.0, 5.0),
-        ("joining", MemberDisconnected(1), MemberState.LOST, 5.0, None),
-        ("suspect", MemberDisconnected(1), MemberState.LOST, 5.0, 3.0),
-        ("suspect", MemberSaidGoodbye(1, "asleep"), MemberState.ASLEEP, 5.0, None),
-        ("suspect", MemberSaidGoodbye(1, "stopping"), MemberState.LOST, 5.0, 3.0),
+        ("ready", MemberEnrolled(), NodeState.READY, 0.0, None),
+        ("ready", MemberReported(1), NodeState.READY, 0.0, None),
+        ("ready", MemberReported(1, paused=True), NodeState.PAUSED, 5.0, None),
+        ("ready", MemberDisconnected(1), NodeState.LOST, 5.0, 5.0),
+        ("joining", MemberDisconnected(1), NodeState.LOST, 5.0, None),
+        ("suspect", MemberDisconnected(1), NodeState.LOST, 5.0, 3.0),
+        ("suspect", MemberSaidGoodbye(1, "asleep"), NodeState.ASLEEP, 5.0, None),
+        ("suspect", MemberSaidGoodbye(1, "stopping"), NodeState.LOST, 5.0, 3.0),
     ],
 )
 def test_an_event_keeps_since_when_a_node_is_as_it_is_and_when_it_fell_silent(
-    before: str, event: Event, state: MemberState, since: float, fell: float | None
+    before: str, event: Event, state: NodeState, since: float, fell: float | None
 ) -> None:
     joining, _ = advance(advance(Membership(), A, MemberEnrolled(), 0.0)[0], A, MemberConnected(1, "i"), 0.0)
     pools = {"ready": ready(), "joining": joining, "suspect": tick(ready(), 3.0)[0]}
@@ -296,7 +296,7 @@ def test_a_new_node_has_10_s_to_connect_and_to_report_and_so_has_one_that_is_enr
         pool, actions = advance(pool, A, MemberEnrolled(), begin)
         assert (actions, next_deadline(pool, begin)) == ((MemberChanged(A),), begin + 10.0)
         gone, actions = tick(pool, begin + 10.0)
-        assert (gone.members[A].state, gone.members[A].reason) == (MemberState.LOST, "never connected")
+        assert (gone.members[A].state, gone.members[A].reason) == (NodeState.LOST, "never connected")
         assert actions == (MemberChanged(A),)
         pool, _ = advance(pool, A, MemberConnected(2, "i"), begin + 4.0)
         assert next_deadline(pool, begin + 4.0) == begin + 14.0
@@ -307,7 +307,7 @@ def test_a_deadline_that_is_over_is_now() -> None:
 
 
 def test_while_the_coordinator_suspects_itself_nobody_is_forgotten() -> None:
-    stranger = Member(NodeId("c"), MemberState.LOST, 0.0, enrolled=False)
+    stranger = Member(NodeId("c"), NodeState.LOST, 0.0, enrolled=False)
     pool = Membership({**both(598.0).members, stranger.node: stranger})
     pool, _ = tick(pool, 601.0)
     assert pool.self_suspect

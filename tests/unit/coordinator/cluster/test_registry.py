@@ -12,7 +12,6 @@ from msgspec.structs import replace
 
 from coordinator.backup.generation_fence import SupersededMark
 from coordinator.cluster import membership
-from coordinator.cluster.membership import MemberState
 from coordinator.cluster.registry import Registry
 from coordinator.joining.enrollment import EnrollmentContext, EnrollmentServer
 from coordinator.joining.join_approvals import Approvals
@@ -26,6 +25,7 @@ from tests.support.cluster.loopback_cluster import a_memory
 from wire.certificate import read_certificate
 from wire.frames import Denied, Finished, Frame, Goodbye, Hello, MemberQuery, RenewCertificate, Welcome
 from wire.identity import OLDEST_PROTOCOL, PROTOCOL, NodeId, PeerIdentity
+from wire.node_state import NodeState
 from wire.report import Enforcement, EngineState, Hardware, MemoryLevel
 from wire.units import GIB
 
@@ -208,7 +208,7 @@ async def test_a_node_that_leaves_is_struck_off_and_one_that_sleeps_is_not(start
     assert one.placed.gone == [(studio, "left"), (mini, "asleep"), (air, "stopped")]
     assert isinstance(one.greet(studio), Denied)
     assert isinstance(one.greet(mini), Welcome)
-    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in MemberState}
+    assert one.registry.states() == {state.value: state.value in ("left", "asleep", "lost") for state in NodeState}
 
 
 # greetings

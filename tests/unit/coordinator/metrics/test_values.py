@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 from coordinator.alerts.rules import RULES
-from coordinator.cluster.membership import MemberState
 from coordinator.metrics.exposition import render
 from coordinator.metrics.families import CollectedFamily, collect
 from coordinator.metrics.node import NODE, NodeSnapshot
@@ -15,6 +14,7 @@ from tests.support.pictures import DISTINCT, NOW, WALL, node_picture, pool_pictu
 from wire.frames import Report
 from wire.histogram import PREDICTED_BOUNDS, TRANSIENT_BOUNDS, GateMeasures, HistogramSnapshot, NodeMeasures
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.refusals import RefusalCode
 from wire.report import EngineState, Memory, Sharing
 
@@ -245,7 +245,7 @@ def pool() -> PoolSnapshot:
         wall=WALL,
         now=NOW,
         view=ClusterView((a, b, lost)),
-        states={str(state): at for at, state in enumerate(MemberState, 1)},
+        states={str(state): at for at, state in enumerate(NodeState, 1)},
         self_suspect=True,
         counters=counters(),
         keys={"k1": "laptop", "k2": "server"},
@@ -323,7 +323,7 @@ POOL_NUMBERS: Numbers = {
     'key_tokens_total{key="laptop",model="tiny"}': 124,
     'key_tokens_total{key="server",model="tiny"}': 125,
     'key_tokens_total{key="server",model="big"}': 126,
-    **{f'cluster_nodes{{state="{state}"}}': at for at, state in enumerate(MemberState, 1)},
+    **{f'cluster_nodes{{state="{state}"}}': at for at, state in enumerate(NodeState, 1)},
     'cluster_node_state{node="a",state="ready"}': 1,
     'cluster_node_state{node="b",state="draining"}': 1,
     'cluster_node_state{node="c",state="lost"}': 1,

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 
-from coordinator.cluster.membership import MemberState
 from coordinator.observe.load_history import INTERVAL_SECONDS, MAX_NODES, MAX_POINTS, LoadHistory, LoadReading, NodeLoad
 from coordinator.observe.load_sampler import node_load
 from router.dispatch.counters import NodeCounts
 from router.placement.cluster_view import NodeView
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.report import Memory
 
 A, B = NodeId("a"), NodeId("b")
@@ -94,12 +94,12 @@ def test_only_the_newest_points_are_returned_where_fewer_are_asked_for():
     assert found["number"] == 3
 
 
-@pytest.mark.parametrize("state", MemberState)
-def test_only_a_mac_whose_report_is_of_now_has_memory(state: MemberState):
+@pytest.mark.parametrize("state", NodeState)
+def test_only_a_mac_whose_report_is_of_now_has_memory(state: NodeState):
     counts = NodeCounts()
     counts.generated_tokens = 7
     assert node_load(NodeView(A, "a", state), None, 3).in_flight == 3
     found = node_load(NodeView(A, "a", state, memory=Memory(cap=4 * GIB, current=GIB)), counts, 2)
     assert (found.generated_tokens, found.in_flight) == (7, 2)
-    measured = state in (MemberState.READY, MemberState.SUSPECT, MemberState.DRAINING)
+    measured = state in (NodeState.READY, NodeState.SUSPECT, NodeState.DRAINING)
     assert (found.memory, found.cap) == ((GIB, 4 * GIB) if measured else (None, None))

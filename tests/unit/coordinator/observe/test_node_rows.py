@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from coordinator.cluster.membership import Member, MemberState
+from coordinator.cluster.membership import Member
 from coordinator.observe.node_rows import NodeFacts, can_answer, dangers_of, measured, node_row, warnings_of
 from coordinator.state.database import MemberRow
 from router.placement.cluster_view import NodeView, view_of
@@ -14,12 +14,13 @@ from tests.support.cluster.cluster_port import a_report
 from tests.support.cluster.loopback_cluster import a_memory, a_model
 from tests.support.pictures import DISTINCT
 from wire.identity import NodeId
+from wire.node_state import NodeState
 from wire.report import Enforcement, EngineState, Hardware, MemoryLevel, Sharing
 from wire.units import GIB
 
 
 def a_view(
-    state: MemberState = MemberState.READY, *, engine: str = "ready", armed: bool = True, models: bool = True
+    state: NodeState = NodeState.READY, *, engine: str = "ready", armed: bool = True, models: bool = True
 ) -> NodeView:
     report = a_report()
     report = replace(
@@ -43,7 +44,7 @@ def a_view(
 
 def test_a_node_answers_only_when_everything_of_it_is_ready():
     assert can_answer(a_view())
-    assert not can_answer(a_view(MemberState.LOST))
+    assert not can_answer(a_view(NodeState.LOST))
     assert not can_answer(a_view(engine="starting"))
     assert not can_answer(a_view(armed=False))
     assert not can_answer(a_view(models=False))
@@ -79,8 +80,8 @@ def test_an_engine_in_trouble_is_a_warning_with_its_cause(state: str):
     assert warned(engine=EngineState("mlx", state, "signal 6")) == [f"its engine is {state}: signal 6"]
 
 
-@pytest.mark.parametrize("state", [MemberState.SUSPECT, MemberState.LOST, MemberState.PAUSED, MemberState.DRAINING])
-def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: MemberState):
+@pytest.mark.parametrize("state", [NodeState.SUSPECT, NodeState.LOST, NodeState.PAUSED, NodeState.DRAINING])
+def test_an_unarmed_gate_is_told_of_ready_nodes_alone(state: NodeState):
     assert warnings_of(a_view(state, armed=False)) == []
 
 
@@ -108,7 +109,7 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
     cache = replace(DISTINCT.engine.cache, evicted=(b"\x01\xab", b"\xff"))
     report = replace(DISTINCT, sharing=pause, engine=replace(DISTINCT.engine, cache=cache))
     seen = view_of(report, node=NodeId("n1"), name="a", state="ready", heard_at=0.0)
-    member = Member(NodeId("n1"), MemberState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
+    member = Member(NodeId("n1"), NodeState.PAUSED, 0.0, cordoned=True, reason="paused by hand")
     hardware = Hardware("M4 Max", 7001, 16, "macOS 26", "3.13")
     row = MemberRow(NodeId("n1"), "studio", "m1", hardware, "ab", 7002.0, labels=("fast",))
     found = node_row(seen, member, row, NodeFacts(True, "1.2.3", 5, 7003, 7004.5))
@@ -225,13 +226,13 @@ def test_a_row_of_a_node_has_every_value_in_its_place():
 def test_a_gate_is_armed_only_with_its_guard_on(*, armed: bool, guard: bool):
     view = dataclasses.replace(a_view(), memory=replace(a_memory(), armed=armed, guard=guard))
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(view, Member(NodeId("n1"), MemberState.READY, 0.0), row, NodeFacts(True, "", 0, 0, None))
+    found = node_row(view, Member(NodeId("n1"), NodeState.READY, 0.0), row, NodeFacts(True, "", 0, 0, None))
     assert (found["gate_armed"], found["guard"]) == (armed and guard, guard)
 
 
 def test_a_node_that_never_reported_shows_no_numbers_of_its_memory():
     row = MemberRow(NodeId("n1"), "studio", "m1", Hardware(), "ab", 0.0)
-    found = node_row(a_view(), Member(NodeId("n1"), MemberState.JOINING, 0.0), row, NodeFacts(False, "", 0, 0, None))
+    found = node_row(a_view(), Member(NodeId("n1"), NodeState.JOINING, 0.0), row, NodeFacts(False, "", 0, 0, None))
     empty = (found["phys"], found["current"], found["headroom"], found["heard_seconds"], found["engine"]["state"])
     assert empty == (None, None, None, None, "")
 
