@@ -7,8 +7,8 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from router.dialects.anthropic.schema import CountBody, MessagesBody
-from router.dialects.ollama.models import REFUSED
 from router.dialects.ollama.schema import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES
 from router.dialects.openai.chat_schema import ChatBody
 from router.dialects.openai.completion_schema import CompletionBody
 from router.dialects.openai.responses_schema import ResponsesBody
@@ -173,7 +173,9 @@ def openapi_paths() -> dict[str, Any]:
                 "the version",
             )
         },
-        **{path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(REFUSED)},
+        **{
+            path: {"delete" if path == "/api/delete" else "post": _refused(path)} for path in sorted(UNSUPPORTED_ROUTES)
+        },
         "/api/blobs/{digest}": {"post": _refused("/api/blobs") | {"parameters": [_named("digest")]}},
         **_video_paths(),
         "/health": {

@@ -23,6 +23,7 @@ from router.dialects.anthropic.api import ANTHROPIC, MessagesRoute
 from router.dialects.ollama import models as ollama_models
 from router.dialects.ollama.api import OllamaChatRoute, OllamaGenerateRoute
 from router.dialects.ollama.response import OLLAMA
+from router.dialects.ollama.unsupported_routes import UNSUPPORTED_ROUTES, unsupported_route
 from router.dialects.openai import models
 from router.dialects.openai.chat import ChatRoute
 from router.dialects.openai.completion import CompletionRoute
@@ -51,7 +52,7 @@ MODELS = "/v1/models"
 RESPONSES = "/v1/responses"
 _READ = ("GET", "HEAD")
 _ANY = (*_READ, "POST", "PUT", "DELETE")
-OLLAMA_PATHS = ollama_models.REFUSED | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
+OLLAMA_PATHS = UNSUPPORTED_ROUTES | {"/api/tags", "/api/show", "/api/ps", "/api/version"}
 
 __all__ = ["App", "RouterApp", "openapi_paths", "openapi_schemas"]
 
@@ -224,12 +225,12 @@ class RouterApp:
     async def _ollama(self, exchange: Exchange) -> None:
         path, view = exchange.path, self._dispatcher.view
         post = path == "/api/show"
-        known = path in OLLAMA_PATHS - ollama_models.REFUSED
+        known = path in OLLAMA_PATHS - UNSUPPORTED_ROUTES
         key = self._allowed(exchange, (("POST",) if post else _READ) if known else _ANY, "infer")
         if isinstance(key, Problem):
             await exchange.refuse(key)
         elif not known:
-            await exchange.refuse(ollama_models.refused(path))
+            await exchange.refuse(unsupported_route(path))
         elif path == "/api/tags":
             await exchange.respond(ollama_models.tags(visible(view, key.limits), self._started))
         elif path == "/api/ps":

@@ -4,8 +4,6 @@
 messages of nodes.
 """
 
-from collections.abc import Iterable, Iterator
-
 from msgspec.structs import replace
 
 from coordinator.video.state.events import (
@@ -30,9 +28,10 @@ from coordinator.video.state.events import (
     NodeAway,
     NodeRemoved,
 )
-from coordinator.video.state.job_table import JobRules, JobTable, LeaseHold
+from coordinator.video.state.job_table import JobTable, LeaseHold
 from coordinator.video.state.jobs import JobState, VideoJob, with_state
 from coordinator.video.state.lease_transitions import apply_answer, apply_node_away, apply_node_removed, apply_report
+from coordinator.video.state.retention import retain
 from coordinator.video.state.transition import MAX_PAUSE_SECONDS, NOT_STARTED, Transition
 
 
@@ -122,7 +121,7 @@ def _fetched(turn: Transition, event: FilesFetched | FilesLost) -> None:
         turn.fail(job, event.fault.code, event.fault.message)
         turn.actions.append(ExpireFiles(job.id))
     turn.actions.append(GiveBackLease(job.node, job.lease, job.generation, ACKNOWLEDGED))
-    _retain(turn)
+    retain(turn)
 
 
 def _cancelled(turn: Transition, name: str, message: str) -> None:
@@ -161,7 +160,7 @@ def _tick(turn: Transition) -> None:
         turn.fail(job, "no_headroom", text)
     for node in [node for node, until in turn.pauses.items() if until <= turn.now]:
         del turn.pauses[node]
-    _retain(turn)
+    retain(turn)
 
 
 def _overdue(turn: Transition, job: VideoJob) -> None:
@@ -177,23 +176,3 @@ def _overdue(turn: Transition, job: VideoJob) -> None:
         turn.retry_start(job, NOT_STARTED, f"its worker did not start within {turn.rules.start_seconds:.0f} s")
     elif job.state == JobState.FINALIZING:
         turn.fail(job, "artifact_lost", "its node did not come back with its files")
-
-
-def _retain(turn: Transition) -> None:
-    """Remove files that are too old, too many or too large together, oldest first; then forget the oldest records."""
-    for job in list(_too_much(turn.jobs.values(), turn.rules, turn.now)):
-        turn.put(replace(job, expired=True, files=()))
-        turn.actions.append(ExpireFiles(job.id))
-    ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
-    for job in ended[: max(0, len(ended) - turn.rules.records)]:
-        del turn.jobs[job.id]
-        turn.actions.append(ForgetJob(job.id))
-
-
-def _too_much(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
-    kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
-    size = 0
-    for number, job in enumerate(kept, 1):
-        size += job.bytes
-        if number > rules.keep_count or size > rules.keep_bytes or (job.expires or 0.0) <= now:
-            yield job

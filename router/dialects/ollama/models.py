@@ -19,27 +19,8 @@ OLLAMA_VERSION = "0.12.6"
 """Version of Ollama with these shapes. Clients compare it; Macpool's own version is in `cluster version`."""
 NO_TIME = "0001-01-01T00:00:00Z"
 """Ollama's form of an empty time: a model is unloaded when its memory is needed, not at a fixed time."""
-REFUSED = frozenset(
-    {
-        "/api/pull",
-        "/api/push",
-        "/api/create",
-        "/api/copy",
-        "/api/delete",
-        "/api/embed",
-        "/api/embeddings",
-    }
-)
 
 Row = dict[str, object]
-
-
-def refused(path: str) -> Problem:
-    """Build the answer to a route that changes models or generates no text."""
-    text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
-    if path.startswith("/api/embed"):
-        text = f"{path} is not supported: no model here computes embeddings"
-    return Problem(501, "unsupported_operation", text)
 
 
 def version() -> bytes:

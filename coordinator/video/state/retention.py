@@ -1,0 +1,34 @@
+"""Retention of finished videos: which files are deleted by age, number and total size, and which records go."""
+
+from collections.abc import Iterable, Iterator
+
+from msgspec.structs import replace
+
+from coordinator.video.state.events import ExpireFiles, ForgetJob
+from coordinator.video.state.job_table import JobRules
+from coordinator.video.state.jobs import VideoJob
+from coordinator.video.state.transition import Transition
+
+
+def retain(turn: Transition) -> None:
+    """Remove files that are too old, too many or too large together, oldest first; then forget the oldest records.
+
+    A record is forgotten only when its files are gone and more than `JobRules.records` such records are stored.
+    """
+    for job in list(_excess(turn.jobs.values(), turn.rules, turn.now)):
+        turn.put(replace(job, expired=True, files=()))
+        turn.actions.append(ExpireFiles(job.id))
+    ended = sorted((job for job in turn.jobs.values() if not job.open and not job.files), key=lambda job: job.sequence)
+    for job in ended[: max(0, len(ended) - turn.rules.records)]:
+        del turn.jobs[job.id]
+        turn.actions.append(ForgetJob(job.id))
+
+
+def _excess(jobs: Iterable[VideoJob], rules: JobRules, now: float) -> Iterator[VideoJob]:
+    """Yield the jobs whose files exceed the rules, when the newest files are kept first."""
+    kept = sorted((job for job in jobs if job.files), key=lambda job: (-(job.ended or 0.0), -job.sequence))
+    size = 0
+    for number, job in enumerate(kept, 1):
+        size += job.bytes
+        if number > rules.keep_count or size > rules.keep_bytes or (job.expires or 0.0) <= now:
+            yield job

@@ -1,0 +1,23 @@
+"""Ollama's routes that Macpool answers with 501: routes that change models, and embeddings."""
+
+from router.errors import Problem
+
+UNSUPPORTED_ROUTES = frozenset(
+    {
+        "/api/pull",
+        "/api/push",
+        "/api/create",
+        "/api/copy",
+        "/api/delete",
+        "/api/embed",
+        "/api/embeddings",
+    }
+)
+
+
+def unsupported_route(path: str) -> Problem:
+    """Build the 501 answer to one of `UNSUPPORTED_ROUTES`, with the command to use instead, if there is one."""
+    text = f"{path} is not supported: manage models with `cluster model load` and `cluster model unload`"
+    if path.startswith("/api/embed"):
+        text = f"{path} is not supported: no model here computes embeddings"
+    return Problem(501, "unsupported_operation", text)
