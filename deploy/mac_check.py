@@ -15,7 +15,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Literal
 
-from deploy import apple_layouts, mac_engine, mac_machine, mac_network, mac_pool, mac_wired
+from deploy import apple_layouts, mac_engine, mac_machine, mac_network, mac_pool, mac_wired_stress
 from deploy.outcome import Outcome, ToolError, ask, judged, skipped
 
 REPORT = Path("mac-check-report.md")
@@ -62,7 +62,7 @@ ENTRIES = (
     Entry("model-trial", "The trial of a model's template and tokenizer"),
     Entry("pressure-level", "The system's own level of memory pressure"),
     Entry("wired-weights", "Memory that the engine keeps wired"),
-    Entry("wired-panic", "Two streams with buffer churn, unwired and wired", mac_wired.both_ways, risky=True),
+    Entry("wired-panic", "Two streams with buffer churn, unwired and wired", mac_wired_stress.both_ways, risky=True),
     Entry("prefill-transients", "Temporary memory of a prefill on Metal, compared with the estimate"),
     Entry("soft-end", "A terminated engine returns its memory", mac_engine.soft_end),
     Entry("wired-after-end", "Wired memory after the end of a large engine"),

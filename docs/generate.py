@@ -249,7 +249,7 @@ def modules() -> str:
         "",
         "The first line of each module, by folder. The rules between folders: [architecture](architecture.md).",
     ]
-    for package in ROOMS:
+    for package in (*ROOMS, "dashboards", "deploy", "tests/support", "tests/bench"):
         for folder in sorted({file.parent for file in (HERE.parent / package).rglob("*.py")}):
             place = folder.relative_to(HERE.parent).as_posix()
             lines += [

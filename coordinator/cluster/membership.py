@@ -1,4 +1,4 @@
-"""State machine of membership, as data: events in, actions out. The caller performs the actions.
+"""State machine of membership and liveness, as data: events in, actions out. The caller performs the actions.
 
 Covers: states and legal transitions, silence, hysteresis, newest link wins, self-suspicion, forgetting.
 Does not cover: permission to connect (certificate and deny list: the link server), storage (`state.database`),

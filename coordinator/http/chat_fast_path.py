@@ -8,7 +8,7 @@ returns the same answers as the app.
 
 Rules
 - Bytes are examined here only between two requests, while uvicorn's parser is idle.
-- Exactly one request at a time: bytes that a client sends ahead are held unparsed (`coordinator.http.limits`).
+- Exactly one request at a time: bytes that a client sends ahead are held unparsed (`coordinator.http.http_protocol`).
 - Every exit path closes the request.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 
 from msgspec.structs import replace
 
-from coordinator.http.limits import DeadlineProtocol
+from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import SESSION_HEADER, KeyRing, credential, session_of
 from router.dialects.openai import chat, chat_response

@@ -14,7 +14,7 @@ import uvicorn
 
 from coordinator.http.chat_fast_path import FastPath, protocol
 from coordinator.http.connection_slots import ConnectionSlot, ConnectionSlots
-from coordinator.http.limits import MAX_HEAD_BYTES, DeadlineProtocol, turned_away
+from coordinator.http.http_protocol import MAX_HEAD_BYTES, DeadlineProtocol, turned_away
 from coordinator.http.origin_check import OriginCheck
 from router.errors import Problem
 

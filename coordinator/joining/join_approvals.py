@@ -1,4 +1,4 @@
-"""Queue of nodes without a token that wait for a person to compare the codes on both screens.
+"""Pairing codes: the queue of nodes without a token that wait for approval, and the lockout after wrong codes.
 
 The code has six digits, and guessing is bounded. At most `MAX_WAITING` nodes wait, and at most `MAX_NEW_CODES` new
 codes appear within `APPROVAL_TIMEOUT_SECONDS`. An attacker in the middle would need about a million codes to match a

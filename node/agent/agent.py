@@ -1,4 +1,4 @@
-"""Agent of a Mac: its long-lived connection to the coordinator.
+"""Agent of a Mac: keeps it connected to the coordinator, and reconnects with back-off.
 
 Covers: reconnecting (remembered addresses, then Bonjour by cluster id, jittered back-off), reports, and forwarding of
 frames to and from the engine. It also renews the certificate over a second link and sends a goodbye. Does not cover:

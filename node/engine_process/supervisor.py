@@ -57,7 +57,7 @@ from node.engine_process.quarantine import Quarantine
 from node.engine_process.stderr_log import EngineLog
 from node.memory.reading import HighWaterMarks, MemoryReading
 from node.memory.sensor import Sensor, open_sensor
-from node.memory.wired import WiredLeaks, WiredReadings
+from node.memory.wired_leak import WiredLeaks, WiredReadings
 from node.settings import NodeSettings
 from wire.codec import MAX_JOINED_BYTES, Splitter, WireError, decode, encode, head_of
 from wire.frames import (

@@ -1,4 +1,4 @@
-"""Share the decode rows, the prefill turns and the memory of a node between API keys. Pure.
+"""Fair shares of a node between API keys: decode rows, prefill turns, memory, and which rows are preempted. Pure.
 
 The queue before placement is fair between keys, but placed requests wait again on their node until rows are free.
 Three rules apply there. An owner is an API key: an opaque name and a weight. The empty name is a key of its own.

@@ -1,4 +1,4 @@
-"""Send side of a link, and the asyncio protocol of both ends.
+"""Both ends of a link: send queue, asyncio protocol and socket options.
 
 Short frames (tokens, reports, refusals) are written immediately. Long frames and long answers are queued as pieces.
 Pieces are written one at a time, and only while the transport is not paused. A token therefore waits for at most one

@@ -16,7 +16,7 @@ def call(session: ApiSession, method: str, path: str, body: dict[str, Any] | Non
     """Call the running coordinator. Without one, run the same operation on its database under its lock."""
     if session.running:
         return session.call(method, path, body)
-    from coordinator.cli.offline import run_offline as offline
+    from coordinator.cli.offline_access import run_offline as offline
 
     return offline(session, method, path, body or {})
 

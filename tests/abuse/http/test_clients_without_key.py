@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from coordinator.http.limits import SLICE_BYTES
+from coordinator.http.http_protocol import SLICE_BYTES
 from tests.abuse.http.test_http_port import ask, dial, error, raw, request, status
 from tests.support.loop_watch import Held, max_held_seconds, watch_server
 from tests.support.processes import Pool, pool, until

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from coordinator.api.body import BODY_TIMEOUT_SECONDS
-from coordinator.http.limits import HEAD_TIMEOUT_SECONDS
+from coordinator.http.http_protocol import HEAD_TIMEOUT_SECONDS
 from tests.support.processes import Pool, pool
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from coordinator.http.limits import HEAD_TIMEOUT_SECONDS
+from coordinator.http.http_protocol import HEAD_TIMEOUT_SECONDS
 from coordinator.http.server import HANDSHAKE_TIMEOUT_SECONDS
 from tests.support.processes import Pool, pool
 

@@ -17,7 +17,7 @@ import msgspec
 import uvicorn
 
 from coordinator.http.chat_fast_path import FastPath, protocol
-from coordinator.http.limits import DeadlineProtocol
+from coordinator.http.http_protocol import DeadlineProtocol
 from coordinator.http.origin_check import OriginCheck
 from router.admission.api_keys import KeyRing, new_key
 from router.dispatch.dispatcher import Dispatcher

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy import mac_engine, mac_machine, mac_network, mac_wired
+from deploy import mac_engine, mac_machine, mac_network, mac_wired_stress
 from deploy.mac_check import ENTRIES, NO_MAC, Entry, report, run
 from deploy.outcome import Outcome, ToolError, number_in, size_in
 from wire.units import GIB, MIB
@@ -123,17 +123,17 @@ def test_an_entry_that_can_panic_the_mac_runs_only_where_it_is_named():
 
 def test_the_workload_of_the_panic_says_what_is_wrong_with_its_model(tmp_path: Path):
     with pytest.raises(ToolError, match="this node has no model nowhere"):
-        mac_wired.churn(tmp_path / "nowhere", "on", tmp_path / "progress")
+        mac_wired_stress.churn(tmp_path / "nowhere", "on", tmp_path / "progress")
     assert not (tmp_path / "progress").exists()
 
 
 def test_the_workload_of_the_panic_runs_two_streams_and_overflows_the_prefix_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.delenv(mac_wired.MODEL, raising=False)
-    assert mac_wired.both_ways().status == "skip"
+    monkeypatch.delenv(mac_wired_stress.MODEL, raising=False)
+    assert mac_wired_stress.both_ways().status == "skip"
     progress = tmp_path / "progress"
-    seen = mac_wired.churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache="1MiB")
+    seen = mac_wired_stress.churn(mac_engine.MODEL, "on", progress, seconds=4.0, words=40, cache="1MiB")
     assert seen["requests"] >= 2
     assert seen["evictions"] >= 1
     assert progress.read_text().splitlines()[-1] == "memory.wire = on: ended well after 4 s"

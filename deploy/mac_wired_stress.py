@@ -52,7 +52,7 @@ def both_ways() -> Outcome:
 
 
 def _run(model: Path, wire: str) -> dict[str, float]:
-    command = [sys.executable, "-m", "deploy.mac_wired", str(model.expanduser().resolve()), "--wire", wire]
+    command = [sys.executable, "-m", "deploy.mac_wired_stress", str(model.expanduser().resolve()), "--wire", wire]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LOAD_SECONDS + 2 * SECONDS)
     if done.returncode:
         raise ToolError(f"memory.wire = {wire}: the engine ended with {done.returncode}: {done.stderr.strip()[-300:]}")
@@ -61,7 +61,7 @@ def _run(model: Path, wire: str) -> dict[str, float]:
 
 def main() -> None:
     """Run the workload once in this process and print the results as one line of JSON."""
-    parser = argparse.ArgumentParser(prog="mac_wired")
+    parser = argparse.ArgumentParser(prog="mac_wired_stress")
     parser.add_argument("model", type=Path)
     parser.add_argument("--wire", choices=["on", "off"], required=True)
     options = parser.parse_args()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from node.memory.wired import WiredLeaks, WiredReadings
+from node.memory.wired_leak import WiredLeaks, WiredReadings
 from wire.units import GIB
 
 
