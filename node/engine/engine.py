@@ -1,5 +1,4 @@
-"""Text engine, the engine kind `mlx`: frames in, frames out. Admission, loading and reports; the `scheduler` runs the
-rows.
+"""Text engine, the engine kind `mlx`: admission of requests, model loading and reports. The `scheduler` runs the rows.
 
     Prepared ─► preflight, commit ─► scheduler
         │           └ Refusal
@@ -94,7 +93,7 @@ PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
 MAX_VIOLATIONS_LOGGED = 10
-"""Violations of the invariants in one line of the log."""
+"""Maximum number of violated invariants in one line of the log."""
 LOAD_STEP_EXPECTED_SECONDS = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 

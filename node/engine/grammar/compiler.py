@@ -39,13 +39,13 @@ from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import GrammarSpec as Asked
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
-"""Most characters of a schema or grammar, and of the tools if they are part of it."""
+"""Maximum characters of a schema or grammar, and of the tools if they are part of it."""
 MAX_GBNF_CHARS: Final = 1 << 13
-"""Most characters of a grammar in GBNF."""
+"""Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64
-"""Most cached compiled grammars of all models; a usual one takes 100 kB."""
+"""Maximum number of cached compiled grammars of all models; a usual one takes 100 kB."""
 MAX_CACHED_REFUSALS: Final = 256
-"""Most cached refusals."""
+"""Maximum number of cached refusals of grammars."""
 
 
 class GrammarCompiler:

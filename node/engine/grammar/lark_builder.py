@@ -58,11 +58,11 @@ class LarkBuilder:
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
-        """Return Lark's expression for unquoted text and the mark `end` after it. The text contains no mark of the
-        guard.
+        """Return Lark's expression for unquoted text under the constraints `asked`, and the mark `end` after it. The
+        text contains no mark of the guard.
 
-        With `null`, text that the parser reads as null is excluded. In a `section`, the end of a CDATA section is
-        excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
+        With `null`, text that the parser reads as null is excluded, unless null is allowed. In a `section`, the end of
+        a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
         """
         if asked.choices:
             chosen = [json.dumps(one) for one in (*asked.choices, *(["null"] if asked.nullable else []))]

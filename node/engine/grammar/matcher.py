@@ -2,8 +2,8 @@
 
     thought (any token but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
 
-The state depends on the ids alone. A row is therefore rebuilt, or resumed on another node, by feeding them to a new
-state. MLX is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
+The state depends on the ids alone. To rebuild a row, or resume it on another node, its ids are fed to a new state. MLX
+is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
 
 Errors raise `GrammarFailed`, which ends the row's request. A row never continues without its grammar.
 """
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from llguidance import LLMatcher, LLTokenizer
 
 MAX_DETAIL_CHARS = 200
-"""Most characters of llguidance's own message in an error."""
+"""Maximum characters of llguidance's own message in an error."""
 
 
 class GrammarFailed(RuntimeError):

@@ -102,7 +102,10 @@ class Argument:
 
     def text(self, *, nullable: bool) -> TextArgument | None:
         """Return the constraints of this argument as unquoted text; None if it is JSON. `nullable`: the parser reads
-        the word null as null."""
+        the word null as null.
+
+        Raise `UnsupportedSchema` if the references of its schema are circular or too deep.
+        """
         found = _text(_resolved(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
 
@@ -236,7 +239,7 @@ def kinds(schema: Json) -> list[str]:
 def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
     """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
 
-    `nullable`: the parser reads the word null as null.
+    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `arguments_of` does.
     """
     functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
@@ -248,10 +251,10 @@ def _told(tool: ToolSpec, nullable: bool) -> Json:
 
 
 def tool_variants(tools: list[object]) -> tuple[list[object], ...]:
-    """Return the tools in a form for parsers, and the original form if it differs.
+    """Return the tools of a request in a form for parsers, and the original form if it differs. Never raise.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
-    the first form, parameters with a single type besides null therefore name it directly. Never raises.
+    the first form, parameters with a single type besides null therefore name it directly.
     """
     plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)

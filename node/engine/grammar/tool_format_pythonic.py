@@ -51,7 +51,7 @@ UNWRITTEN: Final = frozenset(
         "unevaluatedItems",
     }
 )
-"""Keywords that are not rendered as rules."""
+"""Keywords of schemas that cannot be rendered as rules."""
 
 
 def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
@@ -77,7 +77,7 @@ def _literal(sheet: LarkBuilder, one: Argument) -> str:
 
 def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
     """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
-    the rest may be omitted."""
+    a part that is not may be omitted."""
     first = more = sheet.rule('""')
     for part, needed in reversed(parts):
         first = sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -105,9 +105,9 @@ class PythonicFormat:
     sheet: LarkBuilder
     """Builder of the whole grammar, which collects the rules."""
     tool: ToolSpec
-    """The tool."""
+    """Tool whose arguments are rendered."""
     quote: str
-    """Mark around text."""
+    """Mark before and after text."""
     nested: bool
     """Whether the parser reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])

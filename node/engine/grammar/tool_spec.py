@@ -112,5 +112,5 @@ def _depth(text: str) -> int:
 
 
 def one_line(wrong: str) -> str:
-    """Return an error text as one line of bounded length."""
+    """Return an error text as one line of at most `MAX_DETAIL_CHARS` characters."""
     return " ".join(wrong.split())[:MAX_DETAIL_CHARS]

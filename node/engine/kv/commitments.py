@@ -98,7 +98,8 @@ class CommitmentLedger:
     def commit(self, length: int, rows: int) -> list[Commitment]:
         """Create commitments of `length` tokens for `rows` equal rows, and return them.
 
-        The first row joins the batch where it adds the fewest bytes. The other rows form a batch without padding.
+        The first row joins the batch where it adds the fewest bytes. The other rows, and the first if no batch suits,
+        form a batch without padding.
         """
         made = [Commitment(length) for _ in range(rows)]
         best = self._best(length)

@@ -1,5 +1,4 @@
-"""Types for mlx-lm's models and caches, and operations on caches: measure, grow, copy and cut. The bytes of a row
-follow from a cache."""
+"""Types for mlx-lm's models and caches, and operations on the caches: measure, grow, cut and copy."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -29,7 +29,7 @@ BLOCK_TOKENS = 256
 MIN_PREFIX_TOKENS = 16
 """Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
-"""Number of evictions whose hashes are reported."""
+"""Maximum number of evictions whose prompt hashes are reported."""
 
 V = TypeVar("V")
 
@@ -61,7 +61,8 @@ class CachedPrefix(Generic[V]):
     nbytes: int
     """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt that the row answered (`hash_of`); reports name it after an eviction."""
+    """Hash of the prompt that the row answered (`hash_of`), empty for a shared system prompt. Reports name it after an
+    eviction."""
     snapshot: bool = False
     """Whether it was taken within a prompt, as a prefix that many prompts share."""
     scope: str = ""

@@ -1,5 +1,4 @@
-"""Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's pool and
-wired memory."""
+"""Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's pool."""
 
 import gc
 import os

@@ -37,7 +37,7 @@ class GateSite(StrEnum):
     LOAD = "load"
     """Load of a model, or of its next piece."""
     PROBE = "probe"
-    """Forward of a profile measurement."""
+    """Forward of a profile measurement, or the longest row that follows from it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class MemoryGate:
         self._limits: MemoryLimits | None = None
 
     def hold(self, limits: MemoryLimits) -> None:
-        """Replace the limits in force."""
+        """Replace the limits in force by newer ones from the agent."""
         self._limits = limits
 
     @property
@@ -83,7 +83,7 @@ class MemoryGate:
 
     def armed(self, reading: MemoryReading, now: float) -> bool:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
-        live."""
+        live. `now` is in monotonic seconds."""
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
@@ -152,8 +152,8 @@ class MemoryGate:
         return self.not_ready_refusal() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
     def not_ready_refusal(self) -> Refused | None:
-        """Return the refusal of all work before limits with a cap are in force; None once they are, or with the guard
-        off."""
+        """Return the refusal of all work before the first limits, or while their cap is 0 and the guard is on; else
+        None."""
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None

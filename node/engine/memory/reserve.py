@@ -20,9 +20,9 @@ from wire.units import MIB, parse_size, show_size
 AUTO, OFF = "auto", "off"
 MAX_RESERVE_BYTES = 256 * MIB
 RESERVE_CAP_SHARE = 0.01
-"""Share of the cap; applies where it is less than `MAX_RESERVE_BYTES`."""
+"""Size of the reserve with `auto`, as a share of the cap; at most `MAX_RESERVE_BYTES`."""
 ROOM_BEFORE_REFILL_SECONDS = 10.0
-"""Seconds of room before the reserve is taken again."""
+"""Seconds of room for twice the reserve before it is taken again, and between two checks without room."""
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 

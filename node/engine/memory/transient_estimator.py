@@ -31,7 +31,7 @@ from wire.capacity.arithmetic import prefill_transient, step_transient
 from wire.report import TransientModel
 
 MAX_SAMPLES = 32
-"""Kinds of shapes kept per kind of forward."""
+"""Maximum number of samples of one kind of forward, one for each kind of shape."""
 REPEAT_FACTOR = 1.08
 """Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
 NOISE_SHARE = 0.006
@@ -43,7 +43,7 @@ REFIT_FACTOR = 1.2
 MIN_LOGITS_CHUNK_TOKENS = 64
 """Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
 MIN_FIT_SAMPLES = 4
-"""Samples that a fit needs: fewer cannot separate its terms."""
+"""Minimum number of samples for a fit: fewer cannot separate its terms."""
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
@@ -129,7 +129,7 @@ class TransientEstimator:
         self.highest = 0
         """Highest transient ever observed, in bytes."""
         self.residual = 0
-        """Most bytes by which a covered forward has exceeded its estimate under this profile."""
+        """Largest number of bytes by which a covered forward has exceeded its estimate under this profile."""
         self._covered: dict[str, ProfiledRange] = {}
         """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0

@@ -63,7 +63,8 @@ class LoadTimes:
         return seconds + ((kept.probe or probe) if probe else 0.0)
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load in seconds: reading the weights, warm-up and profile. Store the new means.
+        """Record the parts of a load in seconds, and store the new means: `read` for the weights, `warm` for the
+        warm-up, `probe` for the profile.
 
         `weights` is in bytes. `probe` is 0 if the profile was stored already.
         """

@@ -43,7 +43,7 @@ bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
 """Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
 MIN_MEASURED_TOKENS = 64
-"""Fewest prompt tokens from which bytes per token are measured."""
+"""Minimum prompt tokens from which bytes per token are measured."""
 FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
 """Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 

@@ -132,7 +132,7 @@ class ModelManager:
     loaded: dict[str, LoadedModel] = field(default_factory=dict[str, LoadedModel])
     """Loaded models by name."""
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
-    """Fingerprint and error of broken models, by name."""
+    """Fingerprint and error of models whose load failed because of their files, by name."""
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
     """End (monotonic seconds) and cause of bans, by name."""
     evictions: int = 0
@@ -140,7 +140,7 @@ class ModelManager:
     departures: int = 0
     """Models that were unloaded because they were unused."""
     returns: LeakCheck = field(default_factory=LeakCheck)
-    """Leak detection."""
+    """Detection of memory that unloads did not return."""
     ended: list[Outcome] = field(default_factory=list["Outcome"])
     """Loads that ended since the engine last emptied this list."""
     given_up: int = 0

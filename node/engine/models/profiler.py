@@ -35,13 +35,13 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Longest probe at a load, in seconds."""
+"""Maximum duration of the probe at a load, in seconds."""
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards, each of a row of its own."""
+"""Tokens of the first forwards of a probe, each of a separate row."""
 WALK_TOKENS = (512, 64, 256, 32, 128)
-"""Tokens of consecutive forwards of one row, in turn."""
+"""Tokens of the forwards over the long row of a probe, repeated in this order."""
 PROBE_ROW_TOKENS = 3072
-"""Tokens of the row of the probe at a load."""
+"""Maximum tokens of the long row of the probe at a load."""
 SWEEP_SECONDS = 600.0
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
@@ -127,7 +127,7 @@ class MemoryProbe:
     seconds: float
     """Maximum duration in seconds."""
     whole: bool = False
-    """Whether it is a sweep, with the largest forwards."""
+    """Whether this is a sweep, with larger forwards and more rows."""
     taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
     """Measured forwards."""
     stepped: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
@@ -135,7 +135,7 @@ class MemoryProbe:
     joined: list[int] = field(default_factory=list[int])
     """Bytes by which each join exceeded its KV and its estimate."""
     rows: int = 0
-    """Most rows that decoded together."""
+    """Largest number of rows that decoded together."""
     held: int = 0
     """Approximate bytes of its rows now."""
     _ends: float = 0.0

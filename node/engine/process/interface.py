@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
 MAX_CANCELLED_REMEMBERED = 1024
-"""Number of cancelled requests that are remembered until their `Generate` arrives."""
+"""Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
 ROUTES: Final = ("chat", "completions")
 """Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 
 class UnknownKindError(ValueError):
-    """Engine kind that is unknown or misses a dependency; the text names the next step."""
+    """Error of an engine kind that is unknown or misses a dependency; the text names the next step."""
 
 
 class Halted(BaseException):

@@ -40,7 +40,7 @@ from wire.frames import Frame, Ping, Pong, StopEngine
 
 READ_BYTES = 256 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""Bytes queued for an agent that does not read. Beyond this the process ends."""
+"""Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
 EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights

@@ -1,6 +1,7 @@
 """Preflight checks of a request, before any commitment: is it possible at all, and is it possible now?
 
-"Can never fit" is answered only with an exact count of tokens, and with the numbers in the sentence.
+A request is refused as one that can never fit only after an exact count of its tokens. The message then has all
+numbers.
 """
 
 from dataclasses import dataclass

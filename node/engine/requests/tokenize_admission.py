@@ -1,4 +1,4 @@
-"""Admission of prompts to tokenization, with the memory that it takes.
+"""Admission of prompts to tokenization, with the memory that their tokenization takes.
 
 A tokenizer keeps records of its own in addition to the tokens. They take up to 301 bytes a token (measured), and no
 token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14

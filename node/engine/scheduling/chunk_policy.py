@@ -40,9 +40,9 @@ NEAR_PAST_TOKENS = 512
 _NEWEST_WEIGHT = 0.3
 """Weight of the newest measurement in the running mean."""
 OUTLIER_FACTOR = 4.0
-"""Largest factor by which one measurement may exceed the running mean."""
+"""Maximum factor by which one measurement may exceed the running mean."""
 RECOVERY_SECONDS = 300.0
-"""Seconds of rest after which a machine is expected to reach its best speed again."""
+"""Seconds without a measurement after which a machine is expected to reach its best speed again."""
 
 
 def mean(before: float, newest: float) -> float:

@@ -33,8 +33,8 @@ from node.engine.scheduling.prefix_cache import PrefixCacheManager
 
 PAD_TOKEN = 0
 MAX_CACHED_SHARE = 0.5
-"""Share of a prompt: with at least this much cached it is prefilled alone, from there on. With less, a packed prefill
-costs less."""
+"""Share of a prompt's tokens. A prompt of which the prefix cache holds this share or more is prefilled alone, after
+those tokens; otherwise a packed prefill costs less."""
 
 
 class PackedPrefill:

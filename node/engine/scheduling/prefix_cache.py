@@ -53,7 +53,7 @@ MIN_SNAPSHOT_TOKENS = 64
 """Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
 AUTO, OFF = "auto", "off"
 AUTO_SHARE = 0.15
-"""Share of the cap without the weights."""
+"""Limit of the prefix cache with `auto`, as a share of the cap minus the weights."""
 RECLAIMABLE_SHARE = 7 / 8
 """Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
 

@@ -115,8 +115,8 @@ class TextPipeline:
         self._pieces: list[tuple[Channel, str]] = []
 
     def feed(self, token: int) -> TokenOutput:
-        """Add one token of the answer and return the text that became final. Return no further text after the end by a
-        stop string or call."""
+        """Add one token of the answer and return the output that became final. After the end by a stop string or call,
+        tokens have no output."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
             self.thought += self._place.state == REASONING

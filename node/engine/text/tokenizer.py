@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 MAX_ERROR_CHARS: Final = 300
-"""Most characters of an error's text in a message: templates can raise with a whole conversation in it."""
+"""Maximum characters of an error's text in a message: templates can raise with a whole conversation in it."""
 RESERVED: Final = frozenset(
     {
         "messages",
@@ -77,15 +77,15 @@ RESERVED: Final = frozenset(
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
-"""Files of tokenizers in model folders."""
+"""Names of tokenizer files in model folders."""
 LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters from which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
-"""Questions that have no token in common."""
+"""User messages without a common token, for finding the tokens that follow from a system prompt."""
 DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
-"""Number of shared system prompts whose tokens are remembered."""
+"""Maximum number of shared system prompts whose tokens are remembered."""
 RENDER_TIMEOUT_SECONDS: Final = 5.0
 """Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 TAIL_TOKENS: Final = 32
@@ -174,7 +174,7 @@ class Tokenizer:
         )
         fast = cast("Any", wrapper)._tokenizer
         self.rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
-        """Tokenizer below `wrapper`; None if that is written in Python."""
+        """Rust tokenizer below `wrapper`; None if the tokenizer is written in Python."""
         # The first use removes a truncation set in the tokenizer's file; it must not happen during another thread's
         # call.
         wrapper.encode("")

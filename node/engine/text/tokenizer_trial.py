@@ -31,7 +31,7 @@ POLL_INTERVAL_SECONDS = 0.02
 """Seconds between two checks of the process."""
 FILE = "trials.json"
 MAX_RESULTS = 1024
-"""Most stored models; beyond it, the oldest are tried again."""
+"""Maximum number of stored models; above it, the oldest are tried again."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 
