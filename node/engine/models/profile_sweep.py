@@ -3,8 +3,9 @@
     Profile ─► queued ─► (its model is loaded) ─► forward by forward ─► settled ─► Finished, with the measurements
                  └ the load fails: Refusal              └ memory is needed for requests, no length passes: Refusal
 
-A sweep uses only free memory. The gate runs before every forward, and no cache is evicted for a sweep. Its row is
-released before any request is refused for memory.
+The forwards of a sweep use only free memory: the gate runs before each of them, and no cache is evicted. Only the check
+of the longest row at the end may evict caches, while no request runs. The row of a sweep is released before any request
+is refused for memory.
 """
 
 from collections import deque
@@ -150,7 +151,7 @@ class SweepQueue:
         sweep.settled = yield from self._profiler.swept(sweep.probe, ask)
 
     def _asked(self, need: int) -> bool:
-        """Check the longest row against the gate: evictable memory counts as free."""
+        """Return whether the longest row passes the gate. Caches and spare memory are freed for it if necessary."""
         return self._forwards.check(GateSite.PROBE, need) is None
 
     def _go_on(self, sweep: ProfileSweep) -> None:
