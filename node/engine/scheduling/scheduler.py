@@ -224,8 +224,8 @@ class Scheduler:
         return out.frames()
 
     def load(self) -> tuple[int, int, int]:
-        """Return the number of decoding rows, the number of waiting or preempted prefills, and their prompt tokens
-        still to prefill."""
+        """Return the number of decoding rows, of prefills and preempted requests together, and of the tokens that the
+        prefills have still to process."""
         waiting = len(self._prefills) + len(self._preempted)
         return self._rows(), waiting, sum(prefill.left for prefill in self._prefills)
 

@@ -1,4 +1,4 @@
-"""Prompt counts and answers of the scripted model: a pure function of the prompt and the position.
+"""Prompt counts and answers of the scripted model: a pure function of prompt, choice, position and time.
 
 A prompt has one token per word (separated by white space, also in the JSON of its tools) and four per message. The
 count is therefore exact and easy to verify. The id of an answer's token is its position, plus the number of the choice
