@@ -1,1 +1,1 @@
-"""The engine process: the only place where a model runs."""
+"""Engine process of a node: the only process that runs language models."""

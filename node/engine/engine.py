@@ -1,4 +1,4 @@
-"""Text engine: frames in, frames out. Admission, loading and reports; the `scheduler` runs the rows.
+"""Text engine, the engine kind `mlx`: admission of requests, model loading and reports. The `scheduler` runs the rows.
 
     Prepared ─► preflight, commit ─► scheduler
         │           └ Refusal
@@ -93,7 +93,7 @@ PREEMPTION_INTERVAL_SECONDS = 1.0
 """Seconds between two preemptions at admission. Memory may be returned with a delay; without the pause more requests
 than needed would be preempted."""
 MAX_VIOLATIONS_LOGGED = 10
-"""Violations of the invariants in one line of the log."""
+"""Maximum number of violated invariants in one line of the log."""
 LOAD_STEP_EXPECTED_SECONDS = 10.0
 """Seconds that a piece of a load may take: building the model, compiling kernels."""
 
@@ -101,9 +101,10 @@ log = structlog.get_logger("engine.text")
 
 
 class TextEngine:
-    """Text engine; see the module's docstring. `profiles` is the folder of measurements; None: they are not stored.
+    """Engine that serves the text models of a node with mlx-lm (see the module's docstring).
 
-    Other modules and tests may read its parts. Only the engine calls methods that change them.
+    `profiles` is the folder of measurements; None: they are not stored. Other modules and tests may read the
+    attributes. Only the engine calls methods that change them.
     """
 
     def __init__(
@@ -199,8 +200,10 @@ class TextEngine:
     # for the threads
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work, on the I/O thread. Short prompts are tokenized or counted at once; a `Ping`
-        triggers a search for new models."""
+        """Convert a frame into work, on the I/O thread. Tokenize or count a short prompt at once.
+
+        For a `Ping`, search for new models; return None if the models have not changed.
+        """
         if isinstance(frame, Generate | CountTokens):
             if self.door.inline(frame):
                 return self._read(frame).work
@@ -212,11 +215,11 @@ class TextEngine:
         return frame
 
     def running_call(self) -> NativeCall | None:
-        """Return the running native call."""
+        """Return the running native call; None if none runs."""
         return self.forwards.call
 
     def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
+        """Process one piece of work. Return immediate answers, and prompts that may now be tokenized."""
         match work:
             case UntokenizedPrompt():
                 return self._weigh(work)
@@ -250,8 +253,8 @@ class TextEngine:
         return []
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the time of the next step; now while there is work. Otherwise it is the next retry for memory, fall of
-        the recent height, unload of an unused model, or memory check."""
+        """Return the monotonic time of the next step: `now` if work is due, later for retries and for memory or idle
+        checks. Return None if only a frame can bring work."""
         works = self.scheduler.next_step_at(now)
         if (works is not None and works <= now) or self.model_manager.ended:
             return now
@@ -268,8 +271,11 @@ class TextEngine:
         return min((when for when in times if when is not None), default=None)
 
     def step(self, now: float) -> Iterator[Frame]:
-        """Decode, load a piece of a model, prefill one chunk. The frames of each part are yielded before the next part
-        starts: no token waits for a chunk."""
+        """Decode, load a piece of a model, prefill one chunk. Yield the frames of each part before the next part
+        starts: no token waits for a chunk.
+
+        Raise `Halted` if a native call is due after `halt`.
+        """
         self.scheduler.decode()
         yield from self.scheduler.drain_output()
         if self._may_load():
@@ -290,7 +296,7 @@ class TextEngine:
             self.emergency_reserve.maintain(now)
 
     def report(self, now: float) -> EngineReport:
-        """Return the report."""
+        """Return the state of the engine at the monotonic time `now`, with a fresh memory reading."""
         running, waiting, queued = self.scheduler.load()
         queued += sum(prepared.tokens for prepared, _ in self._pending.values())
         memory = replace(
@@ -320,11 +326,11 @@ class TextEngine:
         )
 
     def halt(self) -> None:
-        """Begin no further native call."""
+        """Forbid further native calls. Any thread may call this."""
         self.forwards.halted = True
 
     def close(self) -> None:
-        """Wait for work on the device; release rows, cached prefixes, models and free buffers."""
+        """Wait for work on the device. Then release rows, cached prefixes, models and free buffers."""
         try:
             self.scheduler.synchronize()
         finally:
@@ -364,7 +370,7 @@ class TextEngine:
         that is not enough, abort the load, then end the newest request."""
         self._enforced = order.poll
         if order.level < MemoryLevel.OVER_HARD:
-            # A past height in the recent readings is no reason to free memory.
+            # The recent peak is no reason to free memory, because it has passed.
             self.model_manager.reclaim(lambda: level(replace(self._memory(), recent=0)) <= MemoryLevel.OK)
             return []
         before = excess(self._memory())
@@ -642,7 +648,8 @@ class TextEngine:
         return [frame for outcome in ended for frame in self._loaded(outcome)]
 
     def _loaded(self, outcome: Outcome) -> list[Frame]:
-        """Admit the requests that waited for a load, or refuse them with the reason of its failure."""
+        """Admit the requests that waited for a load, or refuse them with the reason of its failure. Answer the orders
+        to load."""
         self._rewire()
         if isinstance(outcome, LoadSucceeded):
             outcome.resident.bound_waste(waste_bytes(self._cap))
@@ -679,7 +686,7 @@ class TextEngine:
         return replace(memory, reserved=memory.reserved + wanted, headroom=room)
 
     def _released(self) -> None:
-        """Reset the recent height after memory was freed on purpose; a model may be among it."""
+        """Reset the recent peak after memory was freed, possibly that of a model."""
         self.footprint.forget()
         self._rewire()
 
@@ -836,7 +843,8 @@ def _seed() -> int:
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> TextEngine:
-    """Return the text engine with the models that the settings allow."""
+    """Return the text engine for these settings, after a scan of the model folders. The environment variable
+    `MACPOOL_PROFILES` names the folder of measurements."""
     library = ModelCatalogue(settings.models)
     library.scan()
     gc.freeze()

@@ -1,1 +1,1 @@
-"""Constrained generation: grammars of formats and tool calls, and the masks that they put on logits."""
+"""Constrained generation: grammars of answer formats and tool calls, and the logits masks that follow from them."""

@@ -39,17 +39,17 @@ from node.engine.text.tokenizer import TokenizedPrompt, Tokenizer
 from wire.frames import GrammarSpec as Asked
 
 MAX_SCHEMA_CHARS: Final = 1 << 17
-"""Most characters of a schema or grammar, and of the tools if they are part of it."""
+"""Maximum characters of a schema or grammar, and of the tools if they are part of it."""
 MAX_GBNF_CHARS: Final = 1 << 13
-"""Most characters of a grammar in GBNF."""
+"""Maximum characters of a grammar in GBNF."""
 MAX_CACHED_GRAMMARS: Final = 64
-"""Most cached compiled grammars of all models; a usual one takes 100 kB."""
+"""Maximum number of cached compiled grammars of all models; a usual one takes 100 kB."""
 MAX_CACHED_REFUSALS: Final = 256
-"""Most cached refusals."""
+"""Maximum number of cached refusals of grammars."""
 
 
 class GrammarCompiler:
-    """Compiler and cache of grammars for the tokenizers of one engine."""
+    """Compiler and cache of grammars for the tokenizers of one engine. Only one thread at a time may call `compile`."""
 
     def __init__(self, vetting: SandboxClient | None = None) -> None:
         self._vetting = vetting or SandboxClient()
@@ -60,9 +60,11 @@ class GrammarCompiler:
     def compile(
         self, tokenizer: Tokenizer, asked: Asked, tools: str, prompt: TokenizedPrompt, *, one: bool
     ) -> "CompiledGrammar":
-        """Return the grammar of a request with these tools and this prompt; `one`: at most one call.
+        """Return the compiled grammar of a request. `asked` is its answer format, `tools` its JSON array of tools.
+        `one`: at most one call.
 
-        Raise `UnsupportedSchema`, with a sentence for the client, if there is none.
+        Raise `UnsupportedSchema`, with a sentence for the client, if the grammar is invalid, too large, or not
+        supported by the model.
         """
         if max(len(asked.value), len(asked.whitespace), len(tools) if asked.calls else 0) > MAX_SCHEMA_CHARS:
             raise UnsupportedSchema(f"{PREFIX}it has more than {MAX_SCHEMA_CHARS} characters")
@@ -81,7 +83,7 @@ class GrammarCompiler:
         return len(self._kept)
 
     def knows(self, tokenizer: Tokenizer) -> bool:
-        """Return whether the tables of this tokenizer exist."""
+        """Return whether the grammar tables of this tokenizer are built."""
         return id(tokenizer) in self._guides
 
     def _guide(self, tokenizer: Tokenizer) -> "GrammarGuide":
@@ -129,20 +131,20 @@ class GrammarCompiler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrammarGuide:
-    """Tokenizer data for all grammars."""
+    """Data of one tokenizer that all its grammars use."""
 
     owner: Tokenizer
     """Tokenizer of the model."""
     tokenizer: LLTokenizer
     """llguidance's form of the tokenizer."""
     unending: bytes
-    """Mask of all tokens but those that end an answer."""
+    """Mask of all tokens but those that end an answer, one bit per token."""
 
     @staticmethod
     def of(tokenizer: Tokenizer) -> "GrammarGuide":
-        """Return the data of a tokenizer, which takes a second for a large vocabulary.
+        """Return the data of a tokenizer. This takes a second for a large vocabulary.
 
-        Raise `UnsupportedSchema` if llguidance cannot use it.
+        Raise `UnsupportedSchema` if answers with this tokenizer cannot follow a grammar.
         """
         made = tokenizer.guide()
         if made is None:
@@ -152,19 +154,20 @@ class GrammarGuide:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CompiledGrammar:
-    """Compiled grammar; every answer gets a copy."""
+    """Compiled grammar of a request. Every answer gets a state of its own."""
 
     matcher: LLMatcher
     """Matcher, copied for each answer."""
     guide: GrammarGuide
     """Tokenizer data."""
     outline: MarkerLayout
-    """Places of thoughts and calls."""
+    """Markers of reasoning and calls, and where they may occur."""
     tools: str = ""
-    """Tools of the request in the form for the parser of calls; empty if the parser needs the original form."""
+    """Tools as JSON, with the types that the parser of calls needs; empty if the parser uses the tools of the
+    request."""
 
     def begin(self) -> GrammarMatcher:
-        """Return the state at the start of an answer."""
+        """Return the grammar state at the start of an answer."""
         owner, thought = self.guide.owner, self.outline.thought
         thinking = ThoughtEndSearch(self.outline.think[1].encode(), owner.token_bytes) if thought else None
         opener = owner.single(self.outline.think[0]) if thought is ThoughtStart.MAY else None
@@ -173,18 +176,20 @@ class CompiledGrammar:
         )
 
     def beginning(self) -> MarkerPlace:
-        """Return the place of the first token of an answer."""
+        """Return the place where an answer starts."""
         return self.outline.beginning()
 
     def cutter(self) -> FormatCutter:
-        """Return a cutter for the text of one answer."""
+        """Return a new cutter for the text of one answer."""
         return FormatCutter(self.outline)
 
 
 def marker_layout(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -> MarkerLayout:
-    """Return where thoughts and calls may occur in the answer. If the prompt has not opened a thought, the answer may
-    start one only with a single token. It may not if the prompt has closed a thought already, because templates do that
-    to forbid thoughts."""
+    """Return where thoughts and calls may occur in the answer.
+
+    If the prompt has not opened a thought, the answer may start one only with a single token. It may not if the prompt
+    has closed a thought already, because templates do that to forbid thoughts.
+    """
     think, calling = tokenizer.think, tokenizer.calling
     thought = ThoughtStart.NONE
     if prompt.thinking:
@@ -199,7 +204,11 @@ def marker_layout(tokenizer: Tokenizer, asked: Asked, prompt: TokenizedPrompt) -
 
 
 def write(asked: Asked, tools: str, calling: ToolCallFormat | None, *, one: bool) -> str:
-    """Render the requested format as llguidance's grammar, a JSON text. Raise `UnsupportedSchema` if it is invalid."""
+    """Render the requested format as llguidance's grammar, a JSON text. `calling` is the model's format of calls; None:
+    the model makes none. `one`: at most one call.
+
+    Raise `UnsupportedSchema` if the format is invalid or the model does not support it.
+    """
     answer: list[Json] = [_answer(asked)] if asked.kind else []
     if not asked.calls:
         return _grammar("start: @answer\n", answer)

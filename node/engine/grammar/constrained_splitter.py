@@ -1,8 +1,8 @@
 """Splitter for text under a grammar: a thought first, then words or calls.
 
 It replaces mlx-lm's state machine in the text pipeline of constrained answers. That machine finds markers everywhere,
-also within JSON strings, where they are ordinary text. Here a thought can only precede all other text. A call's end can
-only be outside of JSON's quotes, in formats with quotes. The content of a thought always counts as reasoning.
+also within JSON strings, where they are ordinary text. Here a thought can only precede all other text. In formats with
+quotes, a call can end only outside of JSON's quotes. The content of a thought always counts as reasoning.
 
     open ──think end──► words            beginning ──think start──► open, or words
     words ──call start──► call ──call end──► words
@@ -18,36 +18,42 @@ Segments = list[tuple[MarkerPlace, str]]
 
 
 class CallPlaces(StrEnum):
-    """Places of calls: none, only at the beginning (then there is no other text), or anywhere."""
+    """Places where an answer may contain calls."""
 
     NONE = ""
+    """Nowhere."""
     FIRST = "first"
+    """Only at the beginning; the answer then has no other text."""
     ANYWHERE = "anywhere"
+    """Between other text."""
 
 
 class ThoughtStart(StrEnum):
-    """Start of an answer: the prompt left a thought `open`, the answer `may` start with one, or there is `none`."""
+    """Reasoning at the start of an answer."""
 
     OPEN = "open"
+    """The prompt has begun the reasoning."""
     MAY = "may"
+    """The answer may start with reasoning."""
     NONE = ""
+    """The answer has no reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkerLayout:
-    """Markers of an answer and their places."""
+    """Markers of an answer under a grammar, and the places where they may occur."""
 
     think: tuple[str, str] = ("", "")
     """Start and end of a thought."""
     thought: ThoughtStart = ThoughtStart.NONE
-    """Start of the answer."""
+    """Reasoning at the start of the answer."""
     call: tuple[str, str] = ("", "")
     """Start and end of a call."""
     calls: CallPlaces = CallPlaces.NONE
     """Places of calls."""
     quoted: bool = True
-    """Whether calls contain JSON's quotes, in which no marker ends them. All other grammars exclude the marker from the
-    values."""
+    """Whether calls contain JSON's quotes, in which no marker ends a call. The grammars of other formats exclude the
+    marker from the values."""
 
     def beginning(self) -> MarkerPlace:
         """Return the place where the answer starts."""
@@ -55,7 +61,7 @@ class MarkerLayout:
 
 
 class FormatCutter:
-    """Cutter of constrained text (see the module's docstring and `detokenizer.MarkerCutter`)."""
+    """Cutter of the text of one answer under a grammar (see the module's docstring and `detokenizer.MarkerCutter`)."""
 
     def __init__(self, outline: MarkerLayout) -> None:
         self._outline = outline
@@ -66,7 +72,8 @@ class FormatCutter:
         self._quoted = self._escaped = False
 
     def feed(self, text: str) -> Segments:
-        """Add text; return each place passed with its text, starting with the current place."""
+        """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
+        place."""
         self._held += text
         found: Segments = []
         while self._step(found):
@@ -74,7 +81,7 @@ class FormatCutter:
         return found
 
     def flush(self) -> str:
-        """Return the held text; it belongs to the current place."""
+        """Return the text held back as a possible start of a marker; it belongs to the current place."""
         held, self._held = self._held, ""
         return held
 

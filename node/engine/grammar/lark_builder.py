@@ -13,9 +13,9 @@ from node.engine.grammar.tool_arguments import MarkExclusion, TextArgument
 from node.engine.grammar.tool_spec import PREFIX, Json, ToolCallFormat, UnsupportedSchema
 
 MAX_SCHEMAS_CHARS: Final = 1 << 18
-"""Most characters of all schemas together; shared definitions are repeated in each."""
+"""Maximum characters of all schemas together; shared definitions are repeated in each."""
 MAX_RULES: Final = 3000
-"""Most rules; a parameter takes one to three."""
+"""Maximum number of rules; a parameter takes one to three."""
 BLANKS: Final = "[\\s\\x1c-\\x1f]"
 """Blanks that Python's `strip` removes."""
 _SLASH: Final = "\\/"
@@ -23,23 +23,24 @@ _SLASH: Final = "\\/"
 
 @dataclass(slots=True)
 class LarkBuilder:
-    """Rules and schemas of a grammar; equal ones share a name."""
+    """Builder of one Lark grammar: collects rules and JSON schemas; equal ones share a name."""
 
     calling: ToolCallFormat
     """Format of the model's calls."""
     rules: dict[str, str] = field(default_factory=dict[str, str])
-    """Names of the rules by `name: body`."""
+    """Names of the rules, by the text `name: body` with which they were added."""
     schemas: dict[str, Json] = field(default_factory=dict[str, Json])
     """Schemas by their JSON text."""
     size: int = 0
-    """Characters of all schemas."""
+    """Characters of all schemas together."""
 
     def mark(self, text: str) -> str:
-        """Return text in Lark's notation, with the model's own tokens."""
+        """Return text in Lark's notation, with the model's special tokens as tokens."""
         return self.calling.mark(text)[0]
 
     def json(self, schema: Json) -> str:
-        """Add JSON of a schema; return its reference."""
+        """Add a JSON schema. Return the reference to a value of that schema. Raise `UnsupportedSchema` above
+        `MAX_SCHEMAS_CHARS`."""
         written = json.dumps(schema)
         if written not in self.schemas:
             self.size += len(written)
@@ -49,15 +50,20 @@ class LarkBuilder:
         return f"@{self.schemas[written]['name']}"
 
     def rule(self, body: str, name: str = "part") -> str:
-        """Add a rule or, for a name in capitals, a terminal; return its name."""
+        """Add a rule or, for a name in capitals, a terminal. Return its unique name. Raise `UnsupportedSchema` above
+        `MAX_RULES`."""
         key = f"{name}: {body}"
         if key not in self.rules and len(self.rules) >= MAX_RULES:
             raise UnsupportedSchema(f"{PREFIX}its tools have too many or too large parameters")
         return self.rules.setdefault(key, f"{name}_{len(self.rules)}")
 
     def text(self, asked: TextArgument, end: str, guard: MarkExclusion, *, null: bool, section: bool = False) -> str:
-        """Return text and its end, without the marks of the guard. With `null` the word null is excluded; in a
-        `section` the end of a CDATA section is excluded as well."""
+        """Return Lark's expression for unquoted text under the constraints `asked`, and the mark `end` after it. The
+        text contains no mark of the guard.
+
+        With `null`, text that the parser reads as null is excluded, unless null is allowed. In a `section`, the end of
+        a CDATA section is excluded as well. Raise `UnsupportedSchema` above `MAX_RULES`.
+        """
         if asked.choices:
             chosen = [json.dumps(one) for one in (*asked.choices, *(["null"] if asked.nullable else []))]
             return f"({' | '.join(chosen)}) {self.mark(end)}"
@@ -73,9 +79,9 @@ class LarkBuilder:
         return f"{body} {marked}" if token else self.rule(f"{body} {json.dumps(end)}", "TEXT")
 
     def all_rules(self) -> str:
-        """Return all rules."""
+        """Return all rules and terminals in Lark's notation, one a line."""
         return "".join(f"{name}: {key.partition(': ')[2]}\n" for key, name in self.rules.items())
 
     def all_schemas(self) -> list[Json]:
-        """Return all schemas."""
+        """Return all schemas with their names, for llguidance's list of grammars."""
         return list(self.schemas.values())

@@ -3,8 +3,8 @@
 The mask is computed while the forward runs. Its input, the ids of the answer, is complete once the previous forward has
 ended. That is the only wait of a step with such rows; a batch without them does not wait.
 
-An answer that may start with a thought does if the thought is the model's most likely token without the mask. A grammar
-that excludes most other tokens is no reason to think.
+An answer may be allowed to start with reasoning. It does if the start marker is the most likely token without the mask.
+A grammar that excludes most other tokens is no reason to start reasoning.
 """
 
 from collections.abc import Iterable
@@ -17,7 +17,8 @@ from node.engine.requests.prepared import GrammarCursor, GrammarFactory
 
 
 class LogitsMask:
-    """Last processor of a row: receives the answer's ids and masks all tokens that may not come next."""
+    """Last logits processor of a row with a grammar: masks all tokens that may not come next. `known` are the ids of
+    the answer so far."""
 
     def __init__(self, grammar: GrammarFactory, known: Iterable[int]) -> None:
         self._grammar = grammar
@@ -25,11 +26,12 @@ class LogitsMask:
         self._new = list(known)
 
     def add_id(self, token: int) -> None:
-        """Add an id of the answer."""
+        """Add the next token id of the answer, before the logits of the token after it are masked."""
         self._new.append(token)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Mask logits (1, vocabulary). Raise `matcher.GrammarFailed` if no token can follow."""
+        """Return logits (1, vocabulary) with −inf for tokens that may not come next. Raise `matcher.GrammarFailed` if
+        no token can follow."""
         cast("Any", mx).async_eval(logits)
         if self._constraint is None:
             self._constraint = self._grammar.begin()
@@ -46,8 +48,8 @@ class LogitsMask:
 
 
 def apply_mask(logits: mx.array, mask: bytes) -> mx.array:
-    """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or does not
-    contain."""
+    """Return logits (1, vocabulary) with −inf for every token that a mask (`GrammarMatcher.mask`) excludes or is not
+    long enough to contain."""
     words = mx.array(cast("Any", memoryview(mask).cast("I")))
     bits = mx.flatten((words[:, None] >> mx.arange(32, dtype=mx.uint32)) & 1)
     allowed = bits[None, : logits.shape[-1]].astype(mx.bool_)

@@ -2,8 +2,8 @@
 
     thought (any token but an ending) ──end of the thought──► grammar ──an ending that it allows──► over
 
-The state depends on the ids alone. A row is therefore rebuilt, or resumed on another node, by feeding them to a new
-state. MLX is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
+The state depends on the ids alone. To rebuild a row, or resume it on another node, its ids are fed to a new state. MLX
+is not used here: masks are bytes, one bit per token of the vocabulary, lowest first.
 
 Errors raise `GrammarFailed`, which ends the row's request. A row never continues without its grammar.
 """
@@ -13,15 +13,16 @@ from collections.abc import Callable
 from llguidance import LLMatcher, LLTokenizer
 
 MAX_DETAIL_CHARS = 200
-"""Most characters of llguidance's own message in an error."""
+"""Maximum characters of llguidance's own message in an error."""
 
 
 class GrammarFailed(RuntimeError):
-    """The grammar of an answer cannot be followed any further; the text is for the client."""
+    """Error of an answer that cannot follow its grammar any further; the text is for the client."""
 
 
 class ThoughtEndSearch:
-    """Search for the end of a thought. `end` is its marker in bytes; `token_bytes` returns the bytes of a token."""
+    """Search for the end of an answer's reasoning. `end` is its marker in bytes; `token_bytes(token)` returns the bytes
+    of a token."""
 
     def __init__(self, end: bytes, token_bytes: Callable[[int], bytes]) -> None:
         self._end = end
@@ -29,7 +30,7 @@ class ThoughtEndSearch:
         self._tail = b""
 
     def feed(self, token: int) -> bytes | None:
-        """Add a token; return its bytes after the thought's end, None while the thought continues."""
+        """Add a token. Return its bytes after the end of the reasoning; None while the reasoning continues."""
         text = self._tail + self._bytes(token)
         at = text.find(self._end)
         if at < 0:
@@ -39,11 +40,11 @@ class ThoughtEndSearch:
 
 
 class GrammarMatcher:
-    """State of one answer.
+    """State of a grammar in one answer.
 
-    `matcher` belongs to this answer alone. `thinking` searches for the end of a thought that the prompt left open. With
-    the token `opener`, that thought may be started by this token before all other text. `unending` is the mask of all
-    tokens but the endings.
+    No other answer uses `matcher`. `thinking` finds the end of the reasoning; None if the answer has none. With
+    `opener`, the answer may begin its reasoning with this token, as its first token. Without `opener`, the prompt has
+    begun the reasoning. `eos` are the tokens that end an answer. `unending` is the mask of all other tokens.
     """
 
     def __init__(
@@ -60,13 +61,14 @@ class GrammarMatcher:
         self._waiting = thinking if opener is None else None
         self._thinking = thinking
         self.opener = opener
-        """Token that may start a thought now; None after the first id."""
+        """Token with which the answer may start its reasoning now; None after the first token."""
         self._unending = unending
         self._eos = eos
         self._over = False
 
     def feed(self, token: int) -> None:
-        """Add the next id of the answer. Raise `GrammarFailed` if the grammar does not allow it."""
+        """Add the next token of the answer. Raise `GrammarFailed` if the grammar does not allow it, or if the answer
+        ends within its reasoning."""
         opener, self.opener = self.opener, None
         if self._over:
             return
@@ -91,8 +93,11 @@ class GrammarMatcher:
             raise GrammarFailed(f"the text after the reasoning, in its last token, is not allowed: {self._detail()}")
 
     def mask(self) -> bytes | None:
-        """Return the mask of allowed next tokens, without the `opener`; None after the end, where any token is
-        allowed."""
+        """Return the mask of allowed next tokens, without the `opener`. Return None after the end, where any token is
+        allowed.
+
+        Raise `GrammarFailed` if no token can follow.
+        """
         if self._over:
             return None
         if self._waiting is not None:
@@ -124,13 +129,14 @@ class GrammarMatcher:
 
 
 def with_token(mask: bytes, token: int) -> bytes:
-    """Return a mask that also allows a token."""
+    """Return a copy of a mask that also allows `token`."""
     at = token // 8
     return mask[:at] + bytes([mask[at] | 1 << token % 8]) + mask[at + 1 :]
 
 
 def all_but(vocabulary: int, tokens: frozenset[int]) -> bytes:
-    """Return the mask, in whole words of 32 bits, of all tokens of a vocabulary except `tokens`."""
+    """Return the mask of all tokens of a vocabulary except `tokens`, in whole words of 32 bits. `vocabulary` is the
+    number of tokens."""
     mask = bytearray(b"\xff" * (vocabulary // 8) + bytes([(1 << vocabulary % 8) - 1]))
     mask += bytes(-len(mask) % 4)
     for token in tokens:

@@ -21,14 +21,15 @@ TOO_LONG = "it takes too long to compile: simplify it or its patterns"
 
 
 class SandboxClient:
-    """Client of the sandbox process; for one thread."""
+    """Client of a sandbox process, used by one thread at a time. `cpu` is the limit of CPU seconds for a grammar."""
 
     def __init__(self, cpu: float = CPU_LIMIT_SECONDS) -> None:
         self._cpu = cpu
         self._child: subprocess.Popen[bytes] | None = None
 
     def why_not(self, grammar: str) -> str:
-        """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled."""
+        """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled. If the process dies
+        or hangs, start another and return `TOO_LONG`."""
         child = self._child or self.start()
         try:
             said = self._ask(child, grammar.encode())
@@ -41,8 +42,8 @@ class SandboxClient:
         return TOO_LONG
 
     def start(self) -> "subprocess.Popen[bytes]":
-        """Start the process. It sends nothing before the first check, and its start does not count in a grammar's
-        time."""
+        """Start and return the process. It sends nothing before the first check, and its start does not count in a
+        grammar's time."""
         script = Path(__file__).with_name("sandbox_main.py")
         child = subprocess.Popen(
             [sys.executable, "-I", str(script), str(self._cpu)],

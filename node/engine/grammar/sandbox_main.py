@@ -28,8 +28,11 @@ other work."""
 
 
 def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
-    """Check one grammar after the other until the input ends. Single bytes replace a model's tokens: slow grammars are
-    slow with any vocabulary."""
+    """Check one grammar after the other until the input ends. The process dies if one takes more than `seconds` of CPU
+    time.
+
+    Single bytes replace a model's tokens: slow grammars are slow with any vocabulary.
+    """
     tokenizer = LLTokenizer("byte")
     while head := source.read(4):
         text = source.read(int.from_bytes(head)).decode()
@@ -42,7 +45,7 @@ def answer(source: BinaryIO, sink: BinaryIO, seconds: float) -> None:
 
 
 def why_not(matcher: LLMatcher) -> str:
-    """Return the fault of a grammar at its start; empty if a first token exists."""
+    """Return the fault of a grammar; empty if it compiles and allows a first token."""
     if not matcher.is_error():
         matcher.compute_bitmask()
     wrong = matcher.get_error()

@@ -70,16 +70,16 @@ ANYTHING: Final[Json] = {"$ref": f"#/$defs/{ANY}"}
 REFERENCE: Final = re.compile(r"#/(\$defs|definitions)/([^/]+)")
 SHARED: Final = frozenset({"$defs", "definitions"})
 MAX_DEFINITION_CHARS: Final = 1 << 19
-"""Limit of the characters of a tool's definitions times the arguments that refer to some."""
+"""Maximum of the characters of a tool's shared definitions, times the arguments that need them."""
 MAX_ARGUMENTS: Final = 1000
-"""Most arguments of a tool."""
+"""Maximum number of arguments of a tool."""
 MAX_REFERENCE_STEPS: Final = 8
-"""Most consecutive references that are followed."""
+"""Maximum number of consecutive references that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
 class TextArgument:
-    """Argument that is unquoted text."""
+    """Constraints on an argument that is unquoted text."""
 
     choices: tuple[str, ...] = ()
     """Allowed values; empty: any."""
@@ -91,7 +91,7 @@ class TextArgument:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One argument."""
+    """One argument of a tool, with its schema."""
 
     name: str
     """Name of the argument."""
@@ -101,7 +101,11 @@ class Argument:
     """Complete schema, with the definitions that it refers to and llguidance's options."""
 
     def text(self, *, nullable: bool) -> TextArgument | None:
-        """Return its text form; None if it is JSON. `nullable`: the parser reads the word null as null."""
+        """Return the constraints of this argument as unquoted text; None if it is JSON. `nullable`: the parser reads
+        the word null as null.
+
+        Raise `UnsupportedSchema` if the references of its schema are circular or too deep.
+        """
         found = _text(_resolved(self.schema))
         return None if found is None or (found.nullable and not nullable) else found
 
@@ -130,7 +134,8 @@ def check(schema: object) -> None:
 def arguments_of(tool: ToolSpec) -> list[Argument]:
     """Return the named arguments of a tool's parameters.
 
-    Raise `UnsupportedSchema` if they use keywords that cannot be enforced.
+    Raise `UnsupportedSchema` if their schema is invalid or too large, or a strict one uses keywords that cannot be
+    enforced.
     """
     whole = _resolved(tool.schema)
     if unheld := sorted(UNHELD & whole.keys()) if tool.strict else []:
@@ -156,7 +161,7 @@ HERE: Final = "at their top level, which cannot be enforced in this model's call
 
 
 def names(found: object) -> list[str]:
-    """Return the texts of a list without duplicates."""
+    """Return the strings of a list without duplicates, in order. Return an empty list if `found` is no list."""
     listed = cast("list[object]", found) if isinstance(found, list) else []
     return list(dict.fromkeys(one for one in listed if isinstance(one, str)))
 
@@ -182,7 +187,7 @@ def _resolved(schema: Json) -> Json:
 
 
 def referred(document: Json, reference: object) -> Json | None:
-    """Return the definition of a reference; None if it is no reference to one."""
+    """Return the definition in `document` to which a `$ref` refers; None if `reference` refers to none."""
     match = REFERENCE.fullmatch(reference) if isinstance(reference, str) else None
     if match is None:
         return None
@@ -226,13 +231,16 @@ def _plain(text: str) -> bool:
 
 
 def kinds(schema: Json) -> list[str]:
-    """Return the types that a schema names."""
+    """Return the types that a schema names; empty if it has no `type`."""
     named = schema.get("type")
     return [named] if isinstance(named, str) else names(named)
 
 
 def distinguishing_tools(tools: Sequence[ToolSpec], *, nullable: bool) -> str:
-    """Return the tools in the form in which a parser distinguishes text from JSON."""
+    """Return the tools as JSON, with types by which a parser distinguishes text (`string`) from JSON (`object`).
+
+    `nullable`: the parser reads the word null as null. Raise `UnsupportedSchema` as `arguments_of` does.
+    """
     functions = [{"name": tool.name, "parameters": _told(tool, nullable)} for tool in tools]
     return json.dumps([{"type": "function", "function": one} for one in functions])
 
@@ -243,10 +251,10 @@ def _told(tool: ToolSpec, nullable: bool) -> Json:
 
 
 def tool_variants(tools: list[object]) -> tuple[list[object], ...]:
-    """Return the tools in a form for parsers, and the original form if it differs.
+    """Return the tools of a request in a form for parsers, and the original form if it differs. Never raise.
 
     Parsers read only `type`. If the type is a choice with null, a list or a reference, they read a number as text. In
-    the first form, parameters with a single type besides null therefore name it directly. Never raises.
+    the first form, parameters with a single type besides null therefore name it directly.
     """
     plain = [_settled_tool(cast("Json", tool)) if isinstance(tool, dict) else tool for tool in tools]
     return (tools,) if plain == tools else (plain, tools)
@@ -289,8 +297,11 @@ def _types(schema: object, whole: Json, steps: int) -> set[str]:
 
 @dataclass(frozen=True)
 class MarkExclusion:
-    """Exclusion of marks from the strings of a schema, and from text. A mark starts with its only `<`, or is a single
-    sign."""
+    """Exclusion of marks from the strings of a schema, and from unquoted text. A parser would take a mark for the end
+    of a value.
+
+    A mark starts with its only `<`, or is a single sign.
+    """
 
     marks: tuple[str, ...]
 
@@ -306,11 +317,12 @@ class MarkExclusion:
 
     @property
     def pattern(self) -> str:
-        """Return the same expression as a schema's pattern."""
+        """Return the same expression as a `pattern` of a JSON schema."""
         return f"^{self.body}$"
 
     def document(self, schema: Json) -> Json:
-        """Return a JSON schema whose values contain no mark. Raise `UnsupportedSchema` if it requires one."""
+        """Return a copy of a JSON schema that allows no value with a mark. Raise `UnsupportedSchema` if the schema
+        requires a mark, or uses `patternProperties`."""
         made = self._node(schema)
         definitions = cast("Json", made.get("$defs", {}))
         return {**made, "$defs": {**definitions, ANY: self._anything()}}

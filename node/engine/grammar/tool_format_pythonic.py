@@ -51,12 +51,15 @@ UNWRITTEN: Final = frozenset(
         "unevaluatedItems",
     }
 )
-"""Keywords that are not rendered as rules."""
+"""Keywords of schemas that cannot be rendered as rules."""
 
 
 def keyworded(sheet: LarkBuilder, tool: ToolSpec) -> str:
-    """Return the rule of a call in Python's notation. JSON is valid there, because mlx-lm's parser knows true, false
-    and null."""
+    """Return the rule of a tool's call in Python's notation. JSON is valid there, because mlx-lm's parser knows true,
+    false and null.
+
+    Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
+    """
     for name in (tool.name, *(one.name for one in arguments_of(tool))):
         if not name.isidentifier() or not name.isascii() or keyword.iskeyword(name):
             raise UnsupportedSchema(
@@ -73,7 +76,8 @@ def _literal(sheet: LarkBuilder, one: Argument) -> str:
 
 
 def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
-    """Return parts in their order, separated by commas; optional parts may be omitted."""
+    """Return the rule of these parts in their order, separated by commas. A part is a rule and whether it is required;
+    a part that is not may be omitted."""
     first = more = sheet.rule('""')
     for part, needed in reversed(parts):
         first = sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -82,7 +86,11 @@ def members(sheet: LarkBuilder, parts: Sequence[tuple[str, bool]]) -> str:
 
 
 def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> str:
-    """Return the rule of a call in Gemma's notation. `nested`: its parser reads nested objects and lists."""
+    """Return the rule of a tool's call in Gemma's notation. `quote` is the mark around text. `nested`: the parser reads
+    nested objects and lists.
+
+    Raise `UnsupportedSchema` for names or schemas that the format cannot represent.
+    """
     if not KEY.fullmatch(tool.name) and not (nested and KEY.fullmatch(tool.name.replace("-", "_"))):
         raise UnsupportedSchema(f"{PREFIX}the tool {tool.name} has a name that this model's format cannot represent")
     written = PythonicFormat(sheet, tool, quote, nested)
@@ -92,28 +100,29 @@ def braced(sheet: LarkBuilder, tool: ToolSpec, quote: str, *, nested: bool) -> s
 
 @dataclass(slots=True)
 class PythonicFormat:
-    """Rules of the values of one tool's arguments."""
+    """Builder of the rules of one tool's arguments in Gemma's notation."""
 
     sheet: LarkBuilder
-    """Rules of the request."""
+    """Builder of the whole grammar, which collects the rules."""
     tool: ToolSpec
-    """The tool."""
+    """Tool whose arguments are rendered."""
     quote: str
-    """Mark around text."""
+    """Mark before and after text."""
     nested: bool
     """Whether the parser reads nested objects and lists."""
     references: dict[str, str] = field(default_factory=dict[str, str])
-    """Names of rules by reference."""
+    """Names of the rules made for references in schemas, by reference."""
     level: int = 0
     """Current depth of references."""
 
     @property
     def guard(self) -> MarkExclusion:
-        """Return the guard of text against marks."""
+        """Return the exclusion of marks from text."""
         return MarkExclusion((self.quote, self.sheet.calling.markers[1], "\0", *(() if self.nested else ("}",))))
 
     def member(self, name: str, schema: Json) -> str:
-        """Return the rule of a key and its value."""
+        """Return the rule of a key and its value. Raise `UnsupportedSchema` for a name or schema that the format cannot
+        represent."""
         if not KEY.fullmatch(name):
             raise UnsupportedSchema(
                 f"{PREFIX}the parameter {name[:40]!r} has a name that this model's format cannot represent"
@@ -121,7 +130,8 @@ class PythonicFormat:
         return f"{json.dumps(name + ':')} {self.value(schema, schema)}"
 
     def joined(self, parts: Sequence[tuple[str, bool]]) -> str:
-        """Return members separated by commas, without blanks: a key must directly follow a bracket or a comma."""
+        """Return the rule of members separated by commas, without blanks: a key must directly follow a bracket or a
+        comma. A member is a rule and whether it is required."""
         first = more = self.sheet.rule('""')
         for part, needed in reversed(parts):
             first = self.sheet.rule(f"{part} {more}" if needed else f"{part} {more} | {first}")
@@ -129,7 +139,11 @@ class PythonicFormat:
         return first
 
     def value(self, found: object, document: Json) -> str:
-        """Return the rule of a value with this schema, a part of the document that has the definitions."""
+        """Return the rule of a value with the schema `found`, which is a part of `document`, the schema with the
+        definitions.
+
+        Raise `UnsupportedSchema` for a schema that the format cannot represent.
+        """
         schema: Json = cast("Json", found) if isinstance(found, dict) else {}
         if not isinstance(found, dict) and found is not True:
             raise UnsupportedSchema(f"{PREFIX}a parameter of {self.tool.name} has no schema")

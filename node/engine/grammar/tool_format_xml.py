@@ -15,14 +15,14 @@ NAME: Final = re.compile(r"[^\s<>\"'&=]+")
 
 @dataclass(frozen=True, slots=True)
 class XmlFormat:
-    """Tags of a format."""
+    """Tags of a call format with one tag pair per argument."""
 
     open: str
-    """Text before the arguments."""
+    """Text before the arguments; `{name}` is the tool, `{at}` the number of the call."""
     close: str
     """Text after the arguments."""
     before: str
-    """Text before each argument."""
+    """Text before each argument; `{key}` is its name, `{kind}` its type."""
     after: str
     """Text after each argument."""
     marks: Sequence[str]
@@ -82,7 +82,8 @@ KIMI_K3: Final = XmlFormat(
 
 
 def tagged(sheet: LarkBuilder, tags: XmlFormat, tool: ToolSpec) -> str:
-    """Return the rule of a tool's call, between the markers of calls."""
+    """Return the rule of a tool's call in this format, without the markers of calls. Raise `UnsupportedSchema` for
+    names or schemas that the format cannot represent."""
     guard = MarkExclusion(tuple(tags.marks))
     parts = [_argument(sheet, tags, guard, one) for one in arguments_of(tool)]
     end = sheet.mark(tags.close) if tags.close else ""
@@ -106,7 +107,7 @@ def _argument(sheet: LarkBuilder, tags: XmlFormat, guard: MarkExclusion, one: Ar
 
 
 def kind_of(one: Argument) -> str:
-    """Return the type name of a JSON argument."""
+    """Return the type of a JSON argument as the format names it: its only type, else `object`."""
     named = kinds(one.schema)
     return named[0] if len(named) == 1 and named[0] != "string" else "object"
 

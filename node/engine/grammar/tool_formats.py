@@ -19,7 +19,7 @@ from node.engine.grammar.tool_format_xml import GLM, KIMI_K3, MINICPM, MINIMAX, 
 from node.engine.grammar.tool_spec import ToolCallFormat, ToolSpec, UnsupportedSchema
 
 Form = Callable[[LarkBuilder, Sequence[ToolSpec], bool], str]
-"""Renders `calls` and `rest` of tools; with True as the last argument, for at most one call."""
+"""`form(sheet, tools, one)` returns the rules `calls` and `rest` of a call format; `one`: at most one call."""
 
 BLANK = "BLANK: /[ \\n]{1,4}/\n"
 PLAIN: Final = frozenset({"json_tools", "longcat", "mistral"})
@@ -29,7 +29,11 @@ INSEPARABLE_PARSERS: Final = frozenset({"kimi_k3"})
 
 
 def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: bool) -> str:
-    """Return the rules `calls` and, for calls between words, `spoken`; `one`: at most one call."""
+    """Return the Lark rules of tool calls: `calls` and, with `free`, `spoken` for calls between words. `one`: at most
+    one call.
+
+    Raise `UnsupportedSchema` if the model's format cannot enforce the schemas of these tools.
+    """
     calling = sheet.calling
     form = FORMS.get(calling.parser)
     if form is None:
@@ -47,12 +51,14 @@ def rules(sheet: LarkBuilder, tools: Sequence[ToolSpec], *, free: bool, one: boo
 
 
 def as_read(parser: str, tools: Sequence[ToolSpec]) -> str:
-    """Return the tools in the form for the parser; empty if it reads the original form."""
+    """Return the tools as JSON, with types by which `parser` distinguishes text from JSON. Return an empty text if
+    `parser` uses the original tools. Raise `UnsupportedSchema` as `arguments_of` does."""
     return distinguishing_tools(tools, nullable=TAGS[parser].nullable) if parser in TAGS else ""
 
 
 def quoted(parser: str) -> bool:
-    """Return whether markers within JSON's quotes are ordinary text. In other formats markers occur only at an end."""
+    """Return whether the calls for this parser contain JSON's quotes, in which markers are ordinary text. In other
+    formats a marker always ends a value or call."""
     return parser not in TAGS and parser not in ("gemma4", "function_gemma")
 
 

@@ -8,7 +8,7 @@ from typing import Final, cast
 Json = dict[str, object]
 
 MAX_JSON_DEPTH: Final = 64
-"""Most levels of a JSON text. JSON parsers recurse once per level."""
+"""Maximum levels of a JSON text. JSON parsers recurse once per level."""
 MAX_DETAIL_CHARS: Final = 300
 PREFIX: Final = "the grammar cannot be used: "
 
@@ -17,36 +17,37 @@ STRICT: Json = {"whitespace_pattern": "[ \\n\\t]{1,32}"}
 
 
 class UnsupportedSchema(ValueError):
-    """No grammar can be made; the text states the reason for the client."""
+    """Error of a request for which no grammar can be made; the text states the reason for the client."""
 
 
 def in_words(marker: str) -> tuple[str, bool]:
-    """Return a marker as text in Lark's notation, as for `ToolCallFormat.mark`."""
+    """Return a marker as quoted text in Lark's notation, and False: it starts with no token. A replacement for
+    `ToolCallFormat.mark`."""
     return json.dumps(marker), False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallFormat:
-    """Format of a model's calls."""
+    """Format of a model's tool calls, from its tokenizer."""
 
     parser: str
-    """Name of the parser."""
+    """Name of mlx-lm's parser of the calls."""
     markers: tuple[str, str]
     """Start and end of a call."""
     template: str
-    """Chat template."""
+    """Chat template of the model."""
     mark: Callable[[str], tuple[str, bool]]
-    """Returns text in Lark's notation (special tokens as such, other text in quotes), and whether it starts with a
-    token."""
+    """`mark(text)` returns the text in Lark's notation, special tokens as such and other text in quotes. It also
+    returns whether the text starts with a token."""
 
     def in_words(self) -> "ToolCallFormat":
-        """Return the same format with every marker as text."""
+        """Return the same format with special tokens as text, for a process without the tokenizer."""
         return replace(self, mark=in_words)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolSpec:
-    """Function that a model may call."""
+    """Function of a request that a model may call."""
 
     name: str
     """Name of the function."""
@@ -57,12 +58,13 @@ class ToolSpec:
 
     @property
     def quoted(self) -> str:
-        """Return the name as JSON within Lark."""
+        """Return the name as a JSON string, quoted once more for Lark."""
         return json.dumps(json.dumps(self.name))
 
 
 def tools_of(text: str, only: str) -> list[ToolSpec]:
-    """Parse the tools (see wire.frames.Generate); with `only`, those of that name."""
+    """Parse the tools of a request (`wire.frames.Generate.tools`); with `only`, those of that name. Raise
+    `UnsupportedSchema` if the tools are invalid or none remains."""
     found = read(text or "[]")
     if not isinstance(found, list):
         raise UnsupportedSchema("the tools are not a JSON array")
@@ -88,7 +90,7 @@ def _tool(function: Json) -> ToolSpec:
 
 
 def read(text: str) -> object:
-    """Parse JSON of limited depth. The limit is checked before parsing."""
+    """Parse JSON. Raise `UnsupportedSchema` if it is invalid, or nested deeper than `MAX_JSON_DEPTH` levels."""
     if _depth(text) > MAX_JSON_DEPTH:
         raise UnsupportedSchema(f"{PREFIX}it is nested deeper than {MAX_JSON_DEPTH} levels")
     try:
@@ -110,5 +112,5 @@ def _depth(text: str) -> int:
 
 
 def one_line(wrong: str) -> str:
-    """Return an error text as one line of bounded length."""
+    """Return an error text as one line of at most `MAX_DETAIL_CHARS` characters."""
     return " ".join(wrong.split())[:MAX_DETAIL_CHARS]

@@ -18,7 +18,7 @@ from wire.report import BatchGroup, KvParameters
 
 @dataclass(slots=True, eq=False)
 class Commitment:
-    """Commitment of one row."""
+    """KV tokens that are committed to one row, and the part of them that is written."""
 
     promised: int
     """Committed tokens."""
@@ -27,7 +27,7 @@ class Commitment:
     joined: bool = False
     """Whether the row is in the decode batch."""
     room: int = 0
-    """Tokens for which the growing layers have room during prefill."""
+    """Tokens for which the growing layers of the row's own cache have room during prefill; 0 after the join."""
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +64,8 @@ def _group(lengths: list[int]) -> BatchGroup:
 
 
 class CommitmentLedger:
-    """Commitments of all rows of one model, in padded groups."""
+    """Ledger of the commitments of all rows of one model, in padded groups. `kv` has the parameters of the bytes of a
+    row."""
 
     def __init__(self, kv: KvParameters) -> None:
         self.kv = kv
@@ -75,11 +76,11 @@ class CommitmentLedger:
         return sum(len(batch.rows) for batch in self._batches)
 
     def holds(self, row: Commitment) -> bool:
-        """Return whether a commitment is in force: created here and not released."""
+        """Return whether a commitment is in force: created by this ledger and not released."""
         return any(row in batch.rows for batch in self._batches)
 
     def groups(self) -> tuple[BatchGroup, ...]:
-        """Return the rows and the longest committed row of every group, for the report."""
+        """Return the rows, the longest committed row and the committed tokens of every group, for the report."""
         return tuple(batch.reserved_tokens() for batch in self._batches)
 
     def written_bytes(self) -> int:
@@ -91,13 +92,15 @@ class CommitmentLedger:
         return sum(batch.reserved_bytes(self.kv) - batch.written_bytes(self.kv) for batch in self._batches)
 
     def cost(self, length: int, rows: int) -> int:
-        """Return the bytes that `rows` equal rows of `length` tokens would add: exactly the amount that `commit` then
-        commits."""
+        """Return the bytes that `commit` would add for `rows` equal rows of `length` tokens."""
         return join_bytes(self.groups(), length, self.kv) + (rows - 1) * row_bytes(self.kv, length)
 
     def commit(self, length: int, rows: int) -> list[Commitment]:
-        """Create commitments. The first row joins the batch where it adds least; equal rows form a batch without
-        padding."""
+        """Create commitments of `length` tokens for `rows` equal rows, and return them.
+
+        The first row joins the batch where it adds the fewest bytes. The other rows, and the first if no batch suits,
+        form a batch without padding.
+        """
         made = [Commitment(length) for _ in range(rows)]
         best = self._best(length)
         if best is not None:
@@ -109,32 +112,31 @@ class CommitmentLedger:
         return made
 
     def batch_of(self, row: Commitment) -> int:
-        """Return the number of the row's decode batch. Numbers are never used twice."""
+        """Return the number of the decode batch to which a row is assigned. Numbers are never reused."""
         return self._batch_of(row).number
 
     def joining(self, row: Commitment, rows: int) -> int:
-        """Return the bytes of a row's batch after the row and its equals (`rows` in all) have joined with their written
-        tokens."""
+        """Return the bytes of a row's batch after a join of `rows` rows with the written tokens of this row."""
         joined = [other.written for other in self._batch_of(row).rows if other.joined]
         return padded(_group([*joined, *[row.written] * rows]), self.kv)
 
     def joined_rows(self, row: Commitment) -> int:
-        """Return the number of rows that decode in this row's batch."""
+        """Return the number of rows that already decode in this row's batch."""
         return sum(other.joined for other in self._batch_of(row).rows)
 
     def extension(self, row: Commitment, more: int) -> int:
-        """Return the bytes that `more` tokens for a row would add to its group."""
+        """Return the bytes that `extend` with `more` tokens would add to a row's group."""
         batch = self._batch_of(row)
         group = batch.reserved_tokens()
         longest = max(group.longest, row.promised + more)
         return padded(BatchGroup(group.rows, longest), self.kv) - padded(group, self.kv)
 
     def extend(self, row: Commitment, more: int) -> None:
-        """Commit `more` tokens for a row."""
+        """Commit `more` tokens for a row. The caller has checked the bytes of `extension`."""
         row.promised += more
 
     def release(self, row: Commitment) -> None:
-        """Release a commitment and its written bytes."""
+        """Remove the commitment of a row, with its written bytes."""
         batch = self._batch_of(row)
         batch.rows.remove(row)
         if not batch.rows:

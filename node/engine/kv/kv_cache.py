@@ -1,4 +1,4 @@
-"""Types of mlx-lm's models and caches, with the operations of the engine and the bytes of a row."""
+"""Types for mlx-lm's models and caches, and operations on the caches: measure, grow, cut and copy."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,20 +21,20 @@ class LayerCache(Protocol):
 
     @property
     def state(self) -> object:
-        """All its arrays, for `mx.eval`."""
+        """All arrays of the cache, for `mx.eval`."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays."""
+        """Bytes of the arrays."""
         ...
 
     def merge(self, caches: "Sequence[LayerCache]") -> "LayerCache":
-        """Merge rows into a batch."""
+        """Return a batch of these caches of single rows."""
         ...
 
     def extract(self, idx: int) -> "LayerCache":
-        """Return one row of a batch."""
+        """Return the cache of row `idx` of a batch."""
         ...
 
 
@@ -42,26 +42,26 @@ Layers = list[LayerCache]
 
 
 class TextModel(Protocol):
-    """Model of mlx-lm: maps tokens (rows, length) to logits (rows, length, vocabulary) and writes into the caches."""
+    """Model of mlx-lm: computes logits of tokens and writes their keys and values into caches."""
 
     def __call__(self, tokens: mx.array, cache: "Sequence[LayerCache]") -> mx.array:
-        """Run a forward."""
+        """Run a forward over tokens (rows, length), lazily. Return logits (rows, length, vocabulary)."""
         ...
 
 
 def new_cache(model: TextModel) -> Layers:
-    """Return an empty cache for one row."""
+    """Return an empty cache for one row, with one element per layer."""
     return cast("Layers", make_prompt_cache(cast("Any", model)))
 
 
 def nbytes_of(layers: Iterable[LayerCache]) -> int:
-    """Return the bytes of all layers."""
+    """Return the bytes of all layers of a cache."""
     return sum(layer.nbytes for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)
 class CacheExtent:
-    """Size of a row's cache."""
+    """Size of a row's cache, in bytes and tokens."""
 
     size: int
     """Bytes that count against the row's commitment. During a chunk a window holds more bytes than count here."""
@@ -70,7 +70,7 @@ class CacheExtent:
 
 
 def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
-    """Measure a cache between two forwards."""
+    """Return the bytes and the room of a row's cache, between two forwards."""
     size = room = 0
     for layer in _leaves(layers):
         keys, window = getattr(layer, "keys", None), getattr(layer, "max_size", None)
@@ -84,8 +84,10 @@ def extent_of(layers: Iterable[LayerCache]) -> CacheExtent:
 
 
 def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
-    """Double caches that the next `tokens` exceed, up to room for `most`. With fixed steps, mlx-lm would copy all held
-    tokens at every step of a prompt."""
+    """Double the caches that have no room for the next `tokens`, at their next write, up to room for `most` tokens.
+
+    With fixed steps, mlx-lm would copy all held tokens at every step of a prompt.
+    """
     for layer in _growing(layers):
         held: int = layer.offset
         if held + tokens > layer.keys.shape[2]:
@@ -94,8 +96,12 @@ def grow_caches(layers: Iterable[LayerCache], tokens: int, most: int) -> None:
 
 
 def grow_cache(layers: Iterable[LayerCache], tokens: int, most: int) -> bool:
-    """Double one cache that soon has no room for another `tokens`; return whether there was one. While other rows
-    decode, each cache is copied in a separate iteration. No gap between their tokens is then as long as all copies."""
+    """Double the first cache that will soon have no room for another `tokens`, up to `most` tokens. Return whether
+    there was one.
+
+    While other rows decode, each cache is copied in a separate iteration. No gap between their tokens is then as long
+    as all copies.
+    """
     growing = list(_growing(layers))
     for layer in growing:
         held: int = layer.offset
@@ -113,7 +119,7 @@ def _step(held: int, tokens: int, most: int) -> int:
 
 
 def room_of(layers: Iterable[LayerCache]) -> int:
-    """Return the mean number of tokens for which growing layers have room; 0 where none grows."""
+    """Return the mean number of tokens for which the growing layers have room; 0 if no layer grows."""
     rooms = [layer.keys.shape[2] for layer in _growing(layers)]
     return sum(rooms) // len(rooms) if rooms else 0
 
@@ -125,7 +131,7 @@ def _growing(layers: Iterable[LayerCache]) -> Iterator[Any]:
 
 
 def kv_of(layers: Iterable[LayerCache]) -> KvParameters:
-    """Return the bytes of a row from a cache that a short forward has filled.
+    """Return the parameters of the bytes of a row, from a cache that a short forward has filled.
 
     Layers with keys and values take bytes per token. Layers with a `max_size` do only within their window. All other
     layers (states of hybrids) have a fixed size.
@@ -156,12 +162,13 @@ def _leaves(layers: Iterable[Any]) -> Iterable[Any]:
 
 
 def is_plain(layers: Iterable[LayerCache]) -> bool:
-    """Return whether right padding of a row is invisible in these caches: plain keys and values by position only."""
+    """Return whether right padding of a row has no effect in these caches: all layers hold keys and values by position
+    only."""
     return all(type(cast("object", layer)) is KVCache for layer in layers)
 
 
 def row_of(layers: Iterable[LayerCache], place: int, length: int) -> Layers:
-    """Return a view of a row's first `length` tokens in plain caches of many rows."""
+    """Return a view of the first `length` tokens of row `place`, in plain caches of many rows."""
     return [_row(layer, place, length) for layer in layers]
 
 
@@ -173,15 +180,18 @@ def _row(layer: Any, place: int, length: int) -> LayerCache:
 
 
 class CacheTrimMode(Enum):
-    """Reuse of a model's caches: cut to any prefix, only whole, or not at all."""
+    """Reuse of a model's caches for another prompt that shares a prefix."""
 
     CUT = "cut"
+    """Caches can be cut to any prefix."""
     EXACT = "exact"
+    """Caches are usable only if the prompt starts with all of their tokens."""
     NEVER = "never"
+    """Caches cannot be reused."""
 
 
 def trim_mode_of(layers: Iterable[LayerCache]) -> CacheTrimMode:
-    """Return how these caches can be reused. Unknown kinds of caches are not reused."""
+    """Return the most restrictive mode of the layers of a cache. Unknown kinds of layers are not reused."""
     kinds = {_manner(layer) for layer in _leaves(layers)}
     return next((manner for manner in (CacheTrimMode.NEVER, CacheTrimMode.EXACT) if manner in kinds), CacheTrimMode.CUT)
 
@@ -195,8 +205,10 @@ def _manner(layer: object) -> CacheTrimMode:
 
 
 def materialize(layers: Iterable[LayerCache]) -> Layers:
-    """Copy a row's caches into arrays of their own, cut to the held tokens, and evaluate them. A lazy copy or a view
-    would keep its source arrays alive, possibly a whole batch."""
+    """Copy a row's caches into arrays of their own, without unused room, and evaluate them.
+
+    A lazy copy or a view would keep its source arrays in memory, possibly a whole batch.
+    """
     mine = [deepcopy(layer) for layer in layers]
     for layer in _leaves(mine):
         _shrink(layer)
@@ -219,7 +231,9 @@ def _shrink(layer: Any) -> None:
 
 def copy_prefix(layers: Iterable[LayerCache], length: int) -> Layers:
     """Copy the first `length` tokens of these caches for another row. The copy takes no bytes until the row writes.
-    Caches that cannot be cut must hold exactly these tokens."""
+
+    Caches that cannot be cut must hold exactly these tokens.
+    """
     mine = [deepcopy(layer) for layer in layers]
     for layer in _leaves(mine):
         if type(layer) is KVCache:

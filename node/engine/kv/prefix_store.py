@@ -11,8 +11,8 @@ At least one token of a prompt is always computed, because no logits are stored.
 Every sequence belongs to a scope, the name of an API key. A prompt finds only sequences of its own scope. Neither a
 count nor a time therefore reveals the requests of another key.
 
-The caches are opaque here (`value`); the caller counts their bytes. A holder of an `CachedPrefix` checks `alive` before
-using it. A removed entry has no value, and a forgotten reference therefore keeps no memory.
+The caches are opaque here (`value`); the caller counts their bytes. A holder of a `CachedPrefix` checks `alive` before
+use. A removed entry has no value, and a forgotten reference therefore keeps no memory.
 """
 
 from collections import deque
@@ -27,15 +27,16 @@ from wire.report import CacheState
 BLOCK_TOKENS = 256
 """Tokens of a block of the hash."""
 MIN_PREFIX_TOKENS = 16
-"""Fewest tokens of a prefix that is stored or used: chat templates alone share as many."""
+"""Minimum tokens of a prefix that is stored or used: chat templates alone share as many."""
 MAX_EVICTIONS_REPORTED = 64
-"""Number of evictions whose hashes are reported."""
+"""Maximum number of evictions whose prompt hashes are reported."""
 
 V = TypeVar("V")
 
 
 def hash_of(fingerprint: str, key: bytes) -> bytes:
-    """Return 16 bytes that name a prompt (packed ids) of a model: blake2b, chained over blocks of 256 tokens.
+    """Return 16 bytes that identify a prompt of a model: blake2b, chained over blocks of 256 tokens. `key` has the
+    packed ids.
 
     The chain starts with h₀ = blake2b(fingerprint). It continues with hₙ = blake2b(hₙ₋₁ ‖ block n). The last block may
     be shorter. Two prompts have the same hash after each block that they share. A store of whole blocks finds them by
@@ -49,20 +50,21 @@ def hash_of(fingerprint: str, key: bytes) -> bytes:
 
 @dataclass(slots=True, eq=False)
 class CachedPrefix(Generic[V]):
-    """Stored sequence."""
+    """Stored token sequence with the cache of exactly these tokens."""
 
     model: str
-    """Model of the sequence."""
+    """Name of the model."""
     key: bytes
-    """Packed ids."""
+    """Packed ids (`radix_trie.pack`)."""
     value: V | None
     """Cache of the sequence; None once removed."""
     nbytes: int
-    """Bytes of the cache."""
+    """Bytes of the cache, as counted by the caller."""
     prompt_hash: bytes = b""
-    """Hash of the prompt."""
+    """Hash of the prompt that the row answered (`hash_of`), empty for a shared system prompt. Reports name it after an
+    eviction."""
     snapshot: bool = False
-    """Whether it was taken within a prompt, as a common prefix of many."""
+    """Whether it was taken within a prompt, as a prefix that many prompts share."""
     scope: str = ""
     """Name of the API key, or the scope of all keys."""
 
@@ -79,21 +81,24 @@ class CachedPrefix(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit(Generic[V]):
-    """Result of a lookup."""
+    """Result of the lookup of a prompt."""
 
     entry: CachedPrefix[V] | None = None
-    """Entry that starts with the first `length` tokens of the prompt; None: none is usable."""
+    """Entry that starts with the first `length` tokens of the prompt; None if none is usable."""
     length: int = 0
-    """Tokens of the prompt that the entry provides."""
+    """Tokens of the prompt that the entry provides; 0 without an entry."""
     shared: int = 0
-    """Tokens of the prompt with which any stored sequence starts, usable or not."""
+    """Longest prefix of the prompt with which any stored sequence starts, usable or not, in tokens."""
 
 
 class PrefixStore(Protocol[V]):
-    """Interface of a store of sequences. The only implementation is in RAM."""
+    """Interface of a store of token sequences. The only implementation is `PrefixCache`, in RAM."""
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
-        """Return the longest stored prefix of a prompt in a scope; `cut`: whether the model's caches can be cut."""
+        """Return the longest stored prefix of a prompt in a scope. `key` has the packed ids of the prompt.
+
+        `cut`: the model's caches can be cut to any prefix.
+        """
         ...
 
     def store(self, entry: CachedPrefix[V]) -> None:
@@ -101,12 +106,13 @@ class PrefixStore(Protocol[V]):
         ...
 
     def evict(self, size: int) -> int:
-        """Evict at least `size` bytes if there are as many; return the evicted bytes."""
+        """Evict entries of at least `size` bytes, or all if they are fewer. Return the evicted bytes."""
         ...
 
 
 class PrefixCache(Generic[V]):
-    """Stored sequences of all models, in RAM. Bytes are those of `CachedPrefix.nbytes` at `store`."""
+    """Store of token sequences of all models, in RAM. Values are opaque; their bytes are those of `CachedPrefix.nbytes`
+    at `store`."""
 
     def __init__(self) -> None:
         self._tries: dict[tuple[str, str], RadixTrie[CachedPrefix[V]]] = {}
@@ -117,7 +123,7 @@ class PrefixCache(Generic[V]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all entries."""
+        """Bytes of all entries, as counted by the callers of `store`."""
         return self._nbytes
 
     def __len__(self) -> int:
@@ -134,7 +140,7 @@ class PrefixCache(Generic[V]):
         return frozenset(self._tries)
 
     def find(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> PrefixHit[V]:
-        """Return the longest stored prefix of a prompt, as in `PrefixStore`. The entry becomes the most recently
+        """Return the longest stored prefix of a prompt, as in `PrefixStore.find`. The entry becomes the most recently
         used."""
         trie = self._tries.get((model, scope))
         if trie is None:
@@ -153,12 +159,13 @@ class PrefixCache(Generic[V]):
         return PrefixHit(entry, length, match.shared)
 
     def count_hit(self, tokens: int) -> None:
-        """Count a prefix that was used, with its tokens."""
+        """Count a hit of which `tokens` cached tokens are used."""
         self._hits += 1
         self._hit_tokens += tokens
 
     def covers(self, model: str, key: bytes, *, cut: bool, scope: str = "") -> bool:
-        """Return whether a stored sequence of the scope already serves every prompt that this one would serve."""
+        """Return whether a stored sequence of the scope already serves every prompt that the sequence `key` (packed
+        ids) would serve. `cut` as in `PrefixStore.find`."""
         trie = self._tries.get((model, scope))
         if trie is None:
             return False
@@ -167,12 +174,13 @@ class PrefixCache(Generic[V]):
         return match.shared == size and (cut or (match.whole is not None and match.whole.length == size))
 
     def replaced(self, model: str, key: bytes, scope: str = "") -> list[CachedPrefix[V]]:
-        """Return the entries that a new sequence makes redundant where caches can be cut: its own prefixes."""
+        """Return the stored entries that are proper prefixes of the sequence `key` (packed ids). Where caches can be
+        cut, that sequence makes them redundant."""
         trie = self._tries.get((model, scope))
         return [] if trie is None else trie.beginnings(key)
 
     def store(self, entry: CachedPrefix[V]) -> None:
-        """Store a sequence; it replaces one with the same ids."""
+        """Store a sequence. It replaces an entry of its scope with the same ids."""
         trie = self._tries.setdefault((entry.model, entry.scope), RadixTrie())
         same = trie.match(entry.key, entry.length).whole
         if same is not None and same.key == entry.key:
@@ -184,7 +192,7 @@ class PrefixCache(Generic[V]):
         self._stores += 1
 
     def pop(self, entry: CachedPrefix[V]) -> V:
-        """Remove a sequence and return its cache, which the caller then owns."""
+        """Remove a live entry and return its cache, which the caller then owns. This does not count as an eviction."""
         value = entry.value
         assert value is not None  # noqa: S101 the caller has checked `alive`
         entry.value = None
@@ -221,7 +229,8 @@ class PrefixCache(Generic[V]):
         self.pop(entry)
 
     def state(self) -> CacheState:
-        """Return the size and the counters of the cache."""
+        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
+        evictions."""
         return CacheState(
             self._nbytes,
             len(self._order),

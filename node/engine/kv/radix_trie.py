@@ -24,7 +24,7 @@ def pack(ids: Iterable[int]) -> bytes:
 
 
 def common(one: bytes, other: bytes) -> int:
-    """Return the length of the common prefix in bytes, in whole ids."""
+    """Return the length of the common prefix of two packed keys, in bytes; a multiple of `ID_BYTES`."""
     size = min(len(one), len(other))
     one, other = one[:size], other[:size]
     if one == other:
@@ -49,18 +49,19 @@ class _Node(Generic[V]):
 
 @dataclass(frozen=True, slots=True)
 class TrieMatch(Generic[V]):
-    """Result of a walk along a key."""
+    """Result of a walk from the root along a key."""
 
     shared: int
-    """Tokens of the key that some stored key shares."""
+    """Length of the longest prefix that the key shares with a stored key, in tokens."""
     below: V | None
-    """Any value whose key starts with the shared tokens."""
+    """Any value whose key starts with the shared tokens; None if no token is shared."""
     whole: V | None
-    """Value with the longest stored key that is wholly a prefix of the key and within the allowed length."""
+    """Value with the longest stored key that is wholly a prefix of the key and within the allowed length; None if there
+    is none."""
 
 
 class RadixTrie(Generic[V]):
-    """Radix trie from packed keys to values."""
+    """Map from packed keys to values, with search by the longest common prefix."""
 
     def __init__(self) -> None:
         self._root: _Node[V] = _Node()
@@ -89,7 +90,7 @@ class RadixTrie(Generic[V]):
         node.value = value
 
     def remove(self, key: bytes) -> None:
-        """Remove the value of this key, and nodes that only led to it."""
+        """Remove the value of a key, and nodes that only led to it. The key must be stored."""
         path = list(self._path(key))
         node = path[-1]
         node.value = None
@@ -132,7 +133,7 @@ class RadixTrie(Generic[V]):
         return found
 
     def _path(self, key: bytes) -> Iterator[_Node[V]]:
-        """Yield the nodes from the root to a stored key. Raise KeyError if the key is not stored."""
+        """Yield the nodes from the root to a key, which must be stored."""
         node, at = self._root, 0
         yield node
         while at < len(key):

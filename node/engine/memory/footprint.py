@@ -1,4 +1,4 @@
-"""Memory readings of the engine process, taken on the inference thread between forwards for the gate."""
+"""Memory readings of the engine process, taken on the inference thread between forwards, and control of MLX's pool."""
 
 import gc
 import os
@@ -27,14 +27,15 @@ log = structlog.get_logger("engine.footprint")
 
 
 class EngineMemory:
-    """Memory sensor of this process and MLX, with the highest reading of the last polls.
+    """Memory sensor of this process and MLX, with the recent peak.
 
-    Construct it before any model is loaded: the first reading is the base of the engine without models.
+    Construct the sensor before any model is loaded: its first reading is the base of the engine without models. `total`
+    is the RAM in bytes. `held()` returns the bytes of weights, rows and cached prefixes.
 
-    `held()` returns the bytes of weights, rows and cached prefixes. The recent height is kept as the distance of a
-    reading above `held()`. Memory that the engine freed on purpose therefore does not count against later requests.
+    The recent peak is stored as the bytes above `held()`. Memory that the engine frees deliberately therefore does not
+    count against later requests.
 
-    When the footprint cannot be read, the last good reading stands in for `reading.STALE_AFTER_SECONDS` seconds. MLX's
+    If the footprint cannot be read, the last good reading is used for `reading.STALE_AFTER_SECONDS` seconds. MLX's
     allocations and frees since then are added to that reading.
     """
 
@@ -48,11 +49,13 @@ class EngineMemory:
         self._base = self.sensor.phys().phys or 0
 
     def read_memory(self, gate: MemoryGate, reserved: int, now: float) -> Memory:
-        """Read the footprint now and return the `Memory` that the gate judges and the report carries. `reserved` in
-        bytes."""
+        """Read the footprint now and return the `Memory` that the gate judges and the report carries.
+
+        `reserved` is the committed but unwritten memory in bytes, `now` the monotonic time.
+        """
         reading, held = self._read(), self._held()
         active, cache = mx.get_active_memory(), mx.get_cache_memory()
-        # The pool is emptied before a refusal. Its bytes therefore do not count in the recent height.
+        # The pool is emptied before a refusal. Its bytes therefore do not count in the recent peak.
         self._recent = self._recent.with_reading(max(active, (reading.phys or 0) - cache) - held, now)
         use = MlxCounters(active, max(0, held + self._recent.highest(now)), reserved, cache, mx.get_peak_memory())
         return gate.memory(use, reading, self._total, now, self._base)
@@ -67,41 +70,41 @@ class EngineMemory:
         return reading if last is None else replace(self._good, phys=max(0, last + counted - self._counted))
 
     def peak_expires_at(self, now: float) -> float | None:
-        """Return the time at which the recent height falls; None if the height cannot change before another reading."""
+        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
         present = max(mx.get_active_memory(), self._read().phys or 0)
         return self._recent.peak_expires_at(present - self._held(), now)
 
     def forget(self) -> None:
-        """Reset the recent height after memory was freed on purpose."""
+        """Reset the recent peak after memory was freed."""
         self._recent = RecentPeak()
 
 
 class MlxPeakTracker:
-    """MLX's peak memory since the last mark and since the start. MLX has one peak per process, and only this class
-    resets it."""
+    """Peak of MLX's active memory since the last mark and since the start. MLX has one peak per process, and only this
+    class resets it."""
 
     def __init__(self) -> None:
         self._ever = self._from = 0
         self.marks = 0
-        """Number of marks so far. A caller that finds another number than at its own mark measures another call."""
+        """Number of marks so far. If it has changed since a caller's own mark, the peak belongs to another call."""
 
     def mark(self) -> None:
-        """Start a measurement: the active memory of this moment is its ground."""
+        """Start a measurement of the peak above the memory that is active now."""
         self.marks += 1
         self._ever = self.highest()
         mx.reset_peak_memory()
         self._from = mx.get_active_memory()
 
     def highest(self) -> int:
-        """Return the highest active memory since the start, in bytes."""
+        """Return the highest active memory since the start of the process, in bytes."""
         return max(self._ever, self._top())
 
     def peak_above_mark(self) -> int:
-        """Return the peak since the mark minus the ground, in bytes."""
+        """Return the bytes from the active memory at the last mark to the peak since then."""
         return self._top() - self._from
 
     def peak_drop(self) -> int:
-        """Return the peak since the mark minus the active memory now, in bytes."""
+        """Return the bytes from the active memory now to the peak since the last mark."""
         return self._top() - mx.get_active_memory()
 
     def _top(self) -> int:
@@ -110,23 +113,24 @@ class MlxPeakTracker:
 
 @dataclass(frozen=True, slots=True)
 class MetalMemory:
-    """GPU memory as MLX describes it."""
+    """GPU memory of this machine, as MLX describes it."""
 
     limit: int = 0
-    """Metal's limit in bytes; 0 without Metal."""
+    """Largest working set that Metal recommends, in bytes; 0 without Metal."""
     set_wired: Callable[[int], object] = mx.set_wired_limit
-    """Call that sets the wired limit."""
+    """Function of MLX that sets the wired limit, in bytes."""
 
 
 def open_metal() -> MetalMemory:
-    """Return the Metal device of this machine. MLX reads the limit once per process. Unverified on macOS."""
+    """Return the Metal device of this machine; its limit is 0 without Metal. Not verified on macOS."""
     if not mx.metal.is_available():
         return MetalMemory()
     return MetalMemory(int(mx.device_info()["max_recommended_working_set_size"]))
 
 
 class WiredLimit:
-    """Wired limit for the weights in memory. `wired` is the limit in force in bytes; 0: none."""
+    """Setter of MLX's wired limit, which follows the weights of the loaded models. `wired` is the limit in force in
+    bytes; 0: none."""
 
     def __init__(self, wire: WireMode, open_metal: Callable[[], MetalMemory]) -> None:
         self._wire = wire
@@ -136,13 +140,14 @@ class WiredLimit:
 
     @cached_property
     def metal(self) -> MetalMemory:
-        """Metal device of this machine, opened at first use because only the inference thread may call MLX."""
+        """Metal device of this machine. It is opened at first use because only the inference thread may call MLX."""
         metal = self._open()
         log.info("metal", limit=show_size(metal.limit) if metal.limit else "no Metal here", wire=self._wire)
         return metal
 
     def apply(self, weights: int) -> None:
-        """Set the wired limit for these weights (bytes), unless they are the same as in the last call."""
+        """Set the wired limit for these weights (bytes), unless they are the same as in the last call. If MLX refuses
+        the limit, keep the old one and log a warning."""
         if weights == self._weights:
             return
         self._weights = weights
@@ -162,7 +167,7 @@ class WiredLimit:
 
 
 def limit_pool(cap: int) -> None:
-    """Limit MLX's pool of free buffers for this cap (bytes)."""
+    """Limit MLX's pool of free buffers: `POOL_SHARE` of this cap (bytes), at most `MAX_POOL_BYTES`."""
     mx.set_cache_limit(min(MAX_POOL_BYTES, int(cap * POOL_SHARE)))
 
 

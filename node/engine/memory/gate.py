@@ -1,4 +1,4 @@
-"""Memory gate of the engine: check whether a prefill, a join or a growing batch has room now.
+"""Memory gate of the engine: check whether a forward, a model load or a growing batch fits into memory now.
 
 The arithmetic is in `wire/capacity/arithmetic.py`. The gate holds the limits from the agent, requires a live reading
 and counts its checks. It fails closed: before the first limits, with a cap of 0 or without a reading it refuses every
@@ -20,28 +20,34 @@ from wire.refusals import RefusalCode, Refused
 from wire.report import Memory
 
 NOT_READY_RETRY_SECONDS = 1.0
-"""Retry delay in seconds: the agent's first limits should have arrived by then."""
+"""Delay after which a client may retry before the agent's first limits, in seconds; they arrive within that time."""
 
 
 class GateSite(StrEnum):
-    """Place of a check in the engine."""
+    """Kind of work for which the engine checks memory; also the label of these checks in the metrics."""
 
     PREFLIGHT = "preflight"
+    """Admission of a request, return of a preempted request, or tokenization of a long prompt."""
     PREFILL = "prefill"
+    """Forward over prompt tokens."""
     JOIN = "join"
+    """Copy of a decode batch that new rows join."""
     GROW = "grow"
+    """Extension of a row's commitment."""
     LOAD = "load"
+    """Load of a model, or of its next piece."""
     PROBE = "probe"
+    """Forward of a profile measurement, or the longest row that follows from it."""
 
 
 @dataclass(frozen=True, slots=True)
 class MlxCounters:
-    """The engine's own memory counters, in bytes. `cache` and `peak` are reported and not judged."""
+    """Memory counters of the engine for one reading, in bytes. `cache` and `peak` are only reported, not judged."""
 
     active: int
     """MLX's active memory now."""
     recent: int
-    """Recent height."""
+    """Recent peak."""
     reserved: int
     """Bytes committed and not yet written."""
     cache: int = 0
@@ -51,7 +57,7 @@ class MlxCounters:
 
 
 class MemoryGate:
-    """Checks of memory against the limits in force.
+    """Memory gate of an engine: checks bytes against the limits in force, and counts the checks.
 
     `residual()` returns the bytes of measured profiles that no estimate covers; None if a loaded model has no profile.
     An automatic margin follows from the residual.
@@ -67,22 +73,26 @@ class MemoryGate:
         self._limits: MemoryLimits | None = None
 
     def hold(self, limits: MemoryLimits) -> None:
-        """Replace the limits in force."""
+        """Replace the limits in force by newer ones from the agent."""
         self._limits = limits
 
     @property
     def held(self) -> int:
-        """Number of the limits in force; 0 before the first."""
+        """Sequence number (`MemoryLimits.number`) of the limits in force; 0 before the first."""
         return 0 if self._limits is None else self._limits.number
 
     def armed(self, reading: MemoryReading, now: float) -> bool:
         """Return whether this gate can judge: limits arrived, the cap is above 0, the guard is on, and the reading is
-        live."""
+        live. `now` is in monotonic seconds."""
         limits = self._limits
         return limits is not None and limits.guard and limits.cap > 0 and reading.live(now)
 
     def memory(self, use: MlxCounters, reading: MemoryReading, total: int, now: float, base: int = 0) -> Memory:
-        """Combine one consistent reading with the limits in force into the `Memory` that is judged and reported."""
+        """Combine a reading and counters with the limits in force into the `Memory` that is judged and reported.
+
+        `total` is the RAM and `base` the footprint of the engine without models, in bytes. `now` is in monotonic
+        seconds. If the reading is not live, `phys`, `current` and `headroom` of the result are None.
+        """
         limits = self._limits or MemoryLimits(0, 0, 0, "")
         phys = reading.phys if reading.live(now) else None
         margin, current = self._margin(limits), arithmetic.current(use.active, phys, use.recent)
@@ -113,12 +123,16 @@ class MemoryGate:
         return limits.margin if residual is None else arithmetic.profiled_margin(limits.cap, residual)
 
     def narrowed_bytes(self) -> int:
-        """Return the bytes by which profiles narrow the margin in force."""
+        """Return the bytes by which measured profiles make the margin smaller than the one from the agent; 0 if they do
+        not."""
         return 0 if self._limits is None else max(0, self._limits.margin - self._margin(self._limits))
 
     def check(self, site: GateSite, memory: Memory, estimate: int, *, load: bool = False) -> Fits | Refused:
-        """Check whether there is room for `estimate` more bytes under this reading. With `load` the bytes are those of
-        a load, which is judged without the margin."""
+        """Check whether `estimate` more bytes fit under this reading, and count the check under `site`.
+
+        Return `Fits`, or the refusal. With `load`, the bytes are those of a model load, which is judged without the
+        margin.
+        """
         self.checks[site] += 1
         if memory.headroom is not None and memory.ceiling > 0:
             self.predicted.observe(1 + (estimate - memory.headroom) / memory.ceiling)
@@ -129,7 +143,7 @@ class MemoryGate:
         return answer
 
     def measures(self) -> GateMeasures:
-        """Return the counters since the start."""
+        """Return the counts of checks and refusals, and the histograms, since the engine started."""
         checks = tuple((site.value, count) for site, count in self.checks.items())
         refusals = tuple((code.value, count) for code, count in self.reasons.items())
         return GateMeasures(checks, refusals, self.predicted.tally(), self.transient.tally())
@@ -138,7 +152,8 @@ class MemoryGate:
         return self.not_ready_refusal() or (arithmetic.judge_load if load else arithmetic.judge)(memory, estimate)
 
     def not_ready_refusal(self) -> Refused | None:
-        """Return the refusal of all work before limits are in force; None once they are."""
+        """Return the refusal of all work before the first limits, or while their cap is 0 and the guard is on; else
+        None."""
         limits = self._limits
         if limits is not None and (limits.cap > 0 or not limits.guard):
             return None
@@ -150,7 +165,8 @@ class MemoryGate:
         )
 
     def describe(self) -> dict[str, object]:
-        """Return the guard's resolved settings for the log, without the ceiling, which changes all the time."""
+        """Return the resolved settings of the guard for the log. The ceiling is left out because it changes all the
+        time."""
         limits = self._limits
         if limits is None:
             return {"state": "closed"}

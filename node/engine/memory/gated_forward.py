@@ -3,8 +3,8 @@
 `check` is the only access to the gate once a request is admitted; `native` is the only access to MLX. Both are counted.
 A test can therefore verify from outside that no forward ran.
 
-The first call for a model after its load or after a rest may take as much longer as reading the weights again takes.
-The reason: macOS unwires Metal memory that rests, and may have paged it out.
+The first call for a model after its load or after a pause may take longer by the time of reading the weights again. The
+reason: macOS unwires Metal memory that is not used, and may have paged it out.
 """
 
 import time
@@ -38,8 +38,8 @@ class GatedForwards:
 
     `reserved()` returns the bytes committed and not yet written. `make_room(site, bytes)` frees memory and returns
     whether that was enough. `give_up_load(why)` aborts a load in progress and returns whether there was one.
-    `read(model)` returns the bytes of the model's weights in memory. `clock()` returns seconds and also runs while the
-    machine sleeps.
+    `read(model)` returns the bytes of the model's weights in memory. `residual` is that of `MemoryGate`. `clock()`
+    returns seconds and also runs while the machine sleeps.
     """
 
     def __init__(
@@ -76,19 +76,23 @@ class GatedForwards:
         """Whether no further native call may begin; set by any thread."""
 
     def memory(self, now: float) -> Memory:
-        """Return the memory as of a reading now."""
+        """Read the memory now, and return it with the limits in force. `now` is the monotonic time."""
         return self._footprint.read_memory(self.gate, self._reserved(), now)
 
     def check(self, site: GateSite, estimate: int) -> Refused | None:
-        """Check a fresh reading. Before a refusal for lack of room, free memory and check once more."""
+        """Check `estimate` bytes against a fresh reading. Return the refusal; None if they fit. Before a refusal for
+        lack of memory, free memory and check once more."""
         answer = self._check(site, estimate)
         if answer is not None and answer.code is RefusalCode.NO_ROOM and self._make_room(site, estimate):
             return self._check(site, estimate)
         return answer
 
     def check_shrinking(self, site: GateSite, sizes: Iterable[int], estimate: Callable[[int], int]) -> int | Refused:
-        """Return the first of `sizes` whose estimate passes, or the refusal of the last. Before the next smaller size
-        only the pool is emptied. For the last size, all memory that can be freed is freed."""
+        """Return the first of `sizes` (largest first) whose estimate passes the gate, or the refusal of the last size.
+
+        `estimate(size)` returns bytes. After a refused size only the pool is emptied. For the last size, all memory
+        that can be freed is freed.
+        """
         *larger, last = sizes
         for size in larger:
             if self.check_optional(site, estimate(size)):
@@ -97,7 +101,8 @@ class GatedForwards:
         return self.check(site, estimate(last)) or last
 
     def check_optional(self, site: GateSite, estimate: int) -> bool:
-        """Check work that can be made smaller. Only the pool is emptied for it; caches stay."""
+        """Return whether `estimate` bytes pass the gate, for work that can be made smaller. Only the pool is emptied
+        for such work; cached prefixes and idle models stay."""
         if self._check(site, estimate) is None:
             return True
         clear_pool()
@@ -110,8 +115,11 @@ class GatedForwards:
         return answer if isinstance(answer, Refused) else None
 
     def over(self) -> Refused | None:
-        """Return the refusal for the request that must end because the engine is over its cap after a forward; None
-        otherwise. A load in progress is aborted before any request."""
+        """Check the memory after a forward. Return the refusal for the request that must end; None if none must.
+
+        A request must end if the engine is above its cap minus leases, and aborting a load in progress does not
+        suffice. With the guard off, none ends.
+        """
         memory = self.memory(time.monotonic())
         if not memory.guard or excess(memory) <= 0:
             return None
@@ -139,13 +147,16 @@ class GatedForwards:
         return shed(memory, excess(memory))
 
     def peak_expires_at(self) -> float | None:
-        """Return the time at which the recent height falls, if it is still above the present reading."""
+        """Return the monotonic time at which the recent peak falls; None if only another reading can change it."""
         return self._footprint.peak_expires_at(time.monotonic())
 
     @contextmanager
     def native(self, doing: NativeCallKind, model: str, request: int, expected: float) -> Generator[NativeCall]:
-        """Publish and count a native call while it runs. `expected` is its duration in seconds with wired weights.
-        Raise `Halted` if no call may begin."""
+        """Publish and count a native call while it runs. Yield the published call.
+
+        `request` is the number of the request; 0 for several or none. `expected` is the duration in seconds with wired
+        weights. Raise `Halted` if no call may begin.
+        """
         if self.halted:
             raise Halted
         self._forwards += doing in (NativeCallKind.PREFILL, NativeCallKind.JOIN)
@@ -165,7 +176,8 @@ class GatedForwards:
 
     @contextmanager
     def publish_wait(self, doing: NativeCallKind, model: str, expected: float) -> Generator[NativeCall]:
-        """Publish a call, or the wait for a launched one, with its expected duration in seconds."""
+        """Publish a call, or the wait for a launched one, without counting it. `expected` is its duration in seconds
+        with wired weights."""
         self.call = call = NativeCall(doing.name.lower(), time.monotonic(), expected + self._rewiring(model))
         try:
             yield call
@@ -173,13 +185,14 @@ class GatedForwards:
             self.call = None
 
     def _rewiring(self, model: str) -> float:
-        """Return the seconds that reading a model's weights again may take; 0 once a forward has used them."""
+        """Return the seconds that reading a model's weights again may take; 0 once a forward has used them since the
+        last pause."""
         if self._clock() - self._used.get(model, 0.0) > UNWIRE_AFTER_SECONDS:
             self._waited[model] = 0
         return self._read(model) / MIN_LOAD_BYTES_PER_SECOND if self._waited[model] < 2 else 0.0
 
     def counts(self) -> EngineCounters:
-        """Return the counters of checks, refusals and calls."""
+        """Return the counts of checks, refusals, calls and failures since the engine started."""
         return EngineCounters(
             self.gate.checks.total(),
             self.gate.refusals.total(),

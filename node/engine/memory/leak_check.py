@@ -23,27 +23,30 @@ kernels stay in memory."""
 
 @dataclass(slots=True, eq=False)
 class LeakCheck:
-    """State of leak detection."""
+    """State of leak detection: the weights unloaded since the last comparison of footprints, and its result."""
 
     weights: int = 0
-    """Bytes unloaded since the engine last had no model."""
+    """Bytes of weights unloaded since the last comparison."""
     at: float | None = None
-    """Time of the next comparison; None: none is due."""
+    """Monotonic time of the next comparison; None: none is due."""
     unreturned: int = 0
-    """Bytes missing at the last comparison."""
+    """Bytes missing at the last comparison; 0 if they were tolerated, or after a load."""
 
     def on_unload(self, weights: int, now: float) -> None:
-        """Record the unload of a model with `weights` bytes."""
+        """Record the unload of a model with `weights` bytes, and schedule a comparison. `now` is the monotonic time."""
         self.weights += weights
         self.at = now + SETTLE_SECONDS
 
     def on_load(self) -> None:
-        """Record a model load. Leak detection pauses, because new weights and leaked memory look alike."""
+        """Cancel the comparison because a model is loaded: new weights and leaked memory look alike."""
         self.at, self.unreturned = None, 0
 
     def check(self, phys: int | None, base: int) -> int:
-        """Compare the footprint of an engine without models with `base`, its footprint before the first load. `phys` is
-        None if unreadable. Return the missing bytes, 0 if they are within the tolerance."""
+        """Compare the footprint of an engine without models with `base`, its footprint before the first load; both in
+        bytes.
+
+        `phys` is None if unreadable. Return the missing bytes; 0 if they are within the tolerance or unknown.
+        """
         missing = 0 if phys is None else phys - base
         self.unreturned = missing if missing > max(TOLERATED_BYTES, TOLERATED_SHARE * self.weights) else 0
         self.at, self.weights = None, 0

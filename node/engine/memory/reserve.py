@@ -20,9 +20,9 @@ from wire.units import MIB, parse_size, show_size
 AUTO, OFF = "auto", "off"
 MAX_RESERVE_BYTES = 256 * MIB
 RESERVE_CAP_SHARE = 0.01
-"""Share of the cap; applies where it is less than `MAX_RESERVE_BYTES`."""
+"""Size of the reserve with `auto`, as a share of the cap; at most `MAX_RESERVE_BYTES`."""
 ROOM_BEFORE_REFILL_SECONDS = 10.0
-"""Seconds of room before the reserve is taken again."""
+"""Seconds of room for twice the reserve before it is taken again, and between two checks without room."""
 CHECK_INTERVAL_SECONDS = 1.0
 """Seconds between two checks while there is room."""
 
@@ -30,14 +30,18 @@ log = structlog.get_logger("engine.reserve")
 
 
 def reserve_bytes(setting: str | int, cap: int) -> int:
-    """Return the bytes to hold under a cap, from `memory.reserve`; 0: none."""
+    """Return the bytes of the reserve under a cap (bytes), from the setting `memory.reserve`; 0: none. Raise
+    `ValueError` if the setting is no size."""
     if setting == AUTO:
         return min(MAX_RESERVE_BYTES, int(cap * RESERVE_CAP_SHARE))
     return 0 if setting == OFF else parse_size(setting)
 
 
 class EmergencyReserve:
-    """Emergency reserve, described in the module's docstring. `memory()` reads the memory now."""
+    """Emergency reserve of the engine (see the module's docstring).
+
+    `setting` is `memory.reserve`: `auto`, `off` or a size. `memory()` reads the memory now.
+    """
 
     def __init__(self, setting: str | int, memory: Callable[[], Memory]) -> None:
         self._setting = setting
@@ -54,17 +58,17 @@ class EmergencyReserve:
 
     @property
     def nbytes(self) -> int:
-        """Held bytes."""
+        """Size of the held reserve in bytes; 0 without one."""
         return 0 if self._held is None else len(self._held)
 
     def hold(self, cap: int) -> None:
-        """Set the size for this cap (bytes). A larger reserve is released at once."""
+        """Set the size of the reserve for this cap (bytes). Release a held reserve that is larger."""
         self._size = reserve_bytes(self._setting, cap)
         if self.nbytes > self._size:
             self.release()
 
     def release(self) -> None:
-        """Release the reserve now."""
+        """Release the reserve now, if it is held."""
         if self._held is None:
             return
         log.info("canary released", size=show_size(self.nbytes))
@@ -72,11 +76,12 @@ class EmergencyReserve:
         self._held, self._roomy_since, self._look_at = None, None, 0.0
 
     def next_check_at(self) -> float | None:
-        """Return the time of the next check; None if the reserve is held or switched off."""
+        """Return the monotonic time of the next check; None if the reserve is held or switched off."""
         return None if self._held is not None or not self._size else self._look_at
 
     def maintain(self, now: float) -> None:
-        """Take the reserve if there has been room for long enough. Call this while the engine is idle."""
+        """Check the memory if that is due, and take the reserve if there has been room for
+        `ROOM_BEFORE_REFILL_SECONDS`. Call this while the engine is idle. `now` is the monotonic time."""
         due = self.next_check_at()
         if due is None or now < due:
             return

@@ -31,7 +31,7 @@ from wire.capacity.arithmetic import prefill_transient, step_transient
 from wire.report import TransientModel
 
 MAX_SAMPLES = 32
-"""Kinds of shapes kept per kind of forward."""
+"""Maximum number of samples of one kind of forward, one for each kind of shape."""
 REPEAT_FACTOR = 1.08
 """Factor between two runs of the same forward, because the order of frees varies (measured: 6 %)."""
 NOISE_SHARE = 0.006
@@ -43,7 +43,7 @@ REFIT_FACTOR = 1.2
 MIN_LOGITS_CHUNK_TOKENS = 64
 """Tokens from which a last chunk shows the cost of logits. In smaller chunks other costs dominate."""
 MIN_FIT_SAMPLES = 4
-"""Samples that a fit needs: fewer cannot separate its terms."""
+"""Minimum number of samples for a fit: fewer cannot separate its terms."""
 PRIOR_WEIGHT = 0.3
 """Weight of the attention formula in a fit; a sample weighs 1. The formula helps where samples cover too little."""
 MAX_TERMS = 4
@@ -53,16 +53,18 @@ FIT_ROUNDS, ABOVE_FIT_WEIGHT = 5, 20.0
 """Rounds of a fit, and the weight in the next round of a sample above the fit."""
 
 CHUNKS, JOINS, STEPS = "chunks", "joins", "steps"
-"""Kinds of forwards that a profile covers, each up to a size."""
+"""Kinds of forwards that a profile covers, each up to a size: tokens of a chunk, rows of a join or of a decode step."""
 Shape = tuple[int, int, bool]
 Sample = tuple[Shape, float]
 Point = tuple[tuple[float, ...], float, float]
 
 
 class ForwardSamples:
-    """Samples of one kind of forward: of similar shapes, the one that was hardest to predict with its bytes.
+    """Measured forwards of one kind, at most `MAX_SAMPLES`. Of forwards with similar shapes, the one that exceeded its
+    estimate by the largest factor is kept.
 
-    A shape is `(tokens, past, grew)` or `(rows, longest, grew)`. `grew` states whether the caches grew.
+    A shape is `(tokens, past, grew)` of a prefill or `(rows, longest, grew)` of a decode step. `grew` states whether
+    the caches grew. `unfitted` states whether a new fit is needed.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,10 @@ class ForwardSamples:
         return len(self._held)
 
     def add(self, shape: Shape, taken: float, estimate: Callable[[Shape], int]) -> None:
-        """Add a sample. Request a new fit if it lies above its estimate, or is the first of its kind and far below."""
+        """Add a forward that took `taken` bytes; `estimate(shape)` returns the bytes expected so far.
+
+        Request a new fit if the forward took more than expected, or is the first of its kind and took far less.
+        """
         kind, foreseen = _kind(shape), estimate(shape)
         kept = self._held.get(kind)
         if kept is None or taken * estimate(kept[0]) >= kept[1] * foreseen:
@@ -98,13 +103,14 @@ def _kind(shape: Shape) -> Shape:
 
 @dataclass(slots=True)
 class ProfiledRange:
-    """Size up to which forwards of one kind were measured; `MIN_FORWARDS_COVERED` larger forwards extend it."""
+    """Largest size of measured forwards of one kind, in tokens or rows. After `MIN_FORWARDS_COVERED` larger forwards
+    the range is extended to the smallest of them."""
 
     most: int
     _larger: list[int] = field(default_factory=list[int])
 
     def record_forward(self, size: int) -> bool:
-        """Record a forward of this size. Return whether it was covered before."""
+        """Record a forward of this size. Return whether the range covered it before."""
         if size <= self.most:
             return True
         self._larger = sorted((*self._larger, size))
@@ -114,14 +120,16 @@ class ProfiledRange:
 
 
 class TransientEstimator:
-    """Transient estimates of one model. `prior` is the estimate from its config."""
+    """Estimates of the transient bytes of one model's forwards, corrected by measured forwards. `prior` is the estimate
+    from the model's config."""
 
     def __init__(self, prior: TransientModel) -> None:
         self.transient = prior
+        """Coefficients in force."""
         self.highest = 0
         """Highest transient ever observed, in bytes."""
         self.residual = 0
-        """Most bytes by which a covered forward has exceeded its estimate under this profile."""
+        """Largest number of bytes by which a covered forward has exceeded its estimate under this profile."""
         self._covered: dict[str, ProfiledRange] = {}
         """Coverage by kind of forward; empty without a profile, and then the margin is the wide one."""
         self._narrowed: Callable[[], int] = lambda: 0
@@ -130,61 +138,80 @@ class TransientEstimator:
         self._steps = ForwardSamples()
 
     def chunk(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-        """Return the bytes that a prefill of `tokens` after `past` cached ones needs: its transient and the charge of
-        `uncovered`."""
+        """Return the bytes that a prefill of `tokens` after `past` cached tokens needs: its transient and the charge of
+        `uncovered`.
+
+        `last` and `grows` as in `estimate`.
+        """
         return self.estimate(tokens, past, last=last, grows=grows) + self.uncovered(CHUNKS, tokens)
 
     @property
     def samples(self) -> dict[str, int]:
-        """Number of samples by kind of forward."""
+        """Number of samples by kind of forward (`CHUNKS`, `STEPS`)."""
         return {CHUNKS: len(self._chunks), STEPS: len(self._steps)}
 
     def uncovered(self, kind: str, size: int) -> int:
-        """Return the bytes that a forward of this kind and size is charged with because no profile covers it."""
+        """Return the bytes that a forward is charged with because it is larger than the profile covers.
+
+        They are the bytes by which profiles narrow the margin; 0 for a covered forward or without a profile. `size` is
+        in tokens for `CHUNKS`, else in rows.
+        """
         covered = self._covered.get(kind)
         return self._narrowed() if covered is not None and size > covered.most else 0
 
     @property
     def rows(self) -> int:
-        """Rows of a decode step up to which the profile covers it; 0 without a profile."""
+        """Largest number of rows for which the profile covers joins and decode steps; 0 without a profile."""
         return min((self._covered[kind].most for kind in (JOINS, STEPS)), default=0) if self._covered else 0
 
     def estimate(self, tokens: int, past: int, *, last: bool = False, grows: bool = True) -> int:
-        """Return the estimated transient of a prefill of `tokens` after `past` cached ones, in bytes."""
+        """Return the estimated transient bytes of a prefill of `tokens` after `past` cached tokens, without the KV that
+        it writes.
+
+        `last`: the forward computes the logits of its tokens. `grows`: the caches have no room and are copied.
+        """
         return prefill_transient(self.transient, tokens, past, last=last, grows=grows)
 
     def packed(self, rows: int, tokens: int) -> int:
-        """Return the bytes that one forward over `rows` prompts of `tokens` each, padding included, needs. The result
-        is the sum of single prefills. That is more than the real cost, because the fixed part of a forward occurs
-        once."""
+        """Return the bytes that one forward over `rows` prompts needs, each padded to `tokens` tokens, with the charge
+        of `uncovered`.
+
+        The transient is the sum of single prefills. That is more than the real cost, because the fixed part of a
+        forward occurs once.
+        """
         return rows * self.estimate(tokens, 0) + self.uncovered(CHUNKS, rows * tokens)
 
     def set_profiled_range(self, tokens: int, rows: int, narrowed: Callable[[], int]) -> None:
-        """Start a profile's coverage: tokens of a chunk, rows of a join and of a decode step. `narrowed` returns the
-        bytes by which profiles narrow the margin."""
+        """Set the sizes that a new profile covers: tokens of a chunk, and rows of a join and of a decode step.
+
+        `narrowed()` returns the bytes by which profiles narrow the margin. The residual starts from 0.
+        """
         self._covered = {CHUNKS: ProfiledRange(tokens), JOINS: ProfiledRange(rows), STEPS: ProfiledRange(rows)}
         self._narrowed, self.residual = narrowed, 0
 
     def step(self, rows: int, longest: int, *, grows: bool = True) -> int:
-        """Return the estimated transient of a decode step of a padded batch, in bytes."""
+        """Return the estimated transient bytes of a decode step of `rows` rows padded to `longest` tokens. `grows`: the
+        caches have no room and are copied."""
         return step_transient(self.transient, rows, longest, grows=grows)
 
     def widened_step(self, rows: int, longest: int) -> int:
-        """Return the bytes that a decode step needs: its transient, and for uncovered rows the charge of
-        `uncovered`."""
+        """Return the bytes that a decode step of `rows` rows padded to `longest` tokens needs: its transient and the
+        charge of `uncovered`."""
         return self.step(rows, longest) + self.uncovered(STEPS, rows)
 
     def join(self, grown: int, layers: int) -> int:
-        """Return the transient of a join in bytes: a join copies a batch, which then has `grown` bytes, layer by
-        layer."""
+        """Return the transient bytes of a join, which copies a batch of `layers` layers one layer after the other.
+        `grown` is the size of the batch after the join, in bytes."""
         return grown // max(1, layers)
 
     def widened_join(self, grown: int, layers: int, rows: int) -> int:
-        """Return the bytes that a join into a batch of then `rows` rows needs."""
+        """Return the bytes that a join needs: its transient as in `join`, and the charge of `uncovered`. `rows` is the
+        number of rows after the join."""
         return self.join(grown, layers) + self.uncovered(JOINS, rows)
 
     def observe(self, tokens: int, past: int, taken: int, *, last: bool = False, grew: bool = True) -> None:
-        """Record a prefill that took `taken` bytes in addition to its KV."""
+        """Record a prefill that took `taken` bytes in addition to its KV, and fit again if necessary. `last` and `grew`
+        are as `last` and `grows` in `estimate`."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._compare(CHUNKS, tokens, taken - self.estimate(tokens, past, last=last, grows=grew))
@@ -197,8 +224,10 @@ class TransientEstimator:
             self._fit_chunks()
 
     def observe_together(self, rows: int, tokens: int, taken: int) -> None:
-        """Record one forward over several prompts that took `taken` bytes in addition to its KV. The share of a single
-        row shows only where the forward exceeded its estimate."""
+        """Record one forward over `rows` prompts of `tokens` tokens that took `taken` bytes in addition to its KV.
+
+        The forward becomes a sample only if it exceeded its estimate: below that, the share of a single row is unknown.
+        """
         self.highest, foreseen = max(self.highest, taken), rows * self.estimate(tokens, 0)
         self._compare(CHUNKS, rows * tokens, taken - foreseen)
         if taken > foreseen:
@@ -212,11 +241,13 @@ class TransientEstimator:
             self.residual = max(self.residual, above)
 
     def observe_join(self, rows: int, above: int) -> None:
-        """Record a join into a batch of then `rows` rows that exceeded its estimate by `above` bytes."""
+        """Record a join after which the batch has `rows` rows. `above` is the bytes by which it exceeded its estimate;
+        negative if it was below."""
         self._compare(JOINS, rows, above)
 
     def observe_step(self, rows: int, longest: int, taken: int, *, grew: bool = False) -> None:
-        """Record a decode step that took `taken` bytes in addition to its KV."""
+        """Record a decode step of `rows` rows padded to `longest` tokens that took `taken` bytes in addition to its KV,
+        and fit again if necessary."""
         taken = max(1, taken)
         self.highest = max(self.highest, taken)
         self._compare(STEPS, rows, taken - self.step(rows, longest, grows=grew))
@@ -231,12 +262,13 @@ class TransientEstimator:
         return step_transient(self.transient, shape[0], shape[1], grows=shape[2])
 
     def adopt(self, transient: TransientModel, highest: int) -> None:
-        """Start from an earlier fit. It stays in force until there are enough samples for another one."""
+        """Replace the coefficients by those of an earlier fit, until there are enough samples for another one.
+        `highest` is the highest transient measured then, in bytes."""
         self.transient = self._prior = replace(transient, logits=max(transient.logits, self._prior.logits))
         self.highest = max(self.highest, highest)
 
     def fit(self) -> None:
-        """Fit to all samples so far."""
+        """Fit the coefficients to all samples so far."""
         if len(self._chunks):
             self._fit_chunks()
         if len(self._steps):
@@ -271,8 +303,7 @@ class TransientEstimator:
     ) -> None:
         """Raise an estimate above all samples. Large samples scale it by a factor of at least `least`. The few bytes
         still missing for small samples are added to the first term. Both are then raised by `REPEAT_FACTOR`, the
-        variation
-        between runs."""
+        variation between runs."""
         most = max(taken for _, taken in samples)
         large = [taken / max(1, estimate(shape)) for shape, taken in samples if taken >= LARGE_SAMPLE_SHARE * most]
         self.transient = _scaled(self.transient, names, max(least, *large))

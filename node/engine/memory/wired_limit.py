@@ -13,17 +13,18 @@ from enum import StrEnum
 from wire.units import GIB
 
 MAX_METAL_SHARE = 0.75
-"""Share of Metal's limit. Weights of about this share ran for hours unwired where the same load ended in a panic when
-wired."""
+"""Share of Metal's limit up to which `auto` does not wire weights. Weights of about this share ran for hours unwired
+where the same load ended in a panic when wired."""
 MIN_WEIGHT_BYTES = 32 * GIB
-"""Bytes of weights. Below this, no report names a slow unwired model, but reports name panics and freezes of wired
-ones."""
+"""Bytes of weights below which `auto` does not wire them. Below, no report names a slow unwired model, but reports name
+panics and freezes of wired ones."""
 
 
 class WireMode(StrEnum):
-    """Values of `memory.wire`."""
+    """Values of the setting `memory.wire`: whether MLX keeps the memory of weights wired."""
 
     AUTO = "auto"
+    """Only if the weights are large, in bytes and as a share of Metal's limit."""
     ON = "on"
     OFF = "off"
 

@@ -1,8 +1,8 @@
 """Search for the longest row that passes a reading, with 5 % fewer tokens at each attempt, and its diagnosis.
 
 The committed length is arithmetic over a fit. A reading includes costs that no fit covers (the process's own growth, a
-system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced where it
-does not hold. Pure; the caller defines when a length passes.
+system that is short of memory). The length is therefore tried, with the largest measured forward, and reduced if it
+does not pass. Pure; the caller defines when a length passes.
 """
 
 from collections.abc import Callable, Generator
@@ -18,7 +18,7 @@ KNOBS = (
 
 @dataclass(frozen=True, slots=True)
 class ContextSearchResult:
-    """Result of a search."""
+    """Result of the search for the longest row of a model."""
 
     tokens: int
     """Tokens of the last attempt."""
@@ -31,15 +31,17 @@ class ContextSearchResult:
 
     @property
     def share(self) -> float:
-        """Share of the wanted tokens that passed."""
+        """Tokens of the last attempt as a share of the first, 0 to 1; 1.0 if there were no tokens to try."""
         return min(1.0, self.tokens / self.wanted) if self.tokens > 0 else 1.0
 
 
 def search_context(
     tokens: int, passes: Callable[[int], bool], *, search: bool
 ) -> Generator[None, None, ContextSearchResult]:
-    """Reduce the length by 5 % until it passes, in at most four attempts, one per step; without `search` in one
-    attempt."""
+    """Try rows of `tokens` tokens, then of 5 % fewer at each attempt, until `passes(tokens)`. Return the result.
+
+    There are at most four attempts, without `search` one. The generator yields after each failed attempt.
+    """
     wanted, attempts = tokens, ATTEMPTS if search else 1
     for attempt in range(1, attempts + 1):
         if tokens > 0 and passes(tokens):
@@ -51,6 +53,6 @@ def search_context(
 
 
 def diagnosis(model: str, settled: ContextSearchResult) -> str:
-    """Return the next step for the owner when no attempt passed."""
+    """Return the text for the owner after a search in which no attempt passed, with the settings to change."""
     attempts = "1 attempt" if settled.attempts == 1 else f"{settled.attempts} attempts"
     return f"the profile of {model} failed after {attempts}, the last with a row of {settled.tokens} tokens: {KNOBS}"

@@ -19,7 +19,7 @@ ASSUMED_WARMUP_SECONDS = 2.0
 """Seconds assumed for the first warm-up: kernels take 0.4 to 1.6 s each with g++."""
 FILE = "load-times.json"
 MIN_BYTES = 256 * MIB
-"""Fewest bytes of weights from which the speed of the disk is measured."""
+"""Minimum bytes of weights from which the speed of the disk is measured."""
 MAX_MODELS = 256
 MAX_SECONDS = 3600.0
 
@@ -27,10 +27,10 @@ log = structlog.get_logger("engine.load_times")
 
 
 class MeasuredLoad(msgspec.Struct):
-    """Measured values; 0: none yet."""
+    """Running means of the parts of loads on this machine; 0 before the first measurement."""
 
     speed: float = 0.0
-    """Bytes per second."""
+    """Speed of reading weights, in bytes per second."""
     warm: float = 0.0
     """Seconds of a warm-up."""
     probe: float = 0.0
@@ -40,7 +40,7 @@ class MeasuredLoad(msgspec.Struct):
 
 
 class LoadTimes:
-    """Measured parts of loads, in a file of `folder`; None: in memory only."""
+    """Measured parts of loads, stored in a file of `folder`; None: in memory only."""
 
     def __init__(self, folder: Path | None) -> None:
         self._file = None if folder is None else folder / FILE
@@ -48,12 +48,14 @@ class LoadTimes:
 
     @property
     def kept(self) -> MeasuredLoad:
-        """Measured load times."""
+        """Means of all loads so far, also of earlier processes."""
         return self._kept
 
     def expected(self, fingerprint: str, weights: int, probe: float) -> float:
-        """Return the expected seconds of a load. `probe` is the assumed time of a first profile until one was measured;
-        0: this model has a profile."""
+        """Return the expected duration of a load in seconds. `weights` is in bytes.
+
+        `probe` is the assumed duration of a first profile until one was measured; 0: the model has a profile.
+        """
         kept = self._kept
         seconds = kept.models.get(fingerprint)
         if seconds is None:
@@ -61,7 +63,11 @@ class LoadTimes:
         return seconds + ((kept.probe or probe) if probe else 0.0)
 
     def record(self, fingerprint: str, weights: int, read: float, warm: float, probe: float) -> None:
-        """Record the parts of a load in seconds; `probe` is 0 if its profile was stored already."""
+        """Record the parts of a load in seconds, and store the new means: `read` for the weights, `warm` for the
+        warm-up, `probe` for the profile.
+
+        `weights` is in bytes. `probe` is 0 if the profile was stored already.
+        """
         kept = self._kept
         if weights >= MIN_BYTES:
             kept.speed = mean(kept.speed, weights / max(read, 1e-3))

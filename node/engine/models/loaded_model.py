@@ -43,25 +43,25 @@ bytes (`sanitize` in mlx_lm/models/deepseek_v3.py)."""
 UNCONVERTED = 1.02
 """Ratio of the size after conversion to the size of the files, up to which a checkpoint counts as unconverted."""
 MIN_MEASURED_TOKENS = 64
-"""Fewest prompt tokens from which bytes per token are measured."""
+"""Minimum prompt tokens from which bytes per token are measured."""
 FIRST_PREFILL_TOKENS_PER_SECOND = 50.0
 """Tokens per second assumed for the first prefill: slow, because the first chunks should be short."""
 
 
 @dataclass(slots=True, eq=False)
 class LoadedModel:
-    """Loaded model."""
+    """Text model in memory, with its memory parameters, decode batches and measured speeds."""
 
     found: ModelDescriptor
     """Its descriptor."""
     model: TextModel
     """Its mlx-lm model."""
     kv: KvParameters
-    """Bytes of its rows."""
+    """Parameters of the bytes of a row."""
     weights: int
     """Bytes of its weights."""
     vocabulary: int
-    """Number of logits."""
+    """Number of logits per token."""
     defaults: SamplingDefaults
     """Defaults of its generation config."""
     ledger: CommitmentLedger
@@ -71,15 +71,15 @@ class LoadedModel:
     batches: dict[int, DecodeBatch[Row]] = field(default_factory=dict[int, DecodeBatch[Row]])
     """Decode batches by batch number (`CommitmentLedger.batch_of`)."""
     reads: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of its prefills."""
+    """Speed of its prefills, in tokens per second."""
     writes: PrefillSpeed = field(default_factory=PrefillSpeed)
-    """Speed of a row that decodes alone."""
+    """Speed of a row that decodes alone, in tokens per second."""
     step_seconds: float = 0.0
     """Running mean of a decode step, in seconds."""
     pace: ChunkPace = field(default_factory=ChunkPace)
     """Duration of its chunks."""
     load_seconds: float = 0.0
-    """Seconds of its load."""
+    """Duration of its load, in seconds."""
     bytes_per_token: float = 0.0
     """Running mean of text bytes per prompt token; 0.0: not measured."""
     used_at: float = 0.0
@@ -87,7 +87,7 @@ class LoadedModel:
     users: int = 0
     """Requests, sweeps and tokenizations that use it."""
     profile: "MemoryProfile | None" = None
-    """Its profile; None: not measured."""
+    """Memory profile, stored or measured; None: none yet."""
     plain: bool = False
     """Whether its prompts may be padded (`kv_cache.is_plain`)."""
 
@@ -97,26 +97,30 @@ class LoadedModel:
         return self.found.name
 
     def record_prefill(self, tokens: int, seconds: float, back: float) -> None:
-        """Record the duration of a chunk whose tokens attended to `back` earlier tokens on average."""
+        """Record a prefill forward of `tokens` that took `seconds`. Each token attended to `back` earlier tokens on
+        average."""
         self.reads.learn(tokens / max(seconds, 1e-6))
         self.pace.learn(tokens, back, seconds)
 
     def record_step(self, seconds: float, rows: int) -> None:
-        """Record the duration of a decode step of one batch. The speed of a single row follows from it. It is a running
-        mean, because the last step alone would describe a machine that may be idle by now."""
+        """Record the duration of a decode step of a batch with `rows` rows, and derive the speed of a single row.
+
+        Both are running means, because the last step alone would describe a machine that may be idle by now.
+        """
         self.step_seconds = mean(self.step_seconds, seconds)
         self.writes.learn((1 + ROW_COST * (rows - 1)) / max(seconds, 1e-6))
 
     def idle_seconds(self, now: float) -> float:
-        """Return the seconds since the last use (monotonic `now`)."""
+        """Return the seconds since the last use at the monotonic time `now`; 0.0 while the model is in use."""
         return 0.0 if self.users else now - self.used_at
 
     def bound_waste(self, waste: int) -> None:
-        """Set the bytes that padding may waste at any rate."""
+        """Set the bytes of padding that a decode batch may always have (`KvParameters.waste`)."""
         self.kv = self.ledger.kv = replace(self.kv, waste=waste)
 
     def record_text(self, size: int, tokens: int) -> None:
-        """Record the bytes of text and their prompt tokens; short prompts are mostly template and are left out."""
+        """Update the mean bytes per token from a prompt of `size` bytes and `tokens` tokens. Ignore short prompts,
+        which are mostly template."""
         if tokens >= MIN_MEASURED_TOKENS and size:
             self.bytes_per_token = mean(self.bytes_per_token, size / tokens)
 
@@ -126,13 +130,13 @@ class LoadedModel:
 
     @property
     def tail(self) -> int:
-        """Most tokens of a forward whose logits are wanted."""
+        """Maximum tokens of a forward that computes logits."""
         return tail(self.estimator.transient)
 
 
 def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) -> mx.array | None:
-    """Run one evaluated prefill forward into a cache. With `last`, return the logits (1, vocabulary) of the last token;
-    else None."""
+    """Run and evaluate one prefill forward, which writes into `cache`. With `last`, return the logits (1, vocabulary)
+    of the last token; else None."""
     logits = model(mx.array(list(ids))[None], cache=cache)
     wanted = logits[:, -1, :] if last else None
     evaluate([layer.state for layer in cache], *([] if wanted is None else [wanted]))
@@ -141,11 +145,11 @@ def forward(model: TextModel, ids: Iterable[int], cache: Layers, *, last: bool) 
 
 @dataclass(frozen=True, slots=True)
 class LoadStep:
-    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which runs its
-    own checks."""
+    """Cost of the next step of a load, in bytes. A step without costs is a forward of a profile's probe, which checks
+    the gate itself."""
 
     left: int = 0
-    """Weights still to load."""
+    """Bytes of weights still to load."""
     transient: int = 0
     """Transient bytes of the step in addition to the weights."""
 
@@ -155,7 +159,7 @@ def load(
 ) -> Iterator[LoadStep | LoadedModel]:
     """Load a model piece by piece. Yield the cost of each step before that step runs, and finally the model.
 
-    Before the model's first forward `weighed` is called with the bytes of its weights. Exceptions of a faulty
+    Before the model's first forward, `weighed` is called with the bytes of its weights. Exceptions of a faulty
     checkpoint propagate. Closing the generator releases the loaded pieces.
     """
     folder = Path(found.folder)
@@ -211,12 +215,12 @@ def _pieces(arrays: Iterable[mx.array]) -> Iterator[list[mx.array]]:
 
 @dataclass(frozen=True, slots=True)
 class WarmupResult:
-    """Result of the first short run of a model."""
+    """Measurements of the warm-up of a model: a short prefill and decode after the kernels are compiled."""
 
     kv: KvParameters
-    """Bytes of a row."""
+    """Parameters of the bytes of a row."""
     vocabulary: int
-    """Number of logits."""
+    """Number of logits per token."""
     prefill_speed: float
     """Tokens per second of a prefill."""
     step_seconds: float

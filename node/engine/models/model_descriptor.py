@@ -8,7 +8,7 @@ from wire.report import KvParameters, TransientModel
 
 @dataclass(frozen=True, slots=True)
 class ModelDescriptor:
-    """Model on disk."""
+    """Text model in a folder of the catalogue, described from its files."""
 
     name: str
     """Name of the model."""
@@ -19,12 +19,12 @@ class ModelDescriptor:
     weights: int = 0
     """Bytes of its tensors once loaded."""
     context: int = 0
-    """Most tokens of a row."""
+    """Maximum tokens of a row, prompt and answer together."""
     kv: KvParameters = field(default_factory=lambda: KvParameters(0))
-    """Bytes of a row, estimated from its config."""
+    """Parameters of the bytes of a row, estimated from its config."""
     cause: str = ""
     """Why it cannot be served; empty when it can. With a cause the other fields may be unset."""
     forward: TransientModel = field(default_factory=TransientModel)
-    """Transient of a forward, estimated from its config."""
+    """Coefficients of the transient bytes of a forward, estimated from its config."""
     stored: int = 0
     """Bytes of its tensors on disk; an fp8 checkpoint may grow when loaded."""

@@ -49,7 +49,7 @@ log = structlog.get_logger("engine.loading")
 
 @dataclass(slots=True, eq=False)
 class LoadInProgress:
-    """Load in progress; sizes in bytes."""
+    """State of the load that is in progress; sizes in bytes."""
 
     found: ModelDescriptor
     """Model to load."""
@@ -66,33 +66,36 @@ class LoadInProgress:
 
 
 class FilesChangedError(Exception):
-    """The files of a model changed during its load."""
+    """Error of a load during which the files of the model changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSucceeded:
-    """Successful load."""
+    """Outcome of a load: the loaded model."""
 
     resident: LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
 class LoadFailed:
-    """Failed load, with its reason."""
+    """Outcome of a load that was refused, was aborted or failed."""
 
     model: str
+    """Name of the model."""
     refused: Refused
+    """Refusal for the requests and orders that waited for the load."""
 
 
 Outcome = LoadSucceeded | LoadFailed
 
 
 class ReclaimableMemory(Protocol):
-    """Spare memory, released before any memory that a request could reuse."""
+    """Spare memory, which is released before any memory that a request could reuse. Examples: the emergency reserve,
+    the row of a sweep."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes that would be free."""
+        """Bytes that `release` would free."""
         ...
 
     def release(self) -> None:
@@ -102,10 +105,10 @@ class ReclaimableMemory(Protocol):
 
 @dataclass(slots=True, eq=False)
 class ModelManager:
-    """Loaded and loading models.
+    """Manager of the loaded and loading models of an engine (see the module's docstring).
 
-    `memory()` reads the memory now. `released()` is called after memory was freed on purpose, because the recent height
-    must then be reset.
+    `memory()` reads the memory now. `released()` is called after memory was freed, because the recent peak must then be
+    reset.
     """
 
     gate: MemoryGate
@@ -129,7 +132,7 @@ class ModelManager:
     loaded: dict[str, LoadedModel] = field(default_factory=dict[str, LoadedModel])
     """Loaded models by name."""
     causes: dict[str, tuple[str, str]] = field(default_factory=dict[str, "tuple[str, str]"])
-    """Fingerprint and error of broken models, by name."""
+    """Fingerprint and error of models whose load failed because of their files, by name."""
     _bans: dict[str, tuple[float, str]] = field(default_factory=dict[str, "tuple[float, str]"])
     """End (monotonic seconds) and cause of bans, by name."""
     evictions: int = 0
@@ -137,7 +140,7 @@ class ModelManager:
     departures: int = 0
     """Models that were unloaded because they were unused."""
     returns: LeakCheck = field(default_factory=LeakCheck)
-    """Leak detection."""
+    """Detection of memory that unloads did not return."""
     ended: list[Outcome] = field(default_factory=list["Outcome"])
     """Loads that ended since the engine last emptied this list."""
     given_up: int = 0
@@ -149,7 +152,7 @@ class ModelManager:
 
     @property
     def busy(self) -> bool:
-        """Return whether a tick has work."""
+        """Return whether `tick` has work: a load is in progress or queued."""
         return self._reading is not None or bool(self._queue)
 
     @property
@@ -164,54 +167,56 @@ class ModelManager:
 
     @property
     def reading(self) -> str:
-        """Name of the model that is loading, or next in the queue."""
+        """Name of the model that is loading, or else next in the queue; empty if there is none."""
         if self._reading is not None:
             return self._reading.found.name
         return self._queue[0].name if self._queue else ""
 
     @property
     def left(self) -> int:
-        """Reserved bytes of weights still to load."""
+        """Bytes of weights still to load, which count as reserved; 0 without a load in progress."""
         return 0 if self._reading is None else self._reading.left
 
     @property
     def read(self) -> int:
-        """Bytes already loaded of a model in progress."""
+        """Bytes of weights already in memory of the load in progress; 0 without one."""
         return 0 if self._reading is None else self._reading.total - self._reading.left
 
     def size_of(self, found: ModelDescriptor) -> int:
-        """Return the bytes of a model's weights once loaded: measured, or estimated from its files."""
+        """Return the bytes of a model's weights once loaded: measured in an earlier load, or estimated from its
+        files."""
         return self._sizes.get(found.fingerprint, found.weights)
 
     def weights(self, name: str) -> int:
-        """Return the bytes of a model's weights in memory, loaded or loading."""
+        """Return the bytes of a model's weights that are in memory, also during its load; 0 if there are none."""
         resident = self.loaded.get(name)
         if resident is not None:
             return resident.weights
         return self.read if self._reading is not None and self._reading.found.name == name else 0
 
     def loading(self, name: str) -> bool:
-        """Return whether a model is loading or queued."""
+        """Return whether the load of a model is in progress or queued."""
         return self.reading == name or any(found.name == name for found in self._queue)
 
     def progress(self, name: str) -> float:
-        """Return the loaded share of a model's weights, 0 to 1; 0 if it is not loading."""
+        """Return the loaded share of a model's weights, 0 to 1; 0.0 if its load is not in progress."""
         reading = self._reading
         if reading is None or reading.found.name != name:
             return 0.0
         return 1.0 - reading.left / max(1, reading.total)
 
     def request_load(self, found: ModelDescriptor) -> None:
-        """Enqueue the load of a model, unless it is loaded, loading or queued."""
+        """Queue the load of a model, unless it is loaded, loading or queued."""
         if found.name not in self.loaded and not self.loading(found.name):
             self._queue.append(found)
 
     def ban(self, bans: tuple[ModelBan, ...], now: float) -> None:
-        """Ban models for a while."""
+        """Refuse loads of these models until their bans end. `now` is the monotonic time."""
         self._bans |= {ban.model: (now + ban.seconds, ban.cause) for ban in bans}
 
     def cause(self, found: ModelDescriptor, now: float) -> str:
-        """Return why a model cannot be loaded now; empty when it can."""
+        """Return why a model cannot be loaded at the monotonic time `now`: a ban, its files or an earlier failure.
+        Return an empty text if it can."""
         until, cause = self._bans.get(found.name, (0.0, ""))
         if now < until:
             return f"{cause}; loading is blocked for another {math.ceil(until - now)} s"
@@ -219,11 +224,12 @@ class ModelManager:
         return found.cause or (broken if fingerprint == found.fingerprint else "")
 
     def clear_failure(self, name: str) -> None:
-        """Clear the error of a broken model, because a client ordered it by name."""
+        """Clear the error of a broken model, so that an order to load it tries again."""
         self.causes.pop(name, None)
 
     def tick(self) -> None:
-        """Start the next load, or check and read the next piece of the current one."""
+        """Start the next load, or check and load the next piece of the current one. Append the outcome of a load that
+        ends to `ended`. Call this only while `busy`."""
         if self._reading is None:
             self._begin(self._queue.popleft(), time.monotonic())
             return
@@ -268,7 +274,11 @@ class ModelManager:
             self.abort_load(Refused(RefusalCode.NO_ROOM, text))
 
     def abort_load(self, why: Refused, name: str = "") -> bool:
-        """Abort the current load, or the named queued one, and release its pieces. Return whether there was one."""
+        """Abort the load in progress and release its pieces. With a `name`, abort only the load of this model, in
+        progress or queued.
+
+        `why` is the refusal for its requests. Return whether there was such a load.
+        """
         reading = self._reading
         if reading is None or name not in ("", reading.found.name):
             queued = next((found for found in self._queue if found.name == name), None)
@@ -299,7 +309,7 @@ class ModelManager:
         self.ended.append(LoadSucceeded(piece))
 
     def drop(self, name: str) -> None:
-        """Unload a model."""
+        """Unload a loaded model: release its weights and evict its cached prefixes."""
         resident = self.loaded.pop(name)
         self.library.release(name)
         self.kept.drop(name)
@@ -310,7 +320,7 @@ class ModelManager:
         self.released()
 
     def close(self) -> None:
-        """Unload all models and their caches, used or not, because the process ends."""
+        """Unload all models, used or not, and release all spare memory, because the process ends."""
         self._queue.clear()
         self._reading = None
         for one in self.spares:
@@ -320,11 +330,12 @@ class ModelManager:
             self.drop(name)
 
     def make_room(self, need: int, *, over_load: bool = False) -> bool:
-        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, only the pool is
-        emptied.
+        """Free memory until `need` bytes fit; return whether they fit. If all of it would not suffice, empty only the
+        pool.
 
         The order: the pool, spare memory, the prefix cache, idle models (least recently used first), and with
-        `over_load` the current load. A load is judged without the margin, and its `need` is lower by the margin.
+        `over_load` the current load. For a model load, which is judged without the margin, the caller subtracts the
+        margin from `need`.
         """
         clear_pool()
         if _fits(self.memory(), need):
@@ -354,9 +365,10 @@ class ModelManager:
         return _fits(self.memory(), need)
 
     def reclaim(self, enough: Callable[[], bool]) -> None:
-        """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models. The only model
-        stays if its size alone leaves no headroom. Unloading it would gain nothing, because the next request would load
-        it again."""
+        """Free memory until `enough()`: the pool, spare memory, the prefix cache, then idle models.
+
+        A model that is the only one stays if its size alone leaves no headroom: the next request would load it again.
+        """
         if not enough():
             clear_pool()
         self.release_spare(enough)
@@ -367,15 +379,16 @@ class ModelManager:
             self._evict(name)
 
     def idle_unload_at(self) -> float | None:
-        """Return the time of the next unload of an unused model, or 0.0 if an idle one was replaced on disk. None: none
-        is due."""
+        """Return the monotonic time of the next unload of an idle model; 0.0 if one was replaced on disk. Return None
+        if no unload is due."""
         if self._replaced():
             return 0.0
         idle = self._idle() if self.patience else []
         return self.loaded[idle[0]].used_at + self.patience if idle else None
 
     def unload_idle(self, now: float) -> None:
-        """Unload the models that are due."""
+        """Unload idle models that were replaced on disk, or unused for `patience` seconds until the monotonic time
+        `now`. Queue the load of a replaced model that is preloaded."""
         for found in self._replaced():
             log.info("model replaced on disk", model=found.name)
             self.drop(found.name)
@@ -391,7 +404,7 @@ class ModelManager:
         return [one for one in found if one is not None]
 
     def release_spare(self, enough: Callable[[], bool]) -> bool:
-        """Release spare memory, in order, until `enough()`; return its result."""
+        """Release spare memory, in order, until `enough()`; return its last result."""
         for one in self.spares:
             if one.nbytes and not enough():
                 one.release()

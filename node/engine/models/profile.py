@@ -22,34 +22,37 @@ METHOD_VERSION = 2
 
 
 class MemoryProfileKey(msgspec.Struct, frozen=True):
-    """Key of a profile: another model, machine or version needs other bytes."""
+    """Key of a profile. Another model, machine or library version needs other bytes, and a profile of its own."""
 
     fingerprint: str
     chip: str
     memory: int
+    """RAM in bytes."""
     device: str
+    """Device of MLX: `metal` or `cpu`."""
     mlx: str
     mlx_lm: str
     macpool: str
     method: int = METHOD_VERSION
+    """Version of the measurement."""
 
     @property
     def file(self) -> str:
-        """Name of its file."""
+        """Name of the file that stores the profile."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:32] + ".json"
 
 
 class MemoryProfile(msgspec.Struct, frozen=True):
-    """Measured memory of a model."""
+    """Measured memory of a model on this machine, as stored on disk."""
 
     key: MemoryProfileKey
     """Its key."""
     transient: TransientModel
-    """Fitted transients."""
+    """Fitted coefficients of transient bytes."""
     kv: KvParameters
-    """Bytes of a row."""
+    """Parameters of the bytes of a row."""
     residual: int
-    """Most bytes by which a forward exceeded its KV and its estimate."""
+    """Largest number of bytes by which a forward exceeded its KV and its estimate."""
     highest: int
     """Highest transient, in bytes."""
     chunk: int
@@ -57,14 +60,14 @@ class MemoryProfile(msgspec.Struct, frozen=True):
     reach: int
     """Tokens of the longest measured row."""
     rows: int
-    """Most measured rows that joined and decoded together."""
+    """Largest number of rows that were measured in one join and decode step."""
     seconds: float
-    """Seconds of the measurement."""
+    """Duration of the measurement, in seconds."""
     share: float = 1.0
-    """Share of the longest row from the fit that passed a reading."""
+    """Share of the longest row from the fit that passed a reading; with `failed`, that of the last attempt."""
     failed: str = ""
-    """Diagnosis if no attempt with the longest row passed a reading. It is stored because the next load then repeats it
-    without measuring for another 10 s."""
+    """Diagnosis if no attempt with the longest row passed a reading, else empty. It is stored so that later loads
+    repeat it without another measurement."""
 
 
 def key_of(fingerprint: str, hardware: Hardware) -> MemoryProfileKey:
@@ -83,13 +86,13 @@ def _version(name: str) -> str:
 
 
 class MemoryProfileStore:
-    """Profiles on disk; empty without a folder."""
+    """Store of profiles, one file each in `folder`. With None, nothing is stored or found."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
 
     def read(self, key: MemoryProfileKey) -> MemoryProfile | None:
-        """Return the profile of this key; None if it is missing or unreadable."""
+        """Return the profile of this key; None if its file is missing, unreadable, or not of this key."""
         if self._folder is None:
             return None
         path = self._folder / key.file
@@ -106,11 +109,11 @@ class MemoryProfileStore:
         return found
 
     def has(self, key: MemoryProfileKey) -> bool:
-        """Return whether a profile of this key is stored."""
+        """Return whether a file for this key exists. Its content is not checked."""
         return self._folder is not None and (self._folder / key.file).exists()
 
     def write(self, profile: MemoryProfile) -> None:
-        """Store a profile. After a write error the next load measures once more."""
+        """Store a profile. A write error is logged, and the next load measures once more."""
         if self._folder is None:
             return
         path = self._folder / profile.key.file

@@ -3,8 +3,9 @@
     Profile ─► queued ─► (its model is loaded) ─► forward by forward ─► settled ─► Finished, with the measurements
                  └ the load fails: Refusal              └ memory is needed for requests, no length passes: Refusal
 
-A sweep uses only free memory. The gate runs before every forward, and no cache is evicted for a sweep. Its row is
-released before any request is refused for memory.
+The forwards of a sweep use only free memory: the gate runs before each of them, and no cache is evicted. Only the check
+of the longest row at the end may evict caches, while no request runs. The row of a sweep is released before any request
+is refused for memory.
 """
 
 from collections import deque
@@ -32,10 +33,10 @@ log = structlog.get_logger("engine.sweeps")
 
 @dataclass(slots=True, eq=False)
 class ProfileSweep:
-    """Running sweep."""
+    """Sweep that is in progress, for one `ProfileModel` order."""
 
     number: int
-    """Number of the order."""
+    """Number of the order, which its answer repeats."""
     resident: LoadedModel
     """Model to measure."""
     probe: MemoryProbe
@@ -43,11 +44,11 @@ class ProfileSweep:
     steps: Generator[None] | None = None
     """Remaining steps."""
     settled: ContextSearchResult | None = None
-    """Result of the search for the longest row, at its end."""
+    """Result of the search for the longest row; None before its end or without a search."""
 
 
 class SweepQueue:
-    """Queue of sweeps.
+    """Queue of ordered sweeps, of which one runs at a time.
 
     `residents()` returns the loaded models. `loading(model)` returns whether a model is queued or loading.
     `alone(resident)` returns whether only a sweep of this model uses memory. `still()` waits for launched decode steps.
@@ -73,30 +74,30 @@ class SweepQueue:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that `release` would release."""
+        """Bytes that `release` would free: the row of the sweep, 0 during one of its forwards."""
         return 0 if self._sweep is None or self._stepping else self._sweep.probe.held
 
     @property
     def measuring(self) -> str:
-        """Name of the measured model; empty: none."""
+        """Name of the model that is being measured; empty if there is none."""
         return "" if self._sweep is None else self._sweep.resident.name
 
     @property
     def busy(self) -> bool:
-        """Return whether a step has work or output."""
+        """Return whether `step` has a forward to run or frames to return."""
         return bool(self._ends) or self._sweep is not None or self._next() is not None or bool(self._lost())
 
     def request_sweep(self, number: int, model: str) -> None:
-        """Enqueue a sweep of a model; it starts in turn, once the model is loaded."""
+        """Queue the order `number` to measure a model. Its sweep starts in turn, once the model is loaded."""
         self._queue.append((number, model))
 
     def failed(self, model: str, refused: Refused) -> None:
-        """Refuse the orders of a model that cannot be loaded."""
+        """Refuse the queued orders of a model that cannot be loaded. The next `step` returns the refusals."""
         self._ends += [Refusal(number, refused) for number, name in self._queue if name == model]
         self._queue = deque(one for one in self._queue if one[1] != model)
 
     def cancel(self, number: int) -> bool:
-        """Cancel an order in any state; return whether it was present."""
+        """Cancel a queued or running order without an answer; return whether it was present."""
         if self._sweep is not None and self._sweep.number == number:
             self._close(self._sweep)
             return True
@@ -105,7 +106,7 @@ class SweepQueue:
         return here
 
     def release(self) -> None:
-        """Stop the running sweep and release its memory, because requests need it."""
+        """Stop the running sweep and release its memory, because requests need it. Its order is refused."""
         sweep = self._sweep
         if sweep is not None and not self._stepping:
             self._close(sweep)
@@ -113,7 +114,8 @@ class SweepQueue:
             self._ends.append(Refusal(sweep.number, refused))
 
     def step(self) -> list[Frame]:
-        """Run one forward of a sweep; return the frames of ended orders."""
+        """Run one forward of the current or next sweep. Return the answers of orders that have ended. Raise `Halted` if
+        the engine was halted."""
         for model in self._lost():
             self.failed(model, Refused(RefusalCode.NO_MODEL, f"{model} was unloaded before it was measured"))
         if self._sweep is None:
@@ -149,7 +151,7 @@ class SweepQueue:
         sweep.settled = yield from self._profiler.swept(sweep.probe, ask)
 
     def _asked(self, need: int) -> bool:
-        """Check the longest row against the gate: evictable memory counts as free."""
+        """Return whether the longest row passes the gate. Caches and spare memory are freed for it if necessary."""
         return self._forwards.check(GateSite.PROBE, need) is None
 
     def _go_on(self, sweep: ProfileSweep) -> None:

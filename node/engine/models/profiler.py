@@ -35,13 +35,13 @@ from wire.report import Hardware
 from wire.units import show_size
 
 PROBE_SECONDS = 10.0
-"""Longest probe at a load, in seconds."""
+"""Maximum duration of the probe at a load, in seconds."""
 FIRST_FORWARD_TOKENS = (8, 32, 64, 128, 256, 512)
-"""Tokens of the first forwards, each of a row of its own."""
+"""Tokens of the first forwards of a probe, each of a separate row."""
 WALK_TOKENS = (512, 64, 256, 32, 128)
-"""Tokens of consecutive forwards of one row, in turn."""
+"""Tokens of the forwards over the long row of a probe, repeated in this order."""
 PROBE_ROW_TOKENS = 3072
-"""Tokens of the row of the probe at a load."""
+"""Maximum tokens of the long row of the probe at a load."""
 SWEEP_SECONDS = 600.0
 SWEEP_FORWARD_TOKENS = (1024, 2048, 4096, 8192)
 """Tokens of the additional forwards of a sweep, up to the engine's chunk."""
@@ -56,26 +56,28 @@ Ask = Callable[[int], bool]
 
 @dataclass(slots=True, eq=False)
 class ForwardPeak:
-    """Peak of a forward: MLX's, and the kernel's where available."""
+    """Meter of the peak memory of a forward: by the high-water mark of the kernel where there is one, else by MLX's
+    peak."""
 
     height: MlxPeakTracker
     sensor: Sensor
     _phys: int | None = None
 
     def mark(self) -> None:
-        """Start a measurement."""
+        """Start the measurement of a forward."""
         self.height.mark()
         self._phys = self.sensor.phys().phys if self.sensor.begin_interval() else None
 
     def charged(self) -> int:
-        """Return the bytes charged to the process above the mark; MLX's active bytes where the kernel has no peak."""
+        """Return the bytes from the footprint at the mark to its peak since then. Without a peak of the kernel, measure
+        MLX's active memory."""
         highest = self.sensor.highs().interval
         return self.height.peak_above_mark() if self._phys is None or highest is None else highest - self._phys
 
 
 @dataclass(slots=True)
 class ForwardMeasurement:
-    """One forward of the probe."""
+    """Measured prefill forward of a probe."""
 
     tokens: int
     """Tokens of the forward."""
@@ -84,14 +86,14 @@ class ForwardMeasurement:
     grew: bool
     """Whether the caches grew."""
     wrote: int
-    """Bytes of KV."""
+    """Bytes of KV that it wrote."""
     charged: int
-    """Bytes charged to the process."""
+    """Peak bytes charged to the process, with the KV."""
 
 
 @dataclass(slots=True)
 class StepMeasurement:
-    """One decode step of the probe."""
+    """Measured decode step of a probe."""
 
     rows: int
     """Rows of the step."""
@@ -100,31 +102,32 @@ class StepMeasurement:
     grew: bool
     """Whether the caches grew."""
     charged: int
-    """Bytes charged to the process in addition to KV."""
+    """Peak bytes charged to the process, without the KV."""
 
 
 @dataclass(slots=True, eq=False)
 class MemoryProbe:
-    """Probe or sweep of one model, described in the module's docstring."""
+    """Measurement of one model's memory: a short probe at its load, or a sweep on order (see the module's
+    docstring)."""
 
     resident: LoadedModel
     """Model to measure."""
     ids: Sequence[int]
-    """Text in the model's own tokens."""
+    """Text in the model's own tokens, repeated as often as necessary."""
     ask: Ask
-    """`ask(bytes)` checks the gate."""
+    """`ask(bytes)` returns whether the gate lets a forward pass."""
     spike: ForwardPeak
-    """Measurement of peaks."""
+    """Meter of peaks."""
     chunk: int
-    """Most tokens of a chunk in this engine."""
+    """Maximum tokens of a chunk in this engine."""
     batch: int
-    """Most rows of a batch in this engine."""
+    """Maximum rows of a batch in this engine."""
     reach: int
-    """Tokens to write."""
+    """Maximum tokens of the long row."""
     seconds: float
-    """Longest duration in seconds."""
+    """Maximum duration in seconds."""
     whole: bool = False
-    """Whether it is a sweep, with the largest forwards."""
+    """Whether this is a sweep, with larger forwards and more rows."""
     taken: list[ForwardMeasurement] = field(default_factory=list[ForwardMeasurement])
     """Measured forwards."""
     stepped: list[StepMeasurement] = field(default_factory=list[StepMeasurement])
@@ -132,13 +135,14 @@ class MemoryProbe:
     joined: list[int] = field(default_factory=list[int])
     """Bytes by which each join exceeded its KV and its estimate."""
     rows: int = 0
-    """Most rows that decoded together."""
+    """Largest number of rows that decoded together."""
     held: int = 0
     """Approximate bytes of its rows now."""
     _ends: float = 0.0
 
     def run(self) -> Iterator[None]:
-        """Measure, one forward per step; release the memory at any end."""
+        """Measure until time or room ends, one forward per step; then fit the estimator to all samples. Release the
+        memory at any end."""
         self._ends = time.monotonic() + self.seconds
         try:
             yield from self._run()
@@ -148,7 +152,8 @@ class MemoryProbe:
             release_free_memory()
 
     def repeat_largest(self) -> bool:
-        """Repeat the largest measured forward; return whether there was room for it."""
+        """Repeat the largest measured forward. Return whether there were time and room for it; False if nothing was
+        measured."""
         if not self.taken:
             return False
         largest = max(self.taken, key=lambda one: one.tokens).tokens
@@ -247,7 +252,8 @@ class MemoryProbe:
         return True
 
     def residual(self) -> int:
-        """Return the most bytes by which a chunk, a join or a decode step exceeded its KV and its fitted estimate."""
+        """Return the largest number of bytes by which a chunk, a join or a decode step exceeded its KV and its
+        estimate; 0 if none did."""
         estimator = self.resident.estimator
         chunks = (
             one.charged - one.wrote - estimator.estimate(one.tokens, one.past, grows=one.grew) for one in self.taken
@@ -256,7 +262,7 @@ class MemoryProbe:
         return max(*self.joined, *chunks, *steps, 0, 0)
 
     def profile(self, key: MemoryProfileKey) -> MemoryProfile:
-        """Return the measured profile."""
+        """Return the profile that follows from the measurements, for storage under `key`."""
         resident = self.resident
         return MemoryProfile(
             key,
@@ -272,9 +278,11 @@ class MemoryProbe:
 
 
 def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
-    """Return `count` tokens of real text, this program's own source, in the model's tokens. Varied numbers replace the
-    text if the tokenizer is of another kind. Experts are chosen by content: a ramp of numbers would activate few of
-    them."""
+    """Return `count` tokens of real text, this program's own source, for the model in `folder`.
+
+    If `tokenizer.json` cannot be used, return varied ids below `vocabulary`. Experts are chosen by content: a ramp of
+    numbers would activate few of them.
+    """
     text = "".join(file.read_text() for file in sorted(Path(__file__).parents[1].rglob("*.py")))
     try:
         found: list[int] = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text[: 16 * count]).ids
@@ -288,8 +296,9 @@ def text_ids(folder: Path, vocabulary: int, count: int) -> list[int]:
 class Profiler:
     """Profiles of loaded models: the stored one, or a new one.
 
-    `ask` checks the gate for bytes. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
-    returns the bytes by which the margin is narrowed. `context` is the context in the settings (0: none).
+    `ask(bytes)` checks the gate. `longest` returns the longest row that a model's costs allow, in tokens. `narrowed`
+    returns the bytes by which the margin is narrowed. `chunk` and `batch` are the limits of the engine, in tokens and
+    rows. `context` is the context in the settings (0: none). With `on` False, no profile is used or measured at a load.
     """
 
     def __init__(
@@ -313,7 +322,8 @@ class Profiler:
         self._known: set[str] = set()
 
     def seconds(self, fingerprint: str) -> float:
-        """Return the longest time of measuring a model's profile at its next load, in seconds; 0: it has a profile."""
+        """Return the maximum duration of measuring a model at its next load, in seconds; 0.0 if its profile is stored,
+        or with `on` False."""
         if not self._on or fingerprint in self._known:
             return 0.0
         if fingerprint not in self._keys:
@@ -324,7 +334,10 @@ class Profiler:
         return 0.0
 
     def probe(self, resident: LoadedModel, *, alone: bool) -> Iterator[None]:
-        """Assign a profile to a model, one forward per step. A failed probe affects only the profile, not the load."""
+        """Set the profile of a model: the stored one, or a new one measured in one forward per step.
+
+        With `alone`, the longest row is then checked against a reading. A failure is logged and does not end the load.
+        """
         if not self._on:
             return
         key = key_of(resident.found.fingerprint, self._hardware)
@@ -345,12 +358,15 @@ class Profiler:
             log.warning("probe broken", model=resident.name, error=f"{type(error).__name__}: {error}"[:300])
 
     def sweep(self, resident: LoadedModel) -> MemoryProbe:
-        """Return a probe as large as the gate allows; `swept` makes a profile of its samples."""
+        """Return the probe of a sweep, which measures as far as the gate allows. After its run, `swept` makes a profile
+        of its samples."""
         return self._probe(resident, resident.found.context, SWEEP_SECONDS, whole=True)
 
     def swept(self, probe: MemoryProbe, ask: Ask | None) -> Generator[None, None, ContextSearchResult | None]:
         """Replace the stored profile by the result of a sweep. Return the result of the search for the longest row.
-        With `ask` None it is None: other work was running, and no reading could be checked."""
+
+        With `ask` None the result is None: other work was running, and no reading could be checked.
+        """
         key = key_of(probe.resident.found.fingerprint, self._hardware)
         return (yield from self._measured(probe, key, ask))
 

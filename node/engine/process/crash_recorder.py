@@ -24,7 +24,7 @@ from node.engine.process.interface import NativeCallKind
 
 SIZE = mmap.PAGESIZE
 MAX_MODEL_BYTES = 200
-"""Most bytes of a model's name (`wire.identity.valid_model`)."""
+"""Maximum bytes of a model's name (`wire.identity.valid_model`)."""
 SLOT_BYTES = 256
 """Bytes of a slot; the first slot is that of the forward."""
 SLOTS = 4
@@ -33,7 +33,7 @@ _LAYOUT = struct.Struct("<BQdH")
 
 @dataclass(frozen=True, slots=True)
 class CrashRecord:
-    """Recorded native call."""
+    """Record of a native call, from which the agent finds the request and the model of a crash or hang."""
 
     doing: NativeCallKind
     """Kind of the call."""
@@ -46,14 +46,16 @@ class CrashRecord:
 
 
 class CrashRecorder:
-    """Writer of the page. Without a descriptor it writes into private memory."""
+    """Writer of the page with the running native calls. `descriptor` is the page shared with the agent; None: private
+    memory."""
 
     def __init__(self, descriptor: int | None = None) -> None:
         self._page = mmap.mmap(-1 if descriptor is None else descriptor, SIZE)
         self._slots: dict[int, int] = {}
 
     def begin(self, doing: NativeCallKind, model: str, request: int = 0) -> None:
-        """Record the start of a native call. Costs about a microsecond."""
+        """Record the start of a native call. `request` is the number of its request; 0 for several or none. This takes
+        about a microsecond."""
         self._write(0, doing, model, request)
 
     def _write(self, at: int, doing: NativeCallKind, model: str, request: int) -> None:
@@ -75,7 +77,8 @@ class CrashRecorder:
             self._page[slot * SLOT_BYTES] = NativeCallKind.NOTHING
 
     def oldest_read(self) -> CrashRecord | None:
-        """Return the prompt that has been tokenized for the longest time; None when there is none."""
+        """Return the record of the prompt that has been tokenized for the longest time; None if none is being
+        tokenized."""
         return _oldest(self._page[:], 1)
 
     def end(self) -> None:
@@ -83,33 +86,38 @@ class CrashRecorder:
         self._page[0] = NativeCallKind.NOTHING
 
     def crash(self, model: str, request: int) -> None:
-        """End the process like a Metal out-of-memory: by SIGABRT during a forward, without any clean-up."""
+        """End the process as a Metal out-of-memory error does: by SIGABRT during a forward, without clean-up.
+
+        `model` and `request` are recorded as those of the forward.
+        """
         self.begin(NativeCallKind.PREFILL, model, request)
         sys.stderr.write("crash: asked for by engine.scripted.crash\n")
         sys.stderr.flush()
         os.kill(os.getpid(), signal.SIGABRT)
 
     def running_call(self) -> CrashRecord | None:
-        """Return the running native call."""
+        """Return the record of the running native call; None if none runs. Tokenization does not count."""
         return parse(self._page[:])
 
 
 def new_page() -> int:
-    """Create a page to share; return its descriptor, which the caller closes."""
+    """Create a page to share with an engine process. Return its descriptor, which the caller closes."""
     with tempfile.TemporaryFile() as file:
         file.truncate(SIZE)
         return os.dup(file.fileno())
 
 
 def read(descriptor: int, *, hung: bool = False) -> CrashRecord | None:
-    """Return the recorded call of a page after its writer's death; None when no call was running. With `hung`, it is
-    the oldest call."""
+    """Return the native call that a page records after the death of its writer; None if none was running.
+
+    That is the forward, or else the oldest tokenization. With `hung`, it is the oldest of all calls.
+    """
     page = os.pread(descriptor, SIZE, 0)
     return _oldest(page, 0) if hung else parse(page) or _oldest(page, 1)
 
 
 def parse(page: bytes, slot: int = 0) -> CrashRecord | None:
-    """Parse a slot of a page; foreign content yields None."""
+    """Parse a slot of a page. Return None if the slot records no call or its content is invalid."""
     at = slot * SLOT_BYTES
     doing, request, since, length = _LAYOUT.unpack_from(page, at)
     if doing == NativeCallKind.NOTHING or doing not in NativeCallKind.__members__.values():

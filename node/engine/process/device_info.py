@@ -7,7 +7,11 @@ from importlib.util import find_spec
 
 
 def read_device() -> dict[str, object]:
-    """Return MLX's version and device, or the error; sizes in bytes."""
+    """Return the versions of MLX and mlx-lm and the device, for JSON. `most` is Metal's recommended working set in
+    bytes.
+
+    If MLX is missing or cannot be imported, return `installed` and `error` only.
+    """
     if find_spec("mlx") is None:
         return {"installed": False, "error": "MLX is not installed"}
     try:

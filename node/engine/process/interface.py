@@ -28,39 +28,42 @@ if TYPE_CHECKING:
 FLUSH_INTERVAL_SECONDS = 0.5
 """Seconds for which tokens of a request without streaming are gathered."""
 MAX_CANCELLED_REMEMBERED = 1024
-"""Number of cancelled requests that are remembered until their `Generate` arrives."""
+"""Maximum number of cancelled requests that are remembered until their `Generate` arrives."""
 ROUTES: Final = ("chat", "completions")
-"""Routes that every kind serves, and that its gate therefore guards."""
+"""Kinds of requests that every engine kind serves, and that its gate therefore guards."""
 
 
 class UnknownKindError(ValueError):
-    """Unknown engine kind, or one with a missing dependency; the text names the next step."""
+    """Error of an engine kind that is unknown or misses a dependency; the text names the next step."""
 
 
 class Halted(BaseException):
-    """The engine was halted: no native call may begin. An engine must not catch this, because it is no fault."""
+    """Raised instead of a native call after the engine was halted. An engine must not catch this, because it is no
+    fault."""
 
 
 Work = Frame | PreparedRequest | UntokenizedPrompt | TokenizeResult
 
 
 class NativeCallKind(IntEnum):
-    """Kind of a native call."""
+    """Kind of a native call, as recorded for crashes and published by its name."""
 
     NOTHING = 0
     PREFILL = 1
     JOIN = 2
+    """Copy of a decode batch that rows join."""
     DECODE = 3
     LOAD = 4
+    """Piece of a model load."""
     READ = 5
     """Tokenization of a prompt: template and tokenizer are files of the model."""
 
 
 class CallRecording(Protocol):
-    """Record of native calls from which a crash can be explained (`crash_recorder`)."""
+    """Recorder of native calls, from which the agent can explain a crash (`crash_recorder`)."""
 
     def begin(self, doing: NativeCallKind, model: str, request: int = 0) -> None:
-        """Record the start of a native call for this request; 0: for several."""
+        """Record the start of a native call. `request` is the number of its request; 0 for several or none."""
         ...
 
     def end(self) -> None:
@@ -72,16 +75,16 @@ class CallRecording(Protocol):
         ...
 
     def crash(self, model: str, request: int) -> None:
-        """End the process like a native crash in this request's prefill."""
+        """Simulate a native crash in the prefill of this request: end the process by a signal."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NativeCall:
-    """Running native call."""
+    """Native call that is running now."""
 
     kind: str
-    """Kind of the call."""
+    """Name of its `NativeCallKind` in lower case."""
     since: float
     """Start in monotonic seconds."""
     expected: float
@@ -89,55 +92,61 @@ class NativeCall:
 
 
 class Engine(Protocol):
-    """Engine. `now` is the inference thread's monotonic clock in seconds."""
+    """Interface of an engine, which `EngineLoop` drives. `now` is the inference thread's monotonic clock in seconds."""
 
     gate: "MemoryGate"
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Convert a frame into work for `handle`, on the I/O thread; a prompt into tokens. An answered `Ping` is passed
-        as well, and for it the result is usually None."""
+        """Convert a frame into work for `handle`, on the I/O thread; tokenize a short prompt. Return None if there is
+        no work.
+
+        A `Ping` arrives here as well, after it was answered.
+        """
         ...
 
     def handle(self, work: Work, now: float) -> Collection[Frame | UntokenizedPrompt]:
-        """Process one piece of work; return immediate answers and prompts that may now be tokenized."""
+        """Process one piece of work. Return immediate answers, and prompts that may now be tokenized."""
         ...
 
     def step(self, now: float) -> Iterable[Frame]:
-        """Run due work: at most one decode step of every running row, then at most one gated prefill. The work proceeds
-        as the caller consumes the frames."""
+        """Run due work: at most one decode step of every running row, then at most one gated prefill.
+
+        The work proceeds as the caller consumes the frames. Raise `Halted` if a native call is due after `halt`.
+        """
         ...
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the time of the next `step`; None: only a frame can bring work."""
+        """Return the monotonic time of the next `step`; None if only a frame can bring work."""
         ...
 
     def running_call(self) -> NativeCall | None:
-        """Return the running native call, on any thread; None: no long call is running."""
+        """Return the running native call; None if none runs. Any thread may call this."""
         ...
 
     def report(self, now: float) -> EngineReport:
-        """Read the memory and return the report to publish."""
+        """Read the memory and return the state of the engine, to be sent to the agent."""
         ...
 
     def halt(self) -> None:
-        """Begin no further native call, on any thread. `handle` and `step` may raise `Halted` from now on."""
+        """Forbid further native calls. Any thread may call this; `step` may then raise `Halted`."""
         ...
 
     def close(self) -> None:
-        """Wait for work on the device, and release all memory. No method is called after it."""
+        """Wait for work on the device, and release all memory. This is the last call."""
         ...
 
 
 class EngineFactory(Protocol):
-    """Type of `build` in each kind's module. The recorder is called before every native call."""
+    """Type of the function `build` in the module of each engine kind."""
 
     def __call__(self, settings: "NodeSettings", recorder: CallRecording) -> Engine:
-        """Return the engine."""
+        """Return a new engine for the settings of a node. It calls `recorder` before every native call."""
         ...
 
 
 def builder(kind: str) -> EngineFactory:
-    """Return a kind's builder. `UnknownKindError` lists the kinds that exist."""
+    """Import the module of an engine kind and return its `build`. Raise `UnknownKindError` if the kind is unknown or a
+    library is not installed."""
     module = KINDS.get(kind)
     if module is None:
         raise UnknownKindError(f"unknown engine kind {kind!r}: use {', '.join(KINDS)}")

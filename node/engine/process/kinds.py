@@ -3,4 +3,4 @@
 from typing import Final
 
 KINDS: Final = {"mlx": "node.engine.engine", "scripted": "node.engine.scripted.engine"}
-"""Module with `build`, by kind."""
+"""Name of the module that provides `build`, by engine kind."""

@@ -22,10 +22,10 @@ from node.engine.requests.tokenize_queue import TokenizeQueue
 from wire.frames import EngineReport, Frame
 
 MIN_REPORT_INTERVAL_SECONDS = 0.1
-"""Fewest seconds between two published reports."""
+"""Minimum interval between two published reports, in seconds."""
 
 TOKENIZE_EXPECTED_SECONDS = 60.0
-"""Expected seconds of tokenizing a prompt: 8 MB take 9 s on a quiet machine."""
+"""Expected duration of tokenizing a prompt, in seconds: 8 MB take 9 s on a quiet machine."""
 TOKENIZE_TIMEOUT_SECONDS = 5 * TOKENIZE_EXPECTED_SECONDS
 """Seconds after which a tokenizer counts as hung (`node.engine_process.supervisor.SupervisorTimeouts.turn_factor`)."""
 
@@ -33,7 +33,11 @@ log = structlog.get_logger("engine")
 
 
 class EngineLoop:
-    """Loop of an engine on the thread that calls `run`."""
+    """Loop that drives an engine on the thread that calls `run`.
+
+    `send` passes a frame to the agent. `reading` returns the record of the prompt that has been tokenized for the
+    longest time; None if there is none.
+    """
 
     def __init__(
         self, engine: Engine, send: Callable[[Frame], None], reading: Callable[[], CrashRecord | None] = lambda: None
@@ -52,21 +56,24 @@ class EngineLoop:
         self._unread, self._long = TokenizeQueue(), TokenizeQueue()
 
     def put(self, work: Work) -> None:
-        """Enqueue prepared work from another thread."""
+        """Enqueue work for the inference thread, from any thread."""
         with self._wake:
             self._inbox.append(work)
             self._wake.notify()
 
     def stop(self) -> None:
-        """End `run` once the native call in flight has returned; on any thread."""
+        """End `run` once the native call in progress has returned. Any thread may call this."""
         self._engine.halt()
         with self._wake:
             self._stopped = True
             self._wake.notify()
 
     def busy(self, now: float) -> tuple[float, float]:
-        """Return the duration so far and the expected duration, in seconds, of the running native call or else
-        iteration. The duration is 0 while idle. If a tokenizer hangs, its prompt is returned instead."""
+        """Return the duration so far and the expected duration of the running native call, in seconds.
+
+        Between native calls, return the duration of the iteration and 0; while idle, zeros. If a tokenizer hangs,
+        return the times of its prompt instead. `now` is the monotonic time.
+        """
         read = self._reading()
         if read is not None and now - read.since > TOKENIZE_TIMEOUT_SECONDS:
             return now - read.since, TOKENIZE_EXPECTED_SECONDS
@@ -76,7 +83,7 @@ class EngineLoop:
         return (0.0, 0.0) if turn is None else (max(0.0, now - turn), 0.0)
 
     def run(self) -> None:
-        """Serve until stopped."""
+        """Handle work and run steps on the calling thread, until `stop`."""
         while True:
             work = self._next()
             if self._stopped:
@@ -89,12 +96,12 @@ class EngineLoop:
             self._busy_since = None
 
     def read(self) -> None:
-        """Tokenize prompts of usual length, one after the other, on the calling thread. Never returns."""
+        """Tokenize admitted prompts of usual length, one after the other, on the calling thread. Never return."""
         while True:
             self.put(self._unread.get().read())
 
     def read_long(self) -> None:
-        """Tokenize long texts, one after the other, on the calling thread. Never returns."""
+        """Tokenize admitted long texts, one after the other, on the calling thread. Never return."""
         while True:
             self.put(self._long.get().read())
 

@@ -40,7 +40,7 @@ from wire.frames import Frame, Ping, Pong, StopEngine
 
 READ_BYTES = 256 * 1024
 MAX_UNSENT_BYTES = 64 * 1024 * 1024
-"""Bytes queued for an agent that does not read. Beyond this the process ends."""
+"""Maximum bytes queued for an agent that does not read. Above it the process ends."""
 MAX_SETTINGS_BYTES = 1024 * 1024
 EXIT_TIMEOUT_SECONDS = 5.0
 """Seconds for a native call in flight to return and for memory to be released. A server with 373 GB of wired weights
@@ -53,9 +53,10 @@ log = structlog.get_logger("engine")
 
 
 class FrameWriter:
-    """Writer of the socket: any thread enqueues frames without waiting, one thread sends them in order.
+    """Sender of frames to the agent: any thread enqueues frames without waiting, one thread sends them in order.
 
-    `on_stuck()` is called once `MAX_UNSENT_BYTES` bytes are queued for an agent that does not read.
+    `line` is the socket. `on_stuck()` is called when more than `MAX_UNSENT_BYTES` are queued for an agent that does not
+    read.
     """
 
     def __init__(self, line: socket.socket, on_stuck: Callable[[], None]) -> None:
@@ -66,7 +67,7 @@ class FrameWriter:
         self._wake = threading.Condition()
 
     def send(self, frame: Frame) -> None:
-        """Enqueue a frame."""
+        """Enqueue a frame. Any thread may call this."""
         encoded = encode(frame)
         with self._wake:
             self._unsent.append(encoded)
@@ -77,7 +78,7 @@ class FrameWriter:
             self._on_stuck()
 
     def run(self) -> None:
-        """Send queued frames until the socket is closed."""
+        """Send queued frames until the socket fails, on the calling thread."""
         while True:
             with self._wake:
                 while not self._unsent:
@@ -93,8 +94,8 @@ class FrameWriter:
 
 
 def read_settings(line: socket.socket) -> NodeSettings:
-    """Read the settings that precede all frames. Raise EOFError if the agent is gone, ValueError for invalid
-    settings."""
+    """Read the settings that precede all frames. Raise `EOFError` if the agent has closed the socket, `ValueError` for
+    invalid settings."""
     length = int.from_bytes(_exactly(line, 4), "big")
     if length > MAX_SETTINGS_BYTES:
         raise ValueError(f"settings of {length} bytes")
@@ -102,7 +103,7 @@ def read_settings(line: socket.socket) -> NodeSettings:
 
 
 def settings_message(settings: NodeSettings) -> bytes:
-    """Return the message with the settings, which the agent writes first."""
+    """Return the message with the settings (`u32 length | JSON`), which the agent sends before all frames."""
     body = msgspec.json.encode(settings)
     return len(body).to_bytes(4, "big") + body
 
@@ -118,7 +119,8 @@ def _exactly(line: socket.socket, count: int) -> bytes:
 
 
 class ProcessExit:
-    """Exit of this process, for every thread. Only the inference thread releases the memory."""
+    """Orderly end of this process, which any thread may request. Only the inference thread releases the engine's
+    memory."""
 
     def __init__(self, engine: Engine, loop: EngineLoop) -> None:
         self._engine = engine
@@ -126,19 +128,20 @@ class ProcessExit:
         self._code = 0
 
     def request(self, code: int = 0) -> None:
-        """Stop the loop; the inference thread then ends the process with this code."""
+        """Stop the loop; the inference thread then ends the process. The first exit code other than 0 counts."""
         self._code = self._code or code
         self._loop.stop()
 
     def exit_within(self, seconds: float, code: int = 0) -> NoReturn:
-        """Stop the loop, and end the process after `seconds` in any state. Must not be called on the inference
-        thread."""
+        """Stop the loop, and end the process after `seconds` in any state of the other threads. Must not be called on
+        the inference thread."""
         self.request(code)
         threading.Event().wait(seconds)
         os._exit(self._code)
 
     def run_engine(self) -> NoReturn:
-        """Run the engine until stopped, release its memory, and end the process."""
+        """Run the engine on the calling thread until it is stopped or fails. Then release its memory and end the
+        process."""
         try:
             self._loop.run()
         except BaseException:
@@ -152,7 +155,7 @@ class ProcessExit:
         os._exit(self._code)
 
     def guard_thread(self, work: Callable[[], object]) -> Callable[[], NoReturn]:
-        """Return `work` for a thread whose end is the end of the process; a failure is logged on stderr."""
+        """Wrap the function of a thread: when it returns or raises, the process ends. An exception is logged."""
 
         def run() -> NoReturn:
             try:
@@ -166,9 +169,10 @@ class ProcessExit:
 
 
 def read_frames(line: socket.socket, engine: Engine, loop: EngineLoop, writer: FrameWriter) -> float:
-    """Prepare every frame for the loop and answer pings, until a `StopEngine` or the socket's end.
+    """Receive frames until a `StopEngine` or the end of the socket: prepare each for the loop, and answer pings.
 
-    Return the seconds that this process may then still run.
+    Return the seconds that this process may then still run. Raise `WireError` for an invalid frame, `OSError` if the
+    socket fails.
     """
     splitter = Splitter(longest=MAX_JOINED_BYTES)
     while data := line.recv(READ_BYTES):
@@ -185,8 +189,10 @@ def read_frames(line: socket.socket, engine: Engine, loop: EngineLoop, writer: F
 
 
 def serve(line: socket.socket, recorder: CrashRecorder, terminations: int) -> int:
-    """Serve one agent over one socket for the lifetime of the process; return an exit code if the start fails. A byte
-    from the descriptor `terminations` ends the process as well."""
+    """Serve one agent over one socket for the lifetime of the process. Return an exit code only if the start fails.
+
+    The process also ends with a byte from the descriptor `terminations`.
+    """
     try:
         settings = read_settings(line)
         engine = builder(settings.engine.kind)(settings, recorder)
@@ -233,7 +239,7 @@ def _terminations() -> int:
 
 
 def main() -> None:
-    """Run the engine process until its socket ends."""
+    """Run the engine process on the descriptors of the command line. End the process when its socket ends."""
     options = argparse.ArgumentParser(prog="node.engine.process.main")
     options.add_argument("--socket", type=int, required=True, help="inherited descriptor of a stream socket")
     options.add_argument("--page", type=int, help="inherited descriptor of the recorder's page")

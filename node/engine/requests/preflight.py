@@ -1,6 +1,7 @@
 """Preflight checks of a request, before any commitment: is it possible at all, and is it possible now?
 
-"Can never fit" is answered only with an exact count of tokens, and with the numbers in the sentence.
+A request is refused as one that can never fit only after an exact count of its tokens. The message then has all
+numbers.
 """
 
 from dataclasses import dataclass
@@ -15,29 +16,30 @@ from wire.units import show_size
 
 @dataclass(frozen=True, slots=True)
 class RequestShape:
-    """Size of a request."""
+    """Size of a request in tokens and choices, from which its memory follows."""
 
     prompt: int
     """Prompt tokens."""
     limit: int
-    """Most tokens of one answer."""
+    """Maximum tokens of one answer."""
     promised: int
-    """Tokens to commit for one answer."""
+    """Tokens of one answer to commit at admission: the expected ones. The commitment grows later if necessary."""
     choices: int
-    """Number of answers."""
+    """Number of choices."""
 
     @property
     def length(self) -> int:
-        """Committed tokens of a row."""
+        """Committed tokens of a row: prompt and expected answer."""
         return self.prompt + self.promised
 
     def of(self, choices: int) -> "RequestShape":
-        """Return the same request with fewer answers to generate."""
+        """Return this shape with another number of choices: a resumed request may have some that have ended."""
         return RequestShape(self.prompt, self.limit, self.promised, choices)
 
 
 def shape_of(request: Generate, prompt: int, natural: int, context: int) -> RequestShape:
-    """Return the size of a request; `natural` is the length of an answer without max_tokens.
+    """Return the size of a request with `prompt` prompt tokens. `natural` is the length of an answer without
+    max_tokens, `context` that of the model, both in tokens.
 
     A resumed request counts as a new one. If its answer is longer than this node allows, another limit was in force; it
     then ends with its next token.
@@ -51,7 +53,10 @@ def shape_of(request: Generate, prompt: int, natural: int, context: int) -> Requ
 
 
 def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int) -> Refused | None:
-    """Return the refusal of a request that no state of the memory would allow; None if one might."""
+    """Return the refusal of a request that no state of the memory would allow; None if one might.
+
+    `batch` is the maximum number of rows that decode together.
+    """
     if request.model != model.name:
         return Refused(RefusalCode.NO_MODEL, f"this node serves {model.name}, not {request.model}")
     if request.params.grammar is not None and "grammar" not in model.features:
@@ -73,7 +78,8 @@ def never_fits(request: Generate, shape: RequestShape, model: Model, batch: int)
 
 
 def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | None:
-    """Return the refusal, with all numbers, of a request that would not fit even alone; None if it would."""
+    """Return the refusal, with all numbers, of a request that does not fit even on the idle node; None if it would
+    fit."""
     if arithmetic.can_ever_fit(memory, model, shape.prompt, shape.promised, shape.choices):
         return None
     needed = arithmetic.alone_bytes(model, shape.prompt, shape.promised, shape.choices)
@@ -100,8 +106,10 @@ def too_large(shape: RequestShape, memory: Memory, model: Model) -> Refused | No
 
 
 def admit(shape: RequestShape, memory: Memory, model: Model, cost: int, gate: MemoryGate) -> Refused | None:
-    """Check whether `cost` bytes may be committed now. The refusal distinguishes a request that can never fit from one
-    that does not fit now."""
+    """Return the refusal if `cost` bytes cannot be committed now, else None.
+
+    The refusal distinguishes a request that can never fit from one that does not fit now.
+    """
     answer = gate.check(GateSite.PREFLIGHT, memory, cost)
     if not isinstance(answer, Refused):
         return None

@@ -12,24 +12,28 @@ if TYPE_CHECKING:
 
 
 class GrammarCursor(Protocol):
-    """State of one answer in its grammar; see `matcher.GrammarMatcher`."""
+    """State of one answer in its grammar. The implementation is `matcher.GrammarMatcher`."""
 
     @property
     def opener(self) -> int | None:
-        """Token that may start a thought now, if the model chooses it."""
+        """Token with which the answer may start its reasoning now, if the model chooses it; None if there is none."""
         ...
 
     def feed(self, token: int) -> None:
-        """Advance by the next id of the answer."""
+        """Advance by the next token id of the answer. Raise `matcher.GrammarFailed` if the grammar does not allow
+        it."""
         ...
 
     def mask(self) -> bytes | None:
-        """Return the allowed next tokens, one bit each; None where any token is allowed."""
+        """Return the allowed next tokens, one bit each, lowest first; None if any token is allowed.
+
+        Raise `matcher.GrammarFailed` if no token can follow.
+        """
         ...
 
 
 class GrammarFactory(Protocol):
-    """Grammar of all answers of a request; see `compiler.CompiledGrammar`."""
+    """Compiled grammar that all answers of a request must match. The implementation is `compiler.CompiledGrammar`."""
 
     def begin(self) -> GrammarCursor:
         """Return the state at the start of an answer."""
@@ -38,7 +42,7 @@ class GrammarFactory(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedRequest:
-    """Tokenized request. With `refused` the other fields are unset."""
+    """Tokenized request, or its refusal. With `refused` the other fields but `request` are unset."""
 
     request: Generate
     """The request."""
@@ -47,13 +51,13 @@ class PreparedRequest:
     eos: frozenset[int] = frozenset()
     """Tokens that end an answer."""
     voice: "Callable[[int], TextPipeline] | None" = None
-    """`voice(choice)` returns a new text pipeline."""
+    """`voice(choice)` returns a new text pipeline for this choice; None with `refused`."""
     token_bytes: Callable[[int], bytes] = lambda token: b""
-    """Returns the bytes of a token."""
+    """`token_bytes(token)` returns the bytes of a token's text."""
     refused: Refused | None = None
     """Refusal of the request; None: it is accepted."""
     grammar: GrammarFactory | None = None
-    """Grammar that every answer must match."""
+    """Grammar that every answer must match; None: no constraint."""
     shared: int = 0
     """Number of first ids that are a system prompt of all keys."""
 

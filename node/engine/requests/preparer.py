@@ -32,10 +32,11 @@ log = structlog.get_logger("engine.door")
 
 
 class RequestPreparer:
-    """Tokenizers by model, loaded at the first request for their model, after a trial if `trials` is set.
+    """Tokenization of requests for all models. A tokenizer is loaded at the first request for its model, after a trial
+    if `trials` is set.
 
-    `context(found)` returns the most tokens of a row of a model. `barred(found)` returns why the model cannot be used
-    now.
+    `context(found)` returns the maximum tokens of a row of a model. `barred(found)` returns why the model cannot be
+    used now; empty if it can.
     """
 
     def __init__(
@@ -58,12 +59,12 @@ class RequestPreparer:
 
     @property
     def tokenizers(self) -> Mapping[str, Tokenizer]:
-        """Loaded tokenizers by folder and fingerprint of their model."""
+        """Loaded tokenizers, by the text `folder:fingerprint` of their model."""
         return self._tokenizers
 
     def inline(self, frame: Generate | CountTokens) -> bool:
         """Return whether the I/O thread may prepare this prompt: it is short, waits for no lock, and compiles no
-        grammar."""
+        grammar. Return True as well if the model cannot be served."""
         found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return True
@@ -71,7 +72,8 @@ class RequestPreparer:
         return not guided and _key(found) in self._tokenizers and not self.need(frame)
 
     def need(self, frame: Generate | CountTokens) -> int:
-        """Return the transient bytes of tokenizing this prompt; 0: no admission is needed."""
+        """Return the transient bytes of tokenizing this prompt, with those of loading and trying its tokenizer. Return
+        0 if the gate need not check them."""
         found = self._library.find_fresh(frame.model)
         if found is None or found.cause:
             return 0
@@ -88,8 +90,11 @@ class RequestPreparer:
         )
 
     def features(self, found: ModelDescriptor) -> tuple[str, ...]:
-        """Return the features of a model (wire.report.Model). Before the first request has loaded its tokenizer all
-        features are returned, because an unknown feature is no reason for a refusal."""
+        """Return the features of a model that its report names (`wire.report.Model.features`).
+
+        Before the first request has loaded the tokenizer, return all features, because an unknown feature is no reason
+        for a refusal.
+        """
         tokenizer = self._tokenizers.get(_key(found))
         lacking: set[str] = set()
         if tokenizer is not None:
@@ -98,7 +103,8 @@ class RequestPreparer:
         return tuple(one for one in FEATURES if one not in lacking)
 
     def prepare(self, request: Generate) -> PreparedRequest:
-        """Tokenize a request. Never raises, because the calling threads must not end."""
+        """Tokenize a request and compile its grammar, or refuse the request. Never raise, because the calling threads
+        must not end."""
         try:
             with self._reading(request.model, request.request):
                 return self._prepared(request)
@@ -107,7 +113,7 @@ class RequestPreparer:
             return _refused(request, RefusalCode.TEMPLATE, f"the prompt could not be rendered: {type(error).__name__}")
 
     def count(self, asked: CountTokens) -> Finished | Refusal:
-        """Return the number of a prompt's tokens. Never raises."""
+        """Count the tokens of a prompt. Return `Finished` with the count, or the refusal. Never raise."""
         request = Generate(
             asked.request,
             0,
@@ -200,7 +206,8 @@ class RequestPreparer:
             raise UnsupportedSchema(f"the grammar could not be parsed: {type(error).__name__}") from error
 
     def tokenizer(self, found: ModelDescriptor) -> Tokenizer:
-        """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if that fails."""
+        """Return the tokenizer of a model, tried and loaded at the first call. Raise `TokenizerError` if the trial or
+        the load fails."""
         tokenizer = self._tokenizers.get(_key(found))
         if tokenizer is not None:
             return tokenizer

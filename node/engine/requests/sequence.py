@@ -18,12 +18,12 @@ from wire.frames import Delta, Generate, Logprob
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """One answer."""
+    """One choice of an admitted request, which decodes as one row of a batch."""
 
     sequence: "Sequence"
     """Request of the answer."""
     choice: int
-    """Index of the answer in its request."""
+    """Index of the choice in its request."""
     commitment: Commitment
     """Memory commitment of the row."""
     pipeline: TextPipeline
@@ -31,7 +31,7 @@ class Row:
     ids: list[int] = field(default_factory=list[int])
     """Generated tokens."""
     reason: str = ""
-    """Reason of its end; empty while it is running."""
+    """Reason of its end, such as `stop` or `length`; empty while the answer is running."""
     rebuilt: int = 0
     """Number of rebuilds after a broken batch."""
     pieces: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
@@ -41,10 +41,10 @@ class Row:
     logprobs: list[Logprob] = field(default_factory=list[Logprob])
     """Log probabilities not sent yet."""
     heard: int = 0
-    """Number of first `ids` that another node generated."""
+    """Number of first `ids` that another node generated and sent."""
 
     def replay(self, ids: Iterable[int]) -> None:
-        """Restore the state after these ids, which another node has sent: their text is not sent again."""
+        """Restore the state after `ids`, which another node has generated and sent. Their text is not sent again."""
         for token in ids:
             self.ids.append(token)
             self.read(token)
@@ -53,7 +53,7 @@ class Row:
         self.pieces, self.heard = [], len(self.ids)
 
     def read(self, token: int) -> None:
-        """Add the newest id to the text, and end the answer if the id ends it."""
+        """Add the text of the newest token id, and end the answer if this id, a stop string or the limit ends it."""
         sequence = self.sequence
         if token in sequence.prepared.eos:
             self._finish("stop")
@@ -70,13 +70,14 @@ class Row:
         self.pieces += pieces
 
     def token_ids(self) -> list[int]:
-        """Return all known ids: prompt and answer so far."""
+        """Return all known token ids: prompt and answer so far."""
         return [*self.sequence.prompt, *self.ids]
 
     def drain_deltas(self) -> list[Delta]:
-        """Return unsent output as deltas of at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined.
+        """Return the unsent tokens, text and log probabilities as deltas, and mark them as sent.
 
-        Text that was held back until it was long (a tool call without an end) is cut into deltas of its own.
+        A delta has at most `MAX_DELTAS` pieces; adjacent pieces of a channel are joined. Text that was held back until
+        it was long (a tool call without an end) is cut into deltas of its own.
         """
         pieces: list[tuple[int, str]] = []
         for channel, text in self.pieces:
@@ -113,7 +114,7 @@ def _cut(channel: int, text: str) -> list[tuple[int, str]]:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Admitted request. Times are monotonic seconds."""
+    """Admitted request in the text engine. Times are monotonic seconds."""
 
     request: Generate
     """The request."""
@@ -128,7 +129,7 @@ class Sequence:
     arrived: float
     """Time of arrival."""
     rows: list[Row] = field(default_factory=list[Row])
-    """Its answers."""
+    """Its choices."""
     begun: float = 0.0
     """Start of its prefill; 0.0 before."""
     joined: float = 0.0
@@ -136,9 +137,9 @@ class Sequence:
     told: float = 0.0
     """Time at which output was last sent."""
     cached: int = 0
-    """Tokens found in the prefix cache at its start."""
+    """Tokens found in the prefix cache at the start of the request."""
     prompt_hash: bytes = b""
-    """Hash of the prompt; empty: the prefix cache does not store it."""
+    """Hash of the prompt (`prefix_store.hash_of`); empty if the prefix cache does not store the prompt."""
     yielded: bool = False
     """Whether it was preempted for a key that held less memory; it then returns in turn with all other requests."""
 
@@ -154,19 +155,20 @@ class Sequence:
 
     @property
     def cache_scope(self) -> str:
-        """Return the scope of cached prefixes that it reuses and stores."""
+        """Return the scope of the cached prefixes that this request reuses and stores."""
         return self.request.cache_scope or self.request.owner.name
 
     @property
     def prompt_cached(self) -> int:
-        """Cached tokens of the prompt alone: a resumed answer may have more."""
+        """Number of prompt tokens found in the prefix cache. `cached` may be larger, because a resumed answer may be
+        cached as well."""
         return min(self.cached, self.shape.prompt)
 
     @property
     def delivered(self) -> bool:
-        """Return whether any token was sent from here."""
+        """Return whether any token that this node generated was sent."""
         return any(len(row.ids) > len(row.new) + row.heard for row in self.rows)
 
     def active_rows(self) -> Iterator[Row]:
-        """Return the rows that have not ended."""
+        """Return an iterator over the rows that have not ended."""
         return (row for row in self.rows if not row.reason)

@@ -1,4 +1,4 @@
-"""Admission of prompts to tokenization, with the memory that it takes.
+"""Admission of prompts to tokenization, with the memory that their tokenization takes.
 
 A tokenizer keeps records of its own in addition to the tokens. They take up to 301 bytes a token (measured), and no
 token is shorter than one byte of text. Loading a tokenizer takes up to 34 times its files, the tables for grammars 14
@@ -32,36 +32,38 @@ LONG_PROMPT_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class UntokenizedPrompt:
-    """Prompt before tokenization."""
+    """Prompt that a prompt thread will tokenize, once the engine has reserved the memory for that."""
 
     frame: Generate | CountTokens
     """The request, or the order to count its tokens."""
     need: int
-    """Transient bytes of its tokenization."""
+    """Transient bytes of its tokenization; 0 if they need no check of the gate."""
     read: Callable[[], "TokenizeResult"]
-    """Tokenizes the prompt, on any thread; never raises."""
+    """Tokenizes the prompt, on any thread. Never raises."""
 
     @property
     def key(self) -> str:
-        """Return the API key whose turn it takes."""
+        """Return the name of the API key whose turn the prompt takes."""
         return self.frame.owner.name
 
     @property
     def long(self) -> bool:
-        """Return whether this text belongs to the thread of long texts."""
+        """Return whether the prompt belongs to the thread for long texts."""
         return text_bytes(self.frame) > LONG_PROMPT_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizeResult:
-    """Result of a tokenization; its reservation ends here."""
+    """Result of the tokenization of a prompt. When the engine handles it, the reservation of the tokenization ends."""
 
     request: int
+    """Number of the request."""
     work: PreparedRequest | Finished | Refusal
+    """Tokenized request, or the answer to an order to count tokens."""
 
 
 def text_bytes(frame: Generate | CountTokens) -> int:
-    """Return the bytes of a request's text; a given token id counts as one."""
+    """Return the bytes of all texts of a request, with tools and earlier calls. A given token id counts as one byte."""
     texts = [frame.tools]
     for message in frame.messages:
         texts += (message.content, message.name, message.reasoning)
@@ -73,8 +75,11 @@ def text_bytes(frame: Generate | CountTokens) -> int:
 
 
 def too_long(frame: Generate | CountTokens, need: int, memory: Memory) -> Refused | None:
-    """Return the refusal, with all numbers, of a prompt that could not be tokenized here even alone; None if it
-    could."""
+    """Return the refusal, with all numbers, of a prompt that could not be tokenized even on the idle node; None if it
+    could.
+
+    `need` is the transient bytes of its tokenization.
+    """
     holds = max(0, most_bytes(memory))
     if not memory.guard or need <= holds:
         return None

@@ -7,21 +7,23 @@ from node.engine.requests.tokenize_admission import UntokenizedPrompt
 
 
 class TokenizeQueue:
-    """Prompts for one thread, in turns between API keys. A key with many texts or grammars delays another key by one of
-    them. Any thread may call `put`."""
+    """Queue of prompts for one tokenizer thread, in turns between API keys. Any thread may call `put`.
+
+    A key with many texts or grammars delays another key by only one of them.
+    """
 
     def __init__(self) -> None:
         self._lanes: dict[str, deque[UntokenizedPrompt]] = {}
         self._changed = threading.Condition()
 
     def put(self, unread: UntokenizedPrompt) -> None:
-        """Enqueue a prompt after those of its key."""
+        """Enqueue a prompt after the earlier prompts of its key."""
         with self._changed:
             self._lanes.setdefault(unread.key, deque()).append(unread)
             self._changed.notify()
 
     def get(self) -> UntokenizedPrompt:
-        """Wait for a prompt; return the first of the key whose turn it is."""
+        """Wait for a prompt. Remove and return the oldest of the key whose turn it is."""
         with self._changed:
             while not self._lanes:
                 self._changed.wait()

@@ -34,7 +34,8 @@ K = TypeVar("K")
 
 
 class RowSampler:
-    """Wrapper of a row's sampler and processors: their exceptions fail that row alone.
+    """Wrapper of a row's sampler and logits processors: an exception of theirs fails that row alone and is stored in
+    `error`.
 
     The `masker` runs after all other processors. It receives each token before the next step.
     """
@@ -69,20 +70,20 @@ class RowSampler:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JoiningRow(Generic[K]):
-    """Row that joins a batch."""
+    """Row that joins a batch, with its sampler."""
 
     row: K
-    """The caller's row."""
+    """Row object of the caller."""
     guard: RowSampler
-    """Guarded sampler and processors of the row."""
+    """Sampler and processors of the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class NextToken(Generic[K]):
-    """Next token of one row."""
+    """Token that a row has generated."""
 
     row: K
-    """The caller's row."""
+    """Row object of the caller."""
     token: int
     """Token id."""
     logprobs: mx.array
@@ -91,7 +92,7 @@ class NextToken(Generic[K]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PendingRows(Generic[K]):
-    """Rows ready to be admitted."""
+    """Rows that `DecodeBatch.ready` has prepared for `admit`."""
 
     batch: GenerationBatch
     """Batch of these rows alone."""
@@ -100,10 +101,11 @@ class PendingRows(Generic[K]):
 
 
 class DecodeBatch(Generic[K]):
-    """Rows of one model that decode together.
+    """Rows of one model that decode together, one token per step. `K` is the caller's type of a row.
 
-    A step is launched ahead. Its duration is the duration of its call plus the wait for it, if any. `called` is the
-    duration of the last call in seconds; None once it was awaited.
+    Each step is launched ahead of the call that returns its tokens. The duration of a step is that of the call, plus
+    the wait for the launched step, if any. `called` is the duration of the last call in seconds; None once it was
+    awaited.
     """
 
     def __init__(self, model: TextModel) -> None:
@@ -125,8 +127,8 @@ class DecodeBatch(Generic[K]):
     ) -> list[NextToken[K]]:
         """Add rows that share a past and return each row's first token; no step returns it again.
 
-        `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. After an
-        exception the whole batch must be discarded.
+        `cache` holds all of `ids` and is consumed. `logits` (1, vocabulary) are those of the last id. Exceptions of MLX
+        and mlx-lm propagate; the whole batch must then be discarded.
         """
         past, layers = list(ids), _merged(cache, len(joining))
         drawn = [_drawn(one.guard, mx.array(past), logits) for one in joining]
@@ -139,7 +141,7 @@ class DecodeBatch(Generic[K]):
         ]
 
     def ready(self, joining: Sequence[JoiningRow[K]], ids: Sequence[Sequence[int]], cache: Layers) -> PendingRows[K]:
-        """Prepare rows of one shared forward for `admit`, each with a past of its own.
+        """Prepare rows that were prefilled in one forward for `admit`, each with a past of its own.
 
         A row's cache holds all of its `ids` but the last. The last id is the input of the next step, which returns the
         row's first token. `cache` is consumed. The batch is unchanged: an exception affects these rows alone.
@@ -152,7 +154,7 @@ class DecodeBatch(Generic[K]):
         return made
 
     def admit(self, newcomers: PendingRows[K]) -> None:
-        """Add prepared rows. After an exception the whole batch must be discarded."""
+        """Add prepared rows. Exceptions propagate; the whole batch must then be discarded."""
         if self._batch is None:
             self._batch = newcomers.batch
         else:
@@ -188,13 +190,16 @@ class DecodeBatch(Generic[K]):
         return PendingRows(batch, dict(zip(uids, joining, strict=True)))
 
     def wait(self) -> None:
-        """Wait for the launched step. Later work can then be timed."""
+        """Wait for the launched step, so that later work can be timed."""
         if self._batch is not None:
             evaluate(cast("Any", self._batch)._next_tokens)
 
     def step(self) -> list[NextToken[K]]:
-        """Return every row's next token, without repeating first tokens, and launch the following step. First tokens of
-        rows that were prefilled together are awaited and returned at once."""
+        """Return every row's next token, without repeating first tokens, and launch the following step.
+
+        First tokens of rows that were prefilled together are awaited and returned at once. Exceptions propagate; the
+        whole batch must then be discarded.
+        """
         if self._batch is None:
             return []
         self._tell_maskers(self._batch)
@@ -204,7 +209,8 @@ class DecodeBatch(Generic[K]):
         return tokens + [one for uid, one in self._launched() if uid in self._told] if self._told else tokens
 
     def last(self) -> list[NextToken[K]]:
-        """Return the tokens of `step` for rows that all end with them. No further step is launched."""
+        """Return every row's next token, as `step` does, without launching a further step. Use this if all rows end
+        with these tokens."""
         if self._batch is None or self._told:
             return self.step()
         self._told.update(self._batch.uids)
@@ -230,7 +236,7 @@ class DecodeBatch(Generic[K]):
                     masker.add_id(token)
 
     def errors(self) -> list[tuple[K, Exception]]:
-        """Return the rows whose sampler or processors raised, with the exceptions."""
+        """Return the rows whose sampler or processors have raised, with the exceptions."""
         return [(one.row, one.guard.error) for one in self._rows.values() if one.guard.error is not None]
 
     def rows(self) -> list[K]:
@@ -238,7 +244,8 @@ class DecodeBatch(Generic[K]):
         return [one.row for one in self._rows.values()]
 
     def drop(self, rows: Collection[K]) -> None:
-        """Remove rows and release their memory."""
+        """Remove those of `rows` that are in the batch, and release their memory. After an exception the whole batch
+        must be discarded."""
         if self._batch is None:
             return
         gone = {uid for uid, one in self._rows.items() if one.row in rows}
@@ -253,13 +260,15 @@ class DecodeBatch(Generic[K]):
         self._settle()
 
     def ids(self, row: K) -> list[int]:
-        """Return the tokens in a row's cache: all returned tokens, the last included. A first token that came with the
-        join is missing until a step has processed it."""
+        """Return the tokens in a row's cache: prompt and all returned tokens, the last included.
+
+        A first token that `join` returned is missing until a step has processed it.
+        """
         assert self._batch is not None  # noqa: S101  a row is in it
         return list(self._batch.tokens[self._place(row)])
 
     def extract(self, row: K) -> Layers:
-        """Return an evaluated copy of a row's cache without padding; it holds the tokens of `ids`."""
+        """Return an evaluated copy of a row's cache without padding, which holds the tokens of `ids`."""
         assert self._batch is not None  # noqa: S101  a row is in it
         place = self._place(row)
         return materialize(layer.extract(place) for layer in self._batch.prompt_cache)
@@ -269,7 +278,7 @@ class DecodeBatch(Generic[K]):
         return next(place for place, uid in enumerate(self._batch.uids) if self._rows[uid].row is row)
 
     def nbytes(self) -> int:
-        """Return the bytes of the caches."""
+        """Return the bytes of the caches of all rows, with padding."""
         return 0 if self._batch is None else nbytes_of(self._batch.prompt_cache)
 
     def _settle(self) -> None:

@@ -24,7 +24,10 @@ def violations(
     preempted: Iterable[Sequence],
     residents: Mapping[str, LoadedModel],
 ) -> list[str]:
-    """Return one sentence for each violation; an empty list if there is none."""
+    """Return one sentence for each violated invariant; an empty list if there is none.
+
+    `live` are the requests that have not ended, by number. `residents` are the loaded models, by name.
+    """
     prefilling = list(prefills)
     waiting = {id(sequence) for sequence in preempted}
     places = Counter[int]()

@@ -33,12 +33,13 @@ from node.engine.scheduling.prefix_cache import PrefixCacheManager
 
 PAD_TOKEN = 0
 MAX_CACHED_SHARE = 0.5
-"""Share of a prompt: with at least this much cached it is prefilled alone, from there on. With less, a packed prefill
-costs less."""
+"""Share of a prompt's tokens. A prompt of which the prefix cache holds this share or more is prefilled alone, after
+those tokens; otherwise a packed prefill costs less."""
 
 
 class PackedPrefill:
-    """Selection and prefill of packed prompts. `most`: tokens of a forward, padding included."""
+    """Selection of short prompts, and their prefill in one forward. `most` is the maximum size of that forward in
+    tokens, with padding."""
 
     def __init__(self, forwards: GatedForwards, reuse: PrefixCacheManager, most: int) -> None:
         self._forwards = forwards
@@ -46,7 +47,8 @@ class PackedPrefill:
         self._most = most
 
     def select_batch(self, first: Prefill, waiting: Sequence[Prefill], most: int) -> list[Prefill]:
-        """Choose the prompts to prefill with `first`, itself included, in at most `most` tokens."""
+        """Return the prompts to prefill in one forward with `first`, which is the first of them, in at most `most`
+        tokens. Return only `first` if it cannot be packed."""
         if not self._shares(first):
             return [first]
         batch, members = _batch(first), [first]
@@ -64,7 +66,8 @@ class PackedPrefill:
         return len(prefill.ids) > 1 and prefill.written < MAX_CACHED_SHARE * len(prefill.ids)
 
     def fitting(self, members: list[Prefill]) -> list[Prefill]:
-        """Return the first members that pass the gate in one forward, by halving; an empty list below two."""
+        """Return the members that pass the gate in one forward: all, or the first half, halved as often as necessary.
+        Return an empty list if no two prompts pass."""
         while len(members) > 1:
             estimate = members[0].resident.estimator.packed(len(members), _longest(members))
             if self._forwards.check_optional(GateSite.PREFILL, estimate):
@@ -74,7 +77,10 @@ class PackedPrefill:
         return []
 
     def read(self, members: Sequence[Prefill]) -> Layers:
-        """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`."""
+        """Prefill all but the last token of each member; return the cache of all rows, in the order of `members`.
+
+        Exceptions of the forward propagate. Raise `Halted` if the engine was halted.
+        """
         resident, longest = members[0].resident, _longest(members)
         rows = [one.ids[:-1] + [PAD_TOKEN] * (longest + 1 - len(one.ids)) for one in members]
         cache, count = new_cache(resident.model), len(rows) * longest
@@ -94,7 +100,7 @@ class PackedPrefill:
 
 
 def write(model: TextModel, rows: list[list[int]], cache: Layers) -> None:
-    """Prefill rows of equal length into a cache, without logits."""
+    """Prefill rows of equal length, padding included, into the cache of all rows; compute no logits."""
     model(mx.array(rows), cache=cache)
     evaluate([layer.state for layer in cache])
 

@@ -19,7 +19,7 @@ NO_PREFIX: PrefixHit[Layers] = PrefixHit()
 
 @dataclass(slots=True, eq=False)
 class PrefixState:
-    """Prefix cache state of a prefill."""
+    """Data of a prefill for the prefix cache: keys of the lookup and its result."""
 
     key: bytes
     """Packed ids of the prefill."""
@@ -28,20 +28,20 @@ class PrefixState:
     eos: frozenset[int]
     """End-of-turn tokens."""
     scope: str = ""
-    """Scope of the cached sequences that it may reuse: the name of an API key."""
+    """Scope of the sequences that it may reuse, besides shared system prompts: the name of an API key."""
     shared: int = 0
-    """First tokens that are a system prompt of all keys."""
+    """Number of first tokens that are a system prompt of all keys."""
     found: PrefixHit[Layers] = NO_PREFIX
     """Result of the last lookup."""
     took: int = 0
-    """Tokens of the entry that it removed from the cache for its own use."""
+    """Tokens of the entry that this prefill removed from the prefix cache for its own use."""
     stops: list[int] = field(default_factory=list[int])
-    """Places in the prompt at which a snapshot is wanted."""
+    """Positions in the prompt, in tokens, at which a snapshot is wanted."""
 
 
 @dataclass(slots=True, eq=False)
 class Prefill:
-    """Rows whose shared past is being prefilled."""
+    """Prefill of the past that some rows of a request share: the prompt, or prompt and known answer."""
 
     resident: LoadedModel
     """Model of the rows."""
@@ -54,11 +54,11 @@ class Prefill:
     cache: Layers | None = None
     """Cache of the rows; None before the first chunk."""
     logits: mx.array | None = None
-    """Logits of the last token."""
+    """Logits (1, vocabulary) of the last token; None before the last chunk."""
     written: int = 0
     """Tokens in the cache. Before the first chunk: tokens found in the prefix cache, 0 without a `past`."""
     retry_at: float = 0.0
-    """Time from which it may be tried again after a refusal."""
+    """Monotonic time from which the gate may be tried again after a refusal; 0.0 without one."""
     past: PrefixState | None = None
     """Prefix cache state; None: the prefix cache is not used."""
     alone: bool = False
@@ -71,7 +71,7 @@ class Prefill:
 
     @property
     def answered(self) -> bool:
-        """Return whether its answer was started, here or on another node. Such a prefill precedes new requests, unless
+        """Return whether the answer was started, here or on another node. Such a prefill precedes new requests, unless
         it was preempted for another key."""
         sequence = self.sequence
         return bool(sequence.joined or sequence.request.resume) and not sequence.yielded
@@ -82,14 +82,15 @@ class Prefill:
         return len(self.ids) - self.written
 
     def reset_alone(self) -> None:
-        """Restart alone, because a packed prefill could not be used."""
+        """Restart this prefill from its first token, without packing, because the result of a packed prefill could not
+        be used."""
         self.cache, self.written, self.alone = None, 0, True
         for row in self.rows:
             row.commitment.written = row.commitment.room = 0
 
 
 def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
-    """Group rows by the known tokens of their answers."""
+    """Group the rows of a request by the known tokens of their answers, which are the keys of the result."""
     parts: dict[tuple[int, ...], list[Row]] = {}
     for row in rows:
         parts.setdefault(tuple(row.ids), []).append(row)
@@ -97,7 +98,7 @@ def by_past(rows: Iterable[Row]) -> dict[tuple[int, ...], list[Row]]:
 
 
 def by_batch(resident: LoadedModel, rows: list[Row]) -> list[list[Row]]:
-    """Group rows by the batch of their commitment."""
+    """Group rows by the decode batch to which the ledger of the model has assigned them."""
     parts: dict[int, list[Row]] = {}
     for row in rows:
         parts.setdefault(resident.ledger.batch_of(row.commitment), []).append(row)
@@ -105,7 +106,7 @@ def by_batch(resident: LoadedModel, rows: list[Row]) -> list[list[Row]]:
 
 
 def guard_of(sequence: Sequence, row: Row) -> RowSampler:
-    """Return the guard of a row's sampler, processors and grammar."""
+    """Return the wrapped sampler of a row, with its logits processors and the mask of its grammar."""
     grammar = sequence.prepared.grammar
     return RowSampler(
         sampler_of(sequence.sampling, sequence.seed, row.choice, len(row.ids)),

@@ -46,22 +46,22 @@ from wire.report import CacheState, Memory
 from wire.units import parse_size
 
 TURN_END_TOKENS = 64
-"""Tokens from a prompt's end in which its last end-of-turn token is searched."""
+"""Number of tokens at a prompt's end in which the last end-of-turn token is searched."""
 MAX_TEMPLATE_TOKENS = 8
 """Tokens that a template may append to the user's message where no token ends a turn."""
 MIN_SNAPSHOT_TOKENS = 64
 """Tokens beyond the cached ones from which a shared prefix is worth a snapshot."""
 AUTO, OFF = "auto", "off"
 AUTO_SHARE = 0.15
-"""Share of the cap without the weights."""
+"""Limit of the prefix cache with `auto`, as a share of the cap minus the weights."""
 RECLAIMABLE_SHARE = 7 / 8
 """Share of the cached bytes that the system is certain to get back: allocators keep parts of pages."""
 
 
 def limit_of(setting: str | int, cap: int, weights: int) -> int:
-    """Return the limit of the prefix cache in bytes, from `engine.mlx.prefix_cache_size`; 0: off.
+    """Return the limit of the prefix cache in bytes, from the setting `engine.mlx.prefix_cache_size`; 0: off.
 
-    `weights` are the bytes of all loaded models.
+    `cap` and `weights`, the weights of all loaded models, are in bytes. Raise `ValueError` if the setting is no size.
     """
     if setting == AUTO:
         return max(0, int(AUTO_SHARE * (cap - weights)))
@@ -69,8 +69,11 @@ def limit_of(setting: str | int, cap: int, weights: int) -> int:
 
 
 class PrefixCacheManager:
-    """Prefix cache of the scheduler. `limit(cap)` returns its limit in bytes under a cap; `released()` is called after
-    memory was freed."""
+    """Prefix cache of the scheduler: lookup and storage for rows, and eviction for the engine (see the module's
+    docstring).
+
+    `limit(cap)` returns the limit of the cache in bytes under a cap. `released()` is called after memory was freed.
+    """
 
     def __init__(self, forwards: GatedForwards, limit: Callable[[int], int], released: Callable[[], None]) -> None:
         self._forwards = forwards
@@ -97,7 +100,8 @@ class PrefixCacheManager:
         return int(self._kept.nbytes * RECLAIMABLE_SHARE)
 
     def state(self) -> CacheState:
-        """Return the size and the counters of the cache."""
+        """Return the bytes, the entries and the counts since the start, with the prompt hashes of the last
+        evictions."""
         return self._kept.state()
 
     def make_room(self, need: int) -> bool:
@@ -130,13 +134,14 @@ class PrefixCacheManager:
         self._manners.pop(model, None)
 
     def invalidate(self, model: str) -> None:
-        """Evict all entries of a model after a fault."""
+        """Evict all entries of a model after a fault, because the fault may be in an entry."""
         self._kept.drop(model)
 
     # prompts
 
     def begin(self, prefill: Prefill) -> None:
-        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row.
+        """Find the cached prefix of a prefill, for a new request or for a preempted or rebuilt row. Set `past`, or
+        leave it None if the prefix cache is not used.
 
         `sequence.cached` is the number of cached tokens at the start of a request; returning rows do not change it.
         """
@@ -152,7 +157,8 @@ class PrefixCacheManager:
             sequence.cached = prefill.written
 
     def find(self, prefill: Prefill) -> None:
-        """Repeat the lookup before the first chunk, because entries may have been evicted or stored since."""
+        """Find the cached prefix of a prefill that has no cache yet, and set `written`. Repeat this before the first
+        chunk: entries may have been evicted or stored since."""
         past, resident = prefill.past, prefill.resident
         if past is None or prefill.cache is not None:
             return
@@ -173,8 +179,10 @@ class PrefixCacheManager:
         return replace(common, shared=own.shared) if common.length > own.length else own
 
     def restore(self, prefill: Prefill) -> bool:
-        """Set the cache with which a prefill starts, empty or not. Return False if the entry was evicted since the
-        lookup: the gate must then check the whole prompt."""
+        """Set the cache with which a prefill starts: the cached prefix, or an empty cache.
+
+        Return False if the entry was evicted since the lookup: the gate must then check the whole prompt.
+        """
         past = prefill.past
         found = NO_PREFIX if past is None else past.found
         entry = found.entry
@@ -195,19 +203,20 @@ class PrefixCacheManager:
         return True
 
     def starts_cold(self, prefill: Prefill) -> None:
-        """Record that a prompt is prefilled from its first token despite any entry."""
+        """Record that a prompt is prefilled from its first token, although part of it may be cached."""
         if not prefill.sequence.joined:
             prefill.sequence.cached = 0
         if prefill.past is not None:
             prefill.past.found = NO_PREFIX
 
     def chunk_end(self, prefill: Prefill, count: int) -> int:
-        """Return the length of a chunk, shortened to end at the next wanted snapshot."""
+        """Return the tokens of the next chunk: `count`, or fewer so that it ends at the next wanted snapshot."""
         stops = () if prefill.past is None else prefill.past.stops
         return min([count, *(stop - prefill.written for stop in stops if stop > prefill.written)])
 
     def take_snapshot(self, prefill: Prefill) -> None:
-        """Take the snapshot that is wanted at the end of this chunk, if any."""
+        """Store a snapshot of a prefill if one is wanted at the end of this chunk, it is not cached, and memory
+        suffices."""
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or prefill.written not in past.stops:
             return
@@ -227,8 +236,11 @@ class PrefixCacheManager:
             self._keep(prefill.resident, key, materialize(opening), b"", SHARED_SCOPE, snapshot=True)
 
     def store_prompt(self, prefill: Prefill, transient: int) -> None:
-        """Store the state of a whole prompt while its rows decode, where it can be cut, because the next prompt may
-        start with it. The join copies the cache without this as well; `transient` is the bytes of that copy."""
+        """Store the state of a whole prompt while its rows decode, because the next prompt may start with it.
+
+        This applies only to caches that can be cut, if the state is not cached and memory suffices. The join copies the
+        cache without this as well; `transient` is the bytes of that copy.
+        """
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or self._manner(prefill.resident) is not CacheTrimMode.CUT:
             return
@@ -240,7 +252,11 @@ class PrefixCacheManager:
             self._keep(prefill.resident, past.key, cache.copy(), past.prompt_hash, scope)
 
     def read_together(self, prefill: Prefill, row: Layers, transient: int) -> None:
-        """Store a copy of the state of a packed prompt. `row` views all its tokens but the last in the packed cache."""
+        """Store a copy of the state of a packed prompt, unless it is cached or memory does not suffice.
+
+        `row` is a view of the packed cache with all tokens of the prompt but the last. `transient` is the bytes that
+        the join of the packed prompts needs for a moment.
+        """
         past = prefill.past
         if past is None:
             return
@@ -251,7 +267,10 @@ class PrefixCacheManager:
             self._keep(prefill.resident, key, materialize(row), past.prompt_hash, scope)
 
     def put_back(self, prefill: Prefill) -> None:
-        """Put back the cache that a prefill took, unless another sequence with the same prefix was stored."""
+        """Store again the prefix that a prefill took out of the cache, because its request was cancelled.
+
+        Do nothing if the prefill took none or has stored its prompt, if the cache cannot be cut, or without memory.
+        """
         past, cache = prefill.past, prefill.cache
         if past is None or cache is None or not past.took:
             return
@@ -263,7 +282,10 @@ class PrefixCacheManager:
     # answers
 
     def store_row(self, resident: LoadedModel, row: Row, batch: DecodeBatch[Row]) -> None:
-        """Store an ended row before it is dropped. Raises the exceptions of the batch."""
+        """Store the cache of a request's first choice at its end, before the row is dropped from its batch.
+
+        Do nothing if the sequence is cached already or memory does not suffice. Exceptions of the batch propagate.
+        """
         sequence = row.sequence
         if row.choice or not sequence.prompt_hash:
             return
@@ -311,8 +333,8 @@ class PrefixCacheManager:
 
 
 def snapshot_positions(ids: list[int], eos: Collection[int], have: int, shared: int, system: int = 0) -> list[int]:
-    """Return the places in a prompt at which a cache that cannot be cut is worth a snapshot (see the module's
-    docstring).
+    """Return the positions in a prompt, in tokens, at which a cache that cannot be cut is worth a snapshot (see the
+    module's docstring).
 
     `have` tokens of the prompt are cached. Some stored sequence shares its first `shared` tokens. Its first `system`
     tokens are a system prompt of all keys.

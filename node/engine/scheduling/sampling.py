@@ -27,16 +27,20 @@ _MASK = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """Sampling parameters in force for one answer; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
+    """Sampling parameters in force for the answers of one request; `top_k` 0, `top_p` 1 and `min_p` 0 cut nothing."""
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     presence: float = 0.0
+    """Presence penalty of tokens in the answer; 0 for none."""
     frequency: float = 0.0
+    """Frequency penalty of tokens in the answer; 0 for none."""
     repetition: float = 1.0
+    """Repetition penalty of tokens in prompt and answer; 1 for none."""
     bias: tuple[tuple[int, float], ...] = ()
+    """Pairs of token id and bias."""
 
     @property
     def greedy(self) -> bool:
@@ -56,7 +60,8 @@ class SamplingDefaults:
 
 
 def defaults_of(config: Mapping[str, object]) -> SamplingDefaults:
-    """Return the defaults of a generation config; values that are no number in range are ignored."""
+    """Return the sampling defaults of a parsed `generation_config.json`. Values that are no number in range are
+    ignored."""
     if config.get("do_sample") is False:
         return SamplingDefaults(temperature=0.0)
     return SamplingDefaults(
@@ -76,7 +81,7 @@ def _number(config: Mapping[str, object], key: str, default: float, least: float
 
 
 def sampling_of(params: GenerationParams, defaults: SamplingDefaults) -> SamplingParameters:
-    """Combine a request's parameters with the model's defaults."""
+    """Return the sampling parameters of a request, with the model's defaults for those that are not set."""
     return SamplingParameters(
         defaults.temperature if params.temperature is None else params.temperature,
         defaults.top_p if params.top_p is None else params.top_p,
@@ -90,13 +95,16 @@ def sampling_of(params: GenerationParams, defaults: SamplingDefaults) -> Samplin
 
 
 def greedy(logprobs: mx.array) -> mx.array:
-    """Return the most likely token of each row. All rows share this function, because then a batch is sampled in one
-    call."""
+    """Return the most likely token of each row: log probabilities (rows, vocabulary) to tokens (rows,).
+
+    All rows share this function, because then a batch is sampled in one call.
+    """
     return mx.argmax(logprobs, axis=-1)
 
 
 def draw_key(seed: int, choice: int, position: int) -> int:
-    """Mix seed, choice and position into the key of one draw. Splitmix64 makes neighbouring keys independent."""
+    """Mix seed, choice and position into the key of one draw, an integer of 64 bits. Splitmix64 makes neighbouring keys
+    independent."""
     mixed = _mix((seed & _MASK) + 0x9E3779B97F4A7C15 * (choice + 1))
     return _mix(mixed + 0x9E3779B97F4A7C15 * (position + 1))
 
@@ -109,7 +117,7 @@ def _mix(value: int) -> int:
 
 
 class SeededSampler:
-    """Sampler that draws the tokens of one answer, from a position on."""
+    """Sampler that draws the tokens of one answer in turn, from the token at `position` on."""
 
     def __init__(self, sampling: SamplingParameters, seed: int, choice: int, position: int) -> None:
         self._sampling = sampling
@@ -118,14 +126,14 @@ class SeededSampler:
         self._position = position
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        """Return the next token, shape (1,)."""
+        """Draw the next token, shape (1,), from log probabilities (1, vocabulary)."""
         key = mx.random.key(draw_key(self._seed, self._choice, self._position))
         self._position += 1
         return mx.random.categorical(cut(logprobs, self._sampling), key=key)
 
 
 def sampler_of(sampling: SamplingParameters, seed: int, choice: int, position: int) -> Sampler:
-    """Return the sampler of an answer of which `position` tokens are known."""
+    """Return the sampler of an answer whose first `position` tokens are known."""
     return greedy if sampling.greedy else SeededSampler(sampling, seed, choice, position)
 
 

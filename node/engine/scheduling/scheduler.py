@@ -68,15 +68,14 @@ from wire.refusals import FailureCode, RefusalCode, Refused
 MAX_REBUILDS = 1
 """Rebuilds of a row before its request fails."""
 OUTLIER_FACTOR = 4
-"""Factor above the estimate at which a single step is ignored. Memory of ended rows is freed late, and a real increase
-shows in the next step as well."""
+"""Factor above the estimate from which a single step is ignored. Memory of ended rows is freed late, and a real
+increase shows in the next step as well."""
 GATE_RETRY_SECONDS = 0.1
 """Seconds until the gate is tried again for work that waits for memory."""
 COALESCE_SECONDS, MAX_COALESCE_SECONDS, CROWD = 0.01, 0.03, 30.0
 """Seconds for packing prompts while no row decodes. `COALESCE_SECONDS`: wait after each arrival for the next prompt.
 `MAX_COALESCE_SECONDS`: longest wait in all. `CROWD`: time after several concurrent requests during which waiting is
-worthwhile,
-because such clients send in bursts."""
+worthwhile, because such clients send in bursts."""
 FIRST_JOIN_SECONDS = 10.0
 """Seconds that a first join may take, because kernels are compiled."""
 
@@ -96,10 +95,10 @@ class StepOutput:
 
 
 class Scheduler:
-    """Scheduler of all rows of all models.
+    """Scheduler of all rows of all models (see the module's docstring).
 
-    `batch`: most rows that decode at once. `chunk`: most tokens of a forward. `floor`: tokens of the smallest chunk to
-    which the gate may shrink one.
+    `residents()` returns the loaded models by name. `batch`: maximum rows that decode at once. `chunk`: maximum tokens
+    of a forward. `floor`: tokens of the smallest chunk to which the gate may shrink one.
     """
 
     def __init__(
@@ -164,11 +163,11 @@ class Scheduler:
         return prefill
 
     def holds(self, number: int) -> bool:
-        """Return whether a request is live."""
+        """Return whether a request was started and has not ended."""
         return number in self._live
 
     def cancel(self, number: int) -> bool:
-        """Cancel a request in any state without a further frame; return whether it was live."""
+        """Cancel a request in any state without a further frame. Return False if it has ended or is unknown."""
         sequence = self._live.get(number)
         if sequence is not None:
             for prefill in self._prefills:
@@ -184,8 +183,11 @@ class Scheduler:
         self._live.clear()
 
     def evict_newest(self, refused: Refused) -> bool:
-        """End the newest request that holds memory, with this refusal; return whether there was one. Waiting requests
-        hold none."""
+        """End the newest request that holds memory; return whether there was one. Requests without written tokens hold
+        none.
+
+        The request is refused with `refused`, or fails if some of its tokens were delivered.
+        """
         newest = self._newest()
         if newest is None:
             return False
@@ -194,8 +196,8 @@ class Scheduler:
         return True
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the time of the next step: now while there is work or output, later while all work waits for memory,
-        else None."""
+        """Return the monotonic time of the next step: `now` if there is work or output, later while all work waits.
+        Return None without any work."""
         if self._decoding() or self._out.ends:
             return now
         choices = self._choices(now)
@@ -205,8 +207,10 @@ class Scheduler:
         return min([*waiting, self._return_at] if self._preempted else waiting, default=None)
 
     def required_bytes(self, key: str | None = None) -> int:
-        """Return the bytes that waiting requests need before a new request of `key` is admitted. Requests preempted for
-        another key do not count."""
+        """Return the bytes that waiting requests need before a new request of `key` is admitted; None: of any key.
+
+        Requests that were preempted for another key count only for a new request of their own key, or with None.
+        """
         waiting = [
             one.resident.estimator.chunk(self._floor, len(one.ids)) for one in self._prefills if one.retry_at > 0
         ]
@@ -215,18 +219,18 @@ class Scheduler:
         return max(waiting, default=0) + (0 if oldest is None else self._returning(oldest))
 
     def drain_output(self) -> list[Frame]:
-        """Return the output since the last call."""
+        """Return the frames to send since the last call: deltas, then the ends of requests."""
         out, self._out = self._out, StepOutput()
         return out.frames()
 
     def load(self) -> tuple[int, int, int]:
-        """Return the number of decoding rows, the number of waiting prefills, and their prompt tokens still to
-        prefill."""
+        """Return the number of decoding rows, of prefills and preempted requests together, and of the tokens that the
+        prefills have still to process."""
         waiting = len(self._prefills) + len(self._preempted)
         return self._rows(), waiting, sum(prefill.left for prefill in self._prefills)
 
     def decode(self) -> None:
-        """Decode one token for every row of every batch."""
+        """Decode one token for every row of every batch. Raise `Halted` if the engine was halted."""
         for resident in list(self._residents().values()):
             for number in list(resident.batches):
                 # An earlier batch's growth, or a forward over the cap, may have preempted this batch's last row.
@@ -234,7 +238,10 @@ class Scheduler:
                     self._decode(resident, number)
 
     def prefill(self) -> None:
-        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk."""
+        """Prefill one chunk of one prompt, or several short prompts at once. Join the rows after the last chunk.
+
+        Do nothing if no prompt may continue now. Raise `Halted` if the engine was halted.
+        """
         now = time.monotonic()
         if self._preempted and now >= self._return_at:
             self._return_next(now)
@@ -252,11 +259,12 @@ class Scheduler:
                 self._reading.has_read(one.owner, max(0, left - one.left))
 
     def check(self) -> list[str]:
-        """Return the violated invariants (`node.engine.scheduling.invariants`); empty when all hold."""
+        """Return one sentence for each violated invariant (`node.engine.scheduling.invariants`); an empty list if all
+        hold."""
         return violations(self._live, self._prefills, self._preempted, self._residents())
 
     def synchronize(self) -> None:
-        """Wait for launched steps. The next call is then measured without them."""
+        """Wait for launched decode steps, so that the next call is measured without them."""
         self._wait()
 
     # prefill
@@ -304,10 +312,10 @@ class Scheduler:
             self._yield(sequence, keep=True)
 
     def make_way(self, owner: WeightedKey, need: int, lacking: int) -> bool:
-        """Preempt requests of the keys that hold most memory for a request of another key.
+        """Preempt requests of the keys that hold most memory for a request of the key `owner`; return whether any was.
 
-        `need` is the memory of that request in bytes, `lacking` the part without room. Return False without a
-        preemption where the shares do not allow as much.
+        `need` is the memory of that request in bytes, `lacking` the part without room. No request is preempted if fair
+        shares do not allow enough preemptions.
         """
         live = [one for one in sorted(self._live.values(), key=_age) if one not in self._preempted]
         places = preemption_order(
@@ -877,7 +885,7 @@ class Scheduler:
             del resident.batches[number]
 
     def fail(self, sequence: Sequence, code: str, message: str) -> None:
-        """End a request as failed, unless it has ended: one fault may reach it twice."""
+        """End a request with a `Failed` frame, unless it has ended: one fault may reach a request twice."""
         if sequence.number not in self._live:
             return
         self._release(sequence)
@@ -891,7 +899,8 @@ def _age(sequence: Sequence) -> tuple[float, int]:
 
 
 def finished(sequence: Sequence, now: float) -> Finished:
-    """Return the `Finished` frame of a request, with its exact usage."""
+    """Return the `Finished` frame of a request that ends at the monotonic time `now`: reasons, token counts and
+    durations."""
     timings = Timings(sequence.begun - sequence.arrived, sequence.joined - sequence.begun, now - sequence.joined)
     stops = tuple(row.pipeline.stop for row in sequence.rows)
     return Finished(

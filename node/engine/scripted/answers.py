@@ -1,4 +1,4 @@
-"""Prompt counts and answers of the scripted model: a pure function of the prompt and the position.
+"""Prompt counts and answers of the scripted model: a pure function of prompt, choice, position and time.
 
 A prompt has one token per word (separated by white space, also in the JSON of its tools) and four per message. The
 count is therefore exact and easy to verify. The id of an answer's token is its position, plus the number of the choice
@@ -24,11 +24,11 @@ occaecat cupidatat non proident sunt in culpa qui officia deserunt mollit anim i
 WORDS = tuple(_LOREM.split())
 
 Voice = Callable[[int, float], tuple[int, str]]
-"""`(position, now) → (id, text)` of one token of an answer."""
+"""Source of an answer's tokens: `(position, now) → (id, text)`. `now` is in monotonic seconds."""
 
 
 def prompt_tokens(request: Generate) -> int:
-    """Return the exact token count of a request's prompt in any form."""
+    """Return the exact number of prompt tokens of a request, whose prompt is ids, text or messages."""
     if request.ids:
         return len(request.ids)
     if request.text:
@@ -37,12 +37,12 @@ def prompt_tokens(request: Generate) -> int:
 
 
 def message_texts(request: Generate) -> Sequence[Message]:
-    """Return a request's text as messages, also for a request without messages."""
+    """Return the messages of a request; a text prompt counts as one user message."""
     return (Message("user", request.text),) if request.text else request.messages
 
 
 def count_tokens(messages: Sequence[Message], tools: str = "") -> int:
-    """Return the exact token count of messages and tools (JSON)."""
+    """Return the exact number of tokens of messages and of tools (a JSON text)."""
     return _count_words(tools) + sum(MESSAGE_TOKENS + _count_words(message.content) for message in messages)
 
 
@@ -58,18 +58,18 @@ def _count_words(text: str) -> int:
 
 
 def mentions(messages: Sequence[Message], word: str) -> bool:
-    """Return whether any message contains a text."""
+    """Return whether any message contains `word`."""
     return any(word in message.content for message in messages)
 
 
 def echo_pieces(messages: Sequence[Message]) -> list[str]:
-    """Cut the last user message into tokens whose texts join to exactly that message."""
+    """Cut the last user message into the tokens of an echo, whose texts join to exactly that message."""
     last = next((message.content for message in reversed(messages) if message.role == "user"), "")
     return _PIECE.findall(last) or [""]
 
 
 def fixed_words(choice: int) -> Voice:
-    """Return a function that yields fixed words; each choice starts at another one."""
+    """Return the source of an answer of fixed words, which repeat. Each choice starts at another word."""
 
     def say(position: int, now: float) -> tuple[int, str]:
         place = (position + choice) % len(WORDS)
@@ -79,7 +79,7 @@ def fixed_words(choice: int) -> Voice:
 
 
 def echo_tokens(pieces: Sequence[str]) -> Voice:
-    """Return a function that yields the pieces one after the other."""
+    """Return the source of an answer that consists of these pieces."""
 
     def say(position: int, now: float) -> tuple[int, str]:
         return position, pieces[position]
@@ -88,5 +88,6 @@ def echo_tokens(pieces: Sequence[str]) -> Voice:
 
 
 def clock_tokens(position: int, now: float) -> tuple[int, str]:
-    """Return the time of the step in ns of the monotonic clock, for measuring the delay from here to a reader."""
+    """Return the token at a position: the monotonic time `now` in ns, for measuring the delay from the engine to a
+    client."""
     return position, f"{round(now * 1e9)} "

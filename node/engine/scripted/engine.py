@@ -69,10 +69,10 @@ PREFILL_SPEED = 100_000.0
 
 @dataclass(slots=True, eq=False)
 class ScriptedRow:
-    """One answer."""
+    """One choice of an admitted request."""
 
     choice: int
-    """Index of the answer in its request."""
+    """Index of the choice in its request."""
     commitment: Commitment
     """Memory commitment of the row."""
     stops: StopStrings
@@ -86,10 +86,10 @@ class ScriptedRow:
     gathered: list[Delta] = field(default_factory=list[Delta])
     """Deltas not sent yet."""
     heard: int = 0
-    """Number of first tokens that another node generated."""
+    """Number of first tokens that another node generated and sent."""
 
     def gather(self) -> Delta:
-        """Return the gathered deltas as one."""
+        """Return the deltas that were not sent yet as one, and mark them as sent. There must be at least one."""
         gathered, self.gathered = self.gathered, []
         ids = tuple(token for delta in gathered for token in delta.ids)
         text = "".join(text for delta in gathered for _, text in delta.pieces)
@@ -98,20 +98,20 @@ class ScriptedRow:
 
 @dataclass(slots=True, eq=False)
 class ScriptedSequence:
-    """Admitted request. Times are monotonic seconds."""
+    """Admitted request in the scripted engine. Times are monotonic seconds."""
 
     request: Generate
     """The request."""
     shape: RequestShape
     """Its size."""
     ends: int
-    """Number of the last token of its answers, past the limit if they have no end of their own."""
+    """Number of tokens of its scripted answers. It is above the limit if only the limit ends them."""
     crashes: bool
-    """Whether it ends the process."""
+    """Whether its first decode step ends the process."""
     arrived: float
     """Time of arrival."""
     rows: list[ScriptedRow] = field(default_factory=list[ScriptedRow])
-    """Its answers."""
+    """Its choices."""
     begun: float = 0.0
     """Start of its decode; 0.0 before."""
     told: float = 0.0
@@ -123,12 +123,15 @@ class ScriptedSequence:
         return self.request.request
 
     def active_rows(self) -> Iterator[ScriptedRow]:
-        """Return the rows that have not ended."""
+        """Return an iterator over the rows that have not ended."""
         return (row for row in self.rows if not row.reason)
 
 
 class ScriptedEngine:
-    """Scripted engine, described in the module's docstring. The word in `settings.crash` ends the process."""
+    """Engine with a simulated model, for tests and demonstrations (see the module's docstring).
+
+    A request with the word `settings.crash` ends the process.
+    """
 
     def __init__(self, settings: ScriptedSettings, recorder: CallRecording) -> None:
         self.gate = MemoryGate()
@@ -148,11 +151,11 @@ class ScriptedEngine:
         self._cancelled: dict[int, None] = {}
 
     def prepare(self, frame: Frame) -> Work | None:
-        """Return the frame unchanged, because all work is fast."""
+        """Return the frame unchanged, because all work is fast; None for a `Ping`."""
         return None if isinstance(frame, Ping) else frame
 
     def handle(self, work: Work, now: float) -> list[Frame]:
-        """Process one piece of work; return immediate answers."""
+        """Process one frame; return the immediate answers."""
         if isinstance(work, Generate):
             return self._generate(work, now)
         if isinstance(work, Cancel):
@@ -170,7 +173,8 @@ class ScriptedEngine:
         return []
 
     def step(self, now: float) -> list[Frame]:
-        """Decode if a step is due, then try one prefill."""
+        """Decode one token of every row if a step is due, then prefill the next request if the batch has room. Return
+        the frames to send."""
         frames: list[Frame] = []
         if self._running and now >= self._deadline:
             frames = self._decode(now)
@@ -184,7 +188,7 @@ class ScriptedEngine:
         return frames
 
     def next_step_at(self, now: float) -> float | None:
-        """Return the time of the next step, or of the fall of the recent height; None if only a frame can bring
+        """Return the monotonic time of the next step, or of the fall of the recent peak; None if only a frame can bring
         work."""
         if self._next() is not None:
             return now
@@ -197,7 +201,7 @@ class ScriptedEngine:
         return None
 
     def report(self, now: float) -> EngineReport:
-        """Return the report."""
+        """Return the state of the engine at the monotonic time `now`."""
         return EngineReport(
             self._memory(now),
             (self._model(),),
@@ -216,7 +220,7 @@ class ScriptedEngine:
         )
 
     def halt(self) -> None:
-        """Do nothing, because there are no native calls."""
+        """Do nothing, because there are no native calls to forbid."""
 
     def close(self) -> None:
         """Do nothing, because no resource is held."""
@@ -490,5 +494,5 @@ class ScriptedEngine:
 
 
 def build(settings: NodeSettings, recorder: CallRecording) -> ScriptedEngine:
-    """Return the scripted engine."""
+    """Return the scripted engine for these settings. Raise `ValueError` if one of its sizes is invalid."""
     return ScriptedEngine(settings.engine.scripted, recorder)

@@ -31,14 +31,14 @@ Pieces = tuple[tuple[Channel, str], ...]
 
 
 class Decoder(Protocol):
-    """Decoder from token ids to text, whole characters only."""
+    """Decoder from token ids to text, which returns only whole characters."""
 
     def feed(self, token: int) -> str:
         """Add an id; return the text that became final."""
         ...
 
     def flush(self) -> str:
-        """Return the held text, broken characters replaced."""
+        """Return the held text at the end of an answer, with broken characters replaced."""
         ...
 
 
@@ -46,7 +46,8 @@ class MarkerCutter(Protocol):
     """Splitter of text at markers; the markers are removed."""
 
     def feed(self, text: str) -> Sequence[tuple[MarkerPlace, str]]:
-        """Add text; return each place passed with its text, starting with the current place."""
+        """Add text. Return each place (state) that the text passes with its part of the text, starting with the current
+        place."""
         ...
 
     def flush(self) -> str:
@@ -55,34 +56,35 @@ class MarkerCutter(Protocol):
 
 
 class AnswerFormat(Protocol):
-    """Format that a grammar forces on an answer."""
+    """Format that a grammar forces on an answer. The implementation is `compiler.CompiledGrammar`."""
 
     @property
     def tools(self) -> str:
-        """Tools in the form for the parser of calls, as JSON; empty for those of the request."""
+        """Tools as JSON, with the types that the parser of calls needs; empty if the parser uses the tools of the
+        request."""
         ...
 
     def beginning(self) -> MarkerPlace:
-        """Return the place of the first token."""
+        """Return the place where an answer starts."""
         ...
 
     def cutter(self) -> MarkerCutter:
-        """Return a cutter for the text of one answer."""
+        """Return a new cutter for the text of one answer."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOutput:
-    """Output of one token."""
+    """Output of a text pipeline for one token."""
 
     pieces: Pieces = ()
     """Text by channel."""
     stopped: bool = False
-    """Whether a stop string is complete; no output follows then."""
+    """Whether the answer has ended by a stop string or, with `one_call`, by a call; no output follows."""
 
 
 class TextPipeline:
-    """Text of one choice; see the module's docstring.
+    """Conversion of the tokens of one choice into content, reasoning and tool calls (see the module's docstring).
 
     `place` is the start of the answer. With `one_call` the answer ends with its first call. `thought` counts the
     reasoning tokens.
@@ -113,7 +115,8 @@ class TextPipeline:
         self._pieces: list[tuple[Channel, str]] = []
 
     def feed(self, token: int) -> TokenOutput:
-        """Add one token of the answer; an end-of-answer token has no output."""
+        """Add one token of the answer and return the output that became final. After the end by a stop string or call,
+        tokens have no output."""
         if not self._stopped:
             self._take(self._decoder.feed(token))
             self.thought += self._place.state == REASONING
@@ -125,7 +128,10 @@ class TextPipeline:
         return self._stops.found
 
     def finish(self, reason: str) -> tuple[Pieces, str]:
-        """End the answer: return the held text, and the reason (`stop` or `length`) in the form for the client."""
+        """End the answer. Return the held text, and the reason for the client: `stop`, `length` or `tool_calls`.
+
+        `reason` is `stop` or `length`. A completed stop string changes `length` into `stop`.
+        """
         if not self._stopped:
             self._take(self._decoder.flush())
             self._put(self._cutter.flush())

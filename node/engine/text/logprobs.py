@@ -9,14 +9,16 @@ import mlx.core as mx
 from wire.frames import Logprob
 
 MAX_ALTERNATIVES = 20
-"""Most alternatives of a token."""
+"""Maximum number of alternatives of a token."""
 MIN_LOGPROB = -9999.0
 """Value for a probability of 0 in OpenAI's API; only finite numbers cross the wire."""
 
 
 def logprob_of(logprobs: mx.array, token: int, count: int, token_bytes: Callable[[int], bytes]) -> Logprob:
     """Return a token's log probability and the `count` (0 to `MAX_ALTERNATIVES`) highest, from an array (vocabulary,).
-    Tokens that a grammar forbids are left out."""
+
+    `token_bytes(token)` returns the bytes of a token. Tokens that a grammar forbids are not among the highest.
+    """
     drawn = logprobs[token].item()
     top: tuple[tuple[bytes, float], ...] = ()
     count = min(count, MAX_ALTERNATIVES, logprobs.shape[-1])

@@ -24,7 +24,7 @@ INNER: Final = "inner"
 
 
 class MarkerPlace(NamedTuple):
-    """State and the marker that led to it; the marker is empty at the beginning."""
+    """State of the text, and the marker that led to it; the marker is empty at the beginning."""
 
     state: str
     marker: str = ""
@@ -32,7 +32,7 @@ class MarkerPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MarkerSet:
-    """Markers of a model."""
+    """Markers in the text of a model: reasoning, tool calls and response format."""
 
     think: tuple[str, str] = ("", "")
     """Start and end of a thought; empty without thoughts."""
@@ -41,17 +41,20 @@ class MarkerSet:
     structure: tuple[str, ...] = ()
     """Markers that are removed everywhere."""
     edges: Mapping[str, Sequence[tuple[str, str]]] = field(default_factory=dict[str, Sequence[tuple[str, str]]])
-    """Edges of the response format, by state."""
+    """Edges of the response format as pairs of marker and next state, by state."""
     initial: str = ""
-    """Initial state of the response format."""
+    """Initial state of the response format; empty without one."""
 
     def beginning(self, thinking: bool) -> MarkerPlace:
         """Return the place where an answer starts. `thinking`: the prompt left a thought open."""
         return MarkerPlace(self.initial or (REASONING if thinking and self.think[1] else NORMAL))
 
     def transitions(self, tools: bool) -> dict[MarkerPlace, list[tuple[str, MarkerPlace]]]:
-        """Return every reachable place and its edges. Without `tools` a call's markers are ordinary words. Response
-        formats are an exception, because their blocks can only be separated by those markers."""
+        """Return the edges of every reachable place, as pairs of marker and next place.
+
+        Without `tools` a call's markers are ordinary words. Response formats are an exception, because their blocks can
+        only be separated by those markers.
+        """
         edges = self._edges(tools)
         waiting = [self.beginning(False), self.beginning(True)]
         reached: dict[MarkerPlace, list[tuple[str, MarkerPlace]]] = {}

@@ -8,7 +8,8 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Stop strings of one row with the text held back for them. `found` is the completed one."""
+    """Search for the stop strings of one row in its text. `found` is the completed stop string; empty if there is
+    none."""
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stop for stop in stops if stop)
@@ -16,7 +17,8 @@ class StopStrings:
         self.found = ""
 
     def feed(self, text: str) -> tuple[str, bool]:
-        """Add the next piece; return the text that may be sent now, and whether a stop string was completed."""
+        """Add text; return the text that may be sent now, and whether a stop string was completed. The text from the
+        stop string on is dropped."""
         if not self._stops:
             return text, False
         text = self._held + text
@@ -30,14 +32,14 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """Return the held text at the end of the row, because no stop string followed."""
+        """Return the text held back as a possible start of a stop string, at the end of the row."""
         held = self._held
         self._held = ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return the number of characters at the end of the text that start the stop string."""
+    """Return the length of the longest end of `text` that is a proper start of `stop`, in characters."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

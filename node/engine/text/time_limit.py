@@ -5,14 +5,14 @@ import threading
 
 
 class DeadlineError(Exception):
-    """The code exceeded its time limit."""
+    """Error of code that exceeded its time limit."""
 
 
 class Deadline:
-    """Context that raises `DeadlineError` in its thread after `seconds`.
+    """Context that raises `DeadlineError` with this message in its thread after `seconds`.
 
-    It interrupts Python code between two instructions, but no native call. No exception is raised outside the context:
-    one that is pending at the end is withdrawn.
+    Python code is interrupted between two instructions, but a native call is not. No exception is raised outside the
+    context: one that is pending at the end is withdrawn.
     """
 
     def __init__(self, seconds: float, message: str) -> None:

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as RustTokenizer
 
 MAX_ERROR_CHARS: Final = 300
-"""Most characters of an error's text in a message: templates can raise with a whole conversation in it."""
+"""Maximum characters of an error's text in a message: templates can raise with a whole conversation in it."""
 RESERVED: Final = frozenset(
     {
         "messages",
@@ -77,17 +77,17 @@ RESERVED: Final = frozenset(
 """Forbidden names of a request's template variables: they would change the call instead of the template's variables."""
 
 FILES: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tiktoken.model")
-"""Files of tokenizers in model folders."""
+"""Names of tokenizer files in model folders."""
 LONG_TEXT_CHARS: Final = 16 * 1024
 """Characters from which a text is tokenized without the interpreter's lock."""
 PROBES: Final = "a", "b"
-"""Questions that have no token in common."""
+"""User messages without a common token, for finding the tokens that follow from a system prompt."""
 DATE_VALID_SECONDS: Final = 3600
 """Seconds for which a template that contains the date is expected to render the same date."""
 MAX_OPENINGS: Final = 64
-"""Number of shared system prompts whose tokens are remembered."""
+"""Maximum number of shared system prompts whose tokens are remembered."""
 RENDER_TIMEOUT_SECONDS: Final = 5.0
-"""Time limit of a chat template in seconds. A conversation of 8 MB takes less than one."""
+"""Time limit of a chat template in seconds. A conversation of 8 MB takes less than 1 s."""
 TAIL_TOKENS: Final = 32
 """Tokens at a prompt's end that are searched for the mark of an open thought, with the blanks after it."""
 _NOW: ContextVar[int] = ContextVar("_NOW")
@@ -107,29 +107,30 @@ BYTES: Final = _byte_signs()
 
 
 class TokenizerError(ValueError):
-    """A folder has no usable tokenizer. The text states the reason and contains no path but the folder's name."""
+    """Error of a model folder without a usable tokenizer. The text states the reason and contains no path but the
+    folder's name."""
 
 
 class TemplateFailed(ValueError):
-    """No prompt can be made of a request; the text is one line for the client."""
+    """Error of a request from which no prompt can be made; the text is one line for the client."""
 
 
 class TooLong(ValueError):
-    """A prompt has too many tokens; the text is one line for the client."""
+    """Error of a prompt with more tokens than allowed; the text is one line for the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedPrompt:
-    """Tokenized prompt."""
+    """Prompt of a request as tokens, with the state of the model's reasoning at its end."""
 
     ids: tuple[int, ...]
     """Token ids."""
     thinking: bool
-    """Whether the prompt ends inside a thought; the answer then starts with reasoning."""
+    """Whether the prompt ends within a thought; the answer then starts with reasoning."""
     thought: bool = False
     """Whether the prompt ends with the end of a thought."""
     plain: bool = False
-    """Whether it was made without a template."""
+    """Whether it was made from the text or ids of the request, without a template."""
 
 
 def load(folder: Path) -> "Tokenizer":
@@ -147,11 +148,12 @@ def load(folder: Path) -> "Tokenizer":
 
 
 class Tokenizer:
-    """Tokenizer of one model."""
+    """Tokenizer of one model: renders and tokenizes prompts, and decodes answers. `RequestPreparer` loads one per
+    model."""
 
     def __init__(self, wrapper: TokenizerWrapper) -> None:
         self.wrapper = wrapper
-        """Tokenizer of mlx-lm."""
+        """Tokenizer of mlx-lm, with the chat template."""
         self.eos = frozenset(wrapper.eos_token_ids)
         """Ids that end an answer."""
         self.size = max(len(wrapper), max(wrapper.get_vocab().values(), default=-1) + 1)
@@ -165,20 +167,20 @@ class Tokenizer:
         self._openings: dict[tuple[str, str, int], tuple[int, ...]] = {}
         self._special = re.compile("")
         self.markup = _markup(wrapper)
-        """Markers of thoughts and calls."""
+        """Markers of reasoning and tool calls."""
         self._machines = {tools: TextStateMachine(self.markup.transitions(tools)) for tools in (False, True)}
         self._plainly = cast(
             "Callable[[str], list[int]]", partial(cast("Any", wrapper).encode, add_special_tokens=False)
         )
         fast = cast("Any", wrapper)._tokenizer
         self.rust: RustTokenizer | None = fast.backend_tokenizer if isinstance(fast, PreTrainedTokenizerFast) else None
-        """Tokenizer below `wrapper`; None if that is written in Python."""
+        """Rust tokenizer below `wrapper`; None if the tokenizer is written in Python."""
         # The first use removes a truncation set in the tokenizer's file; it must not happen during another thread's
         # call.
         wrapper.encode("")
 
     def prompt(self, request: Generate, most: int = 0) -> TokenizedPrompt:
-        """Tokenize a request: its prompt unchanged, or rendered by the model's template.
+        """Tokenize a request: its text or ids unchanged, or its messages rendered by the model's template.
 
         If a text is clearly longer than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted. Raise
         `TemplateFailed` if template or tokenizer fail.
@@ -196,10 +198,11 @@ class Tokenizer:
             raise TemplateFailed(_line(error)) from error
 
     def shared(self, request: Generate, prompt: TokenizedPrompt) -> int:
-        """Return the number of a prompt's first tokens that follow from its shared system prompt alone. Return 0
-        without one, or if its end depends on other text.
+        """Return the number of a prompt's first tokens that follow from the system prompt alone, if all keys share
+        that.
 
-        They are the common tokens of two prompts that share only the system prompt.
+        Return 0 without such a system prompt, or if its end depends on other text. The tokens are those that two
+        prompts with only this system prompt in common share.
         """
         if not request.shared or not request.messages:
             return 0
@@ -246,7 +249,10 @@ class Tokenizer:
         return self._render(request)
 
     def encode(self, text: str, *, plain: bool, most: int = 0) -> tuple[int, ...]:
-        """Tokenize a text; `plain` includes the tokens that the tokenizer adds to every text."""
+        """Tokenize a text. `plain` includes the tokens that the tokenizer adds to every text.
+
+        If a long text clearly has more than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted.
+        """
         if self.rust is None or len(text) <= LONG_TEXT_CHARS:
             return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
         if most and len(text) > max(2 * most, TOKENIZE_SLICE_CHARS):
@@ -274,8 +280,11 @@ class Tokenizer:
         one_call: bool = False,
         grammar: AnswerFormat | None = None,
     ) -> TextPipeline:
-        """Return the text pipeline of one choice. `tools` as in the request; `thinking` as in the prompt. With a
-        `grammar`, markers are recognized only where the grammar puts them."""
+        """Return the text pipeline of one choice.
+
+        `tools` is the JSON array of the request, `thinking` that of `TokenizedPrompt`. With `one_call` the answer ends
+        with its first call. With a `grammar`, markers are recognized only where the grammar puts them.
+        """
         given = _tools((grammar.tools if grammar is not None else "") or tools)
         prefix = f"call_{request_id}_{choice}_" if choice else f"call_{request_id}_"
         calls = ToolCallParser(
@@ -289,7 +298,7 @@ class Tokenizer:
         return TextPipeline(self._decoder(), cutter, place, StopStrings(stops), calls, one_call=one_call)
 
     def plain_pipeline(self, stops: tuple[str, ...]) -> TextPipeline:
-        """Return the text pipeline of one choice without a template: all text is content."""
+        """Return the text pipeline of one choice for a prompt without a template: all text is content."""
         return TextPipeline(
             self._decoder(), PassThrough(), MarkerPlace(NORMAL), StopStrings(stops), ToolCallParser("", None, (), "")
         )
@@ -298,12 +307,12 @@ class Tokenizer:
 
     @property
     def think(self) -> tuple[str, str]:
-        """Markers around a thought; empty without thoughts."""
+        """Markers at the start and the end of a thought; empty texts if the model does not reason."""
         return self.markup.think
 
     @property
     def calling(self) -> ToolCallFormat | None:
-        """Format of calls; None if the model makes none."""
+        """Format of the model's tool calls; None if the model makes no calls."""
         if not self.markup.call[0]:
             return None
         parser = str(getattr(self.wrapper.tool_parser, "__module__", "")).rpartition(".")[2]
@@ -311,18 +320,19 @@ class Tokenizer:
         return ToolCallFormat(parser, self.markup.call, template if isinstance(template, str) else "", self._mark)
 
     def single(self, text: str) -> int | None:
-        """Return the token of a marker if it is a single token, else None."""
+        """Return the token id of a marker; None if the marker takes several tokens."""
         ids = self._plainly(text)
         return ids[0] if len(ids) == 1 else None
 
     @property
     def constrainable(self) -> bool:
         """Whether answers can follow a grammar. They cannot if the model has its own format of answers, or if
-        llguidance cannot read the tokenizer."""
+        llguidance cannot use the tokenizer."""
         return not self.markup.edges and isinstance(cast("Any", self.wrapper)._tokenizer, PreTrainedTokenizerFast)
 
     def guide(self) -> LLTokenizer | None:
-        """Return the tokenizer in llguidance's form; None if there is none. Takes a second for a large vocabulary."""
+        """Return the tokenizer in llguidance's form; None if answers cannot follow a grammar. This takes a second for a
+        large vocabulary."""
         fast = cast("Any", self.wrapper)._tokenizer
         if not self.constrainable:
             return None
@@ -346,8 +356,8 @@ class Tokenizer:
         return _Decoder(self.wrapper.detokenizer, self.size, self.eos)
 
     def token_bytes(self, token: int) -> bytes:
-        """Return a token's bytes: exact for byte-level tokens, else the text of the token alone; empty if out of
-        range."""
+        """Return the bytes of a token: exact for byte-level tokens, else the text of the token alone. Return no bytes
+        for an id out of range."""
         if not 0 <= token < self.size:
             return b""
         if token in self._added:
@@ -425,31 +435,32 @@ class _Decoder:
 
 
 class MarkCutter:
-    """mlx-lm's state machine for one pipeline, starting at a place of the machine."""
+    """Cutter of an answer's text at the model's markers, by mlx-lm's state machine; for one pipeline. `place` is the
+    start."""
 
     def __init__(self, machine: "TextStateMachine[MarkerPlace]", place: MarkerPlace) -> None:
         self._state = machine.make_state(place)
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Split text at markers, as in `MarkerCutter`."""
+        """Split text at markers, as in `MarkerCutter.feed`."""
         self._state, segments = TextStateMachine.split(self._state, text)
         return segments
 
     def flush(self) -> str:
-        """Return held text, as in `MarkerCutter`."""
+        """Return the text held back as a possible start of a marker, as in `MarkerCutter.flush`."""
         self._state, text, _ = TextStateMachine.flush(self._state)
         return text
 
 
 class PassThrough:
-    """Cutter for text without markers."""
+    """Cutter for answers without markers."""
 
     def feed(self, text: str) -> list[tuple[MarkerPlace, str]]:
-        """Return the text unsplit, as in `MarkerCutter`."""
+        """Return the text unsplit, as content."""
         return [(MarkerPlace(NORMAL), text)]
 
     def flush(self) -> str:
-        """Return held text, as in `MarkerCutter`: none."""
+        """Return an empty text, because no text is held back."""
         return ""
 
 
@@ -463,10 +474,11 @@ def _wrapper(folder: Path) -> TokenizerWrapper:
 
 
 def defaults(kind: object) -> dict[str, object] | None:
-    """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings.
+    """Return mlx-lm's tokenizer defaults for a type of model, for folders with incomplete tokenizer settings. Return
+    None if mlx-lm has none.
 
-    They are in the model's module. The module is parsed and not imported, because an import would create kernels on
-    this thread, and only the inference thread may use MLX.
+    The defaults are in the model's module. The module is parsed and not imported, because an import would create
+    kernels on this thread, and only the inference thread may use MLX.
     """
     name = MODEL_REMAPPING.get(kind, kind) if isinstance(kind, str) else ""
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}") if name.isidentifier() else None

@@ -31,7 +31,7 @@ POLL_INTERVAL_SECONDS = 0.02
 """Seconds between two checks of the process."""
 FILE = "trials.json"
 MAX_RESULTS = 1024
-"""Most stored models; beyond it, the oldest are tried again."""
+"""Maximum number of stored models; above it, the oldest are tried again."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
 
@@ -39,7 +39,11 @@ log = structlog.get_logger("engine.trial")
 
 
 class TokenizerTrials:
-    """Results of trials, in a file of `folder`; None: in memory only."""
+    """Trials of models' tokenizers, and their results. `folder` stores the fingerprints that passed; None: in memory
+    only.
+
+    `cpu` is the limit of CPU seconds, `memory` that of bytes in addition to the tokenizer's files.
+    """
 
     def __init__(self, folder: Path | None, *, cpu: int = CPU_LIMIT_SECONDS, memory: int = MEMORY_LIMIT_BYTES) -> None:
         self._file = None if folder is None else folder / FILE
@@ -49,8 +53,11 @@ class TokenizerTrials:
         self._failed: dict[str, str] = {}
 
     def run(self, folder: Path, fingerprint: str, files: int) -> None:
-        """Try the model in `folder`, unless its fingerprint was tried before; `files` are the bytes of its tokenizer.
-        Raise `TokenizerError` with the reason if the model may not be used."""
+        """Try the model in `folder`, unless its fingerprint was tried before. `files` is the size of its tokenizer's
+        files in bytes.
+
+        Raise `TokenizerError` with the reason if the model may not be used.
+        """
         if fingerprint in self._passed:
             return
         if fingerprint not in self._failed:
@@ -64,11 +71,13 @@ class TokenizerTrials:
         raise TokenizerError(f"{folder.name}: {self._failed[fingerprint]}")
 
     def cause(self, fingerprint: str) -> str:
-        """Return why the model with this fingerprint may not be used; empty if it passed or was not tried yet."""
+        """Return why the model with this fingerprint may not be used. Return an empty text if it passed or was not
+        tried yet."""
         return self._failed.get(fingerprint, "")
 
     def need(self, fingerprint: str, files: int) -> int:
-        """Return the bytes that a trial of this model may take; 0 if none is needed."""
+        """Return the bytes that a trial of this model may take; 0 if it was tried. `files` is the size of its
+        tokenizer's files in bytes."""
         tried = fingerprint in self._passed or fingerprint in self._failed
         return 0 if tried else self._memory + MEMORY_PER_FILE_BYTE * files
 

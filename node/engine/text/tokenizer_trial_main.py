@@ -56,7 +56,8 @@ def prompts() -> Iterator[Generate]:
 
 
 def main() -> int:
-    """Try the model in the folder of the command line; return the exit code."""
+    """Try the model in the folder of the command line. Return the exit code: 0, or `EXIT_NOT_LOADED` if its tokenizer
+    cannot be loaded."""
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)

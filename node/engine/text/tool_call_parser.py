@@ -14,14 +14,14 @@ Parse = Callable[[str, list[object]], object]
 exception."""
 
 MAX_BLOCK_CHARS: Final = 1 << 18
-"""Most characters of a block for a parser. Some patterns take time with the square of the length."""
+"""Maximum characters of a block for a parser. Some patterns take time with the square of the length."""
 
 
 class ToolCallParser:
-    """Parser and counter of the calls of one choice.
+    """Parser of the tool calls in one choice; `count` is the number of calls so far.
 
-    `prefix` starts their ids. Without `parse` no block is a call. `tools` may have several forms: if the parser fails
-    with one, the next is used. `end` is the marker at the end of a call.
+    `prefix` starts the ids of the calls. Without `parse` no block is a call. `tools` may have several forms: if the
+    parser fails with one, the next is used. `end` is the marker at the end of a call.
     """
 
     def __init__(self, prefix: str, parse: Parse | None, tools: Sequence[list[object]], end: str) -> None:
@@ -32,7 +32,8 @@ class ToolCallParser:
         self._tools = tools
 
     def read(self, block: str) -> list[str]:
-        """Return each call of the block as JSON text (see `wire.frames.Delta`); empty if the block cannot be parsed."""
+        """Parse a block without its markers. Return each call as JSON text (see `wire.frames.Delta`); empty if the
+        block is no call. Never raise."""
         if self._parse is None or len(block) > MAX_BLOCK_CHARS:
             return []
         for tools in self._tools:
