@@ -24,6 +24,8 @@ class FailureCode(StrEnum):
     NODE_LOST = "node_lost"
     MEMORY_PRESSURE = "memory_pressure"
     """The engine was over its cap, and ended the request to reduce its memory."""
+    NO_HEADROOM = "no_headroom"
+    """The answer became longer than expected, and the node's memory has no room for it."""
     GRAMMAR_FAILED = "grammar_failed"
     """No answer can satisfy the grammar. The client has to change it."""
     ANSWER_TOO_LONG = "answer_too_long"

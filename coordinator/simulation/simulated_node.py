@@ -36,7 +36,7 @@ from wire.capacity.arithmetic import (
 )
 from wire.capacity.fairness import PrefillFairness, WaitingRequest, WeightedKey, service_order
 from wire.frames import Admitted, Cancel, Channel, Delta, Deltas, Failed, Finished, Frame, Generate, Refusal, Report
-from wire.refusals import RefusalCode, Refused
+from wire.refusals import FailureCode, RefusalCode, Refused
 from wire.report import CacheState, EngineCounters, EngineState, Memory, Model
 from wire.units import parse_size
 
@@ -528,7 +528,7 @@ class SimulatedNode:
         if not newest.told:
             self._say(Refusal(newest.request, refused, newest.turn.prompt))
         elif alone:
-            self._say(Failed(newest.request, "no_headroom", refused.message))
+            self._say(Failed(newest.request, FailureCode.NO_HEADROOM, refused.message))
         else:
             self.preemptions += 1
             newest.known = produced
@@ -550,7 +550,7 @@ class SimulatedNode:
                 self._load(resident)
         elif len(self.here()) == len(self._preempted) == 1:
             self._preempted.remove(sequence)
-            self._say(Failed(sequence.request, "no_headroom", refused.message))
+            self._say(Failed(sequence.request, FailureCode.NO_HEADROOM, refused.message))
 
     def _drop(self, sequence: SimulatedSequence) -> None:
         """Remove a request from all queues and release its memory."""

@@ -48,6 +48,7 @@ import structlog
 from msgspec.structs import replace
 
 import node
+from host.exit_status import describe_exit
 from node.engine.process import crash_recorder
 from node.engine.process.crash_recorder import CrashRecord
 from node.engine.process.interface import NativeCallKind
@@ -821,12 +822,5 @@ async def _end(child: EngineChild, waits: ExitTimeouts) -> None:
 
 def _cause(code: int | None, tail: str) -> str:
     """Describe a death in a sentence: the signal or the exit code, and the last line of the log."""
-    if code is not None and code < 0:
-        try:
-            name = signal.Signals(-code).name
-        except ValueError:
-            name = f"signal {-code}"
-        text = f"the engine process ended by {name}"
-    else:
-        text = f"the engine process ended with exit code {code}"
+    text = f"the engine process {describe_exit(code)}"
     return f"{text}: {tail}" if tail else text

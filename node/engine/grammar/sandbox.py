@@ -7,11 +7,14 @@ decides only if the process gets no CPU at all.
 
 import contextlib
 import select
+import signal
 import subprocess
 import sys
 import weakref
 from pathlib import Path
 from typing import IO, cast
+
+from host.exit_status import describe_exit
 
 CPU_LIMIT_SECONDS = 0.05
 """Limit of CPU seconds for a grammar. A hundred tools of three parameters take 0.03."""
@@ -28,8 +31,11 @@ class SandboxClient:
         self._child: subprocess.Popen[bytes] | None = None
 
     def why_not(self, grammar: str) -> str:
-        """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled. If the process dies
-        or hangs, start another and return `TOO_LONG`."""
+        """Return the fault of a grammar (llguidance's JSON or Lark); empty if it can be compiled.
+
+        If the process exceeds a limit of time, start another and return `TOO_LONG`. If it ends in another way, start
+        another and return how it ended.
+        """
         child = self._child or self.start()
         try:
             said = self._ask(child, grammar.encode())
@@ -39,7 +45,9 @@ class SandboxClient:
             return said
         _end(child)
         self.start()
-        return TOO_LONG
+        if child.returncode in (-signal.SIGPROF, -signal.SIGKILL):
+            return TOO_LONG
+        return f"its compiler {describe_exit(child.returncode)}: simplify it or its patterns"
 
     def start(self) -> "subprocess.Popen[bytes]":
         """Start and return the process. It sends nothing before the first check, and its start does not count in a

@@ -71,7 +71,7 @@ class EmergencyReserve:
         """Release the reserve now, if it is held."""
         if self._held is None:
             return
-        log.info("canary released", size=show_size(self.nbytes))
+        log.info("reserve released", size=show_size(self.nbytes))
         self._held.close()
         self._held, self._roomy_since, self._look_at = None, None, 0.0
 
@@ -100,4 +100,4 @@ class EmergencyReserve:
         for start in range(0, self._size, len(piece)):
             held[start : start + len(piece)] = piece[: self._size - start]
         self._held, self._roomy_since = held, None
-        log.info("canary allocated", size=show_size(self._size))
+        log.info("reserve allocated", size=show_size(self._size))

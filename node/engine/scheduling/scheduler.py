@@ -776,7 +776,7 @@ class Scheduler:
             self.preempt(sequence)
             release_free_memory()
         else:
-            self._end(sequence, refused, "no_headroom")
+            self._end(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _end(self, sequence: Sequence, refused: Refused, code: str) -> None:
         """End a request for lack of memory, with a refusal if none of its tokens was delivered."""
@@ -822,7 +822,7 @@ class Scheduler:
         elif refused.code is not RefusalCode.UNREADABLE and not (
             len(self._live) > len(self._preempted) or self._forwards.peak_expires_at() is not None
         ):
-            self._end(sequence, refused, "no_headroom")
+            self._end(sequence, refused, FailureCode.NO_HEADROOM)
 
     def _returning(self, sequence: Sequence) -> int:
         """Return the bytes that a preempted request needs to return: each row alone, and a forward."""

@@ -413,7 +413,9 @@ class ScriptedEngine:
             if refused is not None:
                 self._drop(sequence)
                 return Failed(
-                    sequence.number, "no_headroom", f"the answer became longer than expected: {refused.message}"
+                    sequence.number,
+                    FailureCode.NO_HEADROOM,
+                    f"the answer became longer than expected: {refused.message}",
                 )
             row.gathered.append(self._token(sequence, row, now))
             if sequence.request.stream or row.reason or now - sequence.told >= FLUSH_INTERVAL_SECONDS:

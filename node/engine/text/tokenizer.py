@@ -115,6 +115,10 @@ class TemplateFailed(ValueError):
     """Error of a request from which no prompt can be made; the text is one line for the client."""
 
 
+class TokenizerPanic(TemplateFailed):
+    """Panic of the native tokenizer, such as a regular expression that exceeds its limit of steps for a text."""
+
+
 class TooLong(ValueError):
     """Error of a prompt with more tokens than allowed; the text is one line for the client."""
 
@@ -211,8 +215,8 @@ class Tokenizer:
         opening = self._openings.get(known)
         if opening is None:
             opening = self._openings[known] = self._opening(request, system)
-            while len(self._openings) > MAX_OPENINGS:
-                self._openings.pop(next(iter(self._openings)), None)
+            for oldest in tuple(self._openings)[:-MAX_OPENINGS]:  # a copy: several threads add prompts
+                self._openings.pop(oldest, None)
         return len(opening) if prompt.ids[: len(opening)] == opening else 0
 
     def _opening(self, request: Generate, system: Message) -> tuple[int, ...]:
@@ -252,12 +256,18 @@ class Tokenizer:
         """Tokenize a text. `plain` includes the tokens that the tokenizer adds to every text.
 
         If a long text clearly has more than `most` tokens (0: no limit), raise `TooLong` as soon as they are counted.
+        Raise `TokenizerPanic` if the native tokenizer panics.
         """
-        if self.rust is None or len(text) <= LONG_TEXT_CHARS:
-            return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
-        if most and len(text) > max(2 * most, TOKENIZE_SLICE_CHARS):
-            self._bound(self.rust, text, most)
-        return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
+        try:
+            if self.rust is None or len(text) <= LONG_TEXT_CHARS:
+                return tuple(self.wrapper.encode(text) if plain else self._plainly(text))
+            if most and len(text) > max(2 * most, TOKENIZE_SLICE_CHARS):
+                self._bound(self.rust, text, most)
+            return tuple(self.rust.encode_batch_fast([text], add_special_tokens=plain)[0].ids)
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # pyo3's type, a BaseException, cannot be imported
+                raise
+            raise TokenizerPanic(f"the tokenizer failed: {_line(error)}") from error
 
     def _bound(self, rust: "RustTokenizer", text: str, most: int) -> None:
         """Raise `TooLong` as soon as a text's slices have more than `most` tokens. A cut adds at most a few."""
@@ -584,7 +594,7 @@ def _variables(text: str) -> dict[str, object]:
     return variables
 
 
-def _line(error: Exception) -> str:
+def _line(error: BaseException) -> str:
     """Render an exception as one line: its name and the beginning of its text."""
     words = " ".join(str(error).split())
     told = f"{type(error).__name__}: {words}" if words else type(error).__name__

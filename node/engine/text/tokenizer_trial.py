@@ -7,6 +7,7 @@ once on a machine.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 import msgspec
 import structlog
 
+from host.exit_status import describe_exit
 from node.engine.text.tokenizer import TokenizerError
 from node.memory.sensor import footprint_of
 from wire.units import MIB, show_size
@@ -34,6 +36,8 @@ MAX_RESULTS = 1024
 """Maximum number of stored models; above it, the oldest are tried again."""
 EXIT_NOT_LOADED = 3
 """Exit code of a process whose tokenizer cannot be loaded; `load` reports the reason."""
+EXIT_PANICKED = 4
+"""Exit code of a process whose native tokenizer panicked."""
 
 log = structlog.get_logger("engine.trial")
 
@@ -111,7 +115,13 @@ class TokenizerTrials:
                     process.kill()
         if process.returncode in (0, EXIT_NOT_LOADED):
             return ""
-        return f"its template or tokenizer took more than {self._cpu} s for prompts of 20 kB: it is not used"
+        if process.returncode == EXIT_PANICKED:
+            return (
+                "its tokenizer fails on prompts of 20 kB, for example because of its regular expression: it is not used"
+            )
+        if process.returncode == -signal.SIGPROF:
+            return f"its template or tokenizer took more than {self._cpu} s for prompts of 20 kB: it is not used"
+        return f"the trial of its template and tokenizer {describe_exit(process.returncode)}: it is not used"
 
     def _keep(self, fingerprint: str) -> None:
         self._passed[fingerprint] = None

@@ -2,19 +2,19 @@
 
     python -P -m node.engine.text.tokenizer_trial_main FOLDER CPU_SECONDS
 
-A timer of CPU time ends the process; no native call delays it. Errors of the template or the tokenizer are no reason to
-refuse the model: each fails only its own request.
+A timer of CPU time ends the process; no native call delays it. A panic of the native tokenizer excludes the model: its
+regular expression exceeded a limit of steps, which takes seconds for each such text. Other errors of the template or
+the tokenizer are no reason to refuse the model: each fails only its own request.
 """
 
-import contextlib
 import resource
 import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from node.engine.text.tokenizer import TemplateFailed, TokenizerError, load
-from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED
+from node.engine.text.tokenizer import TemplateFailed, TokenizerError, TokenizerPanic, load
+from node.engine.text.tokenizer_trial import EXIT_NOT_LOADED, EXIT_PANICKED
 from wire.frames import Generate, GenerationParams, Message
 
 MAX_TEXT_CHARS = 20_000
@@ -56,8 +56,10 @@ def prompts() -> Iterator[Generate]:
 
 
 def main() -> int:
-    """Try the model in the folder of the command line. Return the exit code: 0, or `EXIT_NOT_LOADED` if its tokenizer
-    cannot be loaded."""
+    """Try the model in the folder of the command line.
+
+    Return the exit code: 0, `EXIT_NOT_LOADED` if its tokenizer cannot be loaded, or `EXIT_PANICKED` if it panics.
+    """
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -66,8 +68,12 @@ def main() -> int:
     except TokenizerError:
         return EXIT_NOT_LOADED
     for prompt in prompts():
-        with contextlib.suppress(TemplateFailed):
+        try:
             tokenizer.prompt(prompt)
+        except TokenizerPanic:
+            return EXIT_PANICKED
+        except TemplateFailed:
+            continue
     return 0
 
 

@@ -1,6 +1,7 @@
 """A requested format becomes a grammar or a refusal, and neither takes long for any client."""
 
 import json
+import signal
 import time
 from pathlib import Path
 
@@ -223,6 +224,13 @@ def test_a_process_that_dies_of_a_grammar_is_replaced():
     assert asked.why_not(endless) == TOO_LONG
     assert asked.why_not(fine) == ""
     assert first.poll() is not None
+
+
+def test_a_compiler_that_crashes_is_named_and_replaced():
+    asked = SandboxClient()
+    asked.start().send_signal(signal.SIGSEGV)
+    assert asked.why_not("{}") == "its compiler ended by SIGSEGV: simplify it or its patterns"
+    assert asked.why_not('{"grammars":[{"name":"a","lark_grammar":"start: \\"a\\""}]}') == ""
 
 
 def test_a_process_that_gets_no_time_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch):

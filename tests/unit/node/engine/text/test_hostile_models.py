@@ -4,11 +4,14 @@ import gc
 import json
 import os
 import shutil
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 
 from node.engine.process.crash_recorder import CrashRecord, CrashRecorder, new_page, read
@@ -65,11 +68,24 @@ def test_a_model_is_tried_once_and_used_when_nothing_is_wrong(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_a_crash_of_a_trial_names_its_signal(tmp_path: Path):
+    model = a_model(tmp_path / "model", template=FOREVER)
+    trials = TokenizerTrials(None, cpu=60)
+    with ThreadPoolExecutor(1) as thread:
+        trial = thread.submit(trials.run, model, "f1", 1000)
+        while not (children := [one for one in psutil.Process().children() if str(model) in one.cmdline()]):
+            assert not trial.done()
+        children[0].send_signal(signal.SIGSEGV)
+        with pytest.raises(TokenizerError, match="the trial of its template and tokenizer ended by SIGSEGV"):
+            trial.result(60)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "said"),
     [
         ({"template": FOREVER}, "took more than 6 s"),
-        ({"expression": EXPLODES}, "took more than 6 s"),
+        ({"expression": EXPLODES}, "its tokenizer fails on prompts of 20 kB"),
         ({"template": GREEDY}, "limit [0-9]+"),
     ],
     ids=["a loop", "an expression", "memory"],
@@ -84,6 +100,14 @@ def test_what_means_harm_ends_in_its_process_and_is_named(tmp_path: Path, how: d
     with pytest.raises(TokenizerError, match=said):  # and is not tried again
         trials.run(model, "f1", 1000)
     trials.run(a_model(tmp_path / "other"), "f2", 1000)
+
+
+@pytest.mark.parametrize("length", [10_000, tokenizer.LONG_TEXT_CHARS + 1000], ids=["short", "long"])
+def test_a_panic_of_the_native_tokenizer_fails_its_request_alone(tmp_path: Path, length: int):
+    harmful = tokenizer.load(a_model(tmp_path / "model", expression=EXPLODES))
+    with pytest.raises(TemplateFailed, match=r"the tokenizer failed: PanicException: .*retry-limit"):
+        harmful.prompt(ask(Message("user", "a" * length + "!")))
+    assert harmful.prompt(ask(Message("user", "a"))).ids
 
 
 def test_a_template_that_never_ends_fails_its_request_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
