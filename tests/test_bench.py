@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.bench.__main__ import BUDGETS, GROUPS, plan
+from tests.bench.__main__ import BUDGETS, GROUPS, main, plan
 from tests.bench.engine.torture import KINDS, Asked, Cost, Seen, arrivals, filled, oracle
 from tests.support.processes import ROOT
 
@@ -16,6 +16,17 @@ HOUR = 3600
 def test_the_plan_names_a_budget_for_every_group_and_ends_within_an_hour():
     assert BUDGETS.keys() == GROUPS.keys()
     assert sum(BUDGETS[name] for name in plan()) <= HOUR
+
+
+def test_an_unknown_group_is_refused_with_the_names_of_all(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", ["bench", "strem"])
+    with pytest.raises(SystemExit):
+        main()
+    error = capsys.readouterr().err
+    assert "no group strem" in error
+    assert all(name in error for name in GROUPS)
 
 
 def test_every_group_is_described_and_every_row_names_its_command():

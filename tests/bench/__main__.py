@@ -5,6 +5,7 @@ those of BY_NAME. `python -m tests.bench NAME…` runs only the groups with thes
 group may take; the end of each group states it again.
 """
 
+import argparse
 import asyncio
 import json
 import os
@@ -197,7 +198,11 @@ def plan() -> list[str]:
 
 def main() -> int:
     """Run the groups and write the rows."""
-    names = sys.argv[1:] or plan()
+    parser = argparse.ArgumentParser(prog="python -m tests.bench", description=__doc__)
+    parser.add_argument("groups", nargs="*", metavar="NAME", help=f"{', '.join(GROUPS)}; default: the plan")
+    names: list[str] = parser.parse_args().groups or plan()
+    if unknown := [name for name in names if name not in GROUPS]:
+        parser.error(f"no group {', '.join(unknown)}: the groups are {', '.join(GROUPS)}")
     stamp = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "machine": machine(),
