@@ -17,7 +17,7 @@ def test_a_node_says_that_it_sleeps_and_comes_back(tmp_path: Path):
         made.up()
         made.join("book")
         made.nodes["book"].stop()
-        program = [sys.executable, "-P", str(ROOT / "tests" / "support" / "sleepy_node.py")]
+        program = [sys.executable, "-P", str(ROOT / "tests" / "support" / "cluster" / "sleepy_node.py")]
         settings = ["--set", "node.machine=book", "--set", "engine.kind=scripted", "--output", "json"]
         node = Process([*program, "--state", str(tmp_path / "book"), *settings], tmp_path / "book.err")
         try:

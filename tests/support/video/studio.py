@@ -44,7 +44,7 @@ from wire.frames import (
 from wire.units import GIB
 
 CACHE = ROOT / ".cache" / "video"
-SCRIPT = ROOT / "tests" / "support" / "tiny_wan.py"
+SCRIPT = ROOT / "tests" / "support" / "video" / "tiny_wan.py"
 JOB = {"prompt": "a red fox", "width": 64, "height": 48, "frames": 9, "fps": 8, "steps": 4, "seed": 1}
 LONG = {**JOB, "prompt": "hold=denoising", "steps": 400}
 """A job whose end no test waits for, with the engine and with its stand-in."""
