@@ -38,7 +38,7 @@ WINDOW = 12.0
 """Seconds of chats during a job."""
 STREAMS = 4
 MIB = 2**20
-WORKER = ROOT / "node" / "video" / "worker.py"
+WORKER = ROOT / "node" / "video" / "worker" / "worker.py"
 BARE = """
 import json, runpy, sys
 job = json.loads(sys.argv[1])
