@@ -36,7 +36,7 @@ export function Join({ pool }) {
     reload();
   });
   return html`<section class="card"><h3>Join command</h3>
-    <p>Type it on the new Mac. It is good for one Mac and 15 minutes, and is shown only now.</p>
+    <p>Type it on the new Mac. It is valid for one Mac and 15 minutes, and is shown once.</p>
     <button class="main" disabled=${busy} onClick=${make}>Create a join command</button>
     ${done ? html`<pre tabindex="0">${done.join}</pre><p class="row"><${Copy} text=${done.join} /></p><${Code} rows=${done.qr} />` : null}
     <${Wrong} text=${error || refused} /></section>

@@ -11,7 +11,7 @@ const kindOf = (outcome) => outcome === "ok" ? "ok" : CANCELLED.includes(outcome
 const colour = (outcome) => ({ ok: "good", cancelled: "quiet" })[kindOf(outcome)] ?? "bad";
 const link = (id) => html`<a href=${`#/requests/${encodeURIComponent(id)}`}>${id}</a>`;
 const short = (name) => html`<span class=${name.length > MAX_UNBROKEN ? "" : "nowrap"}>${name}</span>`;
-const steps = (rows) => !rows.length ? null : html`<${Table} caption="Steps" head=${["#after", "what", "Mac"]} rows=${rows.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} />`;
+const steps = (rows) => !rows.length ? null : html`<${Table} caption="Steps" head=${["#after", "event", "Mac"]} rows=${rows.map((step, at) => ({ key: at, cells: [seconds(step.at), step.what, step.node] }))} />`;
 
 function One({ id }) {
   const [found, error] = useAsked(`/api/v1/requests/${encodeURIComponent(id)}`);
