@@ -7,7 +7,7 @@ The host name is resolved once per attempt. Every address must be allowed, and t
 Redirects are not followed. The path of a webhook is often its password: only the host is logged. A message contains
 only the condition.
 
-The receiver may be slow: one message is sent at a time, with `MAX_RETRIES` attempts. At most `MAX_QUEUED_MESSAGES` are
+The receiver may be slow: one message is sent at a time, with `MAX_ATTEMPTS` attempts. At most `MAX_QUEUED_MESSAGES` are
 queued. Beyond that the oldest is discarded.
 """
 
@@ -29,7 +29,7 @@ from coordinator.alerts.evaluator import Condition
 
 TIMEOUT_SECONDS = 5.0
 """Timeout of the connection, and of the answer after it, in seconds."""
-MAX_RETRIES = 4
+MAX_ATTEMPTS = 4
 FIRST_RETRY_SECONDS = 2.0
 """Seconds before the second attempt; doubled for each further attempt."""
 MAX_QUEUED_MESSAGES = 64
@@ -201,7 +201,7 @@ class Webhook:
 
     async def _deliver(self, body: bytes) -> None:
         wait, why = FIRST_RETRY_SECONDS, ""
-        for attempt in range(MAX_RETRIES):
+        for attempt in range(MAX_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(wait)
                 wait *= 2

@@ -34,6 +34,8 @@ class SkewAdvice:
     running: MemberVersion
     ok: bool
     advice: str
+    joinable: bool = True
+    """Whether the coordinator supports the member's protocol."""
 
 
 def read_version(text: str) -> tuple[int, ...]:
@@ -50,7 +52,8 @@ def compare(coordinator: str, members: Iterable[MemberVersion]) -> list[SkewAdvi
 def _line(ours: tuple[int, ...], one: MemberVersion) -> SkewAdvice:
     if one.protocol and not OLDEST_PROTOCOL <= one.protocol <= PROTOCOL:
         where = "there" if one.protocol < OLDEST_PROTOCOL else "on the coordinator"
-        return SkewAdvice(one, False, f"cannot take part: protocol {one.protocol}; update macpool {where}")
+        text = f"cannot take part: protocol {one.protocol}; update macpool {where}"
+        return SkewAdvice(one, False, text, joinable=False)
     if not one.version:
         return SkewAdvice(one, False, "not seen since the coordinator started")
     theirs = read_version(one.version)

@@ -338,7 +338,7 @@ def version(session: ApiSession, whole: bool) -> None:
         answer["nodes"] = {node["name"]: node["version"] for node in nodes}
         answer["members"] = _members(asked["version"], nodes)
     session.show(answer, _print_version)
-    if any("cannot take part" in one["advice"] for one in answer.get("members", [])):
+    if not all(one["joinable"] for one in answer.get("members", [])):
         click.get_current_context().exit(PROTOCOL)
 
 
@@ -353,6 +353,7 @@ def _members(coordinator: str, nodes: list[dict[str, Any]]) -> list[dict[str, An
             "version": one.running.version,
             "protocol": one.running.protocol,
             "ok": one.ok,
+            "joinable": one.joinable,
             "advice": one.advice,
         }
         for one in lines

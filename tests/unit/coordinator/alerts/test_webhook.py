@@ -266,7 +266,7 @@ async def test_attempts_are_bounded_and_the_path_is_in_no_log():
                 await asyncio.sleep(0.01)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-    assert len(asked) == webhook.MAX_RETRIES
+    assert len(asked) == webhook.MAX_ATTEMPTS
     assert SECRET not in repr(logs)
     assert logs[0]["host"] == "example.com"
 

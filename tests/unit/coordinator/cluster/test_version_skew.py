@@ -34,3 +34,4 @@ def test_every_member_has_its_advice(version: str, protocol: int, ok: bool, word
     assert line.ok is ok
     assert words in line.advice
     assert bool(line.advice) is not ok
+    assert line.joinable is (protocol <= PROTOCOL)
