@@ -157,7 +157,8 @@ def test_hostile_markdown_is_text(page: Page, text: str):
 
 @pytest.mark.parametrize("name", LONG)
 def test_no_markdown_takes_long(page: Page, name: str):
-    assert page.evaluate(RENDER, LONG[name][:100_000])["seconds"] < 2, name
+    tries = (page.evaluate(RENDER, LONG[name][:100_000])["seconds"] for _ in range(3))  # the machine may be busy
+    assert any(seconds < 1 for seconds in tries), name
 
 
 # chat

@@ -135,6 +135,17 @@ async def test_the_limit_of_strangers_does_not_apply_to_a_certificate(
     await port.until(lambda: "known" in [node.name for node in port.application.registry.view().nodes])
 
 
+async def test_connections_with_a_certificate_do_not_count_as_strangers(
+    port: Port, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_server, "MAX_STRANGERS", 4)
+    known = port.member("known")
+    for _ in range(4):
+        await port.dial(known)
+    await asyncio.wait_for(_enrolling(port), 30)
+    assert not port.said("strangers are connected")
+
+
 async def _idle(port: Port) -> Line | None:
     try:
         return await port.dial()
