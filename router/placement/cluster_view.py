@@ -91,7 +91,7 @@ class NodeView:
     engine: EngineState = field(default_factory=EngineState)
     models: Mapping[str, Model] = field(default_factory=dict[str, Model])
     acked_seq: int = 0
-    """Highest sequence number of a request that the report counts."""
+    """Highest sequence number of a request whose reservation `memory.reserved` counts."""
     draining: bool = False
     system: SystemMemory = field(default_factory=SystemMemory)
     enforcement: Enforcement = field(default_factory=Enforcement)

@@ -36,15 +36,15 @@ MAX_WAITING_CALLS = 2 * MAX_CALLS
 
 
 class OllamaRequest(ConversationRequest, frozen=True, gc=False):
-    """Parsed body of either route."""
+    """Parsed body of `/api/chat` or `/api/generate`."""
 
     chat: bool = True
     """Whether the route is `/api/chat`."""
     text: str = ""
-    """Raw prompt."""
+    """Raw prompt without a template; empty for a conversation."""
 
     def job(self, key: str, request_id: str, created: int) -> RequestSpec:
-        """Build the job for the dispatcher; see `ConversationRequest`."""
+        """Return the job for the dispatcher; see `ConversationRequest`."""
         return RequestSpec(
             self.demand,
             key,
@@ -61,7 +61,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
         )
 
     def whole(self, job: RequestSpec, answer: CompleteAnswer, finished: Finished) -> bytes:
-        """Render the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
+        """Encode the whole answer; see `router.dialects.shared.interface.ParsedRequest`."""
         return whole(AnswerShape(job, self.chat), answer, finished)
 
     def chunks(self, reader: AnswerReader) -> OllamaChunks:
@@ -70,7 +70,7 @@ class OllamaRequest(ConversationRequest, frozen=True, gc=False):
 
 
 class OllamaChatRoute:
-    """Route of conversations; `strict` refuses unknown fields."""
+    """Dialect of `/api/chat`. With `strict`, unknown fields are refused."""
 
     style = OLLAMA
 
@@ -92,7 +92,7 @@ class OllamaChatRoute:
 
 
 class OllamaGenerateRoute:
-    """Route of single prompts; `strict` refuses unknown fields."""
+    """Dialect of `/api/generate`. With `strict`, unknown fields are refused."""
 
     style = OLLAMA
 
@@ -106,7 +106,7 @@ class OllamaGenerateRoute:
 
 
 def plain_name(model: str) -> str:
-    """Return a model's name as the cluster knows it: Ollama's clients append `:latest` to a name without a tag."""
+    """Return a model's name without `:latest`, which Ollama's clients append to a name without a tag."""
     return model.removesuffix(":latest") or model
 
 
