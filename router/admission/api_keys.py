@@ -27,16 +27,16 @@ MAX_SESSION_BYTES = 200
 
 @dataclass(frozen=True, slots=True)
 class ApiKey:
-    """One API key without its secret."""
+    """API key as stored: its identity, rights and digest, without its secret."""
 
     id: str
     name: str
     scopes: frozenset[str]
     digest: bytes
     created: float
-    """Creation time in seconds since 1970."""
+    """Creation time in Unix seconds."""
     expires: float | None = None
-    """Expiry in seconds since 1970; None means never."""
+    """Expiry in Unix seconds; None: the key never expires."""
     limits: KeyLimits | None = None
 
     def allows(self, scope: str) -> bool:

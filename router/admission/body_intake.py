@@ -1,8 +1,8 @@
 """Bound the long request bodies that are received and parsed at once, for each API key.
 
 Without a bound, two hundred connections that send half of 8 MiB and wait hold 800 MiB for a minute. A body reserves its
-announced length before its first byte is read. Without room in its key's share it waits in order of arrival, before its
-first byte is read. Bodies that are being received therefore always complete, and no other key waits.
+announced length before the rest of the body is read. If the limit of its key is reached, the body waits in order of
+arrival. Bodies that are being received therefore always complete, and no other key waits.
 """
 
 import asyncio

@@ -6,8 +6,8 @@ FAIR_SHARE_FACTOR = 2
 """Multiple of its share of the work from which a key is greedy.
 
 Requests of a greedy key are queued before nodes are full of them, and are refused there while other keys have open
-requests. Of two keys with equal priority, neither ever reaches it: one household, one long prompt. A low-priority key
-next to a normal one reaches it from two fifths of the work.
+requests. Of two keys with equal priority neither can reach the factor, because each has a share of one half. A
+low-priority key next to a normal one reaches it from two fifths of the work.
 """
 
 _NOTHING = 0, 0

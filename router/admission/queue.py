@@ -94,7 +94,7 @@ class AdmissionQueue(Generic[T]):
         return len(self._lanes[key].entries) if key in self._lanes else 0
 
     def limit(self, nodes: int) -> int:
-        """Return the maximum length of the queue in a cluster of this many nodes."""
+        """Return the maximum length of the queue in a cluster of this many nodes, or the configured length."""
         return self._limit or max(MIN_QUEUE_LENGTH, ENTRIES_PER_NODE * nodes)
 
     def share(self, nodes: int) -> int:
@@ -186,7 +186,7 @@ class AdmissionQueue(Generic[T]):
         return [entry for lane in self._lanes.values() for entry in lane.entries]
 
     def expire(self, now: float) -> list[T]:
-        """Remove and return all items whose deadline has passed, oldest first."""
+        """Remove and return all items whose deadline has passed at `now` (monotonic seconds), oldest first."""
         late = sorted((entry for entry in self.entries() if entry.deadline <= now), key=lambda one: one.number)
         for entry in late:
             self.remove(entry)

@@ -60,7 +60,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     arrived: float
     """Arrival in monotonic seconds."""
     seconds: float
-    """Duration of the request."""
+    """Duration of the request in seconds."""
     outcome: str
     message: str
     steps: tuple[tuple[float, str, str], ...]
@@ -75,7 +75,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecisionLog:
-    """Rings of ended requests, invalid requests and placement decisions."""
+    """Bounded history: `stories` of ended requests, `refusals` of invalid requests, and placement `decisions`."""
 
     def __init__(self) -> None:
         self.stories: deque[RequestRecord] = deque(maxlen=MAX_REQUESTS_KEPT)

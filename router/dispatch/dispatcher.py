@@ -517,12 +517,12 @@ class Dispatcher:
         )
 
     def unavailable_reason(self, node: NodeView) -> Refused | None:
-        """Return the refusal of a node that takes no request now; None when it takes requests."""
+        """Return the refusal of a node that takes no request now; None if the node takes requests."""
         why, code = unavailable_reason(node, self._clock())
         return None if code is None else Refused(code, f"{node.name} {why}", None, 2.0, node.name)
 
     def outage_reason(self) -> str:
-        """Return why no request could be served now; empty when one could."""
+        """Return why no request could be served now; empty if one could."""
         if self._closing:
             return STOPPING
         models = self.view.models()

@@ -28,7 +28,7 @@ it gets the node that is ready soonest: running answers, then the load.
 
 A turn is dropped after the longest wait, and the models to unload begin another slice.
 
-Pure: `step` reads one picture and returns actions; the dispatcher executes them.
+Pure: `step` computes actions from its input, and the dispatcher executes them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -131,7 +131,7 @@ class SwapPlan(msgspec.Struct, frozen=True, gc=False):
 
 
 class SwapPlanner:
-    """Planner of model swaps. `longest` is the maximum time of a turn, in seconds."""
+    """Planner of model swaps. `longest` is the maximum time of a turn, in seconds, and bounds the slices."""
 
     def __init__(self, longest: float) -> None:
         self._longest = longest

@@ -1,7 +1,7 @@
 """Several requests of one exchange, combined into one with consecutive choices.
 
-The combined request ends when all tickets have ended, or when one of them fails. The code that opened the tickets
-closes them. The remaining tickets therefore end with the first failure.
+The combined request ends when all requests have ended, or when one of them fails. The code that opened the requests
+closes them. The remaining requests therefore end with the first failure.
 """
 
 import asyncio

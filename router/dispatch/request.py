@@ -46,7 +46,7 @@ class RequestSpec(msgspec.Struct, frozen=True, gc=False):
     messages: tuple[Message, ...]
     params: GenerationParams
     created: int
-    """Time of arrival in seconds since 1970."""
+    """Time of arrival in Unix seconds."""
     stream: bool
     """Whether the answer is streamed."""
     tools: str = ""
@@ -236,7 +236,7 @@ class ActiveRequest:
             self.forget_ids()
 
     def add(self, delta: Delta) -> bool:
-        """Store one delta from the node; return True when `flush` must follow after the last delta of its frame."""
+        """Store one delta from the node. Return True if `flush` must follow after the last delta of its frame."""
         raise NotImplementedError
 
     def discard(self) -> None:
@@ -245,7 +245,7 @@ class ActiveRequest:
         self.heard = [[] for _ in range(max(1, self.params.n))]
 
     def flush(self) -> None:
-        """Call the sink, or wake a waiting reader."""
+        """Notify the reader: call the sink, or wake a waiting reader."""
         if self.sink is not None:
             self.sink()
             return
@@ -358,7 +358,7 @@ class BufferedRequest(ActiveRequest):
         return False
 
     def answer(self) -> CompleteAnswer:
-        """Return the whole answer."""
+        """Return the answer as collected so far. It is whole once the outcome is `Finished`."""
         return CompleteAnswer(
             {where: text.getvalue() for where, text in self._texts.items()},
             self._calls,

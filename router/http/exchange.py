@@ -45,7 +45,7 @@ class Exchange:
         self.status = CLIENT_CLOSED
 
     def header(self, name: bytes) -> bytes | None:
-        """Return a request header by its lower-case name; None when it is absent."""
+        """Return the value of a request header by its lower-case name; None if the header is absent."""
         return next((value for known, value in self.headers if known == name), None)
 
     def named(self) -> list[Header]:
@@ -134,7 +134,7 @@ class DisconnectWatch:
         self._stepper.run(self._receive())
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching; `gone` is not called any more."""
         self._gone = _nothing
         self._stepper.close()
 

@@ -98,7 +98,7 @@ class NodeView:
     labels: frozenset[str] = frozenset()
     video: VideoState = field(default_factory=VideoState)
     video_allowed: bool = False
-    """Whether an administrator allows the node to make videos."""
+    """Whether an administrator allows the node to generate videos."""
     sharing: Sharing = field(default_factory=Sharing)
 
     @cached_property
@@ -137,7 +137,8 @@ class ModelIdentity:
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """All members, including sleeping and lost members: they count for "could ever fit"."""
+    """Immutable view of all members. Sleeping and lost members are included, because they count for "could ever
+    fit"."""
 
     nodes: tuple[NodeView, ...] = ()
     _identities: dict[str, ModelIdentity] = field(

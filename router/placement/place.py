@@ -270,10 +270,13 @@ class Policy(Protocol):
 
 
 class Balanced:
-    """Policy: saturating headroom first, then the shortest time, which includes the delay of other requests."""
+    """Policy `balanced`: enough headroom first, then the shortest time, which includes the delay of other requests."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
-        """Rank by marks, time, requests in flight relative to speed, cached share of the prompt, share of headroom."""
+        """Rank by headroom up to `HEADROOM_SATURATION` such requests, then by time.
+
+        Further criteria are requests in flight relative to speed, cached share of the prompt, and share of headroom.
+        """
         room, need, memory = candidate.headroom or 0, candidate.need, candidate.memory
         marks = HEADROOM_SATURATION
         if candidate.warm < PREFIX_HIT_SHARE and room < HEADROOM_SATURATION * need and not candidate.idle:
@@ -286,7 +289,7 @@ class Balanced:
 
 
 class MostHeadroom:
-    """Policy: the node with most bytes of headroom wins."""
+    """Policy `most_headroom`: the node with most bytes of headroom wins."""
 
     def score(self, candidate: Candidate, request: ResourceDemand) -> tuple[float, ...]:
         """Rank by headroom in bytes, then requests in flight."""

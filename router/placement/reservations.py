@@ -95,14 +95,15 @@ class SwapTurn(msgspec.Struct, frozen=True, gc=False):
     leaving: frozenset[str]
     """Models to unload."""
     ticket: int
-    """Number of the waiting request."""
+    """Number of the queued request for which the node swaps."""
     began: float
     """Start of the swap, in monotonic seconds."""
     asked_at: float | None = None
     """Time at which the request was sent to the node, in monotonic seconds; None before."""
 
     def bars(self, model: str, loaded: bool) -> bool:
-        """Return whether the node takes no new request for a model during this swap."""
+        """Return whether the node takes no new request for a model during this swap. `loaded`: the node has the model
+        loaded."""
         return model != self.model and (model in self.leaving or not loaded)
 
     @property

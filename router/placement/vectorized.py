@@ -127,7 +127,7 @@ class _Table:
         self.resting = np.zeros(count, dtype=np.bool_)
         """Whether the node has the model loaded and no queued prompt, according to its report."""
         self.idle = np.zeros(count, dtype=np.bool_)
-        """Whether the node is resting and nothing was reserved there since the report."""
+        """Whether the node is resting and has no request of this router."""
 
     def write(self, row: int, node: NodeView, model: Model) -> None:
         """Apply a report to a row."""

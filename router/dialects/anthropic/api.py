@@ -43,7 +43,7 @@ class MessagesRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> MessagesRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = MESSAGES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored, strict=self._strict)
 

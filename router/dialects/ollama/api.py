@@ -78,7 +78,7 @@ class OllamaChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = CHAT.read(body, strict=self._strict)
         if isinstance(found, Problem):
             return found
@@ -100,7 +100,7 @@ class OllamaGenerateRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> OllamaRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = GENERATE.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _generate(found.body, found.ignored, strict=self._strict)
 

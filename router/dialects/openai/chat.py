@@ -53,7 +53,7 @@ class ChatRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ChatRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         return parse(body, strict=self._strict)
 
 

@@ -53,7 +53,7 @@ HARMLESS: Mapping[str, str] = MappingProxyType(
         "web_search_options": "the server does not search: send a search tool",
     }
 )
-"""Fields without an effect on the answer of such a cluster, with the reason."""
+"""Fields without an effect on an answer of this server, with the reason."""
 
 NEUTRAL: Mapping[str, tuple[object, ...]] = MappingProxyType(
     {

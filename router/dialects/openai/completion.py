@@ -83,7 +83,7 @@ class CompletionRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> CompletionRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = COMPLETION.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else _request(found.body, found.ignored)
 

@@ -71,7 +71,7 @@ class ResponsesRoute:
         self._strict = strict
 
     def parse(self, body: bytes, key: str) -> ResponsesRequest | Problem:
-        """Parse a body; see `router.dialects.shared.interface.Dialect`."""
+        """Parse a body, or return a 400 problem; see `router.dialects.shared.interface.Dialect`."""
         found = RESPONSES.read(body, strict=self._strict)
         return found if isinstance(found, Problem) else self._request(found.body, found.asked, found.ignored, key)
 

@@ -13,13 +13,13 @@ from wire.frames import Message
 from wire.units import MIB
 
 MAX_RESPONSES = 4096
-"""Maximum answers in all."""
+"""Maximum answers of all keys together."""
 MAX_STORED_BYTES = 128 * MIB
-"""Maximum bytes in all."""
+"""Maximum bytes of the answers of all keys together."""
 MAX_RESPONSES_PER_KEY = 512
 """Maximum answers of one key."""
 MAX_BYTES_PER_KEY = 32 * MIB
-"""Maximum bytes of one key."""
+"""Maximum bytes of the answers of one key."""
 MESSAGE_BYTES = 256
 """Bytes charged for a message in addition to its text."""
 

@@ -72,9 +72,9 @@ class RequestedReasoning(NamedTuple):
     effort: str | None
     """Reasoning effort; None without a choice."""
     thinks: bool | None
-    """Whether the model thinks; None without a choice."""
+    """Whether the model should reason; None without a choice."""
     ignored: tuple[str, ...] = ()
-    """Fields without a known meaning."""
+    """Names of fields that have no known meaning and are ignored."""
 
 
 def combine_reasoning(effort: str | None, switch: bool | None, said: Mapping[str, object]) -> RequestedReasoning:

@@ -19,7 +19,7 @@ MAX_CALLS_SENT = 1024
 MAX_CALL_CHARS = 1024 * 1024
 """Maximum characters of one call, in the node's JSON."""
 MAX_TOKEN_BYTES = 1024
-"""Maximum bytes of a token; no real vocabulary comes near."""
+"""Maximum bytes of a token. No token of a real vocabulary is nearly as long."""
 UNKNOWN_LOGPROB = -9999.0
 """OpenAI's value for an unknown log probability."""
 
@@ -87,7 +87,11 @@ def logprobs_of(logprobs: Iterable[Logprob], top: int) -> Logprobs:
 
 
 def printable_token(token: bytes, logprob: float) -> tuple[str, float, list[int]]:
-    """Return a token's printable form, a finite log probability, and the token's bytes."""
+    """Return a token as printable text, its log probability, and its bytes, of which at most `MAX_TOKEN_BYTES` are
+    kept.
+
+    A log probability that is not finite becomes `UNKNOWN_LOGPROB`.
+    """
     kept = token[:MAX_TOKEN_BYTES]
     return kept.decode("utf-8", "replace"), logprob if math.isfinite(logprob) else UNKNOWN_LOGPROB, list(kept)
 

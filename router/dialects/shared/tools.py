@@ -27,7 +27,8 @@ _FUNCTION = frozenset({"name", "description", "parameters", "strict"})
 
 
 class ClientTool(NamedTuple):
-    """Tool as its client knows it, where that differs from the model's function."""
+    """Tool as its client knows it, where that differs from the function that the model gets. `namespace` may be
+    empty."""
 
     name: str
     custom: bool = False
