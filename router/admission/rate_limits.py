@@ -109,7 +109,7 @@ class RateLimits:
     """Meters of the requests and tokens of all API keys, with which requests are admitted.
 
     `limits_of` returns a key's limits by its id; None where it has none. They may change while the key has open
-    requests. `settings` has the bounds of keys without own limits. All times are in monotonic seconds.
+    requests. `settings` has the bounds that apply to every key. All times are in monotonic seconds.
     """
 
     def __init__(

@@ -196,8 +196,8 @@ class Counters:
     def stepped(self, node: NodeId, model: str, leader: int, streams: int, now: float) -> None:
         """Record a decode step of a node that extended `streams` streams of a model, at `now` in monotonic seconds.
 
-        `leader` is the first of these streams. If it also led the last step, the time between the steps counts as one
-        gap of every stream. Otherwise no stream waited that long, and nothing counts.
+        `leader` is the number of the first of these requests. If it also led the last step, the time between the steps
+        counts as one gap of every stream. Otherwise no stream waited that long, and nothing counts.
         """
         key = node, model
         last = self._paces.get(key)

@@ -69,7 +69,7 @@ class RequestRecord(msgspec.Struct, frozen=True, gc=False):
     cached_tokens: int = 0
     completion_tokens: int = 0
     timings: Timings | None = None
-    """Timings reported by the request's last node; None if the request failed."""
+    """Timings reported by the request's last node; None without a complete answer."""
     ignored: tuple[str, ...] = ()
     """Fields and tools of the request's body that had no effect."""
 

@@ -101,7 +101,7 @@ class EventStream:
     def push(self, events: bytes, *, last: bool = False) -> bool:
         """Send whole events now; return False when they wait for the transport. Not allowed while `busy`.
 
-        `last` ends the stream. An exception of the transport is set on `done`.
+        `last` ends the stream. If the transport raises at once, the exception is set on `done`.
         """
         self._last = last
         step = self._send({"type": "http.response.body", "body": events, "more_body": not last})

@@ -93,7 +93,7 @@ def chain_of(
 
 
 class PrefixAffinity:
-    """Index of prompts by node, with at most `entries` hashes.
+    """Index of prompts by node, with at most `entries` hashes, prompts and sessions each.
 
     Each engine process of a node has a number, which invalidates all entries of an earlier process at once.
     """
